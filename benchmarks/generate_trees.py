@@ -24,8 +24,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.memory import memory_fit
-from sequoia_vllm.cli.common import friendly_errors
-from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.common import friendly_errors, progress_bar
 from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
 from sequoia_vllm.hardware.models import ModelClass, model_classes
 from sequoia_vllm.hardware.offloading import host_link, streamed_layers
@@ -34,13 +33,6 @@ from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.json_input import read_json
-from sequoia_vllm.library.entries import (
-    OFFLOADED,
-    fastest_schedule,
-    make_entry,
-    model_class_of,
-    profile_reference,
-)
 from sequoia_vllm.library.files import (
     LIBRARY_SCHEMA,
     AcceptanceFile,
@@ -48,6 +40,13 @@ from sequoia_vllm.library.files import (
     LibraryFile,
     ProfileReference,
     TreeEntry,
+)
+from sequoia_vllm.library.selection import (
+    OFFLOADED,
+    fastest_schedule,
+    make_entry,
+    model_class_of,
+    profile_reference,
 )
 from sequoia_vllm.library.tree_library import shipped_directory
 
@@ -138,11 +137,6 @@ def generate_library(
 
     Returns:
         File name -> text, sorted by name.
-
-    Raises:
-        LibraryError: If there is no acceptance file, or two inputs clash.
-        AcceptanceError: If an acceptance file is wrong.
-        ProfileError: If a profile is wrong.
     """
     jobs = [job for job in _jobs(inputs) if devices is None or job.device in devices]
     entries: dict[str, list[TreeEntry]] = {}

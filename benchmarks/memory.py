@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
@@ -22,7 +21,6 @@ class MemoryFit:
     """What of one device's memory is left for the KV cache.
 
     Attributes:
-        memory_bytes: Memory of the device.
         weights_bytes: Its part of both models' weights, as far as they lie in it, and the
             buffers of those that do not.
         kv_bytes_per_token: Its part of the keys and values of a token, both models.
@@ -49,35 +47,12 @@ class MemoryFit:
             return f"KV cache for {self.kv_tokens} tokens only"
         return None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON data, with the problem in words."""
-        return {
-            "memory_gib": round(self.memory_bytes / 2**30, 2),
-            "weights_gib": round(self.weights_bytes / 2**30, 2),
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-            "kv_tokens": self.kv_tokens,
-            "problem": self.problem(),
-        }
-
 
 def memory_fit(
-    device: DeviceSpec,
-    target: ModelShape,
-    draft: ModelShape,
-    dtype: str = "bfloat16",
-    tensor_parallel_size: int = 1,
-    streamed: StreamedWeights | None = None,
-) -> MemoryFit:
-    """How a pair fits when both models are split over this many devices.
-
-    Args:
-        device: Datasheet values.
-        target: Shape of the target.
-        draft: Shape of the draft, split the same way.
-        dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`.
-        tensor_parallel_size: Devices.
-        streamed: Weights of the target that lie elsewhere.
-    """
+    device: DeviceSpec, target: ModelShape, draft: ModelShape, dtype: str = "bfloat16",
+    tensor_parallel_size: int = 1, streamed: StreamedWeights | None = None,
+) -> MemoryFit:  # fmt: skip
+    """How a pair fits when both models are split over this many devices."""
     value_bytes = BYTES_PER_VALUE[dtype]
     pair = target, draft
     weights = sum(shape.weights_bytes(value_bytes) for shape in pair) / tensor_parallel_size

@@ -50,14 +50,6 @@ LinkOption = Annotated[
     LinkName | None,
     typer.Option("--link", help="What they are read over; default: the device's own link."),
 ]
-LinkRateOption = Annotated[
-    float | None,
-    typer.Option(
-        "--link-gb-s",
-        help="The rate that is achieved, 10^9 bytes/s, where it was measured: of copies from the "
-        "host, or of a disk.",
-    ),
-]
 BackendOption = Annotated[
     OffloadBackend,
     typer.Option(
@@ -77,13 +69,11 @@ class Offload:
             more than there are: all.
         backend: See `sequoia_vllm.hardware.offloading`.
         link: By name; None: the device's own.
-        gb_s: Achieved rate, 10^9 bytes/s; None: the link's.
     """
 
     gib: float
     backend: OffloadBackend = "prefetch"
     link: LinkName | None = None
-    gb_s: float | None = None
 
     def streamed(
         self, target: ModelShape, device: str, value_bytes: float, devices: int
@@ -92,11 +82,8 @@ class Offload:
         name, words = host_link(device)
         if self.link is not None:
             name, words = self.link, LINKS[self.link].name
-        rate = LINKS[name].bytes_per_second
-        if self.gb_s is not None:
-            rate, words = self.gb_s * 1e9, f"{self.gb_s:g} GB/s"
         return streamed_layers(
-            target, self.gib * 2**30, rate, words,
+            target, self.gib * 2**30, LINKS[name].bytes_per_second, words,
             value_bytes=value_bytes, devices=devices, backend=self.backend,
         )  # fmt: skip
 
@@ -107,12 +94,8 @@ def with_interconnect(
     """The same device in a box with other links.
 
     Args:
-        device: Datasheet values.
         gb_s: Rate of its links in one direction, 10^9 bytes/s; None: the datasheet's.
         kind: How they lead to the other devices; None: as the datasheet says.
-
-    Raises:
-        DeviceError: If the rate is not above 0 or not finite; names the convention.
     """
     if gb_s is None and kind is None:
         return device
@@ -131,17 +114,13 @@ def with_interconnect(
     )
 
 
-def offload_of(
-    gib: float | None, link: LinkName | None, gb_s: float | None, backend: OffloadBackend
-) -> Offload | None:
+def offload_of(gib: float | None, link: LinkName | None, backend: OffloadBackend) -> Offload | None:
     """Returns what the options say is offloaded; fails where they do not fit together."""
     if gib is None:
-        if link is not None or gb_s is not None or backend != "prefetch":
-            fail("--link, --link-gb-s and --offload-backend are of offloading: give --offload-gb")
+        if link is not None or backend != "prefetch":
+            fail("--link and --offload-backend are of offloading: give --offload-gb")
         return None
-    if link is not None and gb_s is not None:
-        fail("--link has a rate of its own: give it or --link-gb-s")
-    return Offload(gib, backend, link, gb_s)
+    return Offload(gib, backend, link)
 
 
 def device_of(
@@ -150,12 +129,7 @@ def device_of(
     interconnect_kind: InterconnectKind | None = None,
     tensor_parallel_size: int = 1,
 ) -> DeviceSpec:
-    """Returns the device of this name, with other links if they are given.
-
-    Raises:
-        DeviceError: If the device has no datasheet values here, the rate is wrong, or a MIG
-            slice is split over several devices (slices have no links).
-    """
+    """Returns the device of this name, with other links if they are given."""
     device = identify(name)
     if device.spec is None:
         raise DeviceError(
@@ -170,11 +144,7 @@ def device_of(
 
 
 def class_of(name: str) -> ModelClass:
-    """Returns the model class of this name.
-
-    Raises:
-        ProfileError: If there is none.
-    """
+    """Returns the model class of this name."""
     classes = every_class()
     if name not in classes:
         raise ProfileError(f"no model class {name!r}; there are {', '.join(classes)}")
@@ -182,19 +152,10 @@ def class_of(name: str) -> ModelClass:
 
 
 def predict(
-    device: DeviceSpec,
-    pair: ModelClass,
-    tensor_parallel_size: int = 1,
-    dtype: str = "bfloat16",
-    context_length: int = 1024,
-    offload: Offload | None = None,
-) -> Profile:
-    """Predicts the profile of a device and a model class by the roofline.
-
-    Raises:
-        ProfileError: If the dtype or a number is wrong, or the draft does not fit beside the
-            buffers of a streamed target.
-    """
+    device: DeviceSpec, pair: ModelClass, tensor_parallel_size: int = 1, dtype: str = "bfloat16",
+    context_length: int = 1024, offload: Offload | None = None,
+) -> Profile:  # fmt: skip
+    """Predicts the profile of a device and a model class by the roofline."""
     if context_length < 1:
         raise ProfileError(f"context length {context_length}: must be at least 1")
     try:

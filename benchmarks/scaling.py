@@ -14,19 +14,12 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.memory import MemoryFit, memory_fit
-from benchmarks.options import (
-    ClassOption,
-    ContextOption,
-    DtypeOption,
-    JsonOption,
-    markdown_table,
-)
+from benchmarks.memory import memory_fit
+from benchmarks.options import ClassOption, ContextOption, DtypeOption, JsonOption, markdown_table
 from benchmarks.predicted import (
     BackendOption,
     KindOption,
     LinkOption,
-    LinkRateOption,
     Offload,
     OffloadOption,
     RateOption,
@@ -81,14 +74,10 @@ class TreePrediction:
     def cells(self) -> tuple[str, ...]:
         """What a table shows of it."""
         return (
-            str(self.batch_size),
-            f"{1e3 * self.plain_seconds:.1f}",
-            f"{1e3 * self.draft_level_seconds:.2f}",
-            str(self.size),
-            str(self.depth),
-            f"{self.expected_tokens:.2f}",
-            f"{self.speedup:.2f}x",
-        )
+            str(self.batch_size), f"{1e3 * self.plain_seconds:.1f}",
+            f"{1e3 * self.draft_level_seconds:.2f}", str(self.size), str(self.depth),
+            f"{self.expected_tokens:.2f}", f"{self.speedup:.2f}x",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,9 +85,6 @@ class ScalingRow:
     """One device type and tensor parallel size.
 
     Attributes:
-        device: The device.
-        tensor_parallel_size: Devices.
-        memory: How the pair fits.
         problem: Why it cannot be served so; None: it can.
         predictions: By batch size; none where there is a problem.
         streamed: Weights of the target that are not in the devices' memory; None: all are.
@@ -106,7 +92,6 @@ class ScalingRow:
 
     device: DeviceSpec
     tensor_parallel_size: int
-    memory: MemoryFit
     problem: str | None
     predictions: list[TreePrediction]
     streamed: StreamedWeights | None
@@ -116,11 +101,7 @@ class ScalingRow:
         return {
             "device": self.device.id,
             "tensor_parallel_size": self.tensor_parallel_size,
-            "interconnect_gb_s": self.device.interconnect_gb_s,
-            "interconnect_kind": self.device.interconnect_kind,
             "problem": self.problem,
-            "memory": self.memory.to_dict(),
-            "streamed": self.streamed.to_dict() if self.streamed else None,
             "predictions": [asdict(prediction) for prediction in self.predictions],
         }
 
@@ -139,7 +120,6 @@ def scaling(
     interconnect_kind: KindOption = None,
     offload_gb: OffloadOption = None,
     link: LinkOption = None,
-    link_gb_s: LinkRateOption = None,
     offload_backend: BackendOption = "prefetch",
     dtype: DtypeOption = "bfloat16",
     context_length: ContextOption = 1024,
@@ -154,7 +134,7 @@ def scaling(
             device_of(name.strip(), interconnect_gb_s, interconnect_kind, max(sizes))
             for name in devices.split(",")
         ]
-        offload = offload_of(offload_gb, link, link_gb_s, offload_backend)
+        offload = offload_of(offload_gb, link, offload_backend)
         rows = scaling_rows(specs, pair, vector, sizes, batches, dtype, context_length, offload)
         if not as_json:
             typer.echo(markdown_table(_COLUMNS, _cells(rows)))
@@ -174,22 +154,15 @@ def scaling(
 
 
 def scaling_rows(
-    devices: Sequence[DeviceSpec],
-    pair: ModelClass,
-    acceptance: Acceptance,
-    tensor_parallel_sizes: Sequence[int] = (1, 2, 4, 8),
-    batch_sizes: Sequence[int] = (1, 16),
-    dtype: str = "bfloat16",
-    context_length: int = 1024,
-    offload: Offload | None = None,
-) -> list[ScalingRow]:
+    devices: Sequence[DeviceSpec], pair: ModelClass, acceptance: Acceptance,
+    tensor_parallel_sizes: Sequence[int] = (1, 2, 4, 8), batch_sizes: Sequence[int] = (1, 16),
+    dtype: str = "bfloat16", context_length: int = 1024, offload: Offload | None = None,
+) -> list[ScalingRow]:  # fmt: skip
     """Finds the fastest tree of each device type, tensor parallel size and batch size.
 
     Args:
-        devices: Datasheet values.
         pair: Target and draft, both split over the devices.
         acceptance: p[k] or p[d][k] of the pair.
-        tensor_parallel_sizes: Devices.
         batch_sizes: Requests in a step; all must fit the memory with their context and trees.
         dtype: Weight and KV cache type.
         context_length: Committed tokens of each request.
@@ -197,9 +170,6 @@ def scaling_rows(
 
     Returns:
         Rows by device, then by tensor parallel size, in the given order.
-
-    Raises:
-        ProfileError: If a number, the type, or a split of the models is wrong.
     """
     batches = check_batch_sizes(list(batch_sizes))
     rows = []
@@ -213,7 +183,7 @@ def scaling_rows(
             predictions = [
                 _predict(cost, acceptance, batch, most_nodes) for batch in batches if not problem
             ]
-            rows.append(ScalingRow(device, size, memory, problem, predictions, profile.streamed))
+            rows.append(ScalingRow(device, size, problem, predictions, profile.streamed))
     return rows
 
 

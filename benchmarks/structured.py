@@ -7,10 +7,11 @@ of 16 nodes, float32. "Without" is every forbidden draft scored as it is, and re
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from typing import Any
 
-from benchmarks.embedded_pair import running
+from benchmarks.embedded_pair import DRAFT, TARGET, encoded_prompts
 
 SCHEMA = {
     "type": "object",
@@ -43,19 +44,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=100, help="of each row, 200 at most")
     parser.add_argument("--max-tokens", type=int, default=96, help="of each completion")
-    parser.add_argument("--verification", default="sequoia", help="or traversal")
-    parser.add_argument("--whitespace", action="store_true", help="allow any in JSON, as vLLM does")
-    parser.add_argument("--most-allowed", type=int, nargs="*", help="bounds to compare")
     options = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from sequoia_vllm.engine.core import stand_ins
+    from sequoia_vllm.measuring.engines import EngineSpec, open_engine
 
-    bounds = options.most_allowed or [0, stand_ins.MOST_ALLOWED]  # a grammar always allows one
-    grammars = {"backend": "xgrammar", "disable_any_whitespace": not options.whitespace}
-    with running(
-        options.prompts,
-        {"verification": options.verification},
-        structured_outputs_config=grammars,
-    ) as (llm, requests):
+    bounds = [0, stand_ins.MOST_ALLOWED]  # a grammar always allows one
+    grammars = {"backend": "xgrammar", "disable_any_whitespace": True}
+    config = {
+        "method": "sequoia", "model": DRAFT, "tree": {"size": 16, "depth": 6},
+        "num_speculative_tokens_per_batch_size": [[1, 1, 15]],
+    }  # fmt: skip
+    requests = [{"prompt_token_ids": tokens} for tokens in encoded_prompts(options.prompts)]
+    engine = EngineSpec(TARGET, DRAFT, dtype="float32", enforce_eager=True, kv_cache_gib=0.5)
+    with open_engine(
+        engine, speculative_config=config, max_model_len=512, max_num_seqs=16,
+        enable_prefix_caching=False, structured_outputs_config=grammars,
+    ) as llm:  # fmt: skip
         print(
             "setting      temperature  tokens per step (seconds) by tokens allowed at most:", bounds
         )

@@ -60,11 +60,7 @@ def main(
 
 
 def matching_of(target: str, draft: Path) -> Matching:
-    """How the tokens of two models with different vocabularies belong together.
-
-    Raises:
-        SequoiaError: If their vocabularies are one.
-    """
+    """How the tokens of two models with different vocabularies belong together."""
     matching = compare_models(target, str(draft)).matching
     if matching is None:
         raise SequoiaError(f"{draft} has the target's vocabulary already")
@@ -72,17 +68,7 @@ def matching_of(target: str, draft: Path) -> Matching:
 
 
 def write(target: str, draft: Path, folder: Path, matching: Matching) -> None:
-    """Writes the draft with the target's whole vocabulary, and the target's tokenizer.
-
-    Args:
-        target, draft: The models.
-        folder: Where the new draft goes; made if it is not there, must be empty.
-        matching: How their tokens belong together.
-
-    Raises:
-        SequoiaError: If the draft is no Llama, or has biases or float16 weights; if the target
-            is no folder, or ``folder`` holds something.
-    """
+    """Writes the draft with the target's whole vocabulary and tokenizer, into an empty folder."""
     config = json.loads((draft / "config.json").read_text("utf-8"))
     check(config, draft)
     if not (Path(target) / "tokenizer.json").is_file():
@@ -96,11 +82,7 @@ def write(target: str, draft: Path, folder: Path, matching: Matching) -> None:
 
 
 def check(config: dict[str, Any], draft: Path) -> None:
-    """Checks that a draft with this config.json can be widened.
-
-    Raises:
-        SequoiaError: If it cannot.
-    """
+    """Checks that a draft with this config.json can be widened."""
     if config.get("architectures") != ["LlamaForCausalLM"]:
         raise SequoiaError(f"{draft} is {config.get('architectures')}; can use LlamaForCausalLM")
     if config.get("attention_bias") or config.get("mlp_bias"):

@@ -216,10 +216,7 @@ def main(
     options = json.loads(engine_options)
     try:
         all_lines = list(enumerate(load_prompts(prompts)))
-        speculation = {
-            **speculative_config(draft_model, tree),
-            **json.loads(speculative_options),
-        }
+        speculation = {**speculative_config(draft_model, tree), **json.loads(speculative_options)}
     except (PromptError, TreeError) as error:
         fail(str(error))
     digest = prompts_sha256([prompt for _, prompt in all_lines])

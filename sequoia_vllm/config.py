@@ -104,7 +104,7 @@ class SequoiaConfig(_Strict):
         default=None,
         description="Draft model (name or path), best with the target's tokens, or a head that was "
         "trained for the target. None: the known one of that target, see "
-        "`sequoia_vllm.drafters.kinds`.",
+        "`sequoia_vllm.drafters`.",
     )
     drafter: DrafterKind | None = Field(
         default=None,

@@ -66,7 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A directory whose filesystem has direct I/O: pytest's, or one in the checkout."""
-    from sequoia_vllm.offload.weight_file import OffloadError, WeightFile
+    from sequoia_vllm.engine.offload.weight_file import OffloadError, WeightFile
 
     with tempfile.TemporaryDirectory(dir=request.config.rootpath, prefix=".disk-") as here:
         for directory in (tmp_path, Path(here)):

@@ -22,7 +22,6 @@ class Resources:
     """What a compiled variant takes.
 
     Attributes:
-        name: The variant's.
         capability: Compute capability times ten.
         registers: Per thread.
         spilled_bytes: Local memory per thread; 0 if all fits into registers.
@@ -37,16 +36,7 @@ class Resources:
 
 
 def compile_variant(variant: Variant, capability: int) -> Resources:
-    """Compiles one variant down to machine code.
-
-    Args:
-        variant: What to compile.
-        capability: Compute capability times ten.
-
-    Raises:
-        RuntimeError: If TRITON_INTERPRET is set.
-        triton.CompilationError: If the kernel is wrong for that device.
-    """
+    """Compiles one variant down to machine code; ``capability`` is ten times the device's."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -5,13 +5,7 @@ from __future__ import annotations
 import triton
 
 from benchmarks.compiled.variant import Variant
-from sequoia_vllm.kernels import (
-    begin_drafting,
-    children,
-    draft_inputs,
-    target_states,
-    truncation,
-)
+from sequoia_vllm.kernels import begin_drafting, children, draft_inputs, target_states, truncation
 from sequoia_vllm.kernels.children_kernels import (
     block_best_kernel,
     merge_best_kernel,

@@ -28,11 +28,7 @@ def source_hashes() -> dict[str, str]:
 
 
 def source_hash(variants: Sequence[Variant]) -> str:
-    """The hash of one kernel, from all its variants; see `source_hashes`.
-
-    Raises:
-        TypeError: If its code names anything but constants and functions of `triton.jit`.
-    """
+    """The hash of one kernel, from all its variants; see `source_hashes`."""
     code: dict[Callable[..., Any], list[str]] = {}
     _add_code(variants[0].kernel.fn, code)
     compiled = {

@@ -30,25 +30,13 @@ Task = tuple[Variant, int]
 
 @cache
 def all_variants() -> tuple[Variant, ...]:
-    """The variants of all kernels, in the order of the pages.
-
-    Raises:
-        ValueError: If two have the same name.
-    """
+    """The variants of all kernels, in the order of the pages."""
     variants = (
-        *attention_variants(),
-        *children_variants(),
-        *commit_variants(),
-        *path_edit_variants(),
-        *target_statistics_variants(),
-        *verify_variants(),
-        *traversal_variants(),
-        *begin_drafting_variants(),
-        *truncation_variants(),
-        *draft_input_variants(),
-        *target_state_variants(),
-        *scoring_input_variants(),
-    )
+        *attention_variants(), *children_variants(), *commit_variants(), *path_edit_variants(),
+        *target_statistics_variants(), *verify_variants(), *traversal_variants(),
+        *begin_drafting_variants(), *truncation_variants(), *draft_input_variants(),
+        *target_state_variants(), *scoring_input_variants(),
+    )  # fmt: skip
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise ValueError(f"variants share a name: {sorted(names)}")
@@ -64,12 +52,7 @@ def variants_by_kernel() -> dict[str, list[Variant]]:
 
 
 def all_tasks(capabilities: Sequence[int] = CAPABILITIES, pattern: str = "") -> list[Task]:
-    """Every variant with every capability that it is meant for.
-
-    Args:
-        capabilities: No others.
-        pattern: Only variants in whose name this regular expression is found.
-    """
+    """Every variant whose name has the pattern, with those capabilities that it is meant for."""
     return [
         (variant, capability)
         for variant in all_variants()

@@ -18,29 +18,17 @@ _COUNTERS = ("drafts", "accepted_tokens")
 
 
 def tokens_per_step(
-    target: str,
-    kind: str,
-    draft: str,
-    how: str,
-    depth: int,
-    nodes: int,
-    count: int,
-    tokens: int,
+    target: str, kind: str, draft: str, how: str, depth: int, nodes: int, count: int, tokens: int,
     temperatures: Sequence[float],
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Tokens per step by temperature, and their standard error; in a process of its own.
 
     Args:
-        target: Folder of the target.
-        kind: vLLM's method.
-        draft: Folder of the drafter.
         how: "chain" (vLLM's, drafting what is likeliest), "drawn chain" (vLLM's, drawing its
             drafts) or "tree".
         depth: Drafts of a chain, levels of a tree.
-        nodes: Of a tree.
         count: Prompts.
         tokens: Generated for each; chats may end before.
-        temperatures: Of the requests.
     """
     from vllm import SamplingParams
 

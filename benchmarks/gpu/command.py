@@ -16,8 +16,7 @@ from benchmarks.gpu.item_run import LOG, run_item
 from benchmarks.gpu.items import ITEMS, MACHINE, Item, chosen_items, in_order
 from benchmarks.gpu.results import FILE, GpuRunError, Results
 from benchmarks.gpu.table import lines_of
-from sequoia_vllm.measuring.engine_processes import processes_end_here
-from sequoia_vllm.measuring.interrupts import exit_code
+from sequoia_vllm.measuring.interrupts import exit_code, processes_end_here
 
 WRONG, CANNOT = 1, 2  # exit codes
 _CHECKOUT = Path(__file__).parents[2]
@@ -82,18 +81,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run_items(
     items: Sequence[Item], folder: Path, tiny: bool, seconds: float, start_method: str
 ) -> Results:
-    """Runs what is left of these items, one after the other.
-
-    Args:
-        items: What to run.
-        folder: Of the results; made if its parent is there.
-        tiny: Smallest sizes.
-        seconds: For all of it.
-        start_method: Of `multiprocessing`.
-
-    Raises:
-        GpuRunError: There is no GPU, or the folder has results of another machine or commit.
-    """
+    """Runs what is left of these items, one after the other."""
     deadline = time.monotonic() + seconds
     if not folder.parent.is_dir():
         raise GpuRunError(f"--output {folder}: there is no folder {folder.parent}")
@@ -138,11 +126,7 @@ def _run_one(
 
 
 def _check_machine(results: Results, before: dict[str, object] | None) -> None:
-    """Whether there is a GPU, the one that earlier results of the folder are of.
-
-    Raises:
-        GpuRunError: If not.
-    """
+    """Whether there is a GPU, the one that earlier results of the folder are of."""
     found = results.of(MACHINE.name)
     if found.errors or found.state != "done":
         raise GpuRunError(next(iter(found.errors.values()), f"see {results.file.parent / LOG}"))

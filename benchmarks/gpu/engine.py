@@ -24,13 +24,7 @@ _START_LINES = re.compile(
 
 
 class Engine:
-    """A `vllm.LLM` with made-up weights.
-
-    Attributes:
-        llm: The engine.
-        vllm_config: Its configuration.
-        sizes: Of what is measured on it.
-    """
+    """A `vllm.LLM` with made-up weights."""
 
     def __init__(self, llm: Any, sizes: Sizes) -> None:
         self.llm = llm
@@ -72,11 +66,7 @@ class Engine:
         return request
 
     def step(self) -> list[Any]:
-        """Waits for the next outputs of running requests.
-
-        Raises:
-            RuntimeError: No request runs: vLLM would wait for ever.
-        """
+        """Waits for the next outputs of running requests."""
         if not self.is_busy:
             raise RuntimeError("all requests have ended before as many steps as were to be timed")
         outputs: list[Any] = self.llm.llm_engine.step()
@@ -117,7 +107,6 @@ def started(
     """An engine with vLLM's defaults and its steps recorded; what its start took is kept.
 
     Args:
-        run: The item.
         pair: Model class of the library.
         speculative: Keys of ``speculative_config`` besides method and model; None: plain vLLM.
         head_positions: Longest context of a head.

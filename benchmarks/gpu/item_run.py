@@ -28,10 +28,6 @@ class ItemRun:
     Attributes:
         folder: Of the results, the log and everything else that is written.
         tiny: Whether this is a rehearsal.
-        sizes: Of what is measured.
-
-    Args:
-        name: The item.
     """
 
     def __init__(self, name: str, folder: Path, tiny: bool) -> None:
@@ -85,13 +81,6 @@ class ItemRun:
 
 def run_item(item: Item, folder: Path, tiny: bool, seconds: float, start_method: str) -> State:
     """Runs an item in a process of its own, with all that it writes in the log.
-
-    Args:
-        item: What to run.
-        folder: Of the results.
-        tiny: Smallest sizes.
-        seconds: After so long it is ended, with all processes that it started.
-        start_method: Of `multiprocessing`.
 
     Returns:
         "done"; "failed" if any part failed; "timeout"; "ended" if the process was killed.

@@ -105,11 +105,7 @@ ITEMS = (
 
 
 def chosen_items(names: str | None) -> list[Item]:
-    """The items of these names, separated by commas, in the order of `ITEMS`; None: all.
-
-    Raises:
-        GpuRunError: There is no item of some name.
-    """
+    """The items of these names, separated by commas, in the order of `ITEMS`; None: all."""
     if names is None:
         return list(ITEMS)
     wanted = {name for name in names.split(",") if name} | {MACHINE.name}

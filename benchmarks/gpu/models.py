@@ -27,12 +27,7 @@ _TINY_OUTPUT = 128
 
 
 def pair_of(name: str, tiny: bool = False) -> ModelClass:
-    """The pair of a model class of the library.
-
-    Args:
-        name: Of the class: "8b-eagle3", ...
-        tiny: Make both as small as they can be.
-    """
+    """The pair of a model class of the library."""
     found = every_class()[name]
     if not tiny:
         return found
@@ -51,14 +46,7 @@ def _tiny(shape: ModelShape) -> ModelShape:
 def write_models(
     pair: ModelClass, folder: Path, tiny: bool = False, head_positions: int = HEAD_POSITIONS
 ) -> tuple[str, str]:
-    """Writes both models; their folders.
-
-    Args:
-        pair: What to write.
-        folder: Where to; a folder for each model is made in it.
-        tiny: float32, which Triton's interpreter can multiply, instead of bfloat16.
-        head_positions: Longest context of a head.
-    """
+    """Writes both models; their folders."""
     written = []
     for shape in (pair.target, pair.draft):
         config = _config(shape, tiny, head_positions)
@@ -72,19 +60,13 @@ def write_models(
 def _config(shape: ModelShape, tiny: bool, head_positions: int) -> dict[str, Any]:
     """The shape as the publisher's config.json has it; bfloat16, whatever the publisher chose."""
     config = {
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_attention_heads": shape.heads,
-        "num_hidden_layers": shape.layers,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_size,
-        "vocab_size": shape.vocab,
-        "tie_word_embeddings": shape.tied,
-        "torch_dtype": "float32" if tiny else "bfloat16",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "initializer_range": 0.02,
-    }
+        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.heads, "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_size,
+        "vocab_size": shape.vocab, "tie_word_embeddings": shape.tied,
+        "torch_dtype": "float32" if tiny else "bfloat16", "hidden_act": "silu",
+        "attention_bias": False, "initializer_range": 0.02,
+    }  # fmt: skip
     if shape.name.startswith("Qwen/"):
         return config | _qwen3(shape)
     config |= {"model_type": "llama", "mlp_bias": False, "rms_norm_eps": 1e-5}
@@ -123,14 +105,8 @@ def _eagle3(shape: ModelShape, tiny: bool, positions: int) -> dict[str, Any]:
 
 def _qwen3(shape: ModelShape) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "bos_token_id": min(151643, shape.vocab - 2),
-        "eos_token_id": min(151645, shape.vocab - 1),
-        "max_position_embeddings": 40960,
-        "max_window_layers": shape.layers,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "use_sliding_window": False,
-        "sliding_window": None,
-    }
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+        "bos_token_id": min(151643, shape.vocab - 2), "eos_token_id": min(151645, shape.vocab - 1),
+        "max_position_embeddings": 40960, "max_window_layers": shape.layers, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": None,
+    }  # fmt: skip

@@ -12,12 +12,7 @@ from typing import Any
 from benchmarks.gpu.items import ITEMS, MACHINE, PLAIN, TREES
 from benchmarks.gpu.results import Results
 from sequoia_vllm.hardware.models import every_class
-from sequoia_vllm.hardware.step_curves import (
-    BatchTimes,
-    batch_curves,
-    draft_curves,
-    steady_steps,
-)
+from sequoia_vllm.hardware.step_curves import BatchTimes, batch_curves, draft_curves, steady_steps
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 
 _WITH = (
@@ -72,21 +67,14 @@ def _profile(
     pair, machine = every_class()[name], results.of(MACHINE.name).parts["machine"]
     level, reading = draft_curves([curve.draft for curve in curves], pair.draft.head)
     return Profile(
-        source="measured",
-        date=datetime.date.fromisoformat(machine["time"][:10]),
-        device=machine["device"],
-        target=pair.target.name,
-        draft=pair.draft.name,
-        target_parameters=pair.target.parameters,
-        draft_parameters=pair.draft.parameters,
-        target_forward=[curve.target for curve in curves],
-        draft_level=level,
-        draft_reading=reading,
-        head=pair.draft.head,
-        verification=[curve.verification for curve in curves],
+        source="measured", date=datetime.date.fromisoformat(machine["time"][:10]),
+        device=machine["device"], target=pair.target.name, draft=pair.draft.name,
+        target_parameters=pair.target.parameters, draft_parameters=pair.draft.parameters,
+        target_forward=[curve.target for curve in curves], draft_level=level, draft_reading=reading,
+        head=pair.draft.head, verification=[curve.verification for curve in curves],
         overhead=[curve.overhead for curve in curves],
         provenance={**machine, "measured_with": _WITH},
-    )
+    )  # fmt: skip
 
 
 def _steps(parts: Mapping[str, _Part]) -> list[_Part]:

@@ -41,11 +41,7 @@ def check_kernels(run: ItemRun) -> None:
 
 
 def compare_methods(run: ItemRun) -> None:
-    """Plain vLLM, its chains and trees over one head that is trained here (`benchmarks.gpu.rival`).
-
-    Raises:
-        GpuRunError: The chat model is not in the cache directory.
-    """
+    """Plain vLLM, its chains and trees over one head that is trained here."""
     from benchmarks.gpu.rival.__main__ import compare, head, target
     from examples.smollm2.cache import cached_folder, is_cached
 

@@ -18,7 +18,6 @@ class StepTimes:
     """Medians of steps of one kind, milliseconds.
 
     Attributes:
-        steps: How many there were.
         step_ms: From one step's start to the next one's, by the host's clock.
         target_ms, sampling_ms, drafting_ms: Spans of the step on the device, see `PARTS`.
         gaps_ms: The rest of the step.
@@ -45,9 +44,6 @@ def times_of(
         records: Consecutive steps, as `Engine.take_steps` gives them.
         is_wanted: Whether a step counts.
         is_next_wanted: What the step after it must be; None: any.
-
-    Raises:
-        ValueError: No step counts.
     """
     found = [
         (record, following["start"] - record["start"])

@@ -25,10 +25,8 @@ class Load:
         key: Short name, for files.
         title: What the table calls it.
         rate: Arrivals per second; infinite: all at once.
-        requests: How many are sent.
         running: Requests that the warm-up keeps running, as the load will.
         prompts: A key of `PROMPT_TOKENS`.
-        temperature: Sampling temperature; 0: greedy.
     """
 
     key: str

@@ -14,8 +14,7 @@ from typing import Any
 from benchmarks.serving.loads import Load, make_loads, server_options, write_prompts
 from benchmarks.serving.server import ServingError, bench_serve, running_server
 from benchmarks.serving.table import Rounds, make_markdown, make_rows
-from sequoia_vllm.cli.common import note
-from sequoia_vllm.cli.progress import minutes, progress_bar
+from sequoia_vllm.cli.common import minutes, note, progress_bar
 from sequoia_vllm.json_input import read_json
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -94,11 +93,7 @@ class Run:
                         done += seconds[load.key]
 
     def write_table(self) -> str:
-        """Writes table.md and table.json, and returns the first.
-
-        Raises:
-            ServingError: If there are no results.
-        """
+        """Writes table.md and table.json, and returns the first."""
         rows = make_rows(self.results())
         if not rows:
             raise ServingError(f"{self.folder} has no results: call without --table-only")

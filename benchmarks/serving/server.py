@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.measuring.engine_processes import engines_end_here
+from sequoia_vllm.measuring.interrupts import engines_end_here
 
 _START_SECONDS = 600.0
 
@@ -26,17 +26,8 @@ class ServingError(SequoiaError, ValueError):
 def running_server(model: str, options: list[str], log: Path, trees: Path) -> Iterator[str]:
     """Starts ``vllm serve``, waits until it answers, and ends it.
 
-    Args:
-        model: Folder of the target.
-        options: More options of the command.
-        log: File for its output.
-        trees: Folder in which Sequoia keeps what it learns.
-
     Yields:
         Its URL, without a path.
-
-    Raises:
-        ServingError: If it does not answer.
     """
     port = _free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", model, *options]
@@ -53,9 +44,6 @@ def bench_serve(options: list[str], log: Path) -> dict[str, Any]:
     """Runs ``vllm bench serve`` and returns its JSON object, without single requests.
 
     It runs in this process: to start it anew takes both cores for ten seconds.
-
-    Raises:
-        ServingError: If a request failed.
     """
     with log.open("a") as output, redirect_stdout(output), redirect_stderr(output):
         from vllm.benchmarks.serve import add_cli_args, main

@@ -32,9 +32,6 @@ def make_rows(results: Mapping[tuple[str, str], Rounds]) -> list[dict[str, Any]]
 
     Ratios are medians over the rounds that both have. Those of E2E are inverted: above 1 is
     faster, as for tokens/s.
-
-    Args:
-        results: By title of the load and name of the variant, in the table's order.
     """
     rows = []
     for (load, variant), rounds in results.items():

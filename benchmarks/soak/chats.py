@@ -12,13 +12,7 @@ from tests.support.train_drafter import script_modules
 
 
 def prompts_for(model: str, chats: int = 100, pieces: int = 32) -> list[str]:
-    """So many held-out prompts of `examples/train_drafter` for models that chat, else of the pair.
-
-    Args:
-        model: Folder of the model.
-        chats: Prompts if its tokenizer has a chat template.
-        pieces: Prompts if it has none.
-    """
+    """Held-out prompts: ``chats`` of the trainer if it chats, else ``pieces`` of the pair."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.chat_template is None:
         loaded = load_prompts(Path(PROMPTS), pieces)

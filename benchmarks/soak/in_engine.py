@@ -24,8 +24,6 @@ class Completion:
     """One of a request's outputs.
 
     Attributes:
-        tokens: Its token ids.
-        text: Them as text.
         ended_by: Finish reason, and what stopped it.
         logprobs: Of each token, if they were asked for.
     """
@@ -53,13 +51,7 @@ def sampling_params(request: RandomRequest) -> SamplingParams:
 
 
 def answers(llm: LLM, requests: Sequence[RandomRequest], leaving: bool = True) -> dict[int, Answer]:
-    """Each request's outputs; of one that leaves, what it had by then.
-
-    Args:
-        llm: An engine without other requests.
-        requests: In the order in which they arrive.
-        leaving: Whether clients leave that are to leave.
-    """
+    """Each request's outputs; of one that leaves, what it had by then."""
     engine, waiting, step = llm.llm_engine, list(requests), 0
     leaves = {str(request.number): request.leaves for request in requests if leaving}
     found: dict[int, Answer] = {}
@@ -131,15 +123,7 @@ def first_difference(ours: Answer, plain: Answer) -> tuple[int, int] | None:
 def lead_of_the_best(
     llm: LLM, request: RandomRequest, plain: Answer, index: int, place: int
 ) -> float | None:
-    """How far the likeliest token leads the next one, in nats; None if more decides than logits.
-
-    Args:
-        llm: Plain vLLM.
-        request: What was asked.
-        plain: Its outputs.
-        index: The output.
-        place: The token.
-    """
+    """How far the likeliest token leads the next one, in nats; None if more decides than logits."""
     if request.structured or request.parameters["temperature"] or _EDITS & {*request.parameters}:
         return None
     read = llm.get_tokenizer()(request.prompt).input_ids + list(plain[index].tokens[:place])
@@ -161,8 +145,5 @@ def _completion(output: Any) -> Completion:
         tokens = zip(output.token_ids, output.logprobs, strict=True)
         logprobs = tuple(float(at[token].logprob) for token, at in tokens)
     return Completion(
-        tuple(output.token_ids),
-        output.text,
-        (output.finish_reason, output.stop_reason),
-        logprobs,
+        tuple(output.token_ids), output.text, (output.finish_reason, output.stop_reason), logprobs
     )

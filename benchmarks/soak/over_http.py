@@ -45,12 +45,7 @@ class Tally:
 
 
 class Endpoint:
-    """A server's completions.
-
-    Args:
-        url: Of the server, without a path.
-        model: Its name there.
-    """
+    """A server's completions."""
 
     def __init__(self, url: str, model: str) -> None:
         self.url = url
@@ -94,11 +89,7 @@ class Endpoint:
         return sum(sample.value for sample in samples if sample.name == name)
 
     def wait_until_idle(self, seconds: float = HANGS_AFTER) -> None:
-        """Until no request is left, and none holds any of the KV cache.
-
-        Raises:
-            TimeoutError: If that takes longer.
-        """
+        """Until no request is left, and none holds any of the KV cache."""
         names = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
         deadline = time.monotonic() + seconds
         while any(self.metric(name) for name in names):
@@ -148,11 +139,7 @@ async def compare(
 def compare_all(
     ours: Endpoint, plain: Endpoint, requests: Sequence[RandomRequest], tally: Tally
 ) -> None:
-    """`compare`, then waits until the server is idle.
-
-    Raises:
-        TimeoutError: If something of the requests stays.
-    """
+    """`compare`, then waits until the server is idle."""
     asyncio.run(compare(ours, plain, requests, tally))
     ours.wait_until_idle()
 

@@ -26,7 +26,6 @@ class RandomRequest:
 
     Attributes:
         number: Its place among the others, and its name.
-        prompt: Text.
         arrives: The engine's step before which it comes.
         leaves: Tokens after which its client is gone; None: it stays.
         parameters: Of its sampling, by the names that `vllm.SamplingParams` and the completions
@@ -50,14 +49,7 @@ class RandomRequest:
 def random_requests(
     prompts: Sequence[str], count: int, seed: int, vocabulary: int
 ) -> list[RandomRequest]:
-    """Random requests, the same for the same arguments.
-
-    Args:
-        prompts: Texts that prompts are made of.
-        count: How many.
-        seed: Seeds everything that is random.
-        vocabulary: Size of the models' vocabulary.
-    """
+    """Random requests, the same for the same arguments."""
     source = random.Random(seed)
     found, arrives = [], 0
     for number in range(count):
@@ -138,10 +130,7 @@ _RARE: tuple[tuple[Callable[[random.Random, int], dict[str, Any]], float], ...] 
     ),
     (lambda source, _: {"bad_words": source.sample(["self", " in", "return", " def"], 2)}, 0.05),
     (lambda source, _: {"stop": source.sample(["\n\n", "self", ":", ")"], 2)}, 0.1),
-    (
-        lambda source, vocabulary: {"stop_token_ids": _tokens(source, vocabulary, 60)},
-        0.08,
-    ),
+    (lambda source, vocabulary: {"stop_token_ids": _tokens(source, vocabulary, 60)}, 0.08),
     (lambda source, _: {"min_tokens": source.randint(1, 20)}, 0.08),
     (lambda _source, _: {"ignore_eos": True}, 0.3),
     (lambda source, _: {"logprobs": source.choice((0, 3))}, 0.08),

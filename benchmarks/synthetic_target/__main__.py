@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import console, fail, friendly_errors, print_json
-from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.common import console, fail, friendly_errors, print_json, progress_bar
 
 if TYPE_CHECKING:
     from benchmarks.synthetic_target.write import Agreement, SyntheticTarget

@@ -28,11 +28,7 @@ class SyntheticTargetError(SequoiaError, ValueError):
 
 
 def find_checkpoint(model: str) -> Path:
-    """Finds the folder of a model given by path or by name; downloads a name if need be.
-
-    Raises:
-        SyntheticTargetError: If there is none, or it is not in safetensors.
-    """
+    """Finds the folder of a model given by path or by name; downloads a name if need be."""
     folder = Path(model) if Path(model).is_dir() else _download(model)
     if not (folder / "config.json").is_file():
         raise SyntheticTargetError(
@@ -94,11 +90,7 @@ class SourceCheckpoint:
 
 
 def make_new(folder: Path) -> None:
-    """Makes a folder, or takes an empty one.
-
-    Raises:
-        SyntheticTargetError: If it holds something.
-    """
+    """Makes a folder, or takes an empty one."""
     if folder.is_dir() and any(folder.iterdir()):
         raise SyntheticTargetError(f"{folder} is not empty: give a new folder")
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,6 @@ class SourceShape:
     """Sizes of the source model, as parameter counts.
 
     Attributes:
-        layers: Decoder layers.
         width: MLP width (``intermediate_size``).
         hidden: Hidden size; the counts below are for it.
         outside: Parameters outside the layers: embeddings, final norm.
@@ -52,11 +51,7 @@ class SyntheticShape:
 
 
 def explicit_shape(source: SourceShape, layers: int | None, width: int | None) -> SyntheticShape:
-    """Returns the shape with these sizes; None keeps the source's own.
-
-    Raises:
-        SyntheticTargetError: If a size is below the source's.
-    """
+    """Returns the shape with these sizes; None keeps the source's own."""
     layers, width = layers or source.layers, width or source.width
     for what, asked, own in (("layers", layers, source.layers), ("width", width, source.width)):
         if asked < own:
@@ -71,9 +66,6 @@ def shape_for_parameters(source: SourceShape, parameters: float) -> SyntheticSha
     """Returns a shape of about this many parameters, as deep as models of that size usually are.
 
     The MLP's width takes up what depth and the hidden size do not.
-
-    Raises:
-        SyntheticTargetError: If the source is larger, or no shape comes within 2 %.
     """
     own = source.parameters(source.layers, source.width)
     if parameters < own * (1 - TOLERANCE):

@@ -35,7 +35,6 @@ class Growth:
 
     Attributes:
         times: The hidden size and the heads are so many times the source's.
-        width: MLP width.
     """
 
     times: int

@@ -49,14 +49,7 @@ _SEQUENCES, _LENGTH = 2, 32
 
 @dataclass(frozen=True)
 class SyntheticTarget:
-    """A synthetic target that was written.
-
-    Attributes:
-        folder: Where it is.
-        shape: Its layers, MLP width and parameters.
-        source: Sizes of its source.
-        dtype: Type of its weights.
-    """
+    """A synthetic target that was written."""
 
     folder: Path
     shape: SyntheticShape
@@ -65,16 +58,10 @@ class SyntheticTarget:
 
 
 def write_synthetic_target(
-    source: str,
-    folder: Path,
-    *,
-    parameters: float | None = None,
-    layers: int | None = None,
-    width: int | None = None,
-    hidden: int | None = None,
-    dtype: str = "auto",
+    source: str, folder: Path, *, parameters: float | None = None, layers: int | None = None,
+    width: int | None = None, hidden: int | None = None, dtype: str = "auto",
     report: Report | None = None,
-) -> SyntheticTarget:
+) -> SyntheticTarget:  # fmt: skip
     """Writes a larger copy of a model that computes the same logits.
 
     Args:
@@ -86,10 +73,6 @@ def write_synthetic_target(
         hidden: Hidden size, a multiple of the source's, which None keeps; heads grow as much.
         dtype: Type of its weights; "auto" keeps the source's.
         report: Progress, called with (what, layers done, all).
-
-    Raises:
-        SyntheticTargetError: If the model is of another architecture or quantized, the
-            size cannot be met, or ``folder`` holds something.
     """
     origin = find_checkpoint(source)
     config = json.loads((origin / "config.json").read_text(encoding="utf-8"))
@@ -108,16 +91,11 @@ def write_synthetic_target(
     write_checkpoint(folder, _tensors(checkpoint, own, shape, name, report))
     changed = _changed_config(config, own, shape, name)
     changed[CONFIG_KEY] = {
-        "from": source,
-        "from_sha256": checkpoint.sha256(),
-        "from_layers": own.layers,
-        "from_intermediate_size": own.width,
-        "from_hidden_size": own.hidden,
-        "layers": shape.layers,
-        "intermediate_size": shape.width,
-        "hidden_size": shape.hidden,
+        "from": source, "from_sha256": checkpoint.sha256(), "from_layers": own.layers,
+        "from_intermediate_size": own.width, "from_hidden_size": own.hidden, "layers": shape.layers,
+        "intermediate_size": shape.width, "hidden_size": shape.hidden,
         "parameters": shape.parameters,
-    }
+    }  # fmt: skip
     # Last, so that an interrupted run leaves nothing that loads.
     copy_tokenizer(origin, folder)
     (folder / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
@@ -125,11 +103,7 @@ def write_synthetic_target(
 
 
 def check_source(config: dict[str, Any], model: str) -> None:
-    """Checks that a synthetic target can be made of a checkpoint with this config.json.
-
-    Raises:
-        SyntheticTargetError: If it cannot; with the reason.
-    """
+    """Checks that a synthetic target can be made of a checkpoint with this config.json."""
     found = ", ".join(config.get("architectures") or []) or "none named"
     if found not in ARCHITECTURES:
         raise SyntheticTargetError(
@@ -256,11 +230,7 @@ class Agreement:
 
 
 def check_synthetic_target(source: str, folder: Path, dtype: str) -> Agreement:
-    """Compares float32 logits, with the source's weights rounded as the synthetic target's are.
-
-    Raises:
-        SyntheticTargetError: If they differ by more than floating point explains.
-    """
+    """Compares float32 logits, with the source's weights rounded as the synthetic target's are."""
     expected = _logits(find_checkpoint(source), dtype)
     found = _logits(folder, dtype)
     difference = float((expected - found).abs().max())

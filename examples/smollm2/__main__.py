@@ -70,9 +70,6 @@ def make(source: str, folder: Path, bars: Progress) -> str:
 
     Returns:
         What to tell the user of it.
-
-    Raises:
-        ModelError: If the model cannot be had, or is another one.
     """
     check_space(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

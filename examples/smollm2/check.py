@@ -34,11 +34,7 @@ def recorded(path: Path = RECORDED) -> Recorded:
 
 
 def check_weights(folder: Path, expected: str) -> None:
-    """Compares the weights with those that were measured.
-
-    Raises:
-        ModelError: If they differ.
-    """
+    """Compares the weights with those that were measured."""
     found = weights_hash(folder)
     if found != expected:
         raise ModelError(

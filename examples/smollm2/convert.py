@@ -18,11 +18,7 @@ SHAPE = {
 
 
 def check_gguf_packages() -> None:
-    """Looks for the packages that transformers reads GGUF files with.
-
-    Raises:
-        ModelError: If one is missing; names the command that installs it.
-    """
+    """Looks for the packages that transformers reads GGUF files with."""
     missing = [name for name in GGUF_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(
@@ -34,14 +30,8 @@ def check_gguf_packages() -> None:
 def convert(source: str, out: Path, gguf_file: str | None = None) -> None:
     """Writes config, generation config, bfloat16 weights, tokenizer and chat template.
 
-    Args:
-        source: A folder, or a name on the Hub.
-        out: A folder that does not exist.
-        gguf_file: The file in ``source`` that holds the weights, dequantised on the way.
-
-    Raises:
-        OfflineError: If the Hub does not answer.
-        ModelError: If there is no such model, or it is another one.
+    ``out`` must not exist; ``source`` is a folder or a name on the Hub, and ``gguf_file`` the file
+    in it that holds the weights.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -83,11 +73,7 @@ def clean_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_shape(config: dict[str, Any], source: str) -> None:
-    """Compares sizes with SmolLM2-135M's.
-
-    Raises:
-        ModelError: If one differs.
-    """
+    """Compares sizes with SmolLM2-135M's."""
     other = {name: config.get(name) for name, size in SHAPE.items() if config.get(name) != size}
     if other:
         raise ModelError(f"{source} is not SmolLM2-135M: it has {other}")

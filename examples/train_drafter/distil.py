@@ -27,12 +27,9 @@ class DraftRecipe:
     """Everything but the data that decides what a draft becomes.
 
     Attributes:
-        shape: Its sizes.
         tokens: Tokens of its vocabulary, the target's most frequent; 0: all of the target's.
         sequence_length: Tokens of a text that are read; the rest is left out.
-        peak_learning_rate: The highest.
         schedule: ``steps`` 0 is one pass over the texts.
-        device: Where it is trained.
     """
 
     shape: Shape
@@ -44,12 +41,7 @@ class DraftRecipe:
 
 
 def distillation_loss(model: LlamaForCausalLM, texts: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the target's distribution, nats per token of an answer.
-
-    Args:
-        model: The draft.
-        texts: A batch of `Texts`.
-    """
+    """Cross-entropy with the target's distribution, nats per token of an answer."""
     tokens, likely, shares = split(texts.to(model.device))
     answered = shares.sum(-1) > 0
     with torch.autocast(model.device.type, dtype=torch.bfloat16):
@@ -63,15 +55,6 @@ def train_draft(recipe: DraftRecipe, data: Path, out: Path, listener: Listener) 
     """Writes the draft to ``out``; returns the record.
 
     A run that was stopped goes on from its last validation.
-
-    Args:
-        recipe: Sizes and schedule.
-        data: Folder that draft-data wrote.
-        out: Folder for the draft.
-        listener: Told of every step.
-
-    Raises:
-        PairError: If there is no data, or the target's vocabulary cannot be reduced.
     """
     target = Path(read_recipe(data).target)
     shards = {part: read_shards(data, part) for part in ("training", "validation")}
@@ -89,26 +72,17 @@ def train_draft(recipe: DraftRecipe, data: Path, out: Path, listener: Listener) 
     out.mkdir(parents=True, exist_ok=True)
     listener.on_stage("draft", schedule.steps)
     points = train(
-        model,
-        lambda batch: distillation_loss(model, batch),
-        texts["training"],
-        texts["validation"],
-        schedule,
-        peak_learning_rate=recipe.peak_learning_rate,
-        on_step=listener.on_step,
-        checkpoint=out / CHECKPOINT,
-    )
+        model, lambda batch: distillation_loss(model, batch), texts["training"],
+        texts["validation"], schedule, peak_learning_rate=recipe.peak_learning_rate,
+        on_step=listener.on_step, checkpoint=out / CHECKPOINT,
+    )  # fmt: skip
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     return {
-        "target": str(target),
-        "recipe": asdict(recipe),
-        "parameters": model.num_parameters(),
-        "vocabulary": size,
-        "texts": {part: len(found) for part, found in texts.items()},
-        "hours": points[-1].hours,
-        "validation_loss": [asdict(point) for point in points],
-    }
+        "target": str(target), "recipe": asdict(recipe), "parameters": model.num_parameters(),
+        "vocabulary": size, "texts": {part: len(found) for part, found in texts.items()},
+        "hours": points[-1].hours, "validation_loss": [asdict(point) for point in points],
+    }  # fmt: skip
 
 
 def draft_vocabulary(
@@ -117,7 +91,6 @@ def draft_vocabulary(
     """The draft's tokenizer, and how its tokens belong to the target's.
 
     Args:
-        target: The target's folder.
         rows: Of the target's logits.
         shards: What tokens are counted in.
         tokens: Tokens to keep; 0: all.
@@ -135,19 +108,13 @@ def new_draft(recipe: DraftRecipe, target: Any, rows: int, tokenizer: Any) -> Ll
     torch.manual_seed(recipe.schedule.seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=rows,
-            hidden_size=shape.hidden,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            intermediate_size=shape.mlp,
-            max_position_embeddings=target.max_position_embeddings,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            vocab_size=rows, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads, intermediate_size=shape.mlp,
+            max_position_embeddings=target.max_position_embeddings, rms_norm_eps=1e-5,
+            tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         )
-    )
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -162,7 +129,6 @@ def embed_like(
 
     Args:
         draft: Changed in place. Tokens that the target does not have stay random.
-        target: The target's folder.
         words: How their tokens belong together.
         counts: How often each of the target's tokens was seen, ``[vocabulary]``.
     """

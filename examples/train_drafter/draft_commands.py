@@ -85,8 +85,7 @@ def train_draft_model(
     out: Out,
     shape: ShapeOption = "192x3x6x512",  # type: ignore[assignment]  # typer parses defaults too
     tokens: Annotated[
-        int,
-        typer.Option(help="Tokens of the draft: the target's most frequent; 0: all.", min=0),
+        int, typer.Option(help="Tokens of the draft: the target's most frequent; 0: all.", min=0)
     ] = 8_192,
     learning_rate: Annotated[float, typer.Option(help="The highest.", min=0)] = 3e-3,
     steps: Steps = 0,

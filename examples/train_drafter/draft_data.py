@@ -23,8 +23,7 @@ from errors import PairError
 from numpy.typing import NDArray
 from training import Listener
 
-from sequoia_vllm.measuring.engine_processes import engines_end_here
-from sequoia_vllm.measuring.interrupts import interrupts_get_through
+from sequoia_vllm.measuring.interrupts import engines_end_here, interrupts_get_through
 from sequoia_vllm.prompts import Prompt as Given
 from sequoia_vllm.prompts import PromptError, encode_prompts
 
@@ -44,7 +43,6 @@ class DraftDataRecipe:
     """What decides the data, but for its amount.
 
     Attributes:
-        target: The target's folder.
         prompts: A file of prompts; None: those written here.
         answer: Most tokens of an answer.
         seed: Decides prompts and answers.
@@ -79,7 +77,6 @@ class Shard:
         tokens: Of all texts behind each other, prompts included, ``[N]``.
         ends: Where each text ends, ``[texts]``.
         prompt_lengths: Tokens of each prompt, ``[texts]``.
-        kinds: The kind of each prompt.
         temperatures: Of each answer, ``[texts]``.
         likely: The likeliest tokens before each token of an answer, ``[answered, 16]``; places
             that were not filled hold the likeliest again.
@@ -151,11 +148,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def read_shards(folder: Path, part: str) -> list[Shard]:
-    """All shards of a part.
-
-    Raises:
-        PairError: If there are none.
-    """
+    """All shards of a part."""
     paths = sorted((folder / part).glob("*.npz"))
     if not paths:
         raise PairError(f"{folder} has no {part} data; write it first, with draft-data")
@@ -200,11 +193,7 @@ def _keep_recipe(recipe: DraftDataRecipe, out: Path) -> None:
 
 
 def _check_prompts(recipe: DraftDataRecipe, tokenizer: Any) -> None:
-    """Encodes all prompts of the user's file, before an engine starts.
-
-    Raises:
-        PairError: If one is wrong or too long; names its line.
-    """
+    """Encodes all prompts of the user's file, before an engine starts."""
     if recipe.prompts is None:
         return
     path, most = Path(recipe.prompts), _longest(recipe) - 1
@@ -320,17 +309,7 @@ def _answer(
     llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt], first: int,
     seed: int, began: float,
 ) -> Shard:  # fmt: skip
-    """Lets the target answer prompts of one shard.
-
-    Args:
-        llm: The engine.
-        tokenizer: The target's.
-        recipe: What decides the answers.
-        questions: The prompts.
-        first: Place of the first one in the shard.
-        seed: Of the first one.
-        began: When the work began.
-    """
+    """Lets the target answer prompts of one shard."""
     from vllm import SamplingParams
 
     asked = [{"prompt_token_ids": _encode(tokenizer, one)} for one in questions]
@@ -364,11 +343,7 @@ def _answer(
 
 
 def _encode(tokenizer: Any, one: Prompt) -> list[int]:
-    """A chat until the target answers, or the bare text for a tokenizer without a chat template.
-
-    Raises:
-        PromptError: A conversation is given, and there is no template or it refuses this one.
-    """
+    """A chat until the target answers, or the bare text for a tokenizer without a chat template."""
     if one.messages:
         return encode_prompts([Given(messages=one.messages)], tokenizer)[0]
     if tokenizer.chat_template is None:

@@ -103,17 +103,7 @@ class HeadOnTarget:
 def measure_draft(
     folder: Path, data: Path, device: str, on_text: Callable[[], None]
 ) -> dict[str, DraftQuality]:
-    """Quality by kind of prompt, and of all kinds together.
-
-    Args:
-        folder: A draft model's or a head's.
-        data: Folder that draft-data wrote; its validation part is read.
-        device: Where the drafter runs.
-        on_text: Called after each answer.
-
-    Raises:
-        PairError: If there is no data, or the draft's tokens are not the target's.
-    """
+    """Quality by kind of prompt, and of all kinds together."""
     target = Path(read_recipe(data).target)
     drafter: Drafter = (HeadOnTarget if is_head(folder) else DraftModel)(folder, target, device)
     right: dict[str, list[torch.Tensor]] = defaultdict(list)

@@ -32,9 +32,6 @@ def reduced_tokenizer(target: Any, counts: NDArray[np.int64], size: int) -> PreT
         target: The target's tokenizer.
         counts: How often each of its tokens was seen, ``[vocabulary]``.
         size: Tokens to keep, at most.
-
-    Raises:
-        PairError: If the target's tokenizer merges no pairs, or ``size`` is too small.
     """
     backend = getattr(target, "backend_tokenizer", None)
     described = json.loads(backend.to_str()) if backend is not None else {}
@@ -105,11 +102,7 @@ def _renumber(part: Any, numbers: dict[str, int]) -> None:
 
 
 def matching(target: Any, draft: Any, target_size: int, draft_size: int) -> Matching:
-    """How the engine will match the tokens of both.
-
-    Raises:
-        PairError: If one of the tokenizers does not tell its tokens.
-    """
+    """How the engine will match the tokens of both."""
     known = [read_vocabulary(tokenizer) for tokenizer in (target, draft)]
     if known[0] is None or known[1] is None:
         raise PairError("the tokenizer does not tell what its tokens mean")
@@ -123,11 +116,7 @@ def whole_vocabulary(size: int) -> Matching:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model's folder.
-
-    Raises:
-        PairError: If there is none.
-    """
+    """The tokenizer of a model's folder."""
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:

@@ -33,7 +33,6 @@ class Eagle3(nn.Module):
     """The head, without the target's embedding, which it shares.
 
     Args:
-        target: The config of the target.
         layers: Of the target: 0 is its embedding, n the output of its n-th
             layer. The head sees their hidden states.
         mlp: Size of the MLP.
@@ -91,12 +90,7 @@ class Eagle3(nn.Module):
         }
 
     def loss(self, target: FrozenTarget, texts: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy with the target's distribution, in chains on the head's own states.
-
-        Args:
-            target: Gives hidden states.
-            texts: A batch of `answers.Texts`, whose likely tokens have the head's numbers.
-        """
+        """Cross-entropy with the target's distribution, in chains on the head's own states."""
         tokens, likely, shares = split(texts)
         answered = shares.sum(-1) > 0
         starts = tokens.shape[1] - UNROLLED_STEPS
@@ -117,7 +111,6 @@ class Eagle3(nn.Module):
         """The most likely chain after every prefix of one text.
 
         Args:
-            target: The head's.
             tokens: The text, shape ``[length]``.
             count: Drafts in a chain.
 
@@ -158,7 +151,6 @@ class Chains:
     positions 0 to s, and to its own tokens at s + 1, s + 2 and so on.
 
     Args:
-        head: The head.
         target: The head's, for the embedding.
         features: The target's states, shape ``[batch, starts, layers × hidden]``.
     """

@@ -30,11 +30,7 @@ class FrozenTarget:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        layers: Sequence[int],
-        device: str,
-        dtype: torch.dtype = torch.float32,
+        self, folder: Path, layers: Sequence[int], device: str, dtype: torch.dtype = torch.float32
     ) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)

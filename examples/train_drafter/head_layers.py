@@ -67,16 +67,9 @@ def attention_sizes(target: LlamaConfig) -> tuple[int, int]:
 def shared_config(target: LlamaConfig) -> dict[str, object]:
     """The part of a head's config that is its target's."""
     names = (
-        "vocab_size",
-        "hidden_size",
-        "num_attention_heads",
-        "hidden_act",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-    )
+        "vocab_size", "hidden_size", "num_attention_heads", "hidden_act", "max_position_embeddings",
+        "rms_norm_eps", "pad_token_id", "bos_token_id", "eos_token_id",
+    )  # fmt: skip
     theta = target.rope_parameters["rope_theta"]
     return {
         **{name: getattr(target, name, None) for name in names},

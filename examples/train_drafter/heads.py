@@ -33,10 +33,8 @@ class HeadRecipe:
         mlp: Size of a layer's MLP; 0 is the target's.
         tokens: Tokens that can be drafted, if the kind has a vocabulary of its own; 0: all.
         sequence_length: Tokens of a text that are read; the rest is left out.
-        peak_learning_rate: The highest.
         muon: Whether matrices learn by Muon and not by AdamW.
         schedule: ``steps`` 0 is one pass over the texts.
-        device: Where to train.
     """
 
     kind: str
@@ -85,15 +83,6 @@ def train_head(recipe: HeadRecipe, data: Path, out: Path, listener: Listener) ->
     """Writes the head to ``out`` at every validation; returns the record.
 
     A run that was stopped goes on from its last validation.
-
-    Args:
-        recipe: Sizes and schedule.
-        data: Folder that draft-data wrote.
-        out: Folder for the head.
-        listener: Told of every step.
-
-    Raises:
-        PairError: If there is no data, or no such kind of head for this target.
     """
     if recipe.kind not in KINDS:
         raise PairError(f"{recipe.kind} is no kind of head; there are {', '.join(KINDS)}")
@@ -117,17 +106,10 @@ def train_head(recipe: HeadRecipe, data: Path, out: Path, listener: Listener) ->
     out.mkdir(parents=True, exist_ok=True)
     listener.on_stage(recipe.kind, recipe.schedule.steps)
     points = train(
-        head,
-        loss_of,
-        texts["training"],
-        texts["validation"],
-        recipe.schedule,
-        peak_learning_rate=recipe.peak_learning_rate,
-        muon=recipe.muon,
-        on_step=listener.on_step,
-        on_validation=lambda point: save_head(head, out),
-        checkpoint=out / CHECKPOINT,
-    )
+        head, loss_of, texts["training"], texts["validation"], recipe.schedule,
+        peak_learning_rate=recipe.peak_learning_rate, muon=recipe.muon, on_step=listener.on_step,
+        on_validation=lambda point: save_head(head, out), checkpoint=out / CHECKPOINT,
+    )  # fmt: skip
     return {
         "target": str(folder),
         "recipe": asdict(recipe),

@@ -95,7 +95,6 @@ class ValidationPoint:
 
     Attributes:
         step: Steps before it.
-        loss: The loss.
         hours: Of training until then, all runs together.
     """
 
@@ -105,34 +104,19 @@ class ValidationPoint:
 
 
 def train(
-    model: nn.Module,
-    loss_of: Callable[[torch.Tensor], torch.Tensor],
-    training: Batches,
-    validation: Batches,
-    schedule: Schedule,
-    *,
-    peak_learning_rate: float,
-    muon: bool = False,
+    model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor], training: Batches,
+    validation: Batches, schedule: Schedule, *, peak_learning_rate: float, muon: bool = False,
     on_step: Callable[[float | None], None],
-    on_validation: Callable[[ValidationPoint], None] | None = None,
-    checkpoint: Path | None = None,
-) -> list[ValidationPoint]:
+    on_validation: Callable[[ValidationPoint], None] | None = None, checkpoint: Path | None = None,
+) -> list[ValidationPoint]:  # fmt: skip
     """Trains the model in place, where it is.
 
     Args:
-        model: What learns.
         loss_of: The model's mean loss over windows of shape ``[batch, length + 1]``.
-        training: What it learns from.
-        validation: What it is validated on.
-        schedule: How long and how fast.
-        peak_learning_rate: The highest.
         muon: Whether matrices learn by Muon. For models without embeddings.
         on_step: Given each step's loss; None: a step of an earlier run.
         on_validation: Given each validation loss when it is known.
         checkpoint: Written at each validation; a run that finds it goes on from there.
-
-    Raises:
-        PairError: If the checkpoint is of another schedule.
     """
     optimizers = _optimizers(model, peak_learning_rate, muon)
     batches = training.shuffled_batches(schedule.batch_size, schedule.seed)
@@ -184,10 +168,7 @@ def _optimizers(
         torch.optim.AdamW([no_decay], lr=learning_rate, betas=BETAS),
         # Steps as long as AdamW's, so that its learning rates serve.
         torch.optim.Muon(
-            matrices,
-            lr=learning_rate,
-            weight_decay=WEIGHT_DECAY,
-            adjust_lr_fn="match_rms_adamw",
+            matrices, lr=learning_rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
         ),
     )
 
@@ -212,10 +193,7 @@ def _save_checkpoint(
 
 
 def _load_checkpoint(
-    path: Path,
-    model: nn.Module,
-    optimizers: tuple[torch.optim.Optimizer, ...],
-    schedule: Schedule,
+    path: Path, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], schedule: Schedule
 ) -> list[ValidationPoint]:
     """Fills model and optimizers; returns the validation losses until then."""
     state: dict[str, Any] = torch.load(path, weights_only=True)

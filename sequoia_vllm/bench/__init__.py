@@ -1,9 +1,8 @@
 """Compares plain vLLM, vLLM's own chain of drafts, and Sequoia's trees.
 
 - `methods`, `engines`: ways to decode, and a running engine for each;
-- `decode_rate`, `rounds`: one round of prompts through an engine, and its rates;
+- `rounds`: one round of prompts through an engine, and its rates;
 - `chains`: the search for vLLM's best chain;
 - `measure`: all methods in alternating rounds, and the check of greedy outputs;
-- `predict`: the cost model's predictions;
-- `run`, `report`: the report, and its format.
+- `run`, `report`: the report with the cost model's predictions, its format and picture.
 """

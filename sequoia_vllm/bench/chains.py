@@ -43,8 +43,6 @@ class PredictedChain:
     """A chain's predicted speed in a case.
 
     Attributes:
-        chain: The chain.
-        tokens_per_step: Tokens per request and step.
         tokens_per_second: Tokens of the whole batch per second.
     """
 
@@ -77,10 +75,7 @@ def search_chains(
     """Measures the longest chain with each sampling, and chooses at most ``most`` chains.
 
     Args:
-        settings: Draft, prompts and cases in which the best chain is wanted.
         plain: A running engine without speculation.
-        most: The most chains to choose, over all cases.
-        open_engine: Starts an engine, with room for chains of 8.
         report: Called with (what is done, engines done, known engines in all).
 
     Raises:
@@ -117,9 +112,7 @@ def predict(plain: RoundRun, longest: RoundRun, sampling: Sampling) -> list[Pred
     """Predicts every chain up to the longest, shortest first.
 
     Args:
-        plain: Plain vLLM's round in this case.
         longest: A round of chains of `MOST_CHAIN_DRAFTS` drafts, in the same case.
-        sampling: The chain's sampling.
     """
     steps = max(1, longest.parts["steps"])
     drafting = (longest.parts["draft"] + longest.parts["drawing"]) / steps

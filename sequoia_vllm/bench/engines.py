@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.bench.decode_rate import Arrival, part_seconds
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
 from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.measuring.engines import (
@@ -31,6 +30,8 @@ from sequoia_vllm.tree.token_tree import TokenTree
 
 # Memory of an engine besides weights and KV cache (measured: 0.9 GiB).
 _PROCESS_GIB = 1.0
+PARTS = ("target", "draft", "drawing", "verify")
+"""Parts of a step."""
 
 
 def engine_options(max_model_len: int, max_num_seqs: int, most_drafts: int) -> dict[str, Any]:
@@ -43,6 +44,21 @@ def engine_options(max_model_len: int, max_num_seqs: int, most_drafts: int) -> d
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": False,
     }
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """New tokens of one engine step.
+
+    Attributes:
+        seconds: Time since the requests were sent.
+        tokens: New tokens of each request of the batch, perhaps 0.
+        finished: Whether some request now has all its tokens.
+    """
+
+    seconds: float
+    tokens: tuple[int, ...]
+    finished: bool
 
 
 @dataclass(frozen=True)
@@ -171,6 +187,17 @@ class BenchEngine:
     @property
     def _config(self) -> Any:
         return self._llm.llm_engine.vllm_config
+
+
+def part_seconds(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Seconds of each of `PARTS`, and the number of "steps"."""
+    return {
+        "target": sum(step.target for step in steps),
+        "draft": sum(step.drafting - step.drawing for step in steps),
+        "drawing": sum(step.drawing for step in steps),
+        "verify": sum(step.sampling for step in steps),
+        "steps": len(steps),
+    }
 
 
 def _arrival(

@@ -38,10 +38,8 @@ class MethodRuns:
     """Runs of one method in one case.
 
     Attributes:
-        method: The method.
         tree: Sequoia's tree; None: another method, or "auto" does not speculate.
         drafts: Drafts of each request at this batch size.
-        rounds: The runs, one per round.
     """
 
     method: Method
@@ -55,10 +53,8 @@ class BenchRuns:
     """Everything that was measured.
 
     Attributes:
-        dtype: Type of weights and activations, as vLLM resolved it.
         runs: Runs by case, in the order of the settings' methods; chains from the search come
             after plain vLLM.
-        search: The search for chains; None: there was none.
         greedy: Greedy outputs compared with plain vLLM's; None: there were none.
     """
 

@@ -53,11 +53,8 @@ class Method:
     """One way to decode.
 
     Attributes:
-        name: Name in tables and files.
-        kind: Its family.
         speculative_config: Argument of ``vllm.LLM``; None: plain decoding.
         most_drafts: The most drafts per request and step.
-        sampling: A chain's sampling.
     """
 
     name: str
@@ -67,31 +64,23 @@ class Method:
     sampling: Sampling = DEFAULT
 
 
-def is_known(sampling: Sampling, config_class: Any = None) -> bool:
-    """Whether vLLM's speculative configuration has the keys and values of a sampling.
-
-    Args:
-        sampling: The sampling to look for.
-        config_class: The configuration's dataclass; None: the installed vLLM's.
-    """
+def is_known(sampling: Sampling) -> bool:
+    """Whether the installed vLLM's speculative configuration has keys and values of a sampling."""
     if sampling == DEFAULT:
         return True
-    if config_class is None:
-        from vllm.config import SpeculativeConfig
+    from vllm.config import SpeculativeConfig
 
-        config_class = SpeculativeConfig
-    allowed = {field.name: get_args(field.type) for field in dataclasses.fields(config_class)}
+    allowed = {field.name: get_args(field.type) for field in dataclasses.fields(SpeculativeConfig)}
     return all(word in allowed.get(_KEYS.get(word, ""), ()) for word in sampling)
 
 
-def usable_samplings(v2: bool, config_class: Any = None) -> list[Sampling]:
+def usable_samplings(v2: bool) -> list[Sampling]:
     """Samplings worth trying above temperature 0, vLLM's default first.
 
     Args:
         v2: Whether vLLM's Model Runner V2 runs; V1 has no block verification.
-        config_class: See `is_known`.
     """
-    known = [sampling for sampling in _TRIED if is_known(sampling, config_class)]
+    known = [sampling for sampling in _TRIED if is_known(sampling)]
     return [sampling for sampling in known if v2 or "block" not in sampling]
 
 
@@ -148,7 +137,6 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
     """Sequoia with a tree.
 
     Args:
-        draft: Draft model.
         tree: `SERVED`; "auto"; ``16x4`` (16 nodes, root included, at most 4 deep); a
             tree file (``.json``); or a name in the library.
         acceptance: File to optimise ``16x4`` trees for; None: a published vector.

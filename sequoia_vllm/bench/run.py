@@ -1,4 +1,4 @@
-"""Runs a whole comparison: measures it, sums it up and adds its provenance."""
+"""Runs a whole comparison: measures it, predicts it, and adds its provenance."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import datetime
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from sequoia_vllm.bench.chains import ChainSearch
-from sequoia_vllm.bench.decode_rate import PARTS, pooled
+from sequoia_vllm.bench.engines import PARTS
 from sequoia_vllm.bench.measure import BenchRuns, MethodRuns, Opener, measure
 from sequoia_vllm.bench.methods import Kind, chain
-from sequoia_vllm.bench.predict import PredictionBasis
 from sequoia_vllm.bench.report import (
     BenchModel,
     BenchReport,
@@ -25,10 +25,77 @@ from sequoia_vllm.bench.report import (
     StepSplit,
     disagreement,
 )
-from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun
+from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, pooled
+from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.library import tree_library
+from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.measuring.provenance import model_hashes, provenance, synthetic_origin
+from sequoia_vllm.tree.token_tree import TokenTree
+
+_ROOT = TokenTree((-1,))
+
+
+@dataclass(frozen=True)
+class PredictionBasis:
+    """Measurements that predictions are made from.
+
+    Attributes:
+        acceptances: Vectors, each with its source; at most one per temperature.
+        context_length: Context tokens in the middle of a completion.
+    """
+
+    profile: Profile
+    profile_name: str
+    acceptances: Sequence[tuple[AcceptanceFile, str]]
+    context_length: int
+
+    @classmethod
+    def load(
+        cls, profile: Path, acceptances: Sequence[Path], context_length: int
+    ) -> PredictionBasis:
+        """Reads files.
+
+        Raises:
+            ProfileError, AcceptanceError: If one cannot be read.
+        """
+        vectors = [(AcceptanceFile.load(path), str(path)) for path in acceptances]
+        return cls(Profile.load(profile), str(profile), vectors, context_length)
+
+    @classmethod
+    def tuned(cls, pair: PairKey, context_length: int) -> PredictionBasis | None:
+        """Reads what ``sequoia-vllm tune`` measured for this pair; None: nothing.
+
+        Raises:
+            ProfileError, AcceptanceError: If a file cannot be read.
+        """
+        found = tree_library.tuned_measurements(pair)
+        if found is None:
+            return None
+        return cls.load(found.profile, [found.acceptance], context_length)
+
+    def predict(
+        self, tree: TokenTree | None, drafts: int, batch_size: int, temperature: float
+    ) -> PredictedSpeed | None:
+        """Predicts the speed with so many drafts; None: no vector for this temperature."""
+        known = [entry for entry in self.acceptances if entry[0].temperature == temperature]
+        if not known:
+            return None
+        vector, name = known[0]
+        used = _ROOT if tree is None else tree.trim(drafts + 1)
+        cost = CostModel(self.profile, self.context_length)
+        estimate = cost.estimate(used, vector.vector, batch_size)
+        return PredictedSpeed(
+            speedup=estimate.speedup,
+            tokens_per_step=estimate.expected_tokens,
+            step_seconds=estimate.seconds,
+            extrapolated=estimate.extrapolated,
+            profile=self.profile_name,
+            acceptance=name,
+        )
+
 
 # Environment variables that change speed on CPUs.
 _ENVIRONMENT = (
@@ -54,11 +121,8 @@ def run_bench(
     """Measures, and compares with the cost model.
 
     Args:
-        settings: What to compare.
         basis: Measurements to predict from; None: those of `tune` for this pair, if any.
         described: Settings as the report shows them.
-        progress: Called with (what is done, turns done, turns of all cases).
-        opener: Starts the engines; None: `bench.engines.open_engines`.
 
     Raises:
         BenchError, CalibrationError, ProfileError, AcceptanceError: If something

@@ -10,8 +10,12 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sequoia_vllm.calibration.acceptance_task import AcceptanceTask
-from sequoia_vllm.calibration.counts import add_counts, estimate_acceptance, precision
+from sequoia_vllm.calibration.acceptance_task import (
+    AcceptanceTask,
+    add_counts,
+    estimate_acceptance,
+    precision,
+)
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import Progress, open_engine, room_for
 from sequoia_vllm.measuring.interrupts import last_interrupt
@@ -30,7 +34,6 @@ def measure_acceptance(
     """Runs the engine with a wide tree and counts accepted nodes.
 
     Args:
-        task: What to measure.
         previous: Where an earlier run stopped; None: start anew.
         progress: Called with (what is done, trees verified, estimate of trees needed).
         save: Called with the counts so far, marked incomplete, at each checkpoint.
@@ -67,7 +70,6 @@ class Completion:
     """One request to the engine.
 
     Attributes:
-        prompt: Index of the prompt.
         tokens: Input of the request: the prompt, then ``before``.
         before: Tokens of this greedy completion from an earlier run.
     """
@@ -85,9 +87,6 @@ class Workload:
     intervals too narrow. It continues what an earlier run began.
 
     Attributes:
-        prompts: Token ids of each prompt.
-        greedy: True if completions are greedy.
-        max_tokens: Tokens of a completion.
         started: Completions started so far, earlier runs included.
         completions: Greedy: tokens generated so far, by prompt.
         ended: Greedy: prompts whose completion ended by itself.

@@ -67,14 +67,11 @@ class ProfileSettings:
     """What to measure, and how.
 
     Attributes:
-        engine: Models, and how both engines run them.
         prompts: File with prompts (`load_prompts`), cut and joined to length;
             None: the built-in set.
-        batch_sizes: Requests at once.
         tokens: Tree sizes, root included; 1 is plain decoding. At each batch
             size and context `Ladder.goes_on` decides where to end.
         contexts: Tokens of each request in the middle of its completion.
-        max_tokens: Tokens per completion.
         rounds: How often to measure everything; the middle round counts.
         temperature: Temperature of every request; 0 is greedy.
         enough_seconds: No round begins after so much time: slow steps vary little. None: no
@@ -99,14 +96,11 @@ class ProfileSettings:
 
 
 def measure_profile(
-    settings: ProfileSettings,
-    progress: Progress | None = None,
-    vectors: Sequence[Acceptance] = (),
+    settings: ProfileSettings, progress: Progress | None = None, vectors: Sequence[Acceptance] = ()
 ) -> Profile:
     """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size.
 
     Args:
-        settings: What to measure.
         progress: Called with (what is done, runs done, runs in all).
         vectors: Acceptance to choose trees for; sizes that cannot win with any of these are not
             timed. Empty: not known.

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_vllm.calibration.counts import FEWEST_TRIALS, tokens_margin
+from sequoia_vllm.calibration.acceptance_task import FEWEST_TRIALS, tokens_margin
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
 from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.library.entries import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey, model_key
+from sequoia_vllm.library.selection import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.measuring.engines import EngineSpec, count_parameters
 from sequoia_vllm.tree.optimize import Frontier
@@ -112,8 +112,6 @@ def tuned_entry(
     """The fastest tree and schedule by these measurements.
 
     Args:
-        vector: Measured acceptance.
-        profile: Measured times.
         context_length: Which of the profile's contexts to use.
         max_size: Largest tree, root included.
         tree: The tree to schedule; None: search for the best one.
@@ -154,7 +152,7 @@ def margins(entry: TreeEntry, vector: AcceptanceFile) -> list[float | None]:
     if vector.trials is None:
         return [None] * len(entry.estimates)
     trials = np.atleast_2d(np.asarray(vector.trials)).tolist()
-    trees = (entry.tree.tree.trim(one.num_speculative_tokens + 1) for one in entry.estimates)
+    trees = (entry.tree.trim(one.num_speculative_tokens + 1) for one in entry.estimates)
     return [tokens_margin(tree, vector.vector, trials) for tree in trees]
 
 

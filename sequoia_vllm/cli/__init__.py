@@ -14,11 +14,51 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import ends_quietly
-from sequoia_vllm.cli.shown_help import AliasedCommand, shown_as_written
+
+ALIASES = {"--target": "--model", "--draft": "--draft-model", "--batch": "--batch-sizes"}
+"""Other spellings of options, accepted but not shown in help."""
+
+
+class AliasedCommand(TyperCommand):
+    """A command that also accepts `ALIASES` of its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Replaces aliases by their options, then parses like typer."""
+        names = {name for param in self.params for name in param.opts}
+        return super().parse_args(ctx, [own for one in args for own in _option(one, names)])
+
+
+def _option(given: str, names: set[str]) -> list[str]:
+    """Replaces an alias in one argument by the option of a command with these names."""
+    name, equals, value = given.partition("=")
+    own = name if name in names else ALIASES.get(name, name)
+    if own == "--model" and "model" in names:  # advise MODEL
+        return [value] if equals else []
+    return [own + equals + value] if own in names else [given]
+
+
+def shown_as_written(command: Any) -> Any:
+    """Makes a command, or all commands of a group, show help texts as written; returns it.
+
+    Typer drops square brackets as markup, and calls a number with bounds "int range".
+    """
+    command.help = command.help and escape(command.help)
+    for param in command.params:
+        if getattr(param, "help", None):
+            param.help = escape(param.help)
+        bounds = (getattr(param, "min", None), getattr(param, "max", None))
+        if param.metavar is None and bounds != (None, None):
+            is_float = any(isinstance(value, float) for value in (*bounds, param.default))
+            param.metavar = "<float>" if is_float else "<int>"
+    for found in getattr(command, "commands", {}).values():
+        shown_as_written(found)
+    return command
+
 
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
 COMMANDS = {
@@ -29,7 +69,7 @@ COMMANDS = {
     "gpu-check": "sequoia_vllm.cli.gpu_check:gpu_check",
     "demo": "sequoia_vllm.cli.demo:demo",
     "doctor": "sequoia_vllm.cli.doctor:doctor",
-    "setup-cpu": "sequoia_vllm.cli.setup_cpu:setup_cpu",
+    "setup-cpu": "sequoia_vllm.cli.doctor:setup_cpu",
 }
 
 

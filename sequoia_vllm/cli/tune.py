@@ -24,17 +24,20 @@ from sequoia_vllm.cli.measuring import (
     VerboseOption,
     check_models,
     check_output,
+    engine_spec,
     known_draft,
     note_synthetic,
     numbers,
-    offload_spec,
     quiet_engines,
 )
-from sequoia_vllm.cli.tune_steps import count_into, finish_counting, time_into, tune_pair
-from sequoia_vllm.cli.tune_view import (
+from sequoia_vllm.cli.tune_steps import (
+    count_into,
+    finish_counting,
     print_acceptance,
     print_profile,
     print_report,
+    time_into,
+    tune_pair,
 )
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.library.files import AcceptanceFile
@@ -58,9 +61,6 @@ class Budget:
     Attributes:
         precision: Count until no entry's 95 % half-width, times the share of trees that reach
             its depth, is above this.
-        max_tokens_total: The most tokens to count on.
-        branch: Children offered at each node.
-        depth: Depths to tell apart.
         counted: Tokens per completion for counting acceptance. Few tokens of many prompts tell
             more than many tokens of few, as acceptance varies most between prompts.
         batch_sizes, tokens, context: See the options.
@@ -200,11 +200,10 @@ def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSetti
     from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings
     from sequoia_vllm.calibration.measure_profile import ProfileSettings
     from sequoia_vllm.calibration.tuned_tree import quick_engine
-    from sequoia_vllm.measuring.engines import EngineSpec
 
-    quick, eager, offloads = (options[key] for key in ("quick", "eager", "offload_directory"))
+    quick, eager = options["quick"], options["eager"]
     budget = QUICK if quick else FULL
-    if offloads is not None:
+    if options["offload_directory"] is not None:
         budget = replace(budget, tokens=OFFLOADED_QUICK if quick else OFFLOADED)
     fields = {"counted": "max_tokens", "timed": "max_tokens"}
     given = {name: options.get(fields.get(name, name)) for name in asdict(budget)}
@@ -213,11 +212,7 @@ def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSetti
     contexts = numbers("--context", budget.context)
     if min(contexts) < 1:
         fail(f"--context {budget.context}: give at least 1")
-    engine = EngineSpec(
-        options["target"], options["draft"], dtype=options["dtype"], enforce_eager=eager,
-        tensor_parallel_size=options["tensor_parallel_size"], kv_cache_gib=options["kv_cache_gib"],
-        offload=offload_spec(offloads, options["offload_memory_gib"]),
-    )  # fmt: skip
+    engine = engine_spec(options)
     only, prompts, temperature = (options[key] for key in ("only", "prompts", "temperature"))
     counting = AcceptanceSettings(
         # Compilation does not change acceptance, and may take longer than the counting.

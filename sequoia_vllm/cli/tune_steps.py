@@ -1,4 +1,4 @@
-"""The steps of ``tune``: measuring acceptance and times into files, and choosing a tree."""
+"""The steps of ``tune``: measures into files, chooses a tree, and shows both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sequoia_vllm.cli.common import note
+from sequoia_vllm.cli.common import console, new_table, note
 from sequoia_vllm.cli.measuring import measuring
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask
     from sequoia_vllm.calibration.measure_profile import ProfileSettings
     from sequoia_vllm.config import OffloadSpec
-    from sequoia_vllm.library.files import CalibrationState, TreeEntry
+    from sequoia_vllm.hardware.step_profile import Profile
+    from sequoia_vllm.library.files import AcceptanceFile, CalibrationState, TreeEntry
     from sequoia_vllm.library.pair_key import PairKey
     from sequoia_vllm.library.user_files import TunedFiles
     from sequoia_vllm.tree.acceptance import Acceptance
@@ -32,9 +33,6 @@ def count_into(
     """Measures acceptance into ``path``; continues the same measurement if the file has one.
 
     Args:
-        path: File to write.
-        settings: What to measure.
-        name: Draft strength class of the result.
         stage: The command's stage, shown before its progress.
 
     Returns:
@@ -123,7 +121,6 @@ def tune_pair(
     """Measures acceptance and times unless files are given, then chooses and saves the tree.
 
     Args:
-        counting, timing: How to measure; the tree is for the first context.
         acceptance, profile: Files of earlier measurements; None: measure.
 
     Returns:
@@ -156,7 +153,7 @@ def tune_pair(
         if method != DEFAULT_METHOD:
             # Counts with traversal choose how much of this tree to draft. A tree chosen from
             # them would be too shallow: they depend on the nodes below a node.
-            entry = tuned_tree.tuned_entry(on_tree, times, context, largest, entry.tree.tree)
+            entry = tuned_tree.tuned_entry(on_tree, times, context, largest, entry.tree)
             entry = entry.model_copy(update={"verification": method})
     path = tuned_tree.save_tuned(library, pair, entry)
     best = tuned_tree.best_tree_at_any_price(vector, times, context)
@@ -203,10 +200,7 @@ def _counted(path: Path, settings: AcceptanceSettings, stage: str) -> Acceptance
 
 
 def _compared(
-    settings: AcceptanceSettings,
-    entry: TreeEntry,
-    vector: AcceptanceFile,
-    files: TunedFiles,
+    settings: AcceptanceSettings, entry: TreeEntry, vector: AcceptanceFile, files: TunedFiles
 ) -> tuple[str, AcceptanceFile]:
     """The verification method with more tokens per step from this tree, and its acceptance.
 
@@ -214,7 +208,7 @@ def _compared(
     """
     from sequoia_vllm.calibration.tuned_tree import better_method, refined, tokens_per_step
 
-    tree = entry.tree.tree
+    tree = entry.tree
     methods, measured = method_names(), {}
     for number, method in enumerate(methods, start=1):
         how = replace(
@@ -232,9 +226,10 @@ def _compared(
 def _now_used(pair: PairKey) -> str:
     """The source of the tree that an engine with this pair gets by "tree": "auto"."""
     from sequoia_vllm.config import SequoiaConfig
-    from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
+    from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree, look_up
 
-    return choose_engine_tree(SequoiaConfig(model=pair.draft, tree="auto"), pair).source
+    config = SequoiaConfig(model=pair.draft, tree="auto")
+    return choose_engine_tree(config, pair, look_up(config, pair)).source
 
 
 def _serve_command(pair: PairKey, offload: OffloadSpec | None) -> str:
@@ -242,3 +237,82 @@ def _serve_command(pair: PairKey, offload: OffloadSpec | None) -> str:
     if offload is not None:
         config["offload"] = offload.model_dump(mode="json", exclude_defaults=True)
     return f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'"
+
+
+def print_acceptance(measured: AcceptanceFile) -> None:
+    """Prints the vector as a table: rows are children, columns are depths."""
+    import numpy as np
+
+    rows = measured.vector.table
+    low, high = (np.atleast_2d(np.asarray(ends)) for ends in (measured.low, measured.high))
+    half_widths, trials = (high - low) / 2, np.atleast_2d(np.asarray(measured.trials))
+    table = new_table(
+        "child", *(f"depth {depth + 1}" for depth in range(len(rows))), title=measured.description,
+        caption="share accepted, half-width of its 95 % interval",
+    )  # fmt: skip
+    for column in table.columns:
+        column.no_wrap = True
+    for child, (shares, widths) in enumerate(zip(rows.T, half_widths.T, strict=True), start=1):
+        cells = (f"{share:.3f} ±{width:.3f}" for share, width in zip(shares, widths, strict=True))
+        table.add_row(str(child), *cells)
+    table.add_row("any", *(f"{row.sum():.3f}" for row in rows))
+    table.add_row("trials", *(str(row[0]) for row in trials))
+    console().print(table)
+
+
+def print_profile(measured: Profile) -> None:
+    """Prints a table for each context: milliseconds by batch size, part and tokens."""
+    sizes = sorted({n for curve in measured.target_forward for n in curve.tokens})
+    parts = {
+        "target": measured.target_forward,
+        "draft level": measured.draft_level,
+        "verification": measured.verification or [],
+    }
+    for context in sorted({curve.context_length for curve in measured.target_forward}):
+        table = new_table(
+            "batch", "part", *map(str, sizes), left=["part"],
+            title=f"{measured.device}, {measured.dtype}, {context} tokens of context",
+            caption="milliseconds, by tokens of each request",
+        )  # fmt: skip
+        for rest in (one for one in measured.overhead if one.context_length in (None, context)):
+            for name, curves in parts.items():
+                for curve in curves:
+                    if (curve.batch_size, curve.context_length) == (rest.batch_size, context):
+                        seconds = dict(zip(curve.tokens, curve.seconds, strict=True))
+                        batch = str(rest.batch_size) if name == "target" else ""
+                        cells = (f"{1e3 * seconds[n]:.2f}" if n in seconds else "" for n in sizes)
+                        table.add_row(batch, name, *cells)
+            plain, tree = f"{1e3 * rest.plain_seconds:.2f}", f"{1e3 * rest.tree_seconds:.2f}"
+            table.add_row("", "the rest", *(plain if n == 1 else tree for n in sizes))
+        console().print(table)
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Prints the report of `tune_steps.tune_pair`."""
+    plain: Any = {"soft_wrap": True, "markup": False, "highlight": False}
+    console().print(
+        f"{Path(report['target']).name} with {Path(report['draft']).name}, {report['dtype']}, "
+        f"{report['context_length']} tokens of context; expected from what was measured:",
+        **plain,
+    )
+    table = new_table("batch", "drafts per request", "tokens per step", "speedup")
+    margins = report["tokens_margins"]
+    for estimate, margin in zip(report["estimates"], margins, strict=True):
+        drafts = estimate["num_speculative_tokens"]
+        table.add_row(
+            str(estimate["batch_size"]), str(drafts) if drafts else "none: plain decoding",
+            f"{estimate['expected_tokens']:.2f}" + (f" ±{margin:.2f}" if margin else ""),
+            f"{estimate['speedup']:.2f}x",
+        )  # fmt: skip
+    console().print(table)
+    if any(margins):
+        note("±: what counting leaves open (95 %); other prompts than these may differ by more")
+    if not report["speculates"]:
+        note(
+            "speculation does not pay here: the best tree at batch size 1 would run at "
+            f"{report['best_tree_at_batch_1']['speedup']:.2f}x plain decoding. Serve without "
+            '--speculative-config; with the command below "auto" turns speculation off by itself'
+        )
+    console().print(f"In use from now on: {report['now_used']}", **plain)
+    console().print(report["command"], **plain)
+    note(f"the tree is in {report['file']}, what was measured in {report['measurements']}")

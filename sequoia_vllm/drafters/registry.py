@@ -1,6 +1,6 @@
 """Kinds of drafters: what each is called, how it is recognised, and what runs it.
 
-A kind is one class in `sequoia_vllm.drafters.kinds`, or in a module of yours that is imported
+A kind is one class in a folder of `sequoia_vllm.drafters`, or in a module of yours that is imported
 before vLLM starts. `register` checks that it has what the engine asks for.
 """
 
@@ -10,10 +10,8 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from pkgutil import iter_modules
 from types import FunctionType, MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -98,16 +96,19 @@ class Drafter:
         name: The kind in words, with an article.
         rank: Kinds are tried in this order, as drafters known for a target and to recognise one.
         method: vLLM's speculative method whose loading and scheduling it takes.
-        proposer: Dotted path of the class that drafts with it on Model Runner V2.
-        proposers: Other such classes, by the draft's architecture.
+        on_v2: Dotted path of the class that runs it on Model Runner V2, a `TreeDrafter`.
+        on_v2_by_architecture: Other such classes, by the draft's architecture.
+        on_v1: Dotted path of the class that runs it on the V1 runner, a `DrafterV1`; None: it
+            needs Model Runner V2.
         signs: How its configuration is recognised, in this order.
         known: Published ones, preferred ones first.
         is_head: Whether it runs on its target's hidden states, embedding and tokens, and not
-            alone. Heads need Model Runner V2, and bring no tokenizer.
+            alone. Heads bring no tokenizer.
         in_one_pass: Whether one pass drafts all levels of a tree.
         is_targets_own: Whether it is a layer of the target's own checkpoint.
         by_default: Whether a known one is taken where the user names no kind and no draft.
         layers: Number of layers; None: what its configuration says.
+        speculators: vLLM's architectures, by their names in the format of vllm-project/speculators.
         may_look_like_model: Whether some have the configuration of a model: users name the kind.
     """
 
@@ -115,8 +116,9 @@ class Drafter:
     name: ClassVar[str]
     rank: ClassVar[int]
     method: ClassVar[str]
-    proposer: ClassVar[str]
-    proposers: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    on_v2: ClassVar[str]
+    on_v2_by_architecture: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    on_v1: ClassVar[str | None] = None
     signs: ClassVar[tuple[Sign, ...]] = ()
     known: ClassVar[tuple[KnownDrafter, ...]] = ()
     is_head: ClassVar[bool] = True
@@ -124,6 +126,7 @@ class Drafter:
     is_targets_own: ClassVar[bool] = False
     by_default: ClassVar[bool] = True
     layers: ClassVar[int | None] = None
+    speculators: ClassVar[Mapping[str, str]] = MappingProxyType({})
     may_look_like_model: ClassVar[bool] = False
 
     @property
@@ -164,10 +167,10 @@ class Drafter:
         """Parameters that its layers have beyond a model's of this `ModelShape`."""
         return 0
 
-    def proposer_for(self, architectures: list[str]) -> str:
-        """Dotted path of the class that drafts with a checkpoint of these architectures."""
-        found = (self.proposers[name] for name in architectures if name in self.proposers)
-        return next(found, self.proposer)
+    def on_v2_for(self, architectures: list[str]) -> str:
+        """`on_v2` for a checkpoint of these architectures."""
+        others = self.on_v2_by_architecture
+        return next((others[name] for name in architectures if name in others), self.on_v2)
 
 
 DRAFTERS: dict[str, Drafter] = {}
@@ -250,13 +253,6 @@ class HeadShape(FileModel):
         return drafter(self.kind).input_parameters(shape)
 
 
-def register_own_kinds() -> None:
-    """Registers every module of `sequoia_vllm.drafters.kinds`."""
-    package = import_module("sequoia_vllm.drafters.kinds")
-    for module in iter_modules(package.__path__):
-        import_module(f"{package.__name__}.{module.name}")
-
-
 def _problems(found: type[Drafter]) -> list[str]:
     """Lists what a class lacks, or has in another form than the engine needs."""
     surface = {name for name in (*vars(Drafter), *Drafter.__annotations__) if name[0] != "_"}
@@ -278,7 +274,7 @@ def _problems(found: type[Drafter]) -> list[str]:
         problems.append(f"there is a kind {found.kind!r} already")
     problems += [
         f"{path!r} is no dotted path of a class"
-        for path in (found.proposer, *found.proposers.values())
+        for path in (found.on_v2, *found.on_v2_by_architecture.values(), found.on_v1 or found.on_v2)
         if not re.fullmatch(r"\w+(\.\w+)+", path)
     ]
     if " " not in found.name:

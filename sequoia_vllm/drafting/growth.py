@@ -18,9 +18,9 @@ from sequoia_vllm.drafting.tree_tables import DraftLevels, Level, picked
 from sequoia_vllm.kernels.draft_inputs import DraftInputs
 
 
-@dataclass(frozen=True)
-class DraftQueries:
-    """One forward pass of the draft over the same nodes of R requests' trees.
+@dataclass(frozen=True, kw_only=True)
+class NodeQueries:
+    """What nodes of R requests' trees attend to, in a pass of the draft or the target.
 
     Attributes:
         context_lens: int32 ``[R]``: tokens in the cache before node 0.
@@ -33,7 +33,7 @@ class DraftQueries:
             them. None: all that have a block have a slot.
         written: int32 ``[R]``: the first so many queries of each request have slots; None: all.
             The keys of the others are undefined.
-        slots: int64 ``[R]``: request slot of each, -1 for padding; None: ``ancestors`` are of all.
+        request_slots: int64 ``[R]``: of each, -1 for padding; None: ``ancestors`` are of all.
     """
 
     context_lens: Tensor
@@ -44,7 +44,26 @@ class DraftQueries:
     max_keys: int
     max_slots: int | None = None
     written: Tensor | None = None
-    slots: Tensor | None = None
+    request_slots: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftQueries(NodeQueries):
+    """One forward pass of the draft over the same nodes of R requests' trees.
+
+    Attributes:
+        token_ids: int32 ``[rows]``, request after request.
+        positions: int64 ``[rows]``: for the model.
+        slots: int64 ``[groups, rows]``: where keys and values go, by group of cache layers; -1:
+            nowhere.
+        recurrent_states: ``[rows, F]``: what earlier passes left for these rows. For committed
+            tokens: `combine_hidden_states` of the target's states. None: nothing.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    recurrent_states: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -92,25 +111,8 @@ class DraftModel(ABC):
     """Interface that growth needs of a draft: a forward over its own part of a paged KV cache."""
 
     @abstractmethod
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        queries: DraftQueries,
-        recurrent_states: Tensor | None = None,
-    ) -> DraftStates:
-        """The states of a pass, whose keys and values are kept.
-
-        Args:
-            token_ids: int32 ``[rows]``, request after request.
-            positions: int64 ``[rows]``: for the model.
-            slots: int64 ``[groups, rows]``: where keys and values go, by group of cache
-                layers; -1: nowhere.
-            queries: Which nodes these are.
-            recurrent_states: ``[rows, F]``: what earlier passes left for these rows. For
-                committed tokens: `combine_hidden_states` of the target's states. None: nothing.
-        """
+    def forward(self, queries: DraftQueries) -> DraftStates:
+        """The states of a pass, whose keys and values are kept."""
 
     def combine_hidden_states(self, target_states: Tensor) -> Tensor:
         """``[rows, F]``: the vectors that a draft reads beside tokens, made from the target's
@@ -193,11 +195,6 @@ class TreeGrowth:
             self._roots = states.new_zeros(len(self._batch.slots))
         states.copy_rows(rows, self._roots.first(len(rows)))
 
-    def roots(self, num_reqs: int) -> DraftStates:
-        """The states that were kept of the first roots, R rows."""
-        assert self._roots is not None, "committed tokens are read before trees grow"
-        return self._roots.first(num_reqs)
-
     def _read_rows(self, num_reqs: int, width: int, max_keys: int) -> DraftStates:
         """States of up to ``width`` committed tokens of each request, R * width rows."""
         batch = self._batch
@@ -236,22 +233,19 @@ class TreeGrowth:
             levels: The tree to grow.
             max_keys: No request has more committed tokens.
         """
-        self._grow_below(self.roots(num_reqs), num_reqs, levels, max_keys)
+        assert self._roots is not None, "committed tokens are read before trees grow"
+        self._grow_below(self._roots.first(num_reqs), num_reqs, levels, max_keys)
 
     def _grow_below(
         self, roots: DraftStates, num_reqs: int, levels: DraftLevels, max_keys: int
     ) -> None:
         """Draws the children of the roots, whose states are R rows, then of each level below."""
         states = roots
-        self.draw_below_roots(num_reqs, levels, states)
+        logits = self._model.compute_logits(states.hidden)
+        self._drafted.draw(self._batch, num_reqs, levels, levels.levels[0], logits)
         for level in levels.levels[1:]:
             recurrent_states = states.below(self._batch.slots[:num_reqs], level.parents)
             states = self.grow_level(num_reqs, levels, level, max_keys, recurrent_states)
-
-    def draw_below_roots(self, num_reqs: int, levels: DraftLevels, roots: DraftStates) -> None:
-        """Draws the children of the roots, whose states are R rows."""
-        logits = self._model.compute_logits(roots.hidden)
-        self._drafted.draw(self._batch, num_reqs, levels, levels.levels[0], logits)
 
     def grow_level(
         self,
@@ -312,16 +306,14 @@ class TreeGrowth:
             ancestors=ancestors,
             max_keys=min(max_keys + first + width, self._max_model_len),
             max_slots=self._max_model_len,
+            token_ids=inputs.token_ids[:rows],
+            positions=inputs.positions[:rows],
+            slots=inputs.slots[:, :rows],
+            recurrent_states=recurrent_states,
             written=written,
-            slots=self._batch.slots[:num_reqs],
+            request_slots=self._batch.slots[:num_reqs],
         )
-        return self._model.forward(
-            inputs.token_ids[:rows],
-            inputs.positions[:rows],
-            inputs.slots[:, :rows],
-            queries,
-            recurrent_states,
-        )
+        return self._model.forward(queries)
 
 
 def chain_width(levels: DraftLevels) -> int:

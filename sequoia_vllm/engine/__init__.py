@@ -1,1 +1,1 @@
-"""Everything that touches vLLM's internals; `ledger` lists each override."""
+"""Everything that touches vLLM's internals; `compat.ledger` lists each override."""

@@ -48,7 +48,6 @@ def fit_to_budget(
     Args:
         schedule: What to draft where it fits.
         drafts: Nodes of the tree without its root.
-        max_num_seqs: Largest batch.
         budget: Tokens per step that the scheduler hands out.
         offloaded: Whether weights of the target lie in the host's memory.
 
@@ -111,7 +110,6 @@ def drafts_by_batch(
     Args:
         schedule: (first, last, drafts), in any order.
         drafts: Nodes of the tree without its root.
-        max_num_seqs: Largest batch.
     """
     ranges = sorted(schedule)
     found = []

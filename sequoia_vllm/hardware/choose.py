@@ -314,11 +314,7 @@ def _without_gaps(ranges: Ranges) -> Ranges:
 
 
 def _estimate(
-    table: _SpeedTable,
-    ranges: Ranges,
-    batch_size: int,
-    optimum: float,
-    cost: CostModel,
+    table: _SpeedTable, ranges: Ranges, batch_size: int, optimum: float, cost: CostModel
 ) -> ScheduleEstimate:
     drafts = next(drafts for first, last, drafts in ranges if first <= batch_size <= last)
     row = table.batch_sizes.index(batch_size)

@@ -38,10 +38,7 @@ class Estimate:
     """What one tree is expected to do at one batch size.
 
     Attributes:
-        batch_size: Requests in the batch.
         expected_tokens: Tokens per request and step, bonus token included.
-        seconds: Time of a step.
-        tokens_per_second: Over the whole batch.
         speedup: Against plain decoding at the same batch size.
         extrapolated: Whether a time was read outside the measured range.
     """
@@ -106,13 +103,7 @@ class CostModel:
     def first_draft_seconds(
         self, committed: ArrayLike, depths: ArrayLike, batch_size: int
     ) -> Floats:
-        """A step's first draft pass.
-
-        Args:
-            committed: Tokens of each request that the last step committed; any shape.
-            depths: Depths of the drafted trees; of a shape that goes with ``committed``.
-            batch_size: Requests in the batch.
-        """
+        """A step's first draft pass."""
         if self.profile.drafts_in_one_pass:
             committed = np.broadcast_to(1 + np.asarray(depths), np.shape(committed))
         return self._reading.seconds(committed, batch_size)

@@ -6,6 +6,8 @@ import datetime
 import math
 import platform
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -101,7 +103,6 @@ class Device:
     """What is known about the device with a given driver name.
 
     Attributes:
-        name: The driver's name for it.
         id: Our id; None when the name is not in the table.
         spec: Datasheet values (of the slice, for a MIG slice); None for CPUs
             and unknown devices.
@@ -174,6 +175,16 @@ def current_cpu_name() -> str:
     return platform.processor() or ("cpu" if machine in ("x86_64", "amd64") else machine or "cpu")
 
 
+def this_device_name() -> str:
+    """The driver's name of this machine's first GPU, else its CPU's name."""
+    name = current_cpu_name()
+    if tool := shutil.which("nvidia-smi"):
+        query = [tool, "--query-gpu=name", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
+        name = found.stdout.partition("\n")[0].strip() or name
+    return name
+
+
 def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:
     """The candidate most like the device, and why.
 
@@ -184,7 +195,6 @@ def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tu
 
     Args:
         spec: The device's datasheet; None: nothing is known of it.
-        candidates: Devices with trees, by id; not empty.
 
     Returns:
         Candidate id and the reason in words.

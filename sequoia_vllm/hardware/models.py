@@ -11,11 +11,43 @@ from typing import Literal
 from pydantic import Field
 
 from sequoia_vllm.drafters.registry import DrafterKind, HeadShape
-from sequoia_vllm.hardware.experts import Experts
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
 
 _FILE = Path(__file__).with_name("models.json")
+
+
+class Experts(FileModel):
+    """The routed experts of a model's sparse layers, and what is beside them.
+
+    Each token goes to a few of a layer's experts. A pass over more rows reads more of them. We
+    assume that tokens choose independently of each other, and no expert is preferred. Real tokens
+    share more experts, so real passes read less.
+    """
+
+    count: int = Field(ge=2, description="Routed experts of a layer.")
+    per_token: int = Field(ge=1, description="Routed experts that a token goes to.")
+    width: int = Field(ge=1, description="Width of a routed expert.")
+    layers: int = Field(ge=1, description="Layers with experts; the others are dense.")
+    shared: int = Field(default=0, ge=0, description="Width of what every token goes to, too.")
+    weight_bytes: float | None = Field(
+        default=None,
+        gt=0,
+        description="Bytes of a routed expert's weight, where these alone are quantized; none: as "
+        "of the layers' others.",
+    )
+
+    def read_by(self, rows: float) -> float:
+        """Routed experts of a layer that a pass over so many rows is expected to read."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** rows)
+
+    def routed_parameters(self, experts: float, hidden: int) -> float:
+        """Parameters of so many routed experts in each sparse layer."""
+        return self.layers * experts * 3 * hidden * self.width
+
+    def other_parameters(self, hidden: int) -> int:
+        """Parameters of the sparse layers' routers and shared experts."""
+        return self.layers * hidden * (self.count + 3 * self.shared)
 
 
 class ModelShape(FileModel):

@@ -48,13 +48,9 @@ def streamed_layers(
     """A number of bytes of a target's layers, offloaded as vLLM does.
 
     Args:
-        target: Its shape.
         size: Bytes on each device, as vLLM counts; more than the layers have: all of them.
         bytes_per_second: Achieved rate to each device.
         source: Where from, in words ("PCIe 4.0 x16").
-        value_bytes: Bytes of a value in the model's type.
-        devices: Devices that the target is split over.
-        backend: ``"prefetch"`` or ``"uva"``.
         buffers: Layers that prefetching has buffers for (``--offload-prefetch-step``).
 
     Raises:

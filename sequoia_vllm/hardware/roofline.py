@@ -16,7 +16,7 @@ like the target, as vLLM requires. Its products shrink too, but its launches and
 So a draft level becomes dearer relative to the target, and the best trees become shallower.
 
 Of a mixture of experts a token is multiplied with a few, and more tokens read more of them
-(`sequoia_vllm.hardware.experts`). So scoring a tree costs more there than one token.
+(`Experts`). So scoring a tree costs more there than one token.
 
 Weights that do not fit the memory may be streamed (`sequoia_vllm.hardware.streaming`): the
 target's pass then takes the longer of this and reading them, or both.
@@ -30,9 +30,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.device import DeviceSpec
-from sequoia_vllm.hardware.interconnect import Interconnect
+from sequoia_vllm.hardware.interconnect import Assumptions, Interconnect
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 from sequoia_vllm.hardware.streaming import StreamedWeights
@@ -65,17 +64,12 @@ def roofline_profile(
     """The profile that datasheet values predict.
 
     Args:
-        device: Datasheet values.
-        target: Shape of the target, split over ``tensor_parallel_size`` devices.
-        draft: Shape of the draft, split the same way (as vLLM requires).
         dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`. Shapes may say that their
             layers' weights are smaller.
-        tensor_parallel_size: Devices.
         context_length: Committed tokens of each request.
         assumptions: What the datasheet does not say; None: the defaults.
         tokens: Tokens per request to compute times for, increasing, from 1; None: up to the
             largest tree that is looked for (`largest_tree`).
-        batch_sizes: Batch sizes to compute times for.
         streamed: Weights of the target that are not in the devices' memory; None: all are.
 
     Raises:

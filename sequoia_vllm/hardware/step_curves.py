@@ -91,7 +91,6 @@ class BatchTimes:
     """What was measured at one batch size and context length.
 
     Attributes:
-        batch_size: Requests.
         context_length: Tokens of each in the middle of its completion.
         plain: Steps of a plain engine, by round.
         trees: Steps of a Sequoia engine, by tree size (root included) and round.
@@ -132,8 +131,6 @@ def steady_steps(
     """The steps in which every request scores a tree of ``size`` nodes, and so does the next.
 
     Args:
-        records: Consecutive steps (fields of `StepRecord`).
-        batch_size: Requests that must be in the step.
         size: Tokens of each; 1 is plain decoding.
     """
     steps = [StepRecord(**record) for record in records]

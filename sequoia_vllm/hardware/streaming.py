@@ -26,7 +26,6 @@ class Link:
     """A way from the host's memory to a device's.
 
     Attributes:
-        name: For people.
         achieved_gb_s: Measured rate of copies from pinned memory, 10^9 bytes/s.
     """
 

@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 Kind = Literal[
-    "mla", "chunked", "alibi", "recurrent", "mrope", "multimodal", "encoder-decoder", "pooling"
-]
+    "mla", "chunked", "alibi", "recurrent", "diffusion", "realtime", "mrope", "multimodal",
+    "encoder-decoder", "pooling",
+]  # fmt: skip
 Role = Literal["target", "draft"]
 
 UNSUPPORTED: dict[Kind, str] = {
@@ -21,12 +22,17 @@ UNSUPPORTED: dict[Kind, str] = {
     "contexts)",
     "alibi": "uses ALiBi (a bias by distance, which tree attention does not add)",
     "recurrent": "has recurrent (Mamba or linear-attention) layers",
+    "diffusion": "denoises blocks of tokens (diffusion)",
+    "realtime": "reads audio beside every token that it generates",
     "mrope": "uses multi-axis RoPE (M-RoPE)",
     "multimodal": "is multimodal",
     "encoder-decoder": "is an encoder-decoder model",
     "pooling": "is a pooling model",
 }
 """Kinds of models, each with what makes trees impossible."""
+
+_TARGETS: frozenset[Kind] = frozenset({"mrope", "multimodal"})
+"""Kinds that trees serve as targets. A draft reads tokens, each with one position."""
 
 FIX: dict[Role, str] = {
     "target": "serve it without Sequoia, or choose another target model",
@@ -51,6 +57,8 @@ _ARCHITECTURES: dict[Kind, str] = {
     "alibi": r"Bloom.*",
     "recurrent": r"(Bailing(MoeV2_5|MoeV3)|Falcon(H1|Mamba)|GraniteMoeHybrid|Jamba|Lfm2|Mamba|"
     r"MiniCPMV4_6|NemotronH|OlmoHybrid|Qwen3(Next|_5)|Zamba).*",
+    "diffusion": r"Diffusion.*",
+    "realtime": r".*RealtimeGeneration",
     "multimodal": r"(?!ChatGLM|Inkling).*ForConditionalGeneration|"
     r"(DeepseekVLV2|Deepseek(OCR2?|V41)|Dots3Note|DotsOCR|GLM4V|MiMoV2Omni|Molmo|Moondream3|"
     r"MoonshotKimia|Ovis2_6(_Moe)?|Phi3V|Phi4MM|UnlimitedOCR)ForCausalLM|Phi4ForCausalLMV|"
@@ -68,15 +76,10 @@ _TEXT_MODELS = ("text_config", "language_config", "llm_config", "thinker_config"
 
 
 def faults(name: str, role: Role, kinds: Collection[Kind]) -> list[str]:
-    """The reasons why trees do not serve a model; none: they do.
-
-    Args:
-        name: Name or path of the model.
-        role: What it is to be.
-        kinds: The kinds of model that it is.
-    """
+    """The reasons why trees do not serve a model; none: they do."""
+    found = set(kinds) - (_TARGETS if role == "target" else set())
     return [
-        f"the {role} model {name} {words}" for kind, words in UNSUPPORTED.items() if kind in kinds
+        f"the {role} model {name} {words}" for kind, words in UNSUPPORTED.items() if kind in found
     ]
 
 
@@ -108,7 +111,16 @@ def kinds_of(config: Mapping[str, Any]) -> set[Kind]:
     }
     if any(part.get("model_type") in _KEEPS_KEYS for part in parts):
         found.discard("mla")
+    if any(has_only_attention(part.get("layer_types")) for part in parts):
+        found.discard("recurrent")
     return found
+
+
+def has_only_attention(layer_types: Collection[str] | None) -> bool:
+    """Whether a checkpoint of a hybrid class has no recurrent layer, as vLLM tells it."""
+    return bool(layer_types) and all(
+        kind in ("attention", "full_attention") for kind in layer_types or ()
+    )
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -74,6 +74,45 @@ def place_nodes_kernel(
         tl.store(positions + row, position + shift, mask=exists & (node > 0))
 
 
+def shift_nodes(
+    *, rows: Tensor, cu_rows: Tensor, shifts: Tensor, positions: Tensor, slots: Tensor
+) -> None:
+    """Moves the nodes of R trees on every axis of M-RoPE, which advance together in decoding.
+
+    Waits for nothing on the device.
+
+    Args:
+        rows, cu_rows, shifts, slots: See `place_nodes`.
+        positions: int64 ``[axes, tokens]``, contiguous in its rows; changed in place.
+    """
+    requests, max_nodes = len(cu_rows) - 1, shifts.shape[-1]
+    if requests == 0:
+        return
+    shift_nodes_kernel[(requests, len(positions))](
+        rows, cu_rows, shifts, shape_stride(shifts, 1), max_nodes, positions, positions.stride(0),
+        slots, BLOCK=min(1024, triton.next_power_of_2(max_nodes)), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["shifts_stride", "max_nodes", "axis_stride"])
+def shift_nodes_kernel(
+    rows, cu_rows, shifts, shifts_stride, max_nodes, positions, axis_stride, slots,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One request and axis per program. Arguments as in `shift_nodes`."""
+    request = tl.program_id(0)
+    shifts = shape_of(shifts, slots, request, shifts_stride)
+    axis = positions + tl.program_id(1).to(tl.int64) * axis_stride
+    first = tl.load(cu_rows + request)
+    num_nodes = tl.minimum(tl.load(cu_rows + request + 1) - first, max_nodes)
+    for start in range(0, num_nodes, BLOCK):
+        node = start + tl.arange(0, BLOCK)
+        exists = (node < num_nodes) & (node > 0)
+        row = tl.load(rows + first + node, mask=exists, other=0)
+        position = tl.load(axis + row, mask=exists, other=0)
+        tl.store(axis + row, position + tl.load(shifts + node, mask=exists, other=0), mask=exists)
+
+
 @dataclass(frozen=True)
 class VerifierInputs:
     """Tensors that `gather_for_verification` writes.

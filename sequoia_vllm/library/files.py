@@ -5,7 +5,14 @@ from __future__ import annotations
 import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.choose import Schedule, ScheduleEstimate
@@ -21,6 +28,16 @@ LIBRARY_SCHEMA = "sequoia-vllm/tree-library/v1"
 USER_TREE_SCHEMA = "sequoia-vllm/user-tree/v1"
 Probability = Annotated[float, Field(ge=0, le=1)]
 Table = list[Probability] | list[list[Probability]]
+
+
+def _read_tree(value: Any) -> Any:
+    return value if isinstance(value, TokenTree) else TokenTree.from_dict(value)
+
+
+StoredTree = Annotated[
+    InstanceOf[TokenTree], BeforeValidator(_read_tree), PlainSerializer(TokenTree.to_dict)
+]
+"""A token tree inside another file."""
 
 
 class LibraryError(SequoiaError, ValueError):
@@ -98,8 +115,7 @@ class AcceptanceFile(FileModel):
         default=None, description="Written by `tune`: the counts, and how far it came."
     )
     provenance: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Free form: argv, versions, hashes of models and prompts.",
+        default_factory=dict, description="Free form: argv, versions, hashes of models and prompts."
     )
 
     @field_validator("acceptance")
@@ -122,32 +138,6 @@ class AcceptanceFile(FileModel):
     def vector(self) -> Acceptance:
         """The vector itself."""
         return Acceptance.of(self.acceptance)
-
-
-class StoredTree(FileModel):
-    """A token tree inside another file; the keys of a tree file."""
-
-    schema_: Literal["sequoia-vllm/token-tree/v1"] = Field(
-        default="sequoia-vllm/token-tree/v1", alias="schema"
-    )
-    size: int = Field(ge=1, description="Nodes, root included.")
-    depth: int = Field(ge=0, description="Edges from the root to the deepest node.")
-    parents: list[int] = Field(description="Parent of each node; the root's is -1.")
-
-    @model_validator(mode="after")
-    def _is_tree(self) -> StoredTree:
-        TokenTree.from_dict(self.to_dict())
-        return self
-
-    @property
-    def tree(self) -> TokenTree:
-        """The tree itself."""
-        return TokenTree(tuple(self.parents))
-
-    @classmethod
-    def of(cls, tree: TokenTree) -> StoredTree:
-        """The stored form of ``tree``."""
-        return cls.model_validate(tree.to_dict())
 
 
 class ProfileReference(FileModel):
@@ -189,7 +179,7 @@ class TreeEntry(FileModel):
         description="Weights of the target that were taken to be read from outside the devices' "
         "memory in every pass; none: nothing is.",
     )
-    tree: StoredTree
+    tree: StoredTree = Field(description="With the keys of a tree file.")
     schedule: list[tuple[int, int, int]] = Field(
         min_length=1,
         description="[first, last, drafts] for ranges of batch sizes, without gaps from 1; "
@@ -214,7 +204,7 @@ class TreeEntry(FileModel):
 
     def to_schedule(self) -> Schedule:
         """The tree and its schedule, as an engine uses them."""
-        return Schedule(self.tree.tree, list(self.schedule), list(self.estimates))
+        return Schedule(self.tree, list(self.schedule), list(self.estimates))
 
 
 class LibraryFile(FileModel):

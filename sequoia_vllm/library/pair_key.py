@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from sequoia_vllm.file_hash import file_hash
@@ -71,44 +71,30 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")[-40:].strip("-") or "x"
 
 
-@dataclass(frozen=True)
-class KnownModels:
-    """The models that inputs of the library were measured on.
+def weight_hashes(profiles: Iterable[Profile]) -> dict[str, Mapping[str, str]]:
+    """SHA-256 by file of each model that these profiles were measured on, by its name there."""
+    files: dict[str, Mapping[str, str]] = {}
+    for profile in profiles:
+        hashes = profile.provenance.get("models")
+        for role, name in (("target", profile.target), ("draft", profile.draft)):
+            found = hashes.get(role) if isinstance(hashes, Mapping) else None
+            if isinstance(found, Mapping) and _WEIGHTS in found:
+                files[name] = found
+    return files
 
-    Attributes:
-        files: SHA-256 by file, of each model with a directory of its own, by its name there.
+
+def is_same_model(stored: str | None, given: str, hashes: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether an engine's model is the one that the library calls ``stored``.
+
+    Names must be equal. Directories are compared by their files (`weight_hashes`), not by paths.
     """
-
-    files: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, profiles: Iterable[Profile]) -> KnownModels:
-        """The models whose weights these profiles give a hash of."""
-        files: dict[str, Mapping[str, str]] = {}
-        for profile in profiles:
-            hashes = profile.provenance.get("models")
-            for role, name in (("target", profile.target), ("draft", profile.draft)):
-                found = hashes.get(role) if isinstance(hashes, Mapping) else None
-                if isinstance(found, Mapping) and _WEIGHTS in found:
-                    files[name] = found
-        return cls(files)
-
-    def same(self, stored: str | None, given: str) -> bool:
-        """Whether an engine's model is the one that the library calls ``stored``.
-
-        Names must be equal. Directories are compared by their files, not by their paths.
-        """
-        if not stored:
-            return False
-        if not is_local(given):
-            return given.rstrip("/") == stored.rstrip("/")
-        known = self.files.get(stored)
-        if known is None or not Path(given).is_dir():
-            return False
-        # The configuration first, which is small and settles most cases.
-        paths = {name: Path(given) / name for name in sorted(known)}
-        return all(p.is_file() and file_hash(p) == known[name] for name, p in paths.items())
-
-    def same_pair(self, target: str | None, draft: str | None, pair: PairKey) -> bool:
-        """`same` of both models."""
-        return self.same(target, pair.target) and self.same(draft, pair.draft)
+    if not stored:
+        return False
+    if not is_local(given):
+        return given.rstrip("/") == stored.rstrip("/")
+    known = hashes.get(stored)
+    if known is None or not Path(given).is_dir():
+        return False
+    # The configuration first, which is small and settles most cases.
+    paths = {name: Path(given) / name for name in sorted(known)}
+    return all(p.is_file() and file_hash(p) == known[name] for name, p in paths.items())

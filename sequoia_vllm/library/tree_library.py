@@ -8,7 +8,7 @@ in `user_directory` and take precedence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from sequoia_vllm.library.files import (
     TreeEntry,
     UserTree,
 )
-from sequoia_vllm.library.pair_key import KnownModels, PairKey
+from sequoia_vllm.library.pair_key import PairKey, is_same_model, weight_hashes
 from sequoia_vllm.library.selection import (
     Selection,
     best_entry,
@@ -134,7 +134,6 @@ class TreeLibrary:
         """Stores a tuned tree so that `select` prefers it from now on.
 
         Args:
-            pair: What it is tuned for.
             entry: The tree; its name and what the key says are replaced by the key's.
 
         Returns:
@@ -192,7 +191,6 @@ class TreeLibrary:
         directory by its files, not by its path.
 
         Args:
-            pair: What the tree is for.
             shapes: What the models' configurations say; None: nothing is known of them.
 
         Raises:
@@ -204,7 +202,14 @@ class TreeLibrary:
             return selection(UserTree.load(path).entry, [f"tuned here ({path})"])
         device = identify(pair.device)
         file, on = self._file_for(device)
-        is_pair = partial(self._known_models().same_pair, pair=pair)
+        profiles = sorted((self.shipped / "profiles").glob("*.json"))
+        hashes = weight_hashes(_read_cached(path, Profile.load) for path in profiles)
+
+        def is_pair(target: str | None, draft: str | None) -> bool:
+            return is_same_model(target, pair.target, hashes) and is_same_model(
+                draft, pair.draft, hashes
+            )
+
         alike = read_alike(file.entries, pair)
         entries = [entry for entry in alike if is_pair(entry.target, entry.draft)]
         why = [f"made for {entries[0].target} with {entries[0].draft}"] if entries else []
@@ -249,10 +254,6 @@ class TreeLibrary:
         if device.mig:
             reasons.append("the slice is treated as the whole device")
         return selection(entry, reasons)
-
-    def _known_models(self) -> KnownModels:
-        paths = sorted((self.shipped / "profiles").glob("*.json"))
-        return KnownModels.of(_read_cached(path, Profile.load) for path in paths)
 
     def _vectors(self) -> list[AcceptanceFile]:
         paths = sorted((self.shipped / "acceptance").glob("*.json"))

@@ -60,7 +60,7 @@ def find_tree(reference: str) -> NamedTree:
         if os.path.isdir(reference):  # noqa: PTH112 (false for what no directory can be called)
             raise TreeError(f"{reference} is a directory: name a tree file in it") from None
         raise
-    return NamedTree(entry.name, entry.tree.tree, Acceptance.of(entry.acceptance), entry)
+    return NamedTree(entry.name, entry.tree, Acceptance.of(entry.acceptance), entry)
 
 
 def find_vector(reference: str) -> Acceptance:
@@ -93,7 +93,7 @@ def _tree_in_file(path: Path) -> NamedTree:
         )
     if schema == USER_TREE_SCHEMA:
         entry = check_model(data, UserTree, f"tree file {path}", TreeError).entry
-        return NamedTree(str(path), entry.tree.tree, Acceptance.of(entry.acceptance), entry)
+        return NamedTree(str(path), entry.tree, Acceptance.of(entry.acceptance), entry)
     try:
         tree = TokenTree.from_dict(data)
         vector = data.get("acceptance")

@@ -36,10 +36,7 @@ class EngineSpec:
     """Settings that all engines of one measurement share.
 
     Attributes:
-        target, draft: Model names or paths.
         dtype: vLLM's ``dtype`` of weights and activations.
-        tensor_parallel_size: Devices that the target is split over.
-        enforce_eager: True: no compilation.
         kv_cache_gib: KV cache of each engine, GiB.
         offload: How the target's layers are read from a disk (`OffloadSpec`); None: from memory.
     """

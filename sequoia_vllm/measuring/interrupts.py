@@ -1,18 +1,92 @@
-"""SIGINT and SIGTERM end a program within ten seconds, whatever its main thread does."""
+"""Ends what a command starts, for any reason that it ends.
+
+SIGINT and SIGTERM end a program within ten seconds, whatever its main thread does.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sequoia_vllm.measuring import process_tree
+from sequoia_vllm.orphans import children_die_with_this_process
+
+# Engine cores that are still starting ignore SIGTERM: these are killed after so long.
+SECONDS_TO_END = 3.0
+_SET_CHILD_SUBREAPER = 36  # of prctl
+# It cleans /dev/shm after other processes, and ends by itself when they have ended.
+_TRACKER = "from multiprocessing.resource_tracker import main"
+
+
+def descendants(spared: Collection[int] = ()) -> list[Any]:
+    """All processes below this one, except those with these IDs and Python's resource tracker."""
+    try:
+        import psutil  # vLLM depends on it; without vLLM no engine runs
+    except ImportError:
+        return []
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.pid not in spared and not any(_TRACKER in word for word in _command(process))
+    ]
+
+
+def _command(process: Any) -> list[str]:
+    import psutil
+
+    try:
+        words: list[str] = process.cmdline()
+        return words
+    except psutil.Error:  # it has just ended
+        return []
+
+
+def kill_processes(spared: Collection[int]) -> None:
+    """Kills all descendants, except those spared."""
+    for process in descendants(spared):
+        with suppress(Exception):  # it has just ended
+            process.kill()
+
+
+def end_processes(spared: Collection[int]) -> None:
+    """Ends all descendants, except those spared: terminates them first, kills them if late."""
+    deadline = time.monotonic() + SECONDS_TO_END
+    asked: set[int] = set()
+    while rest := descendants(spared):
+        import psutil
+
+        late = time.monotonic() > deadline
+        for process in rest:
+            if late or process.pid not in asked:
+                with suppress(psutil.Error):
+                    process.kill() if late else process.terminate()
+                    asked.add(process.pid)
+        psutil.wait_procs(rest, timeout=0.2)
+
+
+@contextmanager
+def adopted_orphans() -> Iterator[None]:
+    """Makes orphans children of this process, so that it can find and end them (Linux)."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _END = b"\0"
@@ -110,17 +184,17 @@ def _watch(reader: int, spared: Collection[int]) -> None:
     while (byte := os.read(reader, 1))[0] not in _SIGNALS:
         if byte == _END:
             return
-    main, seconds = threading.main_thread().ident, process_tree.SECONDS_TO_END
+    main, seconds = threading.main_thread().ident, SECONDS_TO_END
     assert main is not None
     if _ends(reader, seconds):
         return
-    process_tree.kill_processes(spared)
+    kill_processes(spared)
     if _ends(reader, seconds):  # the main thread has no process left to wait for
         return
     signal.pthread_kill(main, byte[0])  # once more: libraries swallow interrupts
     if _ends(reader, seconds / 2):
         return
-    process_tree.kill_processes(spared)
+    kill_processes(spared)
     os._exit(128 + byte[0])
 
 
@@ -205,3 +279,54 @@ def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def engines_end_here() -> Iterator[None]:
+    """Ends all processes started within the block, and removes their temporary files."""
+    with _temporary_files(), processes_end_here():
+        yield
+
+
+@contextmanager
+def processes_end_here() -> Iterator[None]:
+    """Ends all processes started within the block; earlier ones are left alone.
+
+    They end with this process, too, if it is killed. Within the block, SIGTERM raises
+    `Terminated`, and either signal ends this process in any case (`signals_end_this`).
+    """
+    spared = {process.pid for process in descendants()}
+    with adopted_orphans(), children_die_with_this_process(), signals_end_this(spared) as signals:
+        try:
+            yield
+        finally:
+            with signals.held():  # a second signal must not keep them from ending
+                end_processes(spared)
+
+
+@contextmanager
+def _temporary_files() -> Iterator[None]:
+    """Keeps engines' temporary files in one folder, and removes it at the end.
+
+    Torch's compiled code stays where it is, for later engines.
+    """
+    kept = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
+    previous, compiled = tempfile.tempdir, kept["TORCHINDUCTOR_CACHE_DIR"] or _compiled_files()
+    with tempfile.TemporaryDirectory(prefix="sequoia-", ignore_cleanup_errors=True) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = previous
+            for name, value in kept.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _compiled_files() -> str:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return str(Path(default_cache_dir()).absolute())

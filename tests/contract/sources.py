@@ -81,15 +81,16 @@ def source_differences(root: Path, expectations: Iterable[Expected]) -> list[str
 
 
 class Sources:
-    """The definitions in a directory of Python packages.
+    """The definitions in directories of Python packages.
 
     Args:
-        root: The directory that holds the packages.
+        roots: The directories that hold the packages.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, *roots: Path) -> None:
+        self._roots = roots
         self._names = cache(self._read_names)  # each module is parsed once
+        self._under_way: set[tuple[str, str]] = set()  # names that are being followed
 
     def find(self, path: str) -> Definition:
         """What ``module:attribute[.attribute]`` stands for.
@@ -129,13 +130,14 @@ class Sources:
 
     def _file(self, module: str) -> Path | None:
         """The module's source; None if there is none (a namespace package has none)."""
-        path = self._root.joinpath(*module.split("."))
-        candidates = (path.with_name(path.name + ".py"), path / "__init__.py")
-        return next((file for file in candidates if file.is_file()), None)
+        paths = [root.joinpath(*module.split(".")) for root in self._roots]
+        candidates = [(path.with_name(path.name + ".py"), path / "__init__.py") for path in paths]
+        return next((file for pair in candidates for file in pair if file.is_file()), None)
 
     def _is_outside(self, module: str) -> bool:
         package = module.partition(".")[0]
-        return self._file(package) is None and not (self._root / package).is_dir()
+        is_there = any((root / package).is_dir() for root in self._roots)
+        return self._file(package) is None and not is_there
 
     def _read_names(self, module: str) -> dict[str, ast.AST]:
         file = self._file(module)
@@ -160,7 +162,13 @@ class Sources:
             return Definition(f"{module}.{name}", f"{module}.{name}")
         names = self._names(module)
         if name in names:
-            return self._define(names[name], Definition(f"{module}.{name}", module))
+            if (module, name) in self._under_way:
+                raise NotFoundError(f"{module}.{name} is imported in a circle")
+            self._under_way.add((module, name))
+            try:
+                return self._define(names[name], Definition(f"{module}.{name}", module))
+            finally:
+                self._under_way.discard((module, name))
         submodule = f"{module}.{name}"
         if self._file(submodule) is None:
             raise NotFoundError(f"module {module} has no {name}")

@@ -1,15 +1,15 @@
 """Reading the contract from sources answers as importing them does."""
 
 import ast
-import importlib.util
+import json
 import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from sequoia_vllm.engine.compat import contract, versions
-from sequoia_vllm.engine.compat.ledger import Expected, Override
-from sequoia_vllm.engine.compat.ledger.entry import expected, subclass, table
+from sequoia_vllm.engine.compat.ledger import LEDGER, Expected, expected
+from tests.contract import used
 from tests.contract.sources import Sources, source_differences
 
 # One of each way in which vLLM defines what we rely on. Whole files, so that the
@@ -147,64 +147,23 @@ else:
 }
 
 CALLABLE = [
-    "base:Runner",
-    "base:Runner.__init__",
-    "base:Runner.step",
-    "base:Runner.add_arguments",
-    "base:Runner.build",
-    "base:Runner.later",
-    "base:select",
-    "base:plain",
-    "base:grown",
-    "base:demanding",
-    "base:Metric",
-    "base:Counter",
-    "base:Gauge",
-    "base:State",
-    "base:SmallState",
-    "base:Created",
-    "base:Mode.GRAPH.reset",
-    "base:Mode.reset",
-    "base:branch",
-    "sub:BaseRunner.step",
-    "sub:Leaf",
-    "sub:build",
-    "sub:leaf.make",
-    "sub.leaf:Leaf.later",
-    "sub.leaf:Leaf.step",
-    "sub.leaf:Branch",
-    "sub.leaf:Branch.build",
-    "sub.leaf:Twig",
-    "sub.leaf:Alias.later",
-    "sub.leaf:again",
-    "sub.leaf:Metric",
-    "sub.leaf:opened",
-]
+    "base:Runner", "base:Runner.__init__", "base:Runner.step", "base:Runner.add_arguments",
+    "base:Runner.build", "base:Runner.later", "base:select", "base:plain", "base:grown",
+    "base:demanding", "base:Metric", "base:Counter", "base:Gauge", "base:State", "base:SmallState",
+    "base:Created", "base:Mode.GRAPH.reset", "base:Mode.reset", "base:branch",
+    "sub:BaseRunner.step", "sub:Leaf", "sub:build", "sub:leaf.make", "sub.leaf:Leaf.later",
+    "sub.leaf:Leaf.step", "sub.leaf:Branch", "sub.leaf:Branch.build", "sub.leaf:Twig",
+    "sub.leaf:Alias.later", "sub.leaf:again", "sub.leaf:Metric", "sub.leaf:opened",
+]  # fmt: skip
 PRESENT = [
-    "base:Metric.name",
-    "base:Counter.labels",
-    "base:Counter.unit",
-    "base:State.tokens",
-    "base:Runner.width",
-    "base:Runner.depth",
-    "base:Runner.size",
-    "base:Mode.EAGER",
-    "base:select.cache_clear",
-    "base:fallback",
-    "sub.leaf:parse",
-    "sub.leaf:Path.exists",
-]
+    "base:Metric.name", "base:Counter.labels", "base:Counter.unit", "base:State.tokens",
+    "base:Runner.width", "base:Runner.depth", "base:Runner.size", "base:Mode.EAGER",
+    "base:select.cache_clear", "base:fallback", "sub.leaf:parse", "sub.leaf:Path.exists",
+]  # fmt: skip
 ABSENT = [
-    "base:Imaginary",
-    "base:Missing",
-    "base:Runner.height",
-    "base:Runner.missing",
-    "base:Mode.LAZY",
-    "base:plain.cache_clear",
-    "sub:missing",
-    "missing:Thing",
-    "sub.missing:Thing",
-]
+    "base:Imaginary", "base:Missing", "base:Runner.height", "base:Runner.missing", "base:Mode.LAZY",
+    "base:plain.cache_clear", "sub:missing", "missing:Thing", "sub.missing:Thing",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -280,24 +239,12 @@ def test_unreadable_parameters_are_a_difference(tmp_path, package, path, reason)
     assert reason in difference
 
 
-def test_tables_are_read_by_their_notation():
-    rows = {
-        "a.b": ["c", "C.f()", "g(x, y)", "h(self, x, ...)", subclass("D.k(self)", "never", "why")],
-        "a.b:C": ["(x, ...)", "f.g(self)", expected("h", since=(0, 33))],
-    }
-    *entries, constructor, nested, new = table(rows)
-    assert entries == [
-        Expected("a.b:c"),
-        Expected("a.b:C.f", ()),
-        Expected("a.b:g", ("x", "y")),
-        Expected("a.b:h", ("self", "x"), may_grow=True),
-        Override("a.b:D.k", ("self",), False, kind="subclass", until="never", why="why"),
-    ]
-    assert constructor == Expected("a.b:C", ("x",), may_grow=True)
-    assert nested == Expected("a.b:C.f.g", ("self",))
-    assert new == Expected("a.b:C.h", since=(0, 33))
-    with pytest.raises(ValueError, match="no name with parameters"):
-        table({"a.b": ["f(x"]})
+def test_entries_are_read_by_their_notation():
+    assert expected("a.b:c", None) == Expected("a.b:c")
+    assert expected("a.b:C.f", "") == Expected("a.b:C.f", ())
+    assert expected("a.b:g", "x, y", since=(0, 33)) == Expected("a.b:g", ("x", "y"), since=(0, 33))
+    assert expected("a.b:h", "self, x, ...") == Expected("a.b:h", ("self", "x"), may_grow=True)
+    assert expected("a.b:h", "...") == Expected("a.b:h", (), may_grow=True)
 
 
 DEVICES = [("cpu", False), ("cpu", True), ("gpu", True)]
@@ -321,7 +268,7 @@ def test_nothing_is_expected_twice(device, v2):
 )
 def test_what_changed_is_expected_of_the_versions_that_have_it(monkeypatch, version, path):
     changed = Expected("sub:build", before=(0, 33)), Expected("base:plain", since=(0, 33))
-    monkeypatch.setattr(contract, "EVERYWHERE", changed)
+    monkeypatch.setattr(contract, "CHANGED", changed)
     monkeypatch.setattr(contract, "vllm_version", lambda: None)
     found = contract.contract("gpu", version=version)
     assert [expected.path for expected in found if expected in changed] == [path]
@@ -368,14 +315,11 @@ def used_of_vllm(file):
             yield from (name.name for name in node.names if (name.asname or name.name) in used)
 
 
-ENGINE = Path(contract.__file__).parents[1]
 NOT_EXPECTED = {"current_platform"}  # reading does not find it; the contract cannot do without
 
 
 @pytest.mark.parametrize(
-    "file",
-    sorted(ENGINE.rglob("*.py")),
-    ids=lambda file: str(file.relative_to(ENGINE)),
+    "file", used.engine_files(), ids=lambda file: str(file.relative_to(used.PACKAGE))
 )
 def test_all_that_is_used_of_vllm_is_expected(file):
     paths = [expected.path for lists in DEVICES for expected in contract.contract(*lists)]
@@ -386,12 +330,40 @@ def test_all_that_is_used_of_vllm_is_expected(file):
 @pytest.fixture(scope="module")
 def installed():
     """Where the installed vLLM's sources are; it is not imported."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    found = used.installed()
+    if found is None:
         pytest.skip("vLLM is not installed")
     if versions.vllm_version() not in versions.SUPPORTED_VERSIONS["cpu"]:
         pytest.skip(f"vLLM {versions.vllm_version()} is not supported")
-    return Path(found.origin).parents[1]
+    return found
+
+
+@pytest.fixture(scope="module")
+def regenerated(installed):
+    return used.Use(installed).to_dict()
+
+
+def test_the_ledger_has_what_is_used(regenerated):
+    """If not: ``python -m tests.contract.used``."""
+    assert json.loads(LEDGER.read_text()) == regenerated
+
+
+def test_all_that_is_replaced_says_until_when(regenerated):
+    replaced = regenerated["replaced"]
+    assert [path for path, one in replaced.items() if not one["until"]] == []
+    ways = {one["how"] for one in replaced.values()}
+    assert ways == {"patch", "added field", "swap", "subclass", "instance"}
+
+
+def test_an_override_whose_signature_changed_is_told(tmp_path, installed, regenerated):
+    """By the start-up contract, whatever version it is: it must take exactly what ours does."""
+    [path] = [path for path in regenerated["everywhere"] if path.endswith("Scheduler.schedule")]
+    [entry] = [one for one in contract.contract("cpu") if one.path == path]
+    other = replace(entry, parameters=(*entry.parameters, "more"))
+    assert not entry.may_grow
+    names = "self, throttle_prefills"
+    for found in source_differences(installed, [entry, other]), contract.differences([other]):
+        assert found == [f"{path} takes ({names}), not ({names}, more)"]
 
 
 @pytest.mark.parametrize(("device", "v2"), DEVICES)

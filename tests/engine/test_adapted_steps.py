@@ -99,13 +99,11 @@ def test_larger_batches_begin_with_twice_the_nodes_of_one_request(
     settings = SimpleNamespace(
         tree=TokenTree.chain(15), chosen_for="cpu" if measured else None, adapts_as="p", keeps=False
     )
-    known = SimpleNamespace(enabled=lambda _: True, of=lambda _: settings)
+    known = SimpleNamespace(of=lambda _: settings)
     monkeypatch.setattr(adapting, "SequoiaSettings", known)
     monkeypatch.setattr(adapting, "most_drafts", lambda _: [15] * 8)
     monkeypatch.setattr(adapting, "fewer_drafts", lambda _: [15, 11, 7, 5, 3, 2, 1])
     monkeypatch.setattr(adapting, "is_offloaded", lambda _: has_room)
-    scheduler = SimpleNamespace(
-        vllm_config=SimpleNamespace(use_v2_model_runner=False), dynamic_sd_lookup=[15, *scheduled]
-    )
-    assert adapting.adapter_of(scheduler) is not None
-    assert scheduler.dynamic_sd_lookup[1:] == begins
+    config = SimpleNamespace(use_v2_model_runner=False)
+    adapter = adapting.new_adapter(config, [15, *scheduled])
+    assert adapter.controller.lookup[1:] == begins

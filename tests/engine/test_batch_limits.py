@@ -1,19 +1,22 @@
 """Runs as many requests as users ask for, whatever vLLM sets aside for heads that draft blocks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from sequoia_vllm.engine.common.config_tag import tag
-from sequoia_vllm.engine.frontend import batch_limits
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.frontend import vllm_counts
+from sequoia_vllm.tree import TokenTree
 
 BUDGET, NODES = 8192, 128
+SETTINGS = SequoiaSettings(TokenTree.chain(4), "a test", None, {})
 
 
 def config(active=None, ours=True):
     speculative = SimpleNamespace()
     if ours:
-        tag(speculative, 4, {})
+        SETTINGS.store(speculative)
     return SimpleNamespace(
         speculative_config=speculative,
         scheduler_config=SimpleNamespace(max_num_active_seqs=active, max_num_seqs=1024),
@@ -38,14 +41,14 @@ def lowering():
 @pytest.mark.parametrize("users", [None, 400, 8])
 def test_users_decide_how_many_requests_run(users, lowering):
     of = config(users)
-    batch_limits.check_budget(lowering, of)
+    vllm_counts.check_budget(lowering, of)
     assert of.scheduler_config.max_num_active_seqs == users
     assert not lowering.warned
 
 
 def test_other_engines_are_left_alone(lowering):
     of = config(ours=False)
-    batch_limits.check_budget(lowering, of)
+    vllm_counts.check_budget(lowering, of)
     assert of.scheduler_config.max_num_active_seqs == 64
 
 
@@ -55,18 +58,15 @@ def test_a_budget_that_vllm_refuses_leaves_the_users_number():
 
     of = config(400)
     with pytest.raises(ValueError, match="too few"):
-        batch_limits.check_budget(refuse, of)
+        vllm_counts.check_budget(refuse, of)
     assert of.scheduler_config.max_num_active_seqs == 400
 
 
 @pytest.mark.parametrize(
-    ("method", "ours", "slots"),
-    [("dflash", True, 0), ("dspark", True, 0), ("draft_model", True, 127), ("dflash", False, 127)],
+    ("kind", "slots"), [("dflash", 0), ("dspark", 0), ("model", 127), (None, 127)]
 )
-def test_blocks_take_no_rows_of_the_targets_batch(method, ours, slots):
-    of = SimpleNamespace(
-        use_dflash=lambda: method == "dflash", use_dspark=lambda: method == "dspark"
-    )
-    if ours:
-        tag(of, 4, {})
-    assert batch_limits.slots_for_drafting(lambda _: 127, of) == slots
+def test_blocks_take_no_rows_of_the_targets_batch(kind, slots):
+    of = SimpleNamespace()
+    if kind:
+        replace(SETTINGS, drafter=kind).store(of)
+    assert vllm_counts.slots_for_drafting(lambda _: 127, of) == slots

@@ -18,7 +18,6 @@ from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_pr
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
@@ -29,6 +28,7 @@ from sequoia_vllm.verification.sampling import Truncation, lower_outside
 from tests.oracles.laws import chi_square, outcomes
 from tests.oracles.verification import algorithm_2, children_of, draft_tree
 from tests.support.models import DRAFT, MODELS, TARGET
+from tests.support.plans import chosen
 from tests.support.quicker import look_past_what_is_imported
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -305,8 +305,8 @@ def test_tune_then_auto(tmp_path, monkeypatch):
         model=TARGET, dtype="float32", speculative_config=auto, max_model_len=512
     ).create_engine_config()
     if report["speculates"]:
-        assert SequoiaSettings.of(config).tree == entry.tree.tree
+        assert SequoiaSettings.of(config).tree == entry.tree
     else:
         assert SequoiaSettings.declined(config)
         pair = PairKey(report["device"], TARGET, DRAFT, "float32")
-        assert "tuned here" in choose_engine_tree(SequoiaConfig.parse(auto), pair).source
+        assert "tuned here" in chosen(SequoiaConfig.parse(auto), pair).source

@@ -7,7 +7,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
-from sequoia_vllm.engine.core import core_messages
+from sequoia_vllm.engine.common.step_messages import StepOutcome, attach_outcome, outcome_of
+from sequoia_vllm.engine.core.scheduling import TreeScheduling, post_step
 from sequoia_vllm.engine.worker.worker_base import SequoiaWorker
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import DRAFT, prompts
@@ -77,11 +78,14 @@ def test_vllms_own_engines_ask_as_before():
     assert set(sent) == {"execute_model", "sample_tokens", "take_draft_token_ids"}
 
 
-def engine_core() -> SimpleNamespace:
-    """An engine core that notes what its scheduler is told, and whether it asked."""
-    told, asked = [], []
-    scheduler = SimpleNamespace(update_draft_token_ids=told.append)
-    return SimpleNamespace(scheduler=scheduler, told=told, asked=asked)
+class Told(TreeScheduling):
+    """A scheduler that notes what it is told of drafts."""
+
+    def __init__(self) -> None:
+        self.told, self.brought = [], None
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        self.told.append(draft_token_ids)
 
 
 def asks(core: SimpleNamespace, model_executed: bool) -> None:
@@ -89,27 +93,25 @@ def asks(core: SimpleNamespace, model_executed: bool) -> None:
 
 
 def test_drafts_are_told_once_and_asked_for_where_the_output_had_none():
-    core = engine_core()
+    core = SimpleNamespace(scheduler=Told(), asked=[])
     drafts = DraftTokenIds(["a"], [[1, 2]])
     output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-    core_messages.keep_drafts(core.scheduler, core_messages.attach_drafts(output, drafts))
-    core_messages.post_step(asks, core, True)
-    assert core.told == [drafts]
-    core_messages.post_step(asks, core, True)
-    core_messages.keep_drafts(core.scheduler, EMPTY_MODEL_RUNNER_OUTPUT)
-    core_messages.post_step(asks, core, False)
-    assert core.told == [drafts]
+    attach_outcome(output, StepOutcome(drafts=drafts))
+    core.scheduler.brought = outcome_of(output).drafts
+    post_step(asks, core, True)
+    assert core.scheduler.told == [drafts]
+    post_step(asks, core, True)
+    core.scheduler.brought = outcome_of(EMPTY_MODEL_RUNNER_OUTPUT).drafts
+    post_step(asks, core, False)
+    assert core.scheduler.told == [drafts]
     assert core.asked == [True, False]
 
 
 def test_a_step_without_drafts_asks_for_none():
-    core = engine_core()
-    output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-    core_messages.keep_drafts(core.scheduler, core_messages.attach_drafts(output, None))
-    core_messages.post_step(asks, core, True)
-    assert core.asked == []
-    [told] = core.told
-    assert told.req_ids == []
+    core = SimpleNamespace(scheduler=Told(), asked=[])
+    core.scheduler.brought = nothing = DraftTokenIds([], [])
+    post_step(asks, core, True)
+    assert (core.asked, core.scheduler.told) == ([], [nothing])
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 
-from sequoia_vllm.engine.common.config_tag import tag
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
-from sequoia_vllm.engine.core import draft_slots
+from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import prompts
 
@@ -18,40 +18,43 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 REQUESTS, BLOCK = 6, 32
 
 
-def scheduler(lookup, running, waiting, beyond=0, ours=True):
+class InVllmsPlace(Scheduler):
+    def schedule(self, throttle_prefills=False):
+        """Look-ahead slots, and drafts by the number of requests scheduled."""
+        assert throttle_prefills
+        lookup, most = self.dynamic_sd_lookup, self.max_num_running_reqs
+        drafts = lookup and [lookup[batch] for batch in range(1, most + 1)]
+        return SimpleNamespace(
+            slots_and_drafts=(self.num_lookahead_tokens, drafts),
+            num_scheduled_tokens=dict.fromkeys(self.requests, 1),
+            num_spec_tokens_to_schedule=LARGEST,
+        )
+
+
+class TreesOverIt(TreeScheduling, InVllmsPlace):
+    pass
+
+
+def scheduler(lookup, running, waiting, beyond=0):
     """What of vLLM's is read and set; a head that drafts blocks has a slot beyond its drafts."""
-    speculative = SimpleNamespace()
-    if ours:
-        tag(speculative, DEPTH, {})
-    return SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            speculative_config=speculative,
-            model_config=SimpleNamespace(logits_processors=None),
-            structured_outputs_config=SimpleNamespace(reasoning_parser=None),
-        ),
+    made = object.__new__(TreesOverIt)
+    vars(made).update(
+        tree=SimpleNamespace(depth=DEPTH),
+        adapter=None,
+        nobody_drafts=False,
+        thinks=False,
         requests={},
-        _sequoia_adapter=None,
         dynamic_sd_lookup=lookup,
         num_spec_tokens=LARGEST,
         num_lookahead_tokens=LARGEST + beyond,
-        max_num_running_reqs=len(lookup) - 1,
+        max_num_running_reqs=len(lookup or [0]) - 1,
         get_request_counts=lambda: (running, waiting),
     )
-
-
-def step(of, throttle_prefills=False):
-    """In vLLM's place: look-ahead slots, and drafts by the number of requests scheduled."""
-    assert throttle_prefills
-    drafts = [of.dynamic_sd_lookup[batch] for batch in range(1, of.max_num_running_reqs + 1)]
-    return SimpleNamespace(
-        slots_and_drafts=(of.num_lookahead_tokens, drafts),
-        num_scheduled_tokens=dict.fromkeys(of.requests, 1),
-        num_spec_tokens_to_schedule=LARGEST,
-    )
+    return made
 
 
 def scheduled(of):
-    return draft_slots.schedule(step, of, throttle_prefills=True).slots_and_drafts
+    return of.schedule(throttle_prefills=True).slots_and_drafts
 
 
 @given(
@@ -87,28 +90,22 @@ def test_large_batches_reserve_little():
 def test_a_step_of_requests_that_never_draft_is_one_without_drafts(undrafted):
     of = scheduler([0, 9, 9, 9], running=2, waiting=0)
     of.requests["a"] = SimpleNamespace(sampling_params=SamplingParams(**undrafted))
-    found = draft_slots.schedule(step, of, throttle_prefills=True)
+    found = of.schedule(throttle_prefills=True)
     assert found.num_spec_tokens_to_schedule == 0
     of.requests["b"] = SimpleNamespace(sampling_params=GREEDY)
-    found = draft_slots.schedule(step, of, throttle_prefills=True)
+    found = of.schedule(throttle_prefills=True)
     assert found.num_spec_tokens_to_schedule == LARGEST
 
 
 def test_a_step_that_fails_leaves_the_scheduler_as_it_was():
-    def fails(*_):
-        raise RuntimeError
-
     of = scheduler([0, 9, 3], running=2, waiting=0)
-    with pytest.raises(RuntimeError):
-        draft_slots.schedule(fails, of)
+    with pytest.raises(AssertionError):
+        of.schedule(throttle_prefills=False)
     assert (of.dynamic_sd_lookup, of.num_lookahead_tokens) == ([0, 9, 3], LARGEST)
 
 
-def test_other_engines_are_left_alone():
-    of = scheduler([0, 9, 3], running=2, waiting=0, ours=False)
-    assert scheduled(of) == (LARGEST, [9, 3])
-    of.dynamic_sd_lookup = None
-    assert draft_slots.schedule(lambda self: self.num_lookahead_tokens, of) == LARGEST
+def test_without_a_schedule_slots_are_vllms():
+    assert scheduled(scheduler(None, running=2, waiting=0)) == (LARGEST, None)
 
 
 def serve_one_after_another(llm, texts) -> tuple[list[list[int]], dict[str, list[tuple[int, int]]]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.drafting.tree_tables import TreeShapes
 from sequoia_vllm.engine.v2.attention.scoring import TreeScoring
 from sequoia_vllm.tree import TokenTree
@@ -68,15 +68,10 @@ def test_attention_on_cpus_takes_one_tree():
 
 
 def test_levels_are_split_for_the_longest_request(backend):
-    queries = DraftQueries(
-        NUMBERS,
-        NUMBERS,
-        1,
-        2,
-        torch.from_numpy(TREE.ancestor_mask.copy()),
-        max_keys=77,
-        max_slots=4096,
-    )
+    queries = NodeQueries(
+        context_lens=NUMBERS, query_start_loc=NUMBERS, first=1, width=2,
+        ancestors=torch.from_numpy(TREE.ancestor_mask.copy()), max_keys=77, max_slots=4096,
+    )  # fmt: skip
     assert backend.draft_metadata(queries, NUMBERS[None], NUMBERS).tree.max_keys == 77
 
 

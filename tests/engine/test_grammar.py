@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.v1.structured_output import StructuredOutputManager
 
-from sequoia_vllm.engine import hooks
+from sequoia_vllm import plugin
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core import grammar
 from sequoia_vllm.engine.core.stand_ins import MOST_ALLOWED, StandIns
@@ -179,11 +179,10 @@ def by_brute_force(tokens: list[int], before: list[int]) -> list[int]:
 # -- within vLLM's manager -------------------------------------------------------------------
 
 
-def manager(enabled: bool, v2: bool = False, ahead: bool = False):
-    """vLLM's, as far as masks go."""
+def manager(v2: bool = False, ahead: bool = False, of: type = StructuredOutputManager):
+    """Ours over vLLM's, as far as masks go."""
     speculative_config = SimpleNamespace()
-    if enabled:
-        SequoiaSettings(TREE, "given", None, {}).store(speculative_config)
+    SequoiaSettings(TREE, "given", None, {}).store(speculative_config)
     config = SimpleNamespace(
         speculative_config=speculative_config,
         num_speculative_tokens=TREE.num_speculative_tokens,
@@ -191,7 +190,7 @@ def manager(enabled: bool, v2: bool = False, ahead: bool = False):
         model_config=SimpleNamespace(is_diffusion=False, get_vocab_size=lambda: VOCABULARY),
         use_v2_model_runner=v2,
     )
-    found = StructuredOutputManager.__new__(StructuredOutputManager)
+    found = of.__new__(of)
     found.__dict__ |= {
         "vllm_config": config, "enable_in_reasoning": True, "fill_bitmask_parallel_threshold": 9,
         "_grammar_bitmask": None,
@@ -201,7 +200,7 @@ def manager(enabled: bool, v2: bool = False, ahead: bool = False):
             allocate_token_bitmask=lambda rows: torch.zeros(rows, VOCABULARY // 32).int()
         ),
     }  # fmt: skip
-    return found
+    return grammar.TreeGrammars(found)
 
 
 def request_of(words: Words):
@@ -212,10 +211,9 @@ def request_of(words: Words):
 
 
 def test_rows_are_in_the_requests_order_whether_they_have_drafts_or_not():
-    hooks.install()
     requests = {name: request_of(Words([2] * length)) for length, name in enumerate("abc")}
     drafted = {"a": [1, 2, 3], "c": [3, 5, 1, 3, 3, 2, 2], "d": [9]}
-    masks = manager(enabled=True).grammar_bitmask(requests, ["b", "a", "c"], drafted)
+    masks = manager().grammar_bitmask(requests, ["b", "a", "c"], drafted)
     assert len(masks) == 1 + 4 + 8
     assert masks[0].tolist() == mask_after([], [2])
     assert masks[1].tolist() == mask_after([])
@@ -225,23 +223,24 @@ def test_rows_are_in_the_requests_order_whether_they_have_drafts_or_not():
 
 
 def laid_out(rows_each: int):
-    """vLLM's `grammar_bitmask` of a version that gives each request so many rows."""
+    """vLLM's manager of a version that gives each request so many rows."""
 
-    def grammar_bitmask(self, requests, names, scheduled):
-        for index, name in enumerate(names):
-            words = requests[name].structured_output_request.grammar
-            words.fill_bitmask(self._grammar_bitmask, index * rows_each)
-        return self._grammar_bitmask[: len(names) * rows_each].numpy()
+    class Manager(StructuredOutputManager):
+        def grammar_bitmask(self, requests, names, scheduled):
+            for index, name in enumerate(names):
+                words = requests[name].structured_output_request.grammar
+                words.fill_bitmask(self._grammar_bitmask, index * rows_each)
+            return self._grammar_bitmask[: len(names) * rows_each].numpy()
 
-    return grammar_bitmask
+    return Manager
 
 
 @pytest.mark.parametrize("rows_each", [1, TREE.size], ids=["0.32", "0.33"])
 @pytest.mark.parametrize("drafted", [{"a": [1, 2, 3], "c": [3, 5]}, {}], ids=["drafts", "none"])
 def test_rows_are_the_same_however_vllm_lays_out_several_requests(rows_each, drafted):
     requests = {name: request_of(Words([2] * length)) for length, name in enumerate("abc")}
-    own = manager(enabled=True)
-    masks = grammar.grammar_bitmask(laid_out(rows_each), own, requests, ["b", "a", "c"], drafted)
+    own = manager(of=laid_out(rows_each))
+    masks = own.grammar_bitmask(requests, ["b", "a", "c"], drafted)
     expected = [
         (name, drafted.get(name, [])[:count])
         for name in "bac"
@@ -256,15 +255,13 @@ def test_rows_are_the_same_however_vllm_lays_out_several_requests(rows_each, dra
 
 
 def test_drafts_that_a_chain_would_lose_are_kept():
-    hooks.install()
     request = request_of(Words())
-    assert manager(enabled=True).validate_tokens(request, [7, 2, 3, -1, -1]) == [7, 2, 3]
+    assert manager().validate_tokens(request, [7, 2, 3, -1, -1]) == [7, 2, 3]
 
 
 def test_the_next_step_has_the_masks_of_what_replaced_drafts_without_asking_again():
-    hooks.install()
     words = Words(strict=True)
-    own, request = manager(enabled=True), request_of(words)
+    own, request = manager(), request_of(words)
     drafts = [1, 4, 1, 1, 9]
     scored = own.validate_tokens(request, drafts)
     assert scored == by_brute_force(drafts, []) != drafts
@@ -279,8 +276,7 @@ def test_the_next_step_has_the_masks_of_what_replaced_drafts_without_asking_agai
 
 
 def test_masks_of_other_tokens_are_not_taken():
-    hooks.install()
-    own, request = manager(enabled=True), request_of(Words(strict=True))
+    own, request = manager(), request_of(Words(strict=True))
     own.validate_tokens(request, [1, 4])
     masks = own.grammar_bitmask({"a": request}, ["a"], {"a": [4, 13]})
     assert masks.tolist() == [mask_after(path, strict=True) for path in ([], [4], [13])]
@@ -294,23 +290,24 @@ def test_masks_of_other_tokens_are_not_taken():
 
 @pytest.mark.parametrize(("v2", "ahead"), [(True, True), (True, False), (False, True)])
 def test_nothing_is_replaced_where_the_device_has_the_drafts(v2, ahead):
-    hooks.install()
     request = request_of(Words(strict=True))
     drafts = [1, 4, 1, 1, 9]
-    assert manager(enabled=True, v2=v2, ahead=ahead).validate_tokens(request, drafts) == drafts
+    assert manager(v2=v2, ahead=ahead).validate_tokens(request, drafts) == drafts
 
 
 def test_a_grammar_that_has_ended_replaces_nothing():
-    hooks.install()
     request = request_of(Words([4, END], strict=True))
-    assert manager(enabled=True).validate_tokens(request, [1, 2]) == [1, 2]
+    assert manager().validate_tokens(request, [1, 2]) == [1, 2]
 
 
-def test_other_engines_are_served_by_vllm_alone(monkeypatch):
-    hooks.install()
-    plain = manager(enabled=False)
+def test_other_requests_and_vllms_own_manager_are_left_alone():
+    plugin.register()
     request = request_of(Words())
     request.structured_output_request.grammar.validate_tokens = lambda tokens: tokens[:1]
+    plain = manager().manager
     assert plain.validate_tokens(request, [1, 1, 3]) == [1]
     found = plain.grammar_bitmask({"a": request}, ["a"], {"a": [1, 2]})
     assert [row.tolist() for row in found] == [mask_after([]), mask_after([1]), mask_after([1, 2])]
+    request.use_structured_output = False
+    assert manager().validate_tokens(request, [1, 1, -1]) == [1, 1, -1]
+    assert manager().grammar_bitmask({}, [], {"a": [1]}) is None

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.engine import hooks
-from sequoia_vllm.engine.core import eligibility
+from sequoia_vllm.engine.core import scheduling
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import TARGET, save_llama
@@ -46,7 +46,7 @@ def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(
     pair, draft_positions, caplog, monkeypatch
 ):
     """Prompts that end before it, at it and behind it, and completions across it."""
-    monkeypatch.setattr(eligibility, "logger", logging.getLogger("trees"))
+    monkeypatch.setattr(scheduling, "logger", logging.getLogger("trees"))
     target, draft = pair
     lengths = [20, SHORT - 8, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT]
     prompts = [

@@ -1,5 +1,6 @@
 """From the worker's counts to vLLM's metrics and log: the messages, and the real `LLM`."""
 
+import json
 import logging
 import time
 from types import SimpleNamespace
@@ -16,8 +17,16 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.gpu_worker import Worker
 
 from sequoia_vllm import plugin
-from sequoia_vllm.engine.compat.ledger import OVERRIDES
-from sequoia_vllm.engine.core import tree_reports
+from sequoia_vllm.engine.common.step_messages import (
+    REPORT,
+    StepOutcome,
+    StepReport,
+    attach_outcome,
+    outcome_of,
+)
+from sequoia_vllm.engine.compat.ledger import LEDGER
+from sequoia_vllm.engine.core.scheduling import TreeScheduling
+from sequoia_vllm.engine.frontend import tree_metrics as shown_metrics
 from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.runner import TreeRunner
@@ -34,7 +43,7 @@ TREE = TokenTree((-1, 0, 0, 1))
 @pytest.fixture
 def log(caplog, monkeypatch) -> pytest.LogCaptureFixture:
     """What goes into the log: by another logger, as each engine configures vLLM's anew."""
-    monkeypatch.setattr(tree_reports, "logger", logging.getLogger("trees"))
+    monkeypatch.setattr(shown_metrics, "logger", logging.getLogger("trees"))
     caplog.set_level(logging.INFO, "trees")
     return caplog
 
@@ -53,27 +62,28 @@ def test_report_crosses_processes_in_vllms_message():
     """What vLLM's encoder and decoder leave of it, after vLLM's own statistics or alone."""
     decoder = MsgpackDecoder(EngineCoreOutputs)
     reports = (
-        tree_reports.StepReport(15, one_step(), ["asked", "asked"], tree=TREE.checksum),
-        tree_reports.StepReport(None, b""),
+        StepReport(15, one_step(), ["asked", "asked"], tree=TREE.checksum),
+        StepReport(None, b""),
         None,
     )
     for report in reports:
         stats = SchedulerStats(num_running_reqs=3)
-        setattr(stats, tree_reports.REPORT, report)
+        setattr(stats, REPORT, report)
         sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
         received = decoder.decode(sent).scheduler_stats
         assert received.num_running_reqs == 3
-        assert getattr(received, tree_reports.REPORT) == report
+        assert getattr(received, REPORT) == report
 
 
 def test_ledger_lists_the_field():
-    [field] = [override.path for override in OVERRIDES if override.kind == "added_field"]
-    assert field == f"{SchedulerStats.__module__}:{SchedulerStats.__name__}.{tree_reports.REPORT}"
+    replaced = json.loads(LEDGER.read_text())["replaced"]
+    [field] = [path for path, one in replaced.items() if one["how"] == "added field"]
+    assert field == f"{SchedulerStats.__module__}:{SchedulerStats.__name__}.{REPORT}"
 
 
 def test_vllms_shared_empty_output_is_left_alone():
     empty = EMPTY_MODEL_RUNNER_OUTPUT
-    assert tree_reports.attach_outcome(empty, b"", limit=0, has_failed=True) is empty
+    assert attach_outcome(empty, StepOutcome(limit=0, has_failed=True)) is empty
     assert not any(name.startswith("sequoia") for name in vars(EMPTY_MODEL_RUNNER_OUTPUT))
 
 
@@ -83,7 +93,7 @@ class Front:
     def __init__(self, logs: bool = True, aggregate: bool = False) -> None:
         self.registry = CollectorRegistry()
         metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(self.registry))
-        self.logger = tree_reports.TreeStatLogger(TREE, [0, 1], metrics, logs, aggregate)
+        self.logger = shown_metrics.TreeStatLogger(TREE, [0, 1], metrics, logs, aggregate)
 
     def record(
         self, engine: int, trees: int, running: int = 1, drafts: int | None = 3,
@@ -91,10 +101,10 @@ class Front:
     ) -> None:  # fmt: skip
         stats = SchedulerStats(num_running_reqs=running)
         paths = one_step(trees, tree) if trees else b""
-        report = tree_reports.StepReport(
+        report = StepReport(
             drafts, paths, speedup=speedup, tree=tree.checksum, has_failed=has_failed, requests=5
         )
-        setattr(stats, tree_reports.REPORT, report)
+        setattr(stats, REPORT, report)
         self.logger.record(stats, None, engine_idx=engine)
 
     def shown(self, engine: int, name: str = "trees") -> float | None:
@@ -120,13 +130,11 @@ def scheduler_with(alive: str) -> SimpleNamespace:
     requests = {
         name: SimpleNamespace(is_finished=lambda name=name: name not in alive) for name in "abc"
     }
-    return SimpleNamespace(vllm_config=None, requests=requests)
+    return SimpleNamespace(tree=TREE, requests=requests)
 
 
-def test_trees_of_requests_that_were_aborted_meanwhile_are_not_counted(monkeypatch):
+def test_trees_of_requests_that_were_aborted_meanwhile_are_not_counted():
     """As vLLM counts: what it would have emitted goes to nobody."""
-    settings = SimpleNamespace(tree=TREE)
-    monkeypatch.setattr(tree_reports.SequoiaSettings, "of", lambda config: settings)
     steps = [paths_of(TREE, np.full((1, 1), n), np.array([4])).tobytes() for n in (1, 2, 3)]
     scheduled = SimpleNamespace(
         # c only reads its prompt, d has drafts, and the order is not the batch's.
@@ -135,10 +143,10 @@ def test_trees_of_requests_that_were_aborted_meanwhile_are_not_counted(monkeypat
     output = SimpleNamespace(req_ids=["a", "b", "c", "d"])
     for alive, expected in (("abc", (0, 1)), ("bc", (1,)), ("c", ())):
         scheduler = scheduler_with(alive)
-        kept = tree_reports._without_ended(scheduler, scheduled, output, b"".join(steps))
+        kept = TreeScheduling._without_ended(scheduler, scheduled, output, b"".join(steps))
         assert kept == b"".join(steps[i] for i in expected)
     late = steps[0]  # of a step before
-    assert tree_reports._without_ended(scheduler_with("c"), scheduled, output, late) == late
+    assert TreeScheduling._without_ended(scheduler_with("c"), scheduled, output, late) == late
 
 
 def test_steps_without_a_report_and_engines_that_joined_later_are_passed_over():
@@ -267,9 +275,9 @@ def test_the_last_trees_come_with_the_step_without_requests(monkeypatch):
         scheduled_spec_decode_tokens={},
     )  # fmt: skip
     output = worker.execute_model(nothing)
-    brought, *_ = getattr(output, tree_reports._OUTCOME)
+    brought = outcome_of(output).paths
     assert brought == one_step()
-    assert tree_reports._without_ended(scheduler_with("a"), nothing, output, brought) == brought
+    assert TreeScheduling._without_ended(scheduler_with("a"), nothing, output, brought) == brought
     worker.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
     assert worker.execute_model(nothing) is EMPTY_MODEL_RUNNER_OUTPUT
 

@@ -31,12 +31,12 @@ if __name__ == "__main__":
     sampled = SamplingParams(temperature=1, max_tokens=32, ignore_eos=True, detokenize=False)
     sampled = llm.generate(prompts, sampled, use_tqdm=False)
     [after] = llm.collective_rpc("sequoia_stats")
-    tag = llm.llm_engine.vllm_config.speculative_config._sequoia
+    settings = llm.llm_engine.vllm_config.speculative_config._sequoia
     print("RESULT" + json.dumps({
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "core": type(llm.llm_engine.engine_core).__name__,
         "mode": llm.llm_engine.vllm_config.compilation_config.mode.name,
-        "verification": tag.settings["verification"],
+        "verification": settings.verification,
         "stats": stats,
         "sampled": [len(o.outputs[0].token_ids) for o in sampled],
         "sampled trees": after["tree_steps"] - stats["tree_steps"],

@@ -9,10 +9,10 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.config import ConfigError, OffloadSpec
+from sequoia_vllm.engine.offload import weight_file
 from sequoia_vllm.engine.offload.disk import DiskOffloader
 from sequoia_vllm.engine.offload.disk import _large as large
-from sequoia_vllm.offload import weight_file
-from sequoia_vllm.offload.weight_file import OffloadError
+from sequoia_vllm.engine.offload.weight_file import OffloadError
 from tests.support.architectures import save_architecture
 from tests.support.cores import needs_two_cores
 from tests.support.engines import metric, runner_of, running, sequoia, tokens_of

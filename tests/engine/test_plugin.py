@@ -128,7 +128,8 @@ WRONG = [
     ],
 )
 def test_contract_reports_what_differs(monkeypatch, wrong, device, install, versions):
-    monkeypatch.setattr(contract, "EVERYWHERE", (wrong,))
+    monkeypatch.setattr(contract, "place", lambda name: (wrong,) * (name == "everywhere"))
+    monkeypatch.setattr(contract, "CHANGED", ())
     monkeypatch.setattr(contract, "current_device", lambda: device)
     contract.check_contract.cache_clear()
     with pytest.raises(contract.ContractError) as error:
@@ -141,7 +142,10 @@ def test_contract_reports_what_differs(monkeypatch, wrong, device, install, vers
 
 
 def test_model_runner_v2_is_checked_where_it_runs(monkeypatch):
-    monkeypatch.setattr(contract, "V2", (WRONG[0],))
+    listed = contract.place
+    monkeypatch.setattr(
+        contract, "place", lambda name: (WRONG[0],) if name == "v2" else listed(name)
+    )
     contract.check_contract.cache_clear()
     contract.check_contract()
     with pytest.raises(contract.ContractError, match="no_such_module"):

@@ -23,7 +23,8 @@ from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.common.cluster import current_versions
 from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.frontend import refusals, request, resolve
+from sequoia_vllm.engine.frontend import engine_config as frontend
+from sequoia_vllm.engine.frontend import plan, refusals, request
 from sequoia_vllm.engine.frontend.tree_choice import TreeChoice
 from sequoia_vllm.engine.runner import attention_layers, cpu_attention
 from sequoia_vllm.engine.v2.attention import attention_gpu
@@ -475,7 +476,7 @@ def test_num_speculative_tokens_is_an_upper_bound():
 def test_a_node_with_another_version_is_refused(monkeypatch):
     """The worker compares; here the front end claims to be of another version."""
     there = {**current_versions(), "sequoia-vllm": "9.9.9"}
-    monkeypatch.setattr(resolve, "current_versions", lambda: there)
+    monkeypatch.setattr(frontend, "current_versions", lambda: there)
     with (
         pytest.raises(ConfigError, match=r"sequoia-vllm \d.* here and 9\.9\.9 there"),
         running(sequoia()),
@@ -493,7 +494,7 @@ def test_another_device_than_the_trees_is_refused(tree, monkeypatch):
             llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
         return
     chosen = TreeChoice(TokenTree.chain(3), "a test", device="This CPU")
-    monkeypatch.setattr(resolve, "choose_engine_tree", lambda *arguments: chosen)
+    monkeypatch.setattr(plan, "choose_engine_tree", lambda *arguments: chosen)
     with (
         pytest.raises(ConfigError, match="for This CPU, but this replica runs on Another"),
         running(sequoia()),

@@ -10,23 +10,25 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.frontend import engine_config, tree_choice
+from sequoia_vllm.engine.frontend import engine_config, plan, tree_choice
 from sequoia_vllm.engine.frontend.drafts import DraftReader
-from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.engine.worker.worker_base import AgreeingWorker
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
 from tests.support.engines import sequoia
 from tests.support.models import DRAFT, TARGET, save_random_draft
+from tests.support.plans import chosen
 
+MODEL = drafter("model")
 H200 = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "bfloat16")
 
 
 def choose(pair: PairKey = H200, **keys):
-    return choose_engine_tree(SequoiaConfig.parse({"method": "sequoia", **keys}).loaded(), pair)
+    return chosen(SequoiaConfig.parse({"method": "sequoia", **keys}).loaded(), pair)
 
 
 def test_auto_takes_device_and_pair_from_the_library():
@@ -39,15 +41,15 @@ def test_auto_takes_device_and_pair_from_the_library():
 
 def test_trees_that_we_choose_leave_room_for_tokens():
     config = SequoiaConfig(tree="auto")
-    whole = choose_engine_tree(config, H200, max_model_len=4096)
+    whole = chosen(config, H200, max_model_len=4096)
     assert whole == choose(tree="auto")
-    short = choose_engine_tree(config, H200, max_model_len=128)
+    short = chosen(config, H200, max_model_len=128)
     assert short.tree == whole.tree.trim(32)
     assert max(drafts for _, _, drafts in short.schedule) == 31
     assert [entry[:2] for entry in short.schedule] == [entry[:2] for entry in whole.schedule]
     assert "its first 32 nodes" in short.source
     given = SequoiaConfig(tree={"size": 64})
-    assert choose_engine_tree(given, H200, max_model_len=128).tree.size == 64
+    assert chosen(given, H200, max_model_len=128).tree.size == 64
 
 
 def test_nothing_given_is_auto_where_that_speculates():
@@ -139,15 +141,15 @@ def test_the_embedded_pair_is_known_by_its_files(tmp_path):
 
 def test_shapes_of_both_models(tmp_path):
     target = EngineArgs(model=TARGET).create_model_config()
-    shapes = DraftReader(target, SequoiaConfig()).shapes(DRAFT)
+    shapes = DraftReader(target, SequoiaConfig()).shapes(DRAFT, MODEL)
     assert shapes.problem is None
     assert (shapes.target.layers, shapes.draft.layers) == (4, 2)
     assert shapes.target.hidden == 256
     assert (shapes.draft.hidden, shapes.draft.head_size, shapes.draft.tied) == (192, 32, True)
     assert not shapes.quantized
-    quantized = DraftReader(target, SequoiaConfig(quantization="fp8")).shapes(DRAFT)
+    quantized = DraftReader(target, SequoiaConfig(quantization="fp8")).shapes(DRAFT, MODEL)
     assert quantized.draft.layer_weight_bytes == 1.0
-    missing = DraftReader(target, SequoiaConfig()).shapes(str(tmp_path / "nowhere"))
+    missing = DraftReader(target, SequoiaConfig()).shapes(str(tmp_path / "nowhere"), MODEL)
     assert missing.target == shapes.target
     assert missing.draft is None
     assert missing.problem.startswith("cannot read the configuration of")
@@ -173,7 +175,7 @@ def test_shapes_are_read_only_where_the_tree_depends_on_them(monkeypatch):
 def declining(pair, monkeypatch):
     """Makes the library answer: do not speculate."""
     none = tree_choice.TreeChoice(TokenTree((-1,)), "too slow here", [(1, 256, 0)])
-    monkeypatch.setattr(tree_choice, "_from_library", lambda pair, shapes: none)
+    monkeypatch.setattr(tree_choice, "_of_library", lambda pair, found: none)
 
 
 def test_auto_may_answer_no_speculation(monkeypatch):
@@ -209,13 +211,16 @@ def test_a_node_without_speculation_asks_whether_the_others_have_any(monkeypatch
     declining(H200, monkeypatch)
     config = of_two_nodes(tree="auto")
     assert SequoiaSettings.declined(config)
-    assert config.parallel_config.worker_cls == engine_config.PLAIN_CPU_WORKER
-    assert issubclass(resolve_obj_by_qualname(engine_config.PLAIN_CPU_WORKER), AgreeingWorker)
+    assert config.parallel_config.worker_cls == plan.PLAIN_WORKERS["cpu"]
+    assert issubclass(resolve_obj_by_qualname(plan.PLAIN_WORKERS["cpu"]), AgreeingWorker)
 
 
 def test_nodes_that_choose_for_themselves_are_warned(monkeypatch):
     said = []
-    monkeypatch.setattr(engine_config.logger, "warning", lambda text, *_: said.append(text))
+    monkeypatch.setattr(
+        engine_config.logger, "log",
+        lambda level, _, line: said.append(line) if level == logging.WARNING else None,
+    )  # fmt: skip
     of_two_nodes()  # one directory is given, which may be on all nodes
     monkeypatch.delenv("SEQUOIA_VLLM_TREES")
     of_two_nodes(tree={"parents": [-1, 0]})
@@ -252,7 +257,7 @@ def test_default_limits_have_room_for_prompts(caplog):
 
 def test_schedules_of_the_library_are_fitted_too(monkeypatch):
     found = tree_choice.TreeChoice(TokenTree.chain(9), "measured", [(1, 4, 9), (5, 256, 5)])
-    monkeypatch.setattr(tree_choice, "_resolve", lambda config, pair, shapes, levels: found)
+    monkeypatch.setattr(tree_choice, "_resolve", lambda *given: found)
     assert scheduled(limited(max_num_seqs=64)) == [(1, 4, 9), (5, 256, 5)]
     fitted = [(1, 4, 9), (5, 21, 5), (22, 32, 3)]
     assert scheduled(limited(max_num_seqs=32, max_num_batched_tokens=256)) == fitted

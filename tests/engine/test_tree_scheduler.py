@@ -1,18 +1,32 @@
 """Which requests the scheduler of Model Runner V2 leaves without drafts, and what it remembers."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.structured_output import StructuredOutputManager
 
+from sequoia_vllm import plugin
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core import eligibility
+from sequoia_vllm.engine.core import scheduling_ahead as scheduling
 from sequoia_vllm.engine.core.eligibility import ends_with, most_committed, never_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
-from sequoia_vllm.engine.v2 import scheduler as scheduling
-from sequoia_vllm.engine.v2.scheduler import TreeScheduler
+from sequoia_vllm.engine.core.scheduling import TreeScheduling
+from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
+from sequoia_vllm.engine.frontend import engine_config
+from sequoia_vllm.tree import TokenTree
+from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.models import TARGET, prompts
 
 DRAFTS = 3
 GREEDY = SamplingParams(temperature=0)
@@ -26,11 +40,16 @@ def scheduler(monkeypatch):
     """Without an engine: all that is replaced of vLLM's gives every request its placeholders."""
 
     def init(self, processors=None):
+        speculative_config = SimpleNamespace()
+        SequoiaSettings(TokenTree.chain(DRAFTS), "given", None, {}).store(speculative_config)
         self.vllm_config = SimpleNamespace(
+            speculative_config=speculative_config,
+            scheduler_config=SimpleNamespace(async_scheduling=True),
             model_config=SimpleNamespace(logits_processors=processors),
             structured_outputs_config=SimpleNamespace(reasoning_parser=None),
         )
-        self.requests = {}
+        self.requests, self.dynamic_sd_lookup = {}, None
+        self.structured_output_manager = SimpleNamespace(vllm_config=self.vllm_config)
 
     def update(self, output):
         for name in output.num_scheduled_tokens:
@@ -39,7 +58,7 @@ def scheduler(monkeypatch):
 
     monkeypatch.setattr(AsyncScheduler, "__init__", init)
     monkeypatch.setattr(AsyncScheduler, "_update_after_schedule", update)
-    return TreeScheduler()
+    return TreeSchedulingAhead()
 
 
 def step(scheduler, requests, new=True, finished=()) -> dict[str, int]:
@@ -76,7 +95,7 @@ def test_each_request_is_asked_once(scheduler, monkeypatch):
 def test_finished_requests_are_forgotten(scheduler):
     step(scheduler, {"a": GRAMMAR, "b": GRAMMAR, "c": GREEDY})
     assert step(scheduler, {"c": GREEDY}, new=False, finished=["a", "b"]) == {"c": DRAFTS}
-    assert scheduler._without_drafts == {}
+    assert scheduler.without_drafts == {}
     step(scheduler, {"a": GRAMMAR, "c": GREEDY})
     assert step(scheduler, {"a": GREEDY, "c": GREEDY}, finished=["a"])["a"] == DRAFTS
 
@@ -185,6 +204,62 @@ def test_nobody_drafts_beside_custom_processors(how, scheduler, monkeypatch):
     if how == "installed":  # vLLM's workers take what packages register
         monkeypatch.setattr(eligibility, "entry_points", lambda group: [group])
         eligibility._has_installed_processors.cache_clear()
-    ours = TreeScheduler(processors=["some.Processor"] if how == "given" else None)
+    ours = TreeSchedulingAhead(processors=["some.Processor"] if how == "given" else None)
     eligibility._has_installed_processors.cache_clear()
     assert step(ours, {"a": GREEDY, "b": UNDRAFTED}) == {"a": 0, "b": 0}
+
+
+class Users(Scheduler):
+    """A user's own, which counts steps."""
+
+    steps = 0
+
+    def schedule(self, *args, **kwargs):
+        Users.steps += 1
+        return super().schedule(*args, **kwargs)
+
+
+def configured(scheduler_cls):
+    plugin.register()
+    return EngineArgs(
+        model=TARGET, speculative_config=sequoia(), max_model_len=256, scheduler_cls=scheduler_cls
+    ).create_engine_config()
+
+
+@pytest.mark.engine
+def test_a_users_scheduler_comes_behind_ours(plain_outputs):
+    texts, params = prompts(2), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with running(sequoia(), scheduler_cls=Users) as llm:
+        found = tokens_of(llm.generate(texts, params, use_tqdm=False))
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert found == plain_outputs(texts, params)
+    assert Users.steps > 0
+    assert list(type(scheduler).__mro__[1:4]) == [TreeScheduling, Users, Scheduler]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("users", [None, Users, f"{__name__}.Users", AsyncScheduler])
+def test_a_schedulers_name_reaches_other_processes(users, ahead):
+    config = SimpleNamespace(async_scheduling=ahead, scheduler_cls=users)
+    engine_config._choose_scheduler(SimpleNamespace(scheduler_config=config))
+    sent = pickle.loads(pickle.dumps(config.scheduler_cls))
+    ours = TreeSchedulingAhead if ahead else TreeScheduling
+    if users is None:
+        assert resolve_obj_by_qualname(sent) is ours
+    else:
+        assert sent.args == (ours, users if isinstance(users, type) else Users)
+
+
+@pytest.mark.parametrize("scheduler_cls", ["builtins.dict", "json.loads", dict])
+def test_what_is_no_scheduler_of_vllms_is_refused_by_name(scheduler_cls):
+    with pytest.raises(ConfigError, match="does not derive from vLLM's") as error:
+        configured(scheduler_cls)
+    assert repr(scheduler_cls) in str(error.value)
+    assert "leave scheduler_cls out" in str(error.value)
+
+
+def test_plain_vllms_schedulers_are_left_alone():
+    plugin.register()
+    for scheduler in (Scheduler, AsyncScheduler, StructuredOutputManager):
+        assert not [one for one in vars(scheduler).values() if hasattr(one, hooks._ORIGINAL)]

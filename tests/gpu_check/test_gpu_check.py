@@ -16,7 +16,6 @@ from benchmarks.gpu.check.machine import Machine
 from benchmarks.gpu.check.report import GpuCheckError
 from benchmarks.gpu.check.stage import StageRun
 from benchmarks.gpu.check.timing import OnceTimer
-from benchmarks.gpu.command import CANNOT
 from benchmarks.gpu.item_run import LOG
 from benchmarks.gpu.results import FILE, Results
 
@@ -106,18 +105,6 @@ def test_the_interpreter_is_not_timed(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(GpuCheckError, match="TRITON_INTERPRET=1 runs kernels in Python"):
         run_check(tmp_path / "kernels.json", tiny=False)
-
-
-def test_module_and_command_are_the_same_check(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = "from sequoia_vllm.cli import main; main()"
-    for words in (["-m", "benchmarks.gpu"], ["-c", command, "gpu-check"]):
-        done = subprocess.run(
-            [sys.executable, *words, "--items", "none", "--output", tmp_path / "out"],
-            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == CANNOT
-        assert "no item 'none'; there are machine, rival, trees-8b-eagle3" in done.stderr
 
 
 # -- the stage's bookkeeping ---------------------------------------------------------

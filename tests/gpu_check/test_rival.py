@@ -38,6 +38,13 @@ def test_a_head_grown_like_its_target_drafts_the_same(tmp_path, times):
     assert torch.allclose(small[1], large[1], atol=1e-3)
 
 
+@pytest.mark.parametrize("module", ["answers", "training"])
+def test_modules_over_the_trainer_are_importable(module):
+    with script_modules():
+        assert import_module(f"benchmarks.gpu.rival.{module}")
+    del sys.modules[f"benchmarks.gpu.rival.{module}"]
+
+
 def test_answers_are_drawn_by_their_temperature(monkeypatch):
     """20,000 draws; a right one fails once in 10,000 runs."""
     with script_modules():

@@ -9,6 +9,8 @@ pytestmark = pytest.mark.slow
 
 def take_and_fill():
     """One step of the buffers behind growth; what they hold on the device afterwards."""
+    from types import SimpleNamespace
+
     import numpy as np
     import torch
     import vllm.v1.worker.gpu.buffer_utils as buffers
@@ -52,9 +54,14 @@ def take_and_fill():
             """Rows to read once requests have started and their prompts are in the cache."""
             for slot, tokens_cached in zip(slots, cached, strict=True):
                 progress.start(slot, tokens_cached, [blocks[slot // 2]])
-            numbers = (np.array(values, dtype=np.int32) for values in (cached, scheduled))
-            progress.gain(np.array(slots), *numbers, None, np.ones(len(slots), dtype=bool))
             reads = np.ones(len(slots), dtype=bool)
+            step = SimpleNamespace(
+                idx_mapping_np=np.array(slots), is_prefilling_np=reads,
+                num_computed_tokens_np=np.array(cached, dtype=np.int32),
+                num_scheduled_tokens=np.array(scheduled, dtype=np.int32),
+                num_draft_tokens_per_req=None,
+            )  # fmt: skip
+            progress.gain(step)
             return progress.take_bounds(np.array(slots), reads, 64)
 
         bounds_after([2], [0], [3])  # the draft fills three blocks, which slot 2 finds again

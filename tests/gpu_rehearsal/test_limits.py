@@ -101,11 +101,11 @@ def watching_logits() -> Iterator[tuple[list[int], list[int]]]:
 
     load_general_plugins()  # the stand-ins, without which the modules below find no GPU
     from sequoia_vllm.engine.common.patched import patched
-    from sequoia_vllm.engine.v2.drafting import tree_speculator
+    from sequoia_vllm.engine.v2.drafting import proposer
     from sequoia_vllm.engine.v2.runner import TreeRunner
 
     scored, profiled = [], []
-    take, sample = tree_speculator.take_logits_memory, TreeRunner.sample
+    take, sample = proposer.take_logits_memory, TreeRunner.sample
 
     def take_logits_memory(rows: int, *args: Any, **kwargs: Any) -> None:
         profiled.append(rows)
@@ -116,7 +116,7 @@ def watching_logits() -> Iterator[tuple[list[int], list[int]]]:
         return sample(self, hidden_states, input_batch, *args)
 
     with (
-        patched(tree_speculator, "take_logits_memory", take_logits_memory),
+        patched(proposer, "take_logits_memory", take_logits_memory),
         patched(TreeRunner, "sample", watched),
     ):
         yield scored, profiled

@@ -56,10 +56,10 @@ def start_and_generate(models: str) -> dict[str, Any]:
 def with_the_draft_offloaded(config: dict, options: dict) -> Any:
     """What the draft has offloaded, or how the engine fails to start."""
     from sequoia_vllm.engine.common.patched import patched
-    from sequoia_vllm.engine.v2.drafting import tree_speculator
+    from sequoia_vllm.engine.v2.drafting import drafter
 
     options = {**options, "enforce_eager": True}
-    with patched(tree_speculator, "nothing_offloaded", nullcontext):
+    with patched(drafter, "nothing_offloaded", nullcontext):
         try:
             with rehearsing(config, **options) as llm:
                 return offloaded(llm)["draft"]

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.core.adapting import freeze
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
     completions,
@@ -59,7 +58,7 @@ def run(models: str) -> dict[str, Any]:
         size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=TIERS, adapt=True
     )
     with rehearsing(tiers, model=target, max_num_seqs=4, attention_backend="TRITON_ATTN") as llm:
-        freeze(scheduler_of(llm))  # decided on below
+        scheduler_of(llm).end_adaptation()  # decided on below
         answers["tiers"] = generate_with_trees(llm, requests, params())
         answers["any"] = decide_often(llm, requests, most=[7] * 5)
         scheduled = scheduler_of(llm).dynamic_sd_lookup
@@ -142,11 +141,11 @@ def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
     engine, done = llm.llm_engine, {}
     waiting = list(zip(map(str, range(len(requests))), requests, params(), strict=True))
     step = 0
-    proposer = runner_of(llm).speculator
+    reader = runner_of(llm).speculator._reader
     with (
         counting_eager_growth() as eager,
         counting_modes(runner_of(llm)) as modes,
-        patch.object(proposer, "_read_ragged", wraps=proposer._read_ragged) as ragged,
+        patch.object(reader, "read_ragged", wraps=reader.read_ragged) as ragged,
     ):
         while waiting or engine.has_unfinished_requests():
             if waiting and step % 2 == 0:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from sequoia_vllm.engine.core.adapting import freeze
 from tests.support.block_heads import save_dflash2
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
@@ -68,9 +67,9 @@ def run(models: str) -> dict[str, Any]:
 def too_few_slots() -> Any:
     """A mistake: trees are grown where nothing is reserved for them."""
     from sequoia_vllm.engine.common.patched import patched
-    from sequoia_vllm.engine.core import draft_slots
+    from sequoia_vllm.engine.core.scheduling import TreeScheduling
 
-    return patched(draft_slots, "_slots_for", lambda *_: 0)
+    return patched(TreeScheduling, "_slots_for", lambda *_: 0)
 
 
 def run_heads(models: str) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def serve(llm: Any, requests: list[Any], decided: list[int] | None = None) -> di
     steps, slots = itertools.count(), watched_slots(scheduler)
     lookup = scheduler.dynamic_sd_lookup
     if lookup is not None:
-        freeze(scheduler)  # decided on below
+        scheduler.end_adaptation()  # decided on below
         lookup = scheduler.dynamic_sd_lookup
         configured = list(lookup)
     while waiting or engine.has_unfinished_requests():

@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from sequoia_vllm.kernels.commit import (
-    CacheLayers,
-    commit_accepted,
-)
+from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from tests.oracles.attention import commit_reference
 from tests.support.committing import CONTEXTS, PATHS, bits, random_cache, tables
 
@@ -86,10 +83,7 @@ def test_a_cache_given_twice_moves_once():
     table, contexts = torch.tensor([[1, 0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     commit_reference([expected], table, contexts.tolist(), accepted)
     commit_accepted(
-        CacheLayers.of([cache, cache]),
-        block_table=table,
-        context_lens=contexts,
-        accepted=accepted,
+        CacheLayers.of([cache, cache]), block_table=table, context_lens=contexts, accepted=accepted
     )
     assert torch.equal(bits(cache), bits(expected))
 
@@ -128,10 +122,7 @@ def test_the_largest_unit_that_fits_is_moved():
         ([torch.zeros(2, 1, 8, 16).transpose(2, 3)], "must be"),
         ([torch.zeros(2, 1, 16, 8), torch.zeros(2, 1, 16, 8).half()], "another kind"),
         ([torch.zeros(2, 1, 16, 8), torch.zeros(2, 1, 16, 16)], "differ in layout"),
-        (
-            [torch.zeros(2, 2, 16, 8), torch.zeros(2, 16, 2, 8).transpose(1, 2)],
-            "differ in layout",
-        ),
+        ([torch.zeros(2, 2, 16, 8), torch.zeros(2, 16, 2, 8).transpose(1, 2)], "differ in layout"),
     ],
 )
 def test_caches_that_cannot_move_together_are_refused(caches, message):

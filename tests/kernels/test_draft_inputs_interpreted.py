@@ -58,14 +58,9 @@ def test_committed_tokens(block_sizes, state_offset):
     token_ids = torch.arange(5 * (MAX_LEN + 3), dtype=torch.int32).view(5, MAX_LEN + 3)[:, :MAX_LEN]
     width, longest = 4, 33
     inputs.read_committed(
-        requests=REQUESTS,
-        starts=starts,
-        counts=counts,
-        all_token_ids=token_ids,
-        width=width,
-        longest=longest,
-        state_offset=state_offset,
-    )
+        requests=REQUESTS, starts=starts, counts=counts, all_token_ids=token_ids, width=width,
+        longest=longest, state_offset=state_offset,
+    )  # fmt: skip
     expected = []
     for request, slot in enumerate(REQUESTS.tolist()):
         for offset in range(width):
@@ -132,14 +127,9 @@ def test_roots_and_masks(block_sizes):
     token_ids = torch.arange(5 * (MAX_LEN + 3), dtype=torch.int32).view(5, MAX_LEN + 3)[:, :MAX_LEN]
     width, mask, longest = 4, 777, 32
     inputs.read_block(
-        requests=REQUESTS,
-        roots=roots,
-        all_token_ids=token_ids,
-        width=width,
-        mask_token=mask,
-        max_len=MAX_LEN,
-        longest=longest,
-    )
+        requests=REQUESTS, roots=roots, all_token_ids=token_ids, width=width, mask_token=mask,
+        max_len=MAX_LEN, longest=longest,
+    )  # fmt: skip
     expected = [
         (
             int(token_ids[slot, root]) if slot >= 0 and offset == 0 else mask,
@@ -158,15 +148,10 @@ def test_more_rows_than_one_program_has():
     inputs = untouched_inputs(tables_of((16,), requests=40), rows=400, max_requests=40)
     roots = torch.arange(40, dtype=torch.int32)
     inputs.read_level(
-        requests=torch.arange(40).flip(0),
-        contexts=roots,
-        tokens=torch.arange(40 * 9).view(40, 9),
-        nodes=torch.arange(1, 8, dtype=torch.int32),
-        first=2,
-        depth=1,
-        max_len=MAX_LEN,
+        requests=torch.arange(40).flip(0), contexts=roots, tokens=torch.arange(40 * 9).view(40, 9),
+        nodes=torch.arange(1, 8, dtype=torch.int32), first=2, depth=1, max_len=MAX_LEN,
         longest=MAX_LEN,
-    )
+    )  # fmt: skip
     expected = [
         (request * 9 + node, request + 1, request + 1 + node, request)
         for request in range(40)
@@ -180,15 +165,11 @@ def test_no_entry_beyond_a_table_is_read():
     table = torch.tensor([[5, POISON, POISON]], dtype=torch.int32)[:, :1]
     inputs = untouched_inputs(PagedTables.of([table], [16]), rows=8, max_requests=1)
     inputs.read_level(
-        requests=torch.tensor([0]),
-        contexts=torch.tensor([14], dtype=torch.int32),
+        requests=torch.tensor([0]), contexts=torch.tensor([14], dtype=torch.int32),
         tokens=torch.zeros(1, 4, dtype=torch.int64),
-        nodes=torch.tensor([1, 2, 3], dtype=torch.int32),
-        first=0,
-        depth=1,
-        max_len=1024,
+        nodes=torch.tensor([1, 2, 3], dtype=torch.int32), first=0, depth=1, max_len=1024,
         longest=1024,
-    )
+    )  # fmt: skip
     assert inputs.slots[0, :3].tolist() == [5 * 16 + 14, 5 * 16 + 15, NO_SLOT]
 
 
@@ -206,10 +187,7 @@ def test_batches_that_do_not_fit_are_refused():
     inputs = untouched_inputs(tables_of((16,)), rows=9, max_requests=5)
     with pytest.raises(ValueError, match="10 rows of 5 requests"):
         inputs.read_committed(
-            requests=REQUESTS,
-            starts=torch.zeros(5, dtype=torch.int32),
+            requests=REQUESTS, starts=torch.zeros(5, dtype=torch.int32),
             counts=torch.zeros(5, dtype=torch.int32),
-            all_token_ids=torch.zeros(5, 8, dtype=torch.int32),
-            width=2,
-            longest=8,
-        )
+            all_token_ids=torch.zeros(5, 8, dtype=torch.int32), width=2, longest=8,
+        )  # fmt: skip

@@ -45,22 +45,23 @@ class PathModel(DraftModel):
     def __init__(self):
         self.tokens = {}  # by cache slot
 
-    def forward(self, token_ids, positions, slots, queries, recurrent_states=None):
-        self.tokens |= dict(zip(slots[0].tolist(), token_ids.tolist(), strict=True))
+    def forward(self, queries):
+        token_ids = queries.token_ids
+        self.tokens |= dict(zip(queries.slots[0].tolist(), token_ids.tolist(), strict=True))
         hidden = torch.zeros(len(token_ids), VOCABULARY)
         left = torch.zeros(len(token_ids), 1 + DEPTH)
         for row, token in enumerate(token_ids.tolist()):
             request, place = divmod(row, queries.width)
-            slot = int(queries.slots[request])
+            slot = int(queries.request_slots[request])
             if slot < 0:
                 assert token == 0
                 continue
             seen = queries.ancestors[slot, queries.first + place].nonzero().flatten().tolist()
             root = int(queries.context_lens[request])
             path = [self.tokens[request * MAX_LEN + root + node] for node in seen if node > 0]
-            assert positions[row] == root + len(path)
+            assert queries.positions[row] == root + len(path)
             assert path[-1] == token
-            assert torch.equal(recurrent_states[row], remembered(path[:-1]))
+            assert torch.equal(queries.recurrent_states[row], remembered(path[:-1]))
             hidden[row], left[row] = logits_after(path), remembered(path)
         return DraftStates(hidden, left)
 

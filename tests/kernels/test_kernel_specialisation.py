@@ -250,13 +250,10 @@ def test_target_states_have_one_version(record):
         paths = torch.zeros(requests, 6, dtype=torch.int32)[:, 1:]
         for accepted in (None, paths, paths[:, :1]):
             target_states.gather_target_states(
-                layers,
-                query_start_loc=starts[: requests + 1],
-                accepted=accepted,
+                layers, query_start_loc=starts[: requests + 1], accepted=accepted,
                 requests=torch.zeros(requests, dtype=torch.int64),
-                offsets=torch.zeros(requests, dtype=torch.int32),
-                states=torch.zeros(requests, 96),
-            )
+                offsets=torch.zeros(requests, dtype=torch.int32), states=torch.zeros(requests, 96),
+            )  # fmt: skip
     assert kernel.versions() == 1
 
 

@@ -9,13 +9,7 @@ import torch
 from sequoia_vllm.kernels import children, target_statistics, verify
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
 from tests.support.drawing import draw, greedy_reference, sampled_reference
-from tests.support.verifying import (
-    Tree,
-    expected_walk,
-    kernel_uniforms,
-    random_request,
-    run,
-)
+from tests.support.verifying import Tree, expected_walk, kernel_uniforms, random_request, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
-from sequoia_vllm.kernels.scoring_inputs import gather_for_verification, place_nodes
+from sequoia_vllm.kernels.scoring_inputs import gather_for_verification, place_nodes, shift_nodes
 
 UNTOUCHED = -99
 # A tree of five nodes: depth minus index.
@@ -51,6 +51,21 @@ def test_nodes_are_placed_by_depth(dtype, shifts):
     assert context_lens.tolist() == contexts
     assert noted_slots.tolist() == slots
     assert contexts[3] == contexts[5] == UNTOUCHED
+
+
+@pytest.mark.parametrize("shifts", [SHIFTS, OWN_SHIFTS], ids=["one", "own"])
+def test_nodes_are_shifted_on_every_axis(shifts):
+    """By as much as on the one axis, whatever position an image has left each at."""
+    starts = torch.tensor([100, 40, 7])
+    axes = (starts[:, None] + torch.arange(19))[:, :18]
+    one = torch.arange(18)
+    place_nodes(
+        rows=ROWS, cu_rows=CU_ROWS, shifts=shifts, positions=one,
+        context_lens=torch.zeros(6, dtype=torch.int32), slots=SLOTS,
+        noted_slots=torch.zeros(6, dtype=torch.int64),
+    )  # fmt: skip
+    shift_nodes(rows=ROWS, cu_rows=CU_ROWS, shifts=shifts, positions=axes, slots=SLOTS)
+    assert torch.equal(axes, starts[:, None] + one)
 
 
 def test_a_large_tree_is_placed():
@@ -105,17 +120,10 @@ def test_inputs_of_the_verifier(with_invalid):
     invalid[5] = True  # node 1 of the third request
     paths = torch.full((5, 4), UNTOUCHED, dtype=torch.int32)
     inputs = gather_for_verification(
-        rows=ROWS,
-        row_slots=row_slots,
-        row_nodes=row_nodes,
-        invalid=invalid if with_invalid else None,
-        input_ids=input_ids,
-        positions=positions,
-        slots=slots,
-        cu_rows=CU_ROWS,
-        **by_slot,
-        scored=paths[:, 0],
-    )
+        rows=ROWS, row_slots=row_slots, row_nodes=row_nodes,
+        invalid=invalid if with_invalid else None, input_ids=input_ids, positions=positions,
+        slots=slots, cu_rows=CU_ROWS, **by_slot, scored=paths[:, 0],
+    )  # fmt: skip
     expected = []
     for row, (node, slot) in enumerate(zip(row_nodes.tolist(), row_slots.tolist(), strict=True)):
         is_draft = node < by_slot["num_nodes"][slot] and not (with_invalid and invalid[row])
@@ -147,21 +155,11 @@ def test_many_rows_and_requests():
     every = torch.arange(requests, dtype=torch.int32)
     scored = torch.zeros(requests, dtype=torch.int32)
     inputs = gather_for_verification(
-        rows=torch.arange(rows),
-        row_slots=row_slots,
-        row_nodes=row_nodes,
-        invalid=None,
-        input_ids=torch.arange(rows, dtype=torch.int32),
-        positions=torch.arange(rows),
-        slots=slots,
-        cu_rows=cu_rows,
-        num_nodes=every,
-        state_rows=every + 1,
-        modes=every + 2,
-        temperatures=every.float(),
-        seeds=every.long(),
-        scored=scored,
-    )
+        rows=torch.arange(rows), row_slots=row_slots, row_nodes=row_nodes, invalid=None,
+        input_ids=torch.arange(rows, dtype=torch.int32), positions=torch.arange(rows), slots=slots,
+        cu_rows=cu_rows, num_nodes=every, state_rows=every + 1, modes=every + 2,
+        temperatures=every.float(), seeds=every.long(), scored=scored,
+    )  # fmt: skip
     drafted = torch.where(row_nodes < row_slots, torch.arange(rows), -1)
     assert torch.equal(inputs.tokens, drafted)
     assert torch.equal(inputs.root_positions, torch.arange(requests, dtype=torch.int32))

@@ -57,13 +57,10 @@ def test_states_along_paths(hidden, num_layers, accepted):
 
 def test_no_rows():
     gather_target_states(
-        [torch.ones(2, 4)],
-        query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
-        accepted=None,
-        requests=torch.tensor([], dtype=torch.int64),
-        offsets=torch.tensor([], dtype=torch.int32),
+        [torch.ones(2, 4)], query_start_loc=torch.tensor([0, 2], dtype=torch.int32), accepted=None,
+        requests=torch.tensor([], dtype=torch.int64), offsets=torch.tensor([], dtype=torch.int32),
         states=torch.empty(0, 4),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -74,10 +71,7 @@ def test_no_rows():
 def test_layers_that_cannot_be_gathered(layers):
     with pytest.raises(ValueError, match="layers"):
         gather_target_states(
-            layers,
-            query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
-            accepted=None,
-            requests=torch.tensor([0]),
-            offsets=torch.tensor([0]),
+            layers, query_start_loc=torch.tensor([0, 2], dtype=torch.int32), accepted=None,
+            requests=torch.tensor([0]), offsets=torch.tensor([0]),
             states=torch.empty(1, 4 * len(layers)),
-        )
+        )  # fmt: skip

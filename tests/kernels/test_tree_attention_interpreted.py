@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from sequoia_vllm.kernels import tree_attention_kernels
-from sequoia_vllm.kernels.attention_tiles import (
-    choose_splits,
-    choose_tile,
-)
+from sequoia_vllm.kernels.attention_tiles import choose_splits, choose_tile
 from sequoia_vllm.kernels.tree_attention import (
     NodeMask,
     NodeMasks,
@@ -212,8 +209,7 @@ def test_trees_of_many_nodes(nodes, processors):
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [((2, 2), torch.float32), ((2, 2), torch.float16), ((8, 1), torch.bfloat16)],
+    ("heads", "dtype"), [((2, 2), torch.float32), ((2, 2), torch.float16), ((8, 1), torch.bfloat16)]
 )
 def test_nodes_after_a_context_that_another_kernel_read(dtype, heads):
     """Nothing of the context is read; where there is none, nodes see each other only."""

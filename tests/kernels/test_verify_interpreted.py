@@ -32,7 +32,7 @@ from tests.support.verifying import (
 
 pytestmark = [
     # What is far below a row's maximum becomes -inf before its exponential is taken.
-    pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")
 ]
 
 

@@ -250,10 +250,7 @@ def chi_square(counts: ArrayLike, expected: ArrayLike, fewest: float = 10.0) -> 
 
 
 def assert_same_law(
-    counts: ArrayLike,
-    probabilities: ArrayLike,
-    false_alarm: float = 1e-6,
-    fewest: float = 10.0,
+    counts: ArrayLike, probabilities: ArrayLike, false_alarm: float = 1e-6, fewest: float = 10.0
 ) -> None:
     """Outcomes come up as often as they should, and impossible ones never.
 

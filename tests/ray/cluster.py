@@ -84,11 +84,7 @@ class Cluster:
         assert not running, f"Ray left processes behind: {running}"
 
     def call(
-        self,
-        function: Callable[..., Any],
-        directory: Path,
-        timeout: float = 280,
-        **arguments: Any,
+        self, function: Callable[..., Any], directory: Path, timeout: float = 280, **arguments: Any
     ) -> Any:
         """What `function(**arguments)` returns in a process of its own that uses the cluster.
 

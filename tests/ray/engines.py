@@ -12,14 +12,9 @@ from tests.ray.processes import footprint
 from tests.support.models import DRAFT, TARGET
 
 OPTIONS = {
-    "model": TARGET,
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_seqs": 8,
-    "seed": 0,
-    "kv_cache_memory_bytes": 128 << 20,
-}
+    "model": TARGET, "dtype": "float32", "enforce_eager": True, "max_model_len": 512,
+    "max_num_seqs": 8, "seed": 0, "kv_cache_memory_bytes": 128 << 20,
+}  # fmt: skip
 
 
 def where_it_runs(worker: Any) -> tuple[int, str]:

@@ -19,12 +19,7 @@ from tests.support.cores import needs_two_cores
 from tests.support.models import DRAFT, TARGET, prompts
 from tests.support.serving import Server
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    needs_two_cores,
-]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200), needs_two_cores]
 
 # Not one that anything would choose by itself: the second child has the longer branch.
 #

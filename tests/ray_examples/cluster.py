@@ -23,12 +23,9 @@ from tests.support.serving import ROOT, free_port, has_ended, http_client
 PROMPTS = prompts(12)
 MAX_TOKENS = 32
 ENGINE_OPTIONS = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_seqs": 8,
+    "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8,
     "kv_cache_memory_bytes": 64 << 20,
-}
+}  # fmt: skip
 RAY = Path(sys.executable).with_name("ray")
 EXAMPLES = ROOT / "examples"
 ENGINE = "VLLM::EngineCore"

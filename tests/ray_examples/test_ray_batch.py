@@ -140,10 +140,7 @@ def test_killed_runs_are_completed_without_loss_or_repetition(cluster, tmp_path,
     assert "has no chat template" in by_index[len(LINES)]["error"]
     assert "tokens; the engine takes 511" in by_index[len(LINES) + 1]["error"]
 
-    for options, refusal in (
-        ((), ""),
-        (("--temperature=0.5",), "made with other sampling"),
-    ):
+    for options, refusal in (((), ""), (("--temperature=0.5",), "made with other sampling")):
         session = run.start(*options)
         assert session.process.wait(STOP_DEADLINE) == (2 if refusal else 0), session.tail
         assert refusal in session.log

@@ -16,10 +16,7 @@ def save_adapter(path: Path, seed: int, scale: float = 0.05) -> str:
     config = json.loads((Path(TARGET) / "config.json").read_text(encoding="utf-8"))
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
-    outputs = {
-        "q_proj": heads * size,
-        "v_proj": config["num_key_value_heads"] * size,
-    }
+    outputs = {"q_proj": heads * size, "v_proj": config["num_key_value_heads"] * size}
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(config["num_hidden_layers"]):

@@ -2,11 +2,7 @@
 
 import torch
 
-from sequoia_vllm.kernels.tree_attention import (
-    NodeMask,
-    TreeAttentionWorkspace,
-    tree_attention,
-)
+from sequoia_vllm.kernels.tree_attention import NodeMask, TreeAttentionWorkspace, tree_attention
 from tests.oracles.attention import (
     dense_attention,
     gathered,

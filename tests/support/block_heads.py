@@ -9,21 +9,15 @@ from tests.support.heads import dflash_parts, random_matrices, save_head
 
 
 def save_dspark(
-    directory: Path,
-    target: str,
-    tokens: list[int] | None = None,
-    seed: int = 0,
-    scale: float = 1.0,
-    root_predicts: bool = True,
-) -> str:
+    directory: Path, target: str, tokens: list[int] | None = None, seed: int = 0,
+    scale: float = 1.0, root_predicts: bool = True,
+) -> str:  # fmt: skip
     """A DSpark head of one layer: blocks of 8, mask token 0.
 
     Args:
-        directory: Where it goes.
         target: Folder of a Llama model, whose embedding it shares.
         tokens: The target's tokens that it may draft, ascending, by a copy of their part of the
             target's output; None: all.
-        seed: Of its weights.
         scale: How sure it is of what it drafts.
         root_predicts: The root's position predicts the first level.
     """
@@ -120,9 +114,6 @@ def _convolutions(seed: int, hidden: int) -> dict[str, torch.Tensor]:
         for place in ("attention_conv", "mlp_conv")
         for name, tensor in (
             (f"layers.0.{place}.base_kernel", base.clone()),
-            (
-                f"layers.0.{place}.kernel_projection.weight",
-                0.2 * random(2 * taps * groups, hidden),
-            ),
+            (f"layers.0.{place}.kernel_projection.weight", 0.2 * random(2 * taps * groups, hidden)),
         )
     }

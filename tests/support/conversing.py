@@ -8,7 +8,6 @@ class Session:
 
     Args:
         llm: An engine in this process.
-        name: Of the request.
         pieces: Token ids of each piece of its prompt.
         params: How each answer is sampled.
     """
@@ -24,12 +23,9 @@ class Session:
         more = bool(self._pieces)
         engine = self._llm.llm_engine
         request = engine.input_processor.process_inputs(
-            self.name,
-            {"prompt_token_ids": self._pieces.pop(0) if more else [0]},
-            self._params,
-            supported_tasks=("generate",),
-            resumable=more,
-        )
+            self.name, {"prompt_token_ids": self._pieces.pop(0) if more else [0]}, self._params,
+            supported_tasks=("generate",), resumable=more,
+        )  # fmt: skip
         engine.engine_core.add_request(request)
 
 
@@ -37,7 +33,6 @@ def converse(llm: Any, pieces: Any, params: Any, at_once: bool) -> list[list[lis
     """What each of some sessions answers to each of its pieces.
 
     Args:
-        llm: An engine without other requests.
         pieces: Of each session.
         params: Of each session.
         at_once: All pieces are there from the start, else each comes after the last answer.

@@ -41,25 +41,10 @@ class Drawn:
 
 
 def draw(
-    logits,
-    modes,
-    counts,
-    *,
-    temperature=1.0,
-    top_k=2**31 - 1,
-    top_p=1.0,
-    min_p=0.0,
-    seeds=None,
-    positions=None,
-    depth=2,
-    nodes=None,
-    state_rows=None,
-    inner_rows=None,
-    num_states=None,
-    tokens_dtype=torch.int64,
-    workspace=None,
-    max_children=None,
-):
+    logits, modes, counts, *, temperature=1.0, top_k=2**31 - 1, top_p=1.0, min_p=0.0, seeds=None,
+    positions=None, depth=2, nodes=None, state_rows=None, inner_rows=None, num_states=None,
+    tokens_dtype=torch.int64, workspace=None, max_children=None,
+):  # fmt: skip
     """Draws ``counts[j]`` children of node j of every request.
 
     ``modes`` and the sampling parameters may be one for all; unless given, seeds and

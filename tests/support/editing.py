@@ -9,12 +9,8 @@ SIBLINGS_FIRST = [-1, 0, 0, 0, 1, 1, 4, 4, 6, 6]
 
 
 def edits_against(tokens: list[int], vocabulary: int) -> dict[str, dict[str, Any]]:
-    """Sampling parameters, by name, each of which forbids or moves some of these tokens.
-
-    Args:
-        tokens: At least nine that a request gives without edits.
-        vocabulary: Size of the target's.
-    """
+    """Sampling parameters, by name, each of which forbids or moves some of
+    these (at least nine, that a request gives without edits)."""
     t = tokens
     return {
         "repetition": {"repetition_penalty": 1.6},

@@ -14,14 +14,9 @@ from tests.support.models import DRAFT, TARGET
 from tests.support.quicker import look_past_what_is_imported
 
 DEFAULTS = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_seqs": 8,
-    "seed": 0,
-    "disable_log_stats": False,
-    "kv_cache_memory_bytes": 128 << 20,
-}
+    "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8, "seed": 0,
+    "disable_log_stats": False, "kv_cache_memory_bytes": 128 << 20,
+}  # fmt: skip
 
 
 @contextmanager

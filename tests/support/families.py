@@ -13,14 +13,9 @@ _HYBRID = {
 }  # fmt: skip
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-        "text_config": {**_SIZES, "model_type": "gemma3_text"}, "vision_config": _VISION,
-    },
-    "qwen2.5-vl": {
-        **_SIZES, "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl", "vision_config": _VISION,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "voxtral-realtime": {
+        "architectures": ["VoxtralRealtimeGeneration"], "text_config": _SIZES,
+        "audio_config": {"hidden_size": 32},
     },
     "qwen3.5": {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
@@ -48,9 +43,23 @@ REFUSED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families that trees do not serve."""
 
+READ_IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "text_config": {**_SIZES, "model_type": "gemma3_text"}, "vision_config": _VISION,
+    },
+    "qwen2.5-vl": {
+        **_SIZES, "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl", "vision_config": _VISION,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    },
+}  # fmt: skip
+"""Families that trees serve as targets, and not as drafts."""
+
 KINDS = {
     "gemma3": {"multimodal"},
     "qwen2.5-vl": {"mrope", "multimodal"},
+    "voxtral-realtime": {"realtime", "multimodal"},
     "qwen3.5": {"recurrent", "mrope", "multimodal"},
     "qwen3.5-text": {"recurrent", "mrope"},
     "deepseek": {"mla"},

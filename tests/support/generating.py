@@ -100,7 +100,7 @@ def describe(llm: Any) -> dict[str, str]:
 def counted(llm: Any) -> dict[str, Any]:
     """The worker's counters since the last call, and vLLM's since its start."""
     [stats] = llm.collective_rpc("sequoia_stats", args=(True,))
-    metrics = {name: metric(llm, f"vllm:spec_decode_num_{name}") for name in SPEC_DECODE}
+    metrics = speculated(llm)
     return {
         **stats,
         **metrics,
@@ -148,6 +148,20 @@ def generate(
             return generate_on(llm, prompts, params)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return {"tokens": completions(outputs), **describe(llm)}
+
+
+def generate_chain(
+    config: dict[str, Any], prompts: list[Any], params: Any, **options: Any
+) -> dict[str, Any]:
+    """Tokens and counters of vLLM's own speculation."""
+    with running(config, **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return {"tokens": completions(outputs), "counts": speculated(llm)}
+
+
+def speculated(llm: Any) -> dict[str, int]:
+    """vLLM's counters of drafts."""
+    return {name: metric(llm, f"vllm:spec_decode_num_{name}") for name in SPEC_DECODE}
 
 
 def generate_on(llm: Any, prompts: list[Any], params: Any) -> dict[str, Any]:

@@ -15,20 +15,13 @@ EAGLE3, DFLASH = (str(MODELS / kind) for kind in ("eagle3", "dflash"))
 
 
 def save_eagle3(
-    directory: Path,
-    target: str,
-    tokens: list[int],
-    seed: int = 0,
-    scale: float = 1.0,
+    directory: Path, target: str, tokens: list[int], seed: int = 0, scale: float = 1.0,
     layers: tuple[int, ...] = (1, 2),
-) -> str:
+) -> str:  # fmt: skip
     """An EAGLE-3 head for this target, with random weights.
 
     Args:
-        directory: Where it goes.
-        target: Folder of a Llama model.
         tokens: The target's tokens that it may draft, ascending.
-        seed: Of its weights.
         scale: Of its LM head's: how sure it is of what it drafts.
         layers: The target's layers before which the hidden states are taken that it reads.
     """
@@ -55,16 +48,7 @@ def save_eagle3(
 def save_dflash(
     directory: Path, target: str, seed: int = 0, scale: float = 1.0, layers: int = 1, **own: Any
 ) -> str:
-    """A DFlash head for this target, with random weights; blocks of 8, mask token 0.
-
-    Args:
-        directory: Where it goes.
-        target: Folder of a Llama model, whose embedding and output it shares.
-        seed: Of its weights.
-        scale: Of its last norm's: how sure it is of what it drafts.
-        layers: Of its own.
-        own: What else its configuration has.
-    """
+    """A DFlash head for this target, with random weights; blocks of 8, mask token 0."""
     config, weights = dflash_parts(target, seed, scale, layers)
     return save_head(directory, {**config, **own}, weights)
 
@@ -104,11 +88,9 @@ def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06, vocab: i
     """A tiny MiMo target with one layer of multi-token prediction (MTP), with random weights.
 
     Args:
-        directory: Where it goes.
         share: How little the layers add to the token's embedding, from 0 to 1: so much do target
             and MTP layer have in common.
         cycle: How sure both are that after a token comes the next one.
-        vocab: Its tokens.
     """
     layers, hidden, width, heads, kv_heads = 2, 64, 128, 2, 1
     head_dim = hidden // heads

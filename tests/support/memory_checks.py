@@ -29,12 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.memory_launch import (
-    ADDRESS_BITS,
-    Finding,
-    MemoryCheckError,
-    MemoryChecks,
-)
+from tests.support.memory_launch import ADDRESS_BITS, Finding, MemoryCheckError, MemoryChecks
 
 __all__ = [
     "Finding",
@@ -52,11 +47,7 @@ _installed: "tuple[MemoryChecks, list[tuple[Any, str, Any]]] | None" = None
 
 
 def install(checks: MemoryChecks | None = None) -> MemoryChecks:
-    """Hooks the interpreter until `uninstall`.
-
-    Raises:
-        RuntimeError: If it is hooked already.
-    """
+    """Hooks the interpreter until `uninstall`."""
     global _installed
     if _installed is not None:
         raise RuntimeError("memory checks are installed already")

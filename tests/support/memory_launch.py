@@ -12,9 +12,7 @@ from tests.support.memory_regions import LiveStorages, Region, Storage, tensors_
 
 OWN = ("sequoia_vllm.",)
 # Kernels whose programs write the same value to the same place, with the reason.
-SAME_VALUE_WRITERS: dict[str, str] = {
-    "exclude_bad_words_kernel": "bad words may end alike: -inf",
-}
+SAME_VALUE_WRITERS: dict[str, str] = {"exclude_bad_words_kernel": "bad words may end alike: -inf"}
 
 _TAG_BITS = 16
 ADDRESS_BITS = 64 - _TAG_BITS
@@ -30,7 +28,6 @@ class Finding:
     """One kind of wrong access of one kernel.
 
     Attributes:
-        kernel: Module and name.
         kind: "read outside", "misaligned read" or "read conflict"; of writes likewise.
         argument: Whose memory was meant.
         details: Programs, offset in bytes from the argument's first, what is there.

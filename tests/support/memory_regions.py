@@ -55,7 +55,7 @@ class Region:
                 (abs(stride) * size, length)
                 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
                 if stride != 0 and length > 1
-            ),
+            )
         )
         extent = size + sum(stride * (length - 1) for stride, length in dimensions)
         run, strides = size, []

@@ -54,14 +54,7 @@ class Machine:
     def seconds(
         self, depth: int, drafts: int, trees: int, rows: int, prompts: int, context: int
     ) -> float:
-        """Seconds of a step.
-
-        Args:
-            depth, drafts, trees: Of the trees that it grows.
-            rows: Tokens that the target reads, of prompts and trees.
-            prompts: Those of prompts.
-            context: Tokens before these.
-        """
+        """Seconds of a step; ``rows`` are those of prompts and trees."""
         seconds = self._pass(rows) + self.context * context
         if drafts > 0:
             seconds += self.draft * depth * self._pass(trees * drafts / depth)
@@ -97,13 +90,10 @@ class Request:
 
 
 def poisson(
-    rng: np.random.Generator,
-    rate: float,
-    count: int,
-    acceptance: Callable[[float], tuple[float, ...]],
-    prompt: Callable[[float], int] = lambda _: 64,
+    rng: np.random.Generator, rate: float, count: int,
+    acceptance: Callable[[float], tuple[float, ...]], prompt: Callable[[float], int] = lambda _: 64,
     output: int = 96,
-) -> list[Request]:
+) -> list[Request]:  # fmt: skip
     """Requests that arrive at random; the functions take a request's place, from 0 to 1."""
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
     outputs = 8 + rng.exponential(output - 8, count).astype(int)

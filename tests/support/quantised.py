@@ -18,10 +18,7 @@ GROUP = 32
 def _int8(name: str, weight: Tensor) -> dict[str, Tensor]:
     """Each row has its scale; a row is what one output is computed from."""
     scale = weight.abs().amax(dim=1, keepdim=True) / 127
-    return {
-        name: (weight / scale).round().to(torch.int8),
-        f"{name}_scale": scale,
-    }
+    return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
 
 
 def _int4(name: str, weight: Tensor) -> dict[str, Tensor]:

@@ -13,12 +13,9 @@ from tests.support.generating import completions, counted
 
 # float32, since tokens are compared; the rest is what the models need.
 DEFAULTS = {
-    "enforce_eager": False,
-    "kv_cache_memory_bytes": None,
-    "max_model_len": 256,
-    "max_num_seqs": 3,
+    "enforce_eager": False, "kv_cache_memory_bytes": None, "max_model_len": 256, "max_num_seqs": 3,
     "skip_tokenizer_init": True,
-}
+}  # fmt: skip
 
 
 @contextmanager

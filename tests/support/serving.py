@@ -26,13 +26,9 @@ DRAFT = "examples/models/draft"
 VLLM = Path(sys.executable).with_name("vllm")
 
 OPTIONS = (
-    "--host=127.0.0.1",
-    "--dtype=float32",
-    "--enforce-eager",
-    "--max-model-len=512",
-    "--max-num-seqs=8",
-    "--kv-cache-memory-bytes=67108864",
-)
+    "--host=127.0.0.1", "--dtype=float32", "--enforce-eager", "--max-model-len=512",
+    "--max-num-seqs=8", "--kv-cache-memory-bytes=67108864",
+)  # fmt: skip
 # A kept connection may be closed by the server just as it is used again.
 FRESH = {"Connection": "close"}
 START_DEADLINE = 240.0  # seconds; an idle two-core machine needs 20

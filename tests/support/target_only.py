@@ -15,12 +15,9 @@ from sequoia_vllm.verification.walk import walk_tree
 
 HERE = __name__
 TARGET_ONLY = VerificationMethod(
-    "target-only",
-    host=f"{HERE}:verify_on_host",
-    kernel=f"{HERE}:launch",
-    compiled=f"{HERE}:compile_host",
-    tables=f"{HERE}:tables_of",
-)
+    "target-only", host=f"{HERE}:verify_on_host", kernel=f"{HERE}:launch",
+    compiled=f"{HERE}:compile_host", tables=f"{HERE}:tables_of",
+)  # fmt: skip
 called: list[str] = []
 
 

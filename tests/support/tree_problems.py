@@ -94,12 +94,9 @@ class Problem:
 
     def reference(self, chance, rule=algorithm_2):
         return rule(
-            self.target.__getitem__,
-            self.draft.__getitem__,
-            self.tokens,
-            children_of(self.parents),
+            self.target.__getitem__, self.draft.__getitem__, self.tokens, children_of(self.parents),
             chance,
-        )
+        )  # fmt: skip
 
 
 def random_problem(rng, max_nodes=8):

@@ -84,15 +84,9 @@ class Request:
 
 
 def run(
-    tree,
-    requests,
-    *,
-    dtype=torch.float32,
-    token_dtype=torch.int32,
-    columns=None,
-    method="sequoia",
+    tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns=None, method="sequoia",
     **options,
-):
+):  # fmt: skip
     """Each request's accepted nodes and emitted tokens, after checking the padding.
 
     ``tree`` is of all requests, or a list with each one's own, of one size.

@@ -42,10 +42,8 @@ def save_other_draft(path: Path, shared: float, extra: int = 40, seed: int = 0) 
     """The embedded draft with all tokens renumbered, and some renamed.
 
     Args:
-        path: Where to.
         shared: So much of its ordinary tokens still have their text; single bytes always have.
         extra: Rows more than it had, without tokens of their own.
-        seed: Decides numbers and names.
     """
     generator = torch.Generator().manual_seed(seed)
     number_of = torch.randperm(SIZE + extra, generator=generator)[:SIZE]

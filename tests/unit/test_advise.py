@@ -57,15 +57,6 @@ def test_a_published_pair_is_predicted_from_the_datasheet():
     assert found["conclusion"].startswith("By these predictions drafting pays: up to ")
 
 
-def test_text_says_what_was_not_measured_and_how_to_serve():
-    shown = advise(LLAMA, "--draft-model", DRAFT, "--device", "NVIDIA H100 80GB HBM3")
-    assert shown.count("predicted") == 3
-    assert "times: roofline, not measured" in shown
-    assert "acceptance: assumed" in shown
-    config = json.dumps({"method": "sequoia", "model": DRAFT})
-    assert f"vllm serve {LLAMA} --speculative-config '{config}'" in shown
-
-
 def test_the_documents_example_is_what_it_prints():
     document = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")
     command = document.split("$ sequoia-vllm advise ")[1].split("\n")[0]

@@ -60,8 +60,13 @@ def test_files_do_not_import_in_circles():
 
 
 def part_of(name: str) -> str | None:
-    """The package or module right below `sequoia_vllm` that a dotted name lies in."""
+    """The package or module right below `sequoia_vllm` that a dotted name lies in.
+
+    What runs a kind of drafter on an engine is a part of its own.
+    """
     parts = name.split(".")
+    if parts[1:2] == ["drafters"] and parts[-1] in ("v1", "v2"):
+        return "running_drafters"
     return parts[1] if parts[0] == "sequoia_vllm" and len(parts) > 1 else None
 
 

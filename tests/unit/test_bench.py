@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from sequoia_vllm.bench import engines, measure, run
-from sequoia_vllm.bench.decode_rate import Arrival, Steady, part_seconds, pooled, steady_part
-from sequoia_vllm.bench.engines import check_memory, engine_options
+from sequoia_vllm.bench.engines import Arrival, check_memory, engine_options, part_seconds
 from sequoia_vllm.bench.measure import (
     NEAR_TIE,
     BenchRuns,
@@ -27,21 +25,27 @@ from sequoia_vllm.bench.measure import (
     rotated,
 )
 from sequoia_vllm.bench.methods import SERVED, BenchError, Kind, chain, methods, plain, sequoia
-from sequoia_vllm.bench.predict import PredictionBasis
 from sequoia_vllm.bench.report import (
     BenchModel,
     BenchReport,
     GreedyCheck,
     Mismatch,
-    SearchedChain,
     disagreement,
+    plot_speeds,
     shown,
 )
-from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, batches
-from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
+from sequoia_vllm.bench.rounds import (
+    BenchSettings,
+    EngineCase,
+    RoundRun,
+    Steady,
+    batches,
+    pooled,
+    steady_part,
+)
+from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, PredictionBasis, results
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.bench import print_report
-from sequoia_vllm.cli.bench_plot import plot_speeds
 from sequoia_vllm.config import OffloadSpec, SequoiaConfig
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_curves import StepRecord
@@ -50,6 +54,7 @@ from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.step_recorder import StepRecorder
 from sequoia_vllm.tree import TokenTree, TreeError
+from tests.support.models import DRAFT, TARGET
 
 # -- methods ---------------------------------------------------------------------
 
@@ -650,19 +655,6 @@ def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     assert "vllm-project/vllm#55005" in printed.err
 
 
-def test_the_search_for_the_best_chain_is_shown_as_a_prediction(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    rows = [
-        SearchedChain(method="m", batch_size=4, temperature=1, drafts=drafts, sampling=sampling,
-                      tokens_per_step=2, tokens_per_second=10 * drafts, run=drafts == 2)
-        for sampling in ([], ["probabilistic", "block"]) for drafts in (1, 2, 3)
-    ]  # fmt: skip
-    print_report(report().model_copy(update={"searched": rows}))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["1", "4", "vLLM's", "default", "10.0", "(20.0)", "30.0"] in lines
-    assert ["1", "4", "probabilistic,", "block", "10.0", "(20.0)", "30.0"] in lines
-
-
 def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
     path = tmp_path / "speeds.svg"
     plot_speeds(report(GROWN), path)
@@ -738,21 +730,7 @@ def test_room_for_whole_trees():
     ],
 )
 def test_wrong_options_are_refused_before_any_engine_starts(options, message):
-    from typer.testing import CliRunner
-
-    from sequoia_vllm.cli import app
-    from tests.support.models import DRAFT, TARGET
-
     command = ["bench", "--model", TARGET, "--draft-model", DRAFT, *options]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
-
-
-def test_help_needs_neither_torch_nor_vllm():
-    code = (
-        "import sys; from typer.testing import CliRunner; from sequoia_vllm.cli import app\n"
-        "assert CliRunner().invoke(app, ['bench', '--help']).exit_code == 0\n"
-        "assert not {'torch', 'vllm', 'matplotlib'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

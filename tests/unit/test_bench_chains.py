@@ -11,13 +11,11 @@ from sequoia_vllm.bench import engines, measure
 from sequoia_vllm.bench.chains import (
     Chain,
     PredictedChain,
-    accepted_share,
     choose,
     predict,
     search_chains,
 )
-from sequoia_vllm.bench.decode_rate import Arrival, steady_part
-from sequoia_vllm.bench.engines import Generation, check_runner
+from sequoia_vllm.bench.engines import Arrival, Generation, check_runner
 from sequoia_vllm.bench.methods import (
     DEFAULT,
     BenchError,
@@ -29,7 +27,7 @@ from sequoia_vllm.bench.methods import (
     sequoia,
     usable_samplings,
 )
-from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, run_round
+from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, run_round, steady_part
 from sequoia_vllm.bench.run import results, searched
 from sequoia_vllm.measuring.engines import EngineSpec
 
@@ -73,8 +71,11 @@ class ConfigWithAll:
         (ConfigWithAll, False, [DEFAULT, PROBABILISTIC]),
     ],
 )
-def test_sampling_is_what_vllms_configuration_and_its_runner_have(config, v2, expected):
-    assert usable_samplings(v2, config) == expected
+def test_sampling_is_what_vllms_configuration_and_its_runner_have(
+    config, v2, expected, monkeypatch
+):
+    monkeypatch.setattr("vllm.config.SpeculativeConfig", config)
+    assert usable_samplings(v2) == expected
 
 
 def test_the_installed_vllm_has_both():
@@ -136,11 +137,6 @@ def test_what_each_request_got_in_each_steady_step():
         Arrival(6.0, (1, 1), True),
     ]
     assert steady_part(arrivals).step_tokens == [2, 4, 1, 1, 1]
-
-
-def test_shares_accepted():
-    shares = [accepted_share([1, 2, 2, 4], drafts) for drafts in range(1, 5)]
-    assert shares == [0.75, 0.25, 0.25, 0]
 
 
 @dataclass

@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from sequoia_vllm.calibration import measure_acceptance as acceptance_module
-from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask, class_name
-from sequoia_vllm.calibration.counts import (
+from sequoia_vllm.calibration.acceptance_task import (
     TAIL,
+    AcceptanceSettings,
+    AcceptanceTask,
     add_counts,
+    class_name,
     estimate_acceptance,
     precision,
     probing_tree,
@@ -42,14 +44,12 @@ tune = import_module("sequoia_vllm.cli.tune")
 
 
 def test_pure_parts_import_no_vllm():
-    modules = [
-        f"calibration.{name}"
-        for name in ("counts", "measure_profile", "measure_acceptance", "tuned_tree")
-    ]
+    calibrating = ("acceptance_task", "measure_profile", "measure_acceptance", "tuned_tree")
+    modules = [f"calibration.{name}" for name in calibrating]
     code = (
         "import sys, "
-        + ", ".join(f"sequoia_vllm.{module}" for module in [*modules, "cli.tune"])
-        + "; assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
+        + ", ".join(f"sequoia_vllm.{one}" for one in [*modules, "cli.tune", "cli.bench", "prompts"])
+        + "; assert not {'vllm', 'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

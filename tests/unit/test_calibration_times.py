@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from sequoia_vllm.calibration import measure_profile
 from sequoia_vllm.calibration.measure_profile import Ladder, ProfileSettings, Rounds
 from sequoia_vllm.cli import app
-from sequoia_vllm.cli.tune_view import print_profile
+from sequoia_vllm.cli.tune_steps import print_profile
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_curves import (
@@ -262,12 +262,8 @@ def test_table(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sum("tokens of context" in line for line in lines) == 2
     assert next(line.split()[:3] for line in lines if "target" in line) == ["2", "target", "10.00"]
-    assert next(line.split() for line in lines if "verification" in line) == [
-        "verification",
-        "0.30",
-        "0.40",
-        "0.70",
-    ]
+    verification = next(line.split() for line in lines if "verification" in line)
+    assert verification == ["verification", "0.30", "0.40", "0.70"]
 
 
 # -- the command -----------------------------------------------------------------
@@ -291,16 +287,7 @@ def test_friendly_errors(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(
         app,
-        [
-            "tune",
-            "--only",
-            "times",
-            "--model",
-            TARGET_MODEL,
-            "--draft-model",
-            DRAFT,
-            *arguments,
-        ],
+        ["tune", "--only", "times", "--model", TARGET_MODEL, "--draft-model", DRAFT, *arguments],
     )
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from sequoia_vllm.bench.engines import speculative_config
 from sequoia_vllm.bench.methods import chain, plain, sequoia
-from sequoia_vllm.cli.measuring import check_models
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
 from sequoia_vllm.measuring.engines import EngineSpec, compare_models
@@ -124,12 +123,3 @@ def test_vllms_chain_is_told_that_the_draft_has_another_vocabulary(tmp_path):
         for method in (plain(), sequoia(draft, "4x2")):
             found = speculative_config(method, EngineSpec(TARGET, draft))
             assert found == method.speculative_config
-
-
-def test_commands_say_that_the_draft_has_another_vocabulary(tmp_path, capsys):
-    check_models(TARGET, str(save_other_draft(tmp_path / "other", shared=0.7)))
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "has another vocabulary" in printed.err
-    check_models(TARGET, DRAFT)
-    assert capsys.readouterr().err == ""

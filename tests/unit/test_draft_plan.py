@@ -17,6 +17,7 @@ from sequoia_vllm.drafting.draft_plan import (
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree import TokenTree
+from tests.support.reference_trees import trees
 
 #        0
 #    1   2   5
@@ -125,7 +126,7 @@ def test_passes_of_the_librarys_trees_fit_where_nothing_is_set(max_num_seqs, bud
     """Also where a user's own schedule drafts the whole tree at all loads."""
     library = TreeLibrary(user=Path("none"))
     for entry in library.entries():
-        schedule, tree = entry.to_schedule(), library.entry(entry.name).tree.tree
+        schedule, tree = entry.to_schedule(), library.entry(entry.name).tree
         drafts = tree.num_speculative_tokens
         if drafts == 0:
             continue
@@ -142,15 +143,8 @@ def test_passes_of_the_librarys_trees_fit_where_nothing_is_set(max_num_seqs, bud
                 assert plan.logits_rows <= 1024, entry.name
 
 
-trees = st.integers(2, 40).flatmap(
-    lambda size: st.tuples(
-        *(st.integers(0, max(node - 1, 0)) for node in range(1, size))
-    ).map(lambda parents: TokenTree((-1, *parents)))
-)  # fmt: skip
-
-
 @settings(max_examples=60, deadline=None)
-@given(trees, st.data())
+@given(trees(40).filter(lambda tree: tree.size > 1), st.data())
 def test_every_batch_has_a_graph_and_fits(tree, data):
     most_rows = data.draw(st.integers(tree.size, 600), "most_rows")
     tiers = data.draw(

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters.registry import HeadShape
+from sequoia_vllm.drafters.registry import HeadShape, drafter
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend.drafts import (
     DraftReader,
@@ -21,16 +21,12 @@ from sequoia_vllm.engine.frontend.drafts import (
 )
 from sequoia_vllm.engine.frontend.refusals import _drafter_reasons
 from sequoia_vllm.tree import TokenTree
-from tests.support.models import DRAFT
 
 TARGET = SimpleNamespace(
-    model="meta-llama/Llama-3.1-8B-Instruct",
-    quantization=None,
-    trust_remote_code=False,
-    config_format="auto",
-    hf_overrides=None,
+    model="meta-llama/Llama-3.1-8B-Instruct", quantization=None, trust_remote_code=False,
+    config_format="auto", hf_overrides=None,
     hf_text_config=SimpleNamespace(hidden_size=4096, num_hidden_layers=32, vocab_size=128256),
-)
+)  # fmt: skip
 LAYER = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
     "intermediate_size": 14336, "num_hidden_layers": 1, "num_attention_heads": 32,
@@ -82,7 +78,7 @@ def kind_of(tmp_path):
     """The kind of a checkpoint with this configuration."""
 
     def kind(config: dict, name: str = "draft", target=TARGET, **keys):
-        return DraftReader(target, SequoiaConfig(**keys)).kind(saved(tmp_path / name, config))
+        return DraftReader(target, SequoiaConfig(**keys)).kind(saved(tmp_path / name, config)).kind
 
     return kind
 
@@ -113,11 +109,6 @@ def test_kinds(kind_of, config, kind):
 def test_the_path_says_nothing(kind_of):
     assert kind_of(LAYER, name="EAGLE3-dflash/eagle-draft") == "model"
     assert kind_of(EAGLE_3, name="a-model") == "eagle3"
-
-
-def test_the_embedded_draft_is_a_model():
-    target = SimpleNamespace(**{**vars(TARGET), "model": "target"})
-    assert DraftReader(target, SequoiaConfig()).kind(DRAFT) == "model"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +244,7 @@ def test_narrow_heads_of_the_target(kind_of):
 )  # fmt: skip
 def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
     draft = saved(tmp_path, config)
-    found = reader().shapes(draft, kind)
+    found = reader().shapes(draft, drafter(kind))
     assert found.head == kind
     assert found.draft.head == head
     assert found.draft.name == draft
@@ -263,8 +254,8 @@ def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
 @pytest.mark.slow
 def test_drafts_that_cannot_be_read_are_vllms_to_refuse(tmp_path):
     missing = str(tmp_path / "nothing")
-    assert reader().kind(missing) == "model"
-    assert reader(drafter="eagle3").kind(missing) == "eagle3"
+    assert reader().kind(missing).kind == "model"
+    assert reader(drafter="eagle3").kind(missing).kind == "eagle3"
 
 
 def test_a_dflash_head_whose_root_predicts(kind_of):
@@ -301,7 +292,7 @@ def test_levels_that_a_block_has(tmp_path, config, levels):
     draft = saved(tmp_path, config)
     kind = reader().kind(draft)
     assert reader().levels(draft, kind) == drafted_levels(reader().read(draft)) == levels
-    assert reader().levels(draft, "eagle3") is None
+    assert reader().levels(draft, drafter("eagle3")) is None
     shape = reader().shapes(draft, kind).draft
     assert shape is not None
     assert shape.head is not None
@@ -309,15 +300,15 @@ def test_levels_that_a_block_has(tmp_path, config, levels):
 
 
 def test_what_vllm_takes_by_its_name():
-    check_method("model", "a/draft", "draft_model")
-    check_method("eagle3", "a/head", "eagle3")
+    check_method(drafter("model"), "a/draft", "draft_model")
+    check_method(drafter("eagle3"), "a/head", "eagle3")
     with pytest.raises(ConfigError) as error:
-        check_method("model", "/models/eagle-3/draft", "eagle")
+        check_method(drafter("model"), "/models/eagle-3/draft", "eagle")
     assert "put it into a folder without" in str(error.value)
 
 
-def engine(drafter: str, use_v2: bool) -> SimpleNamespace:
-    settings = SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter=drafter)
+def engine(kind: str, use_v2: bool) -> SimpleNamespace:
+    settings = SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter=kind)
     speculative_config = SimpleNamespace()
     settings.store(speculative_config)
     return SimpleNamespace(

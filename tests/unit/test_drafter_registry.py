@@ -1,11 +1,15 @@
 """The registry of drafters: one registration adds a kind; classes that do not fit are refused."""
 
+import ast
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
 
+import sequoia_vllm
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.recognition import recognise
@@ -35,7 +39,7 @@ class Echo(Drafter):
     name = "an Echo head"
     rank = 0
     method = "eagle3"
-    proposer = "tests.unit.test_drafter_registry.EchoProposer"
+    on_v2 = "tests.unit.test_drafter_registry.NoDrafter"
     in_one_pass = True
     signs = (Sign("architecture", r"Echo.*"), Sign("field", "echo_levels"))
     known = (KnownDrafter(r"a/target", "a/echo", "a paper"),)
@@ -47,8 +51,8 @@ class Echo(Drafter):
         return HeadShape(kind=self.kind, reads=config.count("hidden_size"), levels=3)
 
 
-class EchoProposer:
-    """No proposer of trees."""
+class NoDrafter:
+    """It drafts no trees."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +69,33 @@ def echo():
     register(Echo)
 
 
-def test_the_package_has_a_module_for_each_kind():
+def test_the_package_has_a_folder_for_each_kind():
     assert list(DRAFTERS) == ["dspark", "dflash", "eagle3", "mtp", "model"]
-    modules = {type(kind).__module__.rpartition(".")[2] for kind in DRAFTERS.values()}
-    assert modules == set(DRAFTERS)
+    folders = {type(kind).__module__.rpartition(".")[2] for kind in DRAFTERS.values()}
+    assert folders == set(DRAFTERS)
+
+
+def names_in(file: Path) -> Iterator[str]:
+    """Names of modules and attributes, and whole strings, of a file's code."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+        for found in (getattr(node, field, None) for field in ("value", "id", "attr", "name")):
+            if isinstance(found, str):
+                yield from (found, found.removeprefix("use_"))
+
+
+def test_nothing_else_knows_a_kind_by_its_name():
+    """But for "model", which is also a key of the configuration, and the default."""
+    package = Path(sequoia_vllm.__file__).parent
+    others = [
+        file
+        for file in package.rglob("*.py")
+        if file.parent.parent != package / "drafters" or file.parent.name not in DRAFTERS
+    ]
+    assert len(others) > 200
+    known = {str(file): set(names_in(file)) & DRAFTERS.keys() - {"model"} for file in others}
+    assert {file: kinds for file, kinds in known.items() if kinds} == {}
 
 
 @pytest.mark.usefixtures("echo")
@@ -85,21 +112,22 @@ def test_one_registration_makes_a_kind_recognised():
 @pytest.mark.usefixtures("echo")
 def test_one_registration_makes_a_kind_drafted_with():
     pytest.importorskip("vllm")
-    from sequoia_vllm.engine.frontend.drafts import ResolvedDraft, drafted_levels
-    from sequoia_vllm.engine.frontend.resolve import find_draft, resolve
+    from sequoia_vllm.engine.frontend.draft_choice import find_draft
+    from sequoia_vllm.engine.frontend.drafts import drafted_levels
+    from tests.support.plans import planned
 
-    draft = find_draft(SequoiaConfig(), "a/target", list(DRAFTERS), lambda name: "echo")
-    assert draft == ResolvedDraft("a/echo", "echo")
+    own = DRAFTERS["echo"]
+    found = find_draft(SequoiaConfig(), "a/target", list(DRAFTERS.values()), lambda name: own)
+    assert found == ("a/echo", own)
     assert drafted_levels(SimpleNamespace(**ECHO)) == 3
-    pair = PairKey("NVIDIA H200", "a/target", draft.name, "bfloat16")
+    pair = PairKey("NVIDIA H200", "a/target", "a/echo", "bfloat16")
     for tree, fits in ({"size": 8, "depth": 3}, True), ({"size": 8, "depth": 4}, False):
         config = SequoiaConfig.parse({"method": "sequoia", "tree": tree}).loaded()
-        deep = ResolvedDraft(draft.name, draft.kind, levels=3)
         if fits:
-            assert resolve(config, pair, deep).settings.drafter == "echo"
+            assert planned(config, pair, "echo", levels=3).settings.drafter == "echo"
         else:
             with pytest.raises(ConfigError, match="the Echo head 'a/echo' drafts 3 at most"):
-                resolve(config, pair, deep)
+                planned(config, pair, "echo", levels=3)
 
 
 def engine(kind: str) -> SimpleNamespace:
@@ -114,35 +142,26 @@ def engine(kind: str) -> SimpleNamespace:
 
 
 @pytest.mark.usefixtures("echo")
-def test_one_registration_selects_the_proposer(monkeypatch):
+def test_one_registration_selects_the_drafter():
+    """`test_table_drafter` drafts with one."""
     pytest.importorskip("vllm")
     from sequoia_vllm.engine.v2 import runner
-    from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 
     with pytest.raises(
-        TypeError, match="EchoProposer, the proposer of an Echo head, is not a TreeProposerV2"
+        TypeError, match="NoDrafter, which drafts with an Echo head, is not a TreeDrafter"
     ):
         runner.new_proposer(engine("echo"), None, None, None, None)
 
-    class Proposer(TreeProposerV2):
-        def __init__(self, *given):
-            self.given = given
-
-    Proposer.__abstractmethods__ = frozenset()
-
-    monkeypatch.setattr(f"{__name__}.EchoProposer", Proposer)
-    monkeypatch.setattr(runner, "as_alone", lambda vllm_config: "alone")
-    made = runner.new_proposer(engine("echo"), "device", "states", "tables", "backend")
-    assert made.given == ("alone", "device", "states", "tables", "backend")
-
 
 @pytest.mark.parametrize("kind", DRAFTERS.values(), ids=DRAFTERS)
-def test_the_proposers_of_each_kind_are_there(kind):
+def test_what_runs_each_kind_is_there(kind):
     pytest.importorskip("vllm")
-    from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
+    from sequoia_vllm.engine.v1.proposer import DrafterV1
+    from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 
-    for path in (kind.proposer, *kind.proposers.values()):
-        assert issubclass(resolve_name(path), TreeProposerV2)
+    for path in (kind.on_v2, *kind.on_v2_by_architecture.values()):
+        assert issubclass(resolve_name(path), TreeDrafter)
+    assert kind.is_head or issubclass(resolve_name(kind.on_v1), DrafterV1)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +171,7 @@ def test_the_proposers_of_each_kind_are_there(kind):
         ({"levels": 3}, "levels is no method of (self, config)"),
         ({"problem": lambda self: None}, "problem is no method of (self, config)"),
         ({"kind": "eagle3"}, "there is a kind 'eagle3' already"),
-        ({"proposer": "EchoProposer"}, "'EchoProposer' is no dotted path of a class"),
+        ({"on_v2": "NoDrafter"}, "'NoDrafter' is no dotted path of a class"),
         ({"name": "Echo"}, "the name 'Echo' has no article"),
         ({"is_head": False}, "only heads draft in one pass or are the target's own"),
     ],
@@ -161,7 +180,7 @@ def test_classes_that_do_not_fit_are_refused(changes, problem):
     before = dict(DRAFTERS)
     with pytest.raises(TypeError, match=re.escape(problem)):
         register(type("Odd", (Echo,), changes))
-    with pytest.raises(TypeError, match="method is missing; name is missing; proposer is missing"):
+    with pytest.raises(TypeError, match="method is missing; name is missing; on_v2 is missing"):
         register(type("Bare", (Drafter,), {"kind": "bare", "rank": 1}))
     assert before == DRAFTERS
 

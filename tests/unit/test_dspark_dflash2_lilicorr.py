@@ -4,7 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from sequoia_vllm.engine.v2.drafting.dspark_dflash2_lilicorr import CandidateLogits, MarkovLogits
+from sequoia_vllm.drafters.dflash.v2 import CandidateLogits
+from sequoia_vllm.drafters.dspark.v2 import MarkovLogits
 
 NONE = float("-inf")
 

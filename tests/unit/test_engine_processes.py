@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 pytest.importorskip("torch")
-from sequoia_vllm.measuring.engine_processes import engines_end_here
-from sequoia_vllm.measuring.interrupts import Terminated
+from sequoia_vllm.measuring.interrupts import Terminated, engines_end_here
 from tests.support.ending import in_the_background
 
 # A command whose "engine" has a worker, an orphan that ignores SIGTERM, shared memory, a
@@ -20,10 +19,10 @@ from tests.support.ending import in_the_background
 COMMAND = """
 import multiprocessing, os, subprocess, sys, tempfile, time
 from multiprocessing import shared_memory
-from sequoia_vllm.measuring import process_tree
-from sequoia_vllm.measuring.engine_processes import engines_end_here
+from sequoia_vllm.measuring import interrupts
+from sequoia_vllm.measuring.interrupts import engines_end_here
 from sequoia_vllm.measuring.interrupts import exit_code
-process_tree.SECONDS_TO_END = 1
+interrupts.SECONDS_TO_END = 1
 
 def worker():
     time.sleep(600)

@@ -16,7 +16,6 @@ transformers = pytest.importorskip("transformers")
 
 KINDS = ("eagle3", "dflash")
 ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "dflash": "DFlashDraftModel"}
-MAX_BYTES = 6_000_000
 VOCAB, HIDDEN, LENGTH, LIKELY = 96, 32, 24, 16
 LAYERS = (1, 2, 4)
 
@@ -72,25 +71,14 @@ def new_head(kind, scripts, target):
 
 
 class TestExampleHeads:
-    def test_take_at_most_6_mb(self):
-        files = [path for kind in KINDS for path in (MODELS / kind).iterdir()]
-        assert {path.name for path in files} == {
-            "config.json",
-            "model.safetensors",
-            "metrics.json",
-        }
-        assert sum(path.stat().st_size for path in files) <= MAX_BYTES
-
     @pytest.mark.parametrize("kind", KINDS)
     def test_vllm_knows_their_method_and_architecture(self, kind):
         config = pytest.importorskip("vllm.config")
         speculative = config.SpeculativeConfig(
-            method=kind,
-            model=str(MODELS / kind),
-            num_speculative_tokens=4,
+            method=kind, model=str(MODELS / kind), num_speculative_tokens=4,
             target_model_config=config.ModelConfig(str(MODELS / "target")),
             target_parallel_config=config.ParallelConfig(),
-        )
+        )  # fmt: skip
         draft = speculative.draft_model_config
         assert draft.architectures == [ARCHITECTURES[kind]]
         architecture = draft.registry.resolve_model_cls(draft.architectures, draft)[1]
@@ -116,47 +104,12 @@ class TestExampleHeads:
         metrics = json.loads((MODELS / kind / "metrics.json").read_text("utf-8"))
         assert metrics["parameters"] == sum(one.numel() for one in head.parameters())
 
-    def test_the_draft_vocabulary_is_of_different_tokens_of_the_target(self):
-        safetensors = pytest.importorskip("safetensors.torch")
-        weights = safetensors.load_file(MODELS / "eagle3" / "model.safetensors")
-        drafted = weights["d2t"] + torch.arange(len(weights["d2t"]))
-        assert (drafted.diff() > 0).all()
-        assert weights["t2d"].nonzero()[:, 0].tolist() == drafted.tolist()
 
-
-class TestCard:
-    @pytest.fixture
-    def card(self):
-        """Its text, whatever lines it is broken into."""
-        return " ".join((MODELS / "README.md").read_text("utf-8").split())
-
-    @pytest.fixture
-    def evaluation(self):
-        return json.loads((MODELS / "heads.json").read_text("utf-8"))
-
-    def test_shows_the_evaluation(self, card, evaluation):
-        assert set(evaluation["quality"]) == {"draft", *KINDS}
-        for chains in evaluation["quality"].values():
-            assert set(chains) == {"4", "7"}
-            for count, chain in chains.items():
-                mean, error = chain["tokens_per_step"].values()
-                depths = " ".join(f"{share:.2f}" for share in chain["acceptance"])
-                assert f"| {count} | {mean:.3f} | {error:.3f} | {depths} |" in card
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_shows_the_last_loss_and_the_parameters(self, kind, card):
-        metrics = json.loads((MODELS / kind / "metrics.json").read_text("utf-8"))
-        last = metrics["validation_loss"][-1]
-        assert f"{last['loss']:.3f} after {last['step']}" in card
-        assert f"{metrics['parameters']:,}" in card
-
-    def test_heads_draft_better_than_the_draft(self, evaluation):
-        """At the same length; or nobody would want them."""
-        means = {
-            name: chains["4"]["tokens_per_step"]["mean"]
-            for name, chains in evaluation["quality"].items()
-        }
-        assert means["eagle3"] > means["draft"]
+def test_heads_draft_better_than_the_draft():
+    """At the same length; or nobody would want them."""
+    measured = json.loads((MODELS / "heads.json").read_text("utf-8"))["quality"]
+    head, draft = (measured[name]["4"]["tokens_per_step"]["mean"] for name in ("eagle3", "draft"))
+    assert head > draft
 
 
 class TestTarget:
@@ -169,10 +122,6 @@ class TestTarget:
         assert torch.equal(features[1], hidden[2])
         # What transformers calls the last has been normed.
         torch.testing.assert_close(target._model.model.norm(features[2]), hidden[4])
-
-    def test_what_follows_a_text_changes_nothing(self, target):
-        text = tokens(1)
-        torch.testing.assert_close(target(text)[:, :9], target(text[:, :9]))
 
     def test_layers_are_vllms_own_choice(self, scripts):
         def layers(count):

@@ -7,16 +7,16 @@ import pytest
 pytest.importorskip("torch")
 
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.frontend.expected_gain import ExpectedGain, gain_line
-from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
+from sequoia_vllm.engine.frontend.tree_choice import ExpectedGain, gain_line
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import TokenTree
+from tests.support.plans import chosen
 
 ADAPTS = "drafts as many as measurements show to pay"
 
 
 def line(gain, size=16, adapts=True, on_cpu=False):
-    level, text = gain_line(gain, "d", size, 4, adapts=adapts, on_cpu=on_cpu)
+    level, text = gain_line(gain, "draft model d", size, 4, adapts=adapts, on_cpu=on_cpu)
     assert text.startswith(f"draft model d; up to {size - 1} drafts, depth 4: ")
     assert len(text) < 240
     return level, text.split("depth 4: ")[1]
@@ -64,13 +64,13 @@ EPYC = PairKey("AMD EPYC", "examples/models/target", "examples/models/draft", "f
 
 def gain(pair=H200, **keys):
     config = SequoiaConfig.parse({"method": "sequoia", **keys}).loaded()
-    return choose_engine_tree(config, pair).gain
+    return chosen(config, pair).gain
 
 
 def test_the_expected_gain_is_of_the_choice(tmp_path):
-    chosen = gain(tree="auto")
-    assert chosen.speedup > 1
-    assert chosen.source == "roofline, not measured"
+    found = gain(tree="auto")
+    assert found.speedup > 1
+    assert found.source == "roofline, not measured"
     assert gain(tree="h200/70b-1b/shipped").speedup > 1
     assert gain(EPYC, tree="h200/70b-1b/shipped") == ExpectedGain(made_for="h200")
     assert gain(EPYC).pays is False  # and 16 nodes are drafted all the same

@@ -12,11 +12,7 @@ from sequoia_vllm.hardware.device import (
     nearest,
     normalize,
 )
-from sequoia_vllm.hardware.models import (
-    model_classes,
-    parameters_from_name,
-    size_name,
-)
+from sequoia_vllm.hardware.models import model_classes, parameters_from_name, size_name
 
 NAMES = {
     "a100-40gb": ["NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"],

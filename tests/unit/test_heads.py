@@ -7,11 +7,10 @@ import math
 
 import pytest
 
-from benchmarks.memory import memory_fit
-from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.device import identify
+from sequoia_vllm.hardware.interconnect import Assumptions
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import PairShapes, model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
@@ -206,13 +205,6 @@ def test_a_step_is_the_sum_of_its_parts():
         assert cost.tree_seconds(prefixes, 1) == pytest.approx(expected)
 
 
-def test_memory_has_no_embedding_of_a_head():
-    pair = model_classes("heads")["8b-eagle3"]
-    device = identify("h100-sxm").spec
-    fit = memory_fit(device, pair.target, pair.draft)
-    assert fit.weights_bytes == pair.target.weights_bytes(2) + 2 * (374_341_632 + FC)
-
-
 # -- trees -------------------------------------------------------------------------
 
 
@@ -238,12 +230,6 @@ def test_a_tree_has_no_more_levels_than_the_head_drafts():
     short = profile.model_copy(update={"head": profile.head.model_copy(update={"levels": 6})})
     assert choose_tree(SHIPPED, short).depth == 6
     assert choose_schedule(SHIPPED, short, [1, 4]).tree.depth <= 6
-
-
-def test_profiles_are_read_back():
-    for name in model_classes("heads"):
-        profile = predicted(name)
-        assert Profile.model_validate(profile.to_dict()) == profile
 
 
 def test_one_pass_needs_its_time(tmp_path):
@@ -305,7 +291,7 @@ def test_trees_of_heads_are_computed(tmp_path, name, words):
     pair = model_classes("heads")[name]
     profile = roofline_profile(identify(H100).spec, pair.target, pair.draft)
     vector = Acceptance.of(found.entry.acceptance)
-    assert found.entry.tree.tree == choose_schedule(vector, profile).tree
+    assert found.entry.tree == choose_schedule(vector, profile).tree
 
 
 def test_the_name_of_a_head_has_its_targets_size():

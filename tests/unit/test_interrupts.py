@@ -14,18 +14,17 @@ from contextlib import suppress
 import pytest
 
 from sequoia_vllm import orphans
-from sequoia_vllm.measuring import engine_processes, interrupts, process_tree
-from sequoia_vllm.measuring.engine_processes import processes_end_here
-from sequoia_vllm.measuring.interrupts import Terminated, interrupts_get_through
+from sequoia_vllm.measuring import interrupts
+from sequoia_vllm.measuring.interrupts import Terminated, interrupts_get_through, processes_end_here
 from tests.support.ending import ENDED, still_there
 
 # A command that starts one engine after the other, each with a worker. They ignore the signals, as
 # an engine core does that is starting. The main thread waits as told while an engine works.
 COMMAND = """
 import hashlib, multiprocessing, signal, sys, time
-from sequoia_vllm.measuring import interrupts, process_tree
-from sequoia_vllm.measuring.engine_processes import processes_end_here
-process_tree.SECONDS_TO_END = 0.5
+from sequoia_vllm.measuring import interrupts
+from sequoia_vllm.measuring.interrupts import processes_end_here
+interrupts.SECONDS_TO_END = 0.5
 STOPPING = signal.SIGINT, signal.SIGTERM
 
 def start(method, workers):
@@ -124,7 +123,7 @@ def _start_engine(number: int, waited: list[str]) -> None:
 def test_a_signal_while_engines_end_ends_the_command(monkeypatch):
     """It must not get lost: the next engine would start."""
     monkeypatch.setattr(
-        engine_processes, "end_processes", lambda spared: os.kill(os.getpid(), signal.SIGTERM)
+        interrupts, "end_processes", lambda spared: os.kill(os.getpid(), signal.SIGTERM)
     )
     ended = []
     with pytest.raises(Terminated):
@@ -139,8 +138,8 @@ def _end(ended: list[str]) -> None:
 
 def test_signals_of_forks_are_theirs(monkeypatch):
     killed = []
-    monkeypatch.setattr(process_tree, "SECONDS_TO_END", 0.0)
-    monkeypatch.setattr(process_tree, "kill_processes", killed.append)
+    monkeypatch.setattr(interrupts, "SECONDS_TO_END", 0.0)
+    monkeypatch.setattr(interrupts, "kill_processes", killed.append)
     with processes_end_here():
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         child.start()

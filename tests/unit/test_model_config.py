@@ -35,8 +35,7 @@ def shape(config, **changes):
 
 
 @pytest.mark.parametrize(
-    ("config", "name"),
-    [(LLAMA_3, "meta-llama/Llama-3.1-8B"), (QWEN_3, "Qwen/Qwen3-0.6B")],
+    ("config", "name"), [(LLAMA_3, "meta-llama/Llama-3.1-8B"), (QWEN_3, "Qwen/Qwen3-0.6B")]
 )
 def test_the_shapes_of_the_table(config, name):
     table = {s.name: s for c in model_classes().values() for s in (c.target, c.draft)}

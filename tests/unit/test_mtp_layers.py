@@ -12,9 +12,10 @@ from vllm.config.speculative import MTPModelTypes
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters.kinds.mtp import DENSE, MODEL_TYPES
-from sequoia_vllm.engine.frontend.drafts import DraftReader, ResolvedDraft, check_method
-from sequoia_vllm.engine.frontend.resolve import find_draft
+from sequoia_vllm.drafters.mtp import DENSE, MODEL_TYPES
+from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.engine.frontend.draft_choice import find_draft
+from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method
 
 
 def target(
@@ -27,7 +28,7 @@ def target(
 
 
 def kind_of(given: SimpleNamespace) -> str:
-    return DraftReader(given, SequoiaConfig(drafter="mtp")).kind(given.model)
+    return DraftReader(given, SequoiaConfig(drafter="mtp")).kind(given.model).kind
 
 
 def test_mimo_drafts_for_itself():
@@ -61,12 +62,12 @@ def test_vllm_knows_the_layers():
 
 def found(kinds, **keys):
     config = SequoiaConfig.parse({"method": "sequoia", "drafter": "mtp", **keys})
-    return find_draft(config, "a/target", kinds, lambda draft: "mtp")
+    return find_draft(config, "a/target", [*map(drafter, kinds)], lambda _: drafter("mtp"))
 
 
 def test_no_model_is_given_with_them():
     for keys in ({}, {"model": "a/target"}):
-        assert found(("model", "mtp"), **keys) == ResolvedDraft("a/target", "mtp")
+        assert found(("model", "mtp"), **keys) == ("a/target", drafter("mtp"))
     with pytest.raises(ConfigError, match='"model" is \'a/head\': leave "model" out'):
         found(("model", "mtp"), model="a/head")
     with pytest.raises(ConfigError, match="needs vLLM's Model Runner V2"):
@@ -74,6 +75,6 @@ def test_no_model_is_given_with_them():
 
 
 def test_what_vllm_takes_by_the_name_of_the_target():
-    check_method("mtp", "a/target", "mtp")
+    check_method(drafter("mtp"), "a/target", "mtp")
     with pytest.raises(ConfigError, match="put it into a folder without"):
-        check_method("mtp", "/models/eagle-3/target", "eagle")
+        check_method(drafter("mtp"), "/models/eagle-3/target", "eagle")

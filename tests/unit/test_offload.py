@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.offload import weight_file
-from sequoia_vllm.offload.layer_ring import LayerRing
-from sequoia_vllm.offload.weight_file import OffloadError, WeightFile
+from sequoia_vllm.engine.offload import weight_file
+from sequoia_vllm.engine.offload.layer_ring import LayerRing
+from sequoia_vllm.engine.offload.weight_file import OffloadError, WeightFile
 
 
 @pytest.fixture
@@ -99,25 +99,21 @@ def test_reading_goes_on_while_a_layer_is_computed(disk):
     file.close()
 
 
-def test_a_changed_file_is_noticed(disk, small_chunks):
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (lambda file, begin: os.pwrite(file, b"other", begin + 20_000),
+         "at byte 49152: what the disk gave is not what was"),
+        (lambda file, begin: os.ftruncate(file, begin + 4096), r"the disk gave \d+ of 8192 bytes"),
+    ],
+)  # fmt: skip
+def test_changes_and_short_reads_are_noticed(disk, small_chunks, damage, error):
     file = WeightFile(disk)
     regions, _ = sealed(file, [30_000, 30_000])
-    os.pwrite(file._file.fileno(), b"other", regions[1].offset + 20_000)
+    damage(file._file.fileno(), regions[1].offset)
     ring = LayerRing(file, regions, 2)
     ring.start()
-    with pytest.raises(OffloadError, match=r"at byte 49152: what the disk gave is not what was"):
-        compute(ring, 2)
-    ring.close()
-    file.close()
-
-
-def test_a_short_read_is_noticed(disk, small_chunks):
-    file = WeightFile(disk)
-    regions, _ = sealed(file, [30_000, 30_000])
-    os.ftruncate(file._file.fileno(), regions[1].offset + 4096)
-    ring = LayerRing(file, regions, 2)
-    ring.start()
-    with pytest.raises(OffloadError, match=r"the disk gave \d+ of 8192 bytes"):
+    with pytest.raises(OffloadError, match=error):
         compute(ring, 2)
     ring.close()
     file.close()
@@ -191,7 +187,7 @@ def test_too_few_buffers(disk):
 
 FREED_AND_WANTED = """
 from resource import RUSAGE_SELF, getrusage
-from sequoia_vllm.offload.layer_ring import keep_freed_memory
+from sequoia_vllm.engine.offload.layer_ring import keep_freed_memory
 
 def faults():
     before = getrusage(RUSAGE_SELF).ru_minflt

@@ -10,9 +10,6 @@ pytest.importorskip("torch")
 
 from sequoia_vllm.calibration.tuned_tree import check_profile
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.frontend.drafts import ResolvedDraft
-from sequoia_vllm.engine.frontend.resolve import resolve
-from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes, every_class
@@ -23,6 +20,7 @@ from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.user_files import adaptation_path
+from tests.support.plans import chosen, planned
 from tests.unit.test_computed_trees import learned
 
 L40, CPU = "NVIDIA L40", "AMD EPYC"
@@ -83,7 +81,7 @@ def test_no_tree_is_made_up_where_it_is_not_known_what_is_read(library):
     pair = replace(OFFLOADED, device="NVIDIA H100 80GB HBM3", offloading="uva-60gib-experts")
     with pytest.raises(LibraryError, match=r"how much.*give a tree size"):
         library.select(pair, shapes=replace(IN_MEMORY, problem="how much is not known"))
-    choice = choose_engine_tree(SequoiaConfig(model="some/draft"), pair, IN_MEMORY)
+    choice = chosen(SequoiaConfig(model="some/draft"), pair, IN_MEMORY)
     assert (choice.tree.size, choice.tree.depth) == (64, 8)
 
 
@@ -99,11 +97,11 @@ def test_targets_on_a_disk_have_the_default_tree_before_they_are_tuned(library):
     pair = PairKey(CPU, "/m/t", "/m/d", "bfloat16", offloading="disk-0gib")
     shapes = PairShapes(small.target, small.draft)
     config = SequoiaConfig(model="/m/d", tree="auto")
-    from_disk = choose_engine_tree(config, pair, shapes)
-    in_memory = choose_engine_tree(config, replace(pair, offloading=None), shapes)
+    from_disk = chosen(config, pair, shapes)
+    in_memory = chosen(config, replace(pair, offloading=None), shapes)
     assert (from_disk.tree.size, in_memory.tree.size) == (64, 16)
     assert from_disk.device is in_memory.device is None
-    short = choose_engine_tree(config, pair, shapes, max_model_len=64)
+    short = chosen(config, pair, shapes, max_model_len=64)
     assert short.tree == from_disk.tree.trim(16)
 
 
@@ -136,7 +134,7 @@ def test_what_was_learned_serves_engines_like_it(library):
 def resolved(pair: PairKey):
     shapes = IN_MEMORY if pair.offloading is None else SHAPES
     config = SequoiaConfig(model=pair.draft, tree="auto")
-    return resolve(config, pair, ResolvedDraft(pair.draft, shapes=shapes))
+    return planned(config, pair, shapes=shapes)
 
 
 def test_tuning_takes_no_times_of_streamed_weights():
@@ -153,7 +151,7 @@ def test_tuning_takes_no_times_of_streamed_weights():
 def test_named_trees_say_what_they_were_made_for():
     def gain(pair: PairKey, name: str):
         config = SequoiaConfig(model=pair.draft, tree=name).loaded()
-        return choose_engine_tree(config, pair).gain
+        return chosen(config, pair).gain
 
     in_memory, offloaded = "l40/70b-8b/shipped", "l40/70b-8b-offloaded/shipped"
     assert gain(NAMED, in_memory).speedup < 4 < gain(OFFLOADED, offloaded).speedup

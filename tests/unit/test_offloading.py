@@ -16,7 +16,7 @@ from sequoia_vllm.engine.offload.vllms import (
     offloading_backend,
     report_offloading,
 )
-from sequoia_vllm.engine.v2.drafting.tree_speculator import nothing_offloaded
+from sequoia_vllm.engine.v2.drafting.drafter import nothing_offloaded
 
 DEVICE = torch.device("meta")
 PREFETCH = PrefetchOffloadConfig(offload_group_size=2)

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.tree import (
-    Acceptance,
-    Frontier,
-    TokenTree,
-    TreeError,
-    optimize_tree,
-)
+from sequoia_vllm.tree import Acceptance, Frontier, TokenTree, TreeError, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 from tests.support.reference_trees import (
     acceptances,
@@ -192,16 +186,10 @@ class TestLimits:
         assert tree.size == 1 + 2 + 4
         assert optimize_tree([0.5, 0.3], 100, max_depth=3, max_branch=1).size == 4
 
-    def test_no_branch_beyond_the_vector(self):
-        assert optimize_tree([0.5, 0.3], 50, max_depth=1, max_branch=40).size == 3
-
     def test_root_only(self):
         assert optimize_tree([0.5], 1).parents == (-1,)
         assert Frontier.of([0.5], 1, 3).expected_tokens.tolist() == [[0, 0, 0, 0], [1, 1, 1, 1]]
         assert Frontier.of([0.5], 4, 3).tree(4, 0).parents == (-1,)
-
-    def test_deeper_than_the_size_is_no_limit(self):
-        assert optimize_tree([0.9], 6, max_depth=50) == optimize_tree([0.9], 6)
 
     def test_tiny_probabilities_do_not_underflow_into_nonsense(self):
         tree = optimize_tree([0.1], 400)

@@ -13,21 +13,9 @@ from tests.oracles.attention import (
     random_ancestors,
     tree_attention_reference,
 )
-from tests.oracles.laws import (
-    ChiSquare,
-    assert_same_law,
-    chi_square,
-    outcomes,
-    plackett_luce,
-)
+from tests.oracles.laws import ChiSquare, assert_same_law, chi_square, outcomes, plackett_luce
 from tests.oracles.random_numbers import philox, race_scores
-from tests.oracles.verification import (
-    Uniforms,
-    algorithm_2,
-    children_of,
-    match,
-    normalized,
-)
+from tests.oracles.verification import Uniforms, algorithm_2, children_of, match, normalized
 
 # -- chi-square ----------------------------------------------------------------------
 

@@ -8,10 +8,9 @@ import time
 import pytest
 from rich.console import Console
 
-from sequoia_vllm.cli import progress
+from sequoia_vllm.cli import common
+from sequoia_vllm.cli.common import ProgressLines, progress_bar
 from sequoia_vllm.cli.measuring import measuring
-from sequoia_vllm.cli.progress import ProgressLines, progress_bar
-from sequoia_vllm.cli.tune_steps import _stages
 
 
 class Clock:
@@ -91,7 +90,7 @@ def printed_after(text, count, capfd, seconds=10.0):
 
 
 def test_lines_go_to_standard_error_while_a_step_takes_long(capfd, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+    monkeypatch.setattr(common, "LINE_SECONDS", 0.01)
     with measuring("acceptance:", "interrupted") as report:
         report("starting the engine", 0, 1)
         assert "acceptance: starting the engine" in printed_after("starting the engine", 2, capfd)
@@ -105,7 +104,7 @@ def test_lines_go_to_standard_error_while_a_step_takes_long(capfd, monkeypatch):
 
 
 def test_lines_end_with_an_error(monkeypatch):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+    monkeypatch.setattr(common, "LINE_SECONDS", 0.01)
     with pytest.raises(RuntimeError, match="broken"), progress_bar("bench:"):
         raise RuntimeError("broken")
     assert "progress" not in {thread.name for thread in threading.enumerate()}
@@ -114,19 +113,12 @@ def test_lines_end_with_an_error(monkeypatch):
 def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(
-        progress, "error_console", lambda: Console(file=terminal, force_terminal=True, width=100)
+        common, "error_console", lambda: Console(file=terminal, force_terminal=True, width=100)
     )
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+    monkeypatch.setattr(common, "LINE_SECONDS", 0.01)
     with progress_bar("bench:") as report:
         report("round 1", 3, 8)
         time.sleep(0.05)
         assert "progress" not in {thread.name for thread in threading.enumerate()}
     assert "3/8" in terminal.getvalue()
     assert "so far" not in terminal.getvalue()
-
-
-def test_tune_names_its_stages():
-    assert list(_stages(("acceptance", None), ("profile", None))) == [
-        "1 of 2, then profile: ", "2 of 2: ",
-    ]  # fmt: skip
-    assert list(_stages(("acceptance", "given"), ("profile", None))) == ["1 of 1: "]

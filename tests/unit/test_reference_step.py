@@ -42,8 +42,7 @@ def test_greedy_tokens_are_those_of_plain_decoding():
 
 
 @pytest.mark.parametrize(
-    ("parents", "temperature"),
-    [*((SHAPES[name], 1.0) for name in SHAPES), (SHAPES["tree"], 0.5)],
+    ("parents", "temperature"), [*((SHAPES[name], 1.0) for name in SHAPES), (SHAPES["tree"], 0.5)]
 )
 def test_three_tokens_have_the_targets_law(parents, temperature):
     """A chi-square test of all 64 outcomes; it fails by chance once in a million runs."""

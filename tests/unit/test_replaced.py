@@ -24,13 +24,7 @@ from tests.oracles.laws import (
     exact_law,
     expected_tokens,
 )
-from tests.oracles.verification import (
-    algorithm_2,
-    children_of,
-    normalized,
-    path_tokens,
-    traversal,
-)
+from tests.oracles.verification import algorithm_2, children_of, normalized, path_tokens, traversal
 from tests.support.exact_models import depth_of, models
 
 RULES = {"sequoia": algorithm_2, "traversal": traversal}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.serving import __main__ as command
 from benchmarks.serving import run as module
 from benchmarks.serving.__main__ import app
-from benchmarks.serving.loads import make_loads, server_options, write_prompts
+from benchmarks.serving.loads import make_loads, server_options
 from benchmarks.serving.run import Run
 from benchmarks.serving.server import ServingError, bench_serve
 from benchmarks.serving.table import METRICS, make_markdown, make_rows
@@ -94,11 +94,6 @@ class TestTable:
         assert "| 2.00x, 2.00x | 1.00x, 1.00x |" in text
         assert "disagree" not in text
 
-    def test_says_where_rounds_disagree(self):
-        found = {("burst", "plain"): {1: recorded(), 2: recorded(1.2)}}
-        text = make_markdown(make_rows(found))
-        assert "more than 15 %: plain, burst: tokens/s by 20 %; " in text
-
 
 class TestRun:
     def test_one_server_per_variant_and_round(self, tmp_path, machine):
@@ -157,17 +152,3 @@ def test_vllm_takes_the_options(tmp_path, monkeypatch):
     assert (warm_up.request_rate, warm_up.num_prompts) == (float("inf"), 5)
     assert warm_up.max_concurrency == 1
     assert make_arg_parser(FlexibleArgumentParser()).parse_args(server_options(64))
-
-
-def test_prompts_have_their_lengths(tmp_path):
-    from benchmarks.embedded_pair import TARGET
-    from sequoia_vllm.prompts import load_tokenizer
-
-    write_prompts(tmp_path)
-    tokenizer = load_tokenizer(TARGET)
-    for kind, length in (("short", 32), ("long", 512)):
-        conversations = json.loads((tmp_path / f"{kind}.json").read_text())
-        assert len(conversations) > 150
-        prompts = [turns["conversations"][0]["value"] for turns in conversations[:20]]
-        lengths = [len(ids) for ids in tokenizer(prompts)["input_ids"]]
-        assert all(abs(own - length) <= 8 for own in lengths), lengths

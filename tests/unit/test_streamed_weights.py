@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.memory import memory_fit
-from benchmarks.predicted import Offload
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify, known_devices
@@ -92,15 +91,6 @@ def test_links_achieve_less_than_they_are_called():
     assert [name for name, link in linked.items() if link is None] == ["gb200"]
 
 
-def test_what_is_said_of_the_link_counts():
-    def rate(**more) -> float:
-        return Offload(50, **more).streamed(PAIR.target, "l40", 2.0, 1).bytes_per_second
-
-    assert rate() == 25e9
-    assert rate(link="nvlink-c2c") == 346e9
-    assert rate(gb_s=3.5) == 3.5e9
-
-
 # -- profiles ----------------------------------------------------------------------
 
 
@@ -133,13 +123,6 @@ def test_what_uva_reads_is_not_read_from_the_devices_memory_too():
     whole = target_seconds(None, 1)
     assert copied == pytest.approx(whole, rel=1e-4)
     assert in_place < whole / 10
-
-
-def test_half_as_much_takes_half_as_long():
-    layers = streamed().bytes_per_pass
-    assert target_seconds(streamed(layers / 2), 1) == pytest.approx(
-        target_seconds(streamed(), 1) / 2
-    )
 
 
 def test_profiles_say_what_they_took_to_be_streamed(tmp_path):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
 from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refusal
-from tests.support.families import KINDS, MIXTURES, REFUSED
+from tests.support.families import KINDS, MIXTURES, READ_IMAGES, REFUSED
 
 pytest.importorskip("vllm")
 import vllm
@@ -37,18 +37,15 @@ def advise(*arguments: str) -> str:
 def as_in_vllm(name: str, kinds: set) -> SimpleNamespace:
     """The configuration that vLLM has of a model of these kinds."""
     return SimpleNamespace(
-        model=name,
-        use_mla="mla" in kinds,
-        attention_chunk_size=8192 if "chunked" in kinds else None,
-        uses_alibi="alibi" in kinds,
-        is_hybrid="recurrent" in kinds,
-        is_attention_free=False,
-        has_inner_state=False,
-        uses_mrope="mrope" in kinds,
-        is_multimodal_model="multimodal" in kinds,
+        model=name, use_mla="mla" in kinds,
+        attention_chunk_size=8192 if "chunked" in kinds else None, uses_alibi="alibi" in kinds,
+        is_hybrid="recurrent" in kinds, is_attention_free=False, has_inner_state=False,
+        hf_text_config=SimpleNamespace(), is_diffusion=False,
+        architectures=["Realtime"] if "realtime" in kinds else [],
+        uses_mrope="mrope" in kinds, is_multimodal_model="multimodal" in kinds,
         is_encoder_decoder="encoder-decoder" in kinds,
         runner_type="pooling" if "pooling" in kinds else "generate",
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("draft", [[], ["--draft-model", DRAFT]], ids=["no draft", "draft"])
@@ -61,7 +58,8 @@ def test_advise_and_engine_refuse_a_target_in_the_same_words(family, draft, tmp_
         refusals.refuse_model(as_in_vllm(target, KINDS[family]), "target")
     said = advise(target, *draft)
     assert said == str(error.value)
-    assert all(UNSUPPORTED[kind] in said for kind in KINDS[family])
+    of_drafts = {"mrope", "multimodal"}
+    assert all((UNSUPPORTED[kind] in said) == (kind not in of_drafts) for kind in KINDS[family])
     assert "serve it without Sequoia, or choose another target model" in said
 
 
@@ -72,10 +70,34 @@ def test_an_engine_refuses_a_target_before_it_reads_its_own_configuration(monkey
         engine_config.create_speculative_config(lambda *_: 1 / 0, SimpleNamespace(), target, None)
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", READ_IMAGES)
+def test_targets_that_read_images_are_served(family, tmp_path):
+    """Drafts read text: the same model is no draft (`test_drafts_are_refused_too`)."""
+    kinds = kinds_of(READ_IMAGES[family])
+    assert kinds == KINDS[family]
+    refusals.refuse_model(as_in_vllm(family, kinds), "target")
+    assert _target(save(tmp_path, READ_IMAGES[family])).ok
+
+
+def test_a_hybrid_class_without_recurrent_layers_is_served():
+    """Granite 4.0 Micro: its class has an inner state, and this checkpoint has none."""
+    config = {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "mamba_n_heads": 64,
+        "layer_types": ["attention"] * 2,
+    }  # fmt: skip
+    assert kinds_of(config) == set()
+    model = as_in_vllm("granite", set())
+    model.has_inner_state = True
+    model.hf_text_config.layer_types = config["layer_types"]
+    assert refusals.kinds_in_vllm(model) == set()
+    model.hf_text_config.layer_types = ["attention", "mamba"]
+    assert refusals.kinds_in_vllm(model) == {"recurrent"}
+
+
+@pytest.mark.parametrize("family", [*REFUSED, *READ_IMAGES])
 def test_drafts_are_refused_too(family, tmp_path):
     target = str(Path(DRAFT).with_name("target"))
-    draft = save(tmp_path, REFUSED[family])
+    draft = save(tmp_path, {**REFUSED, **READ_IMAGES}[family])
     said = advise(target, "--draft-model", draft)
     assert said == refusal(draft, "draft", KINDS[family])
     assert "serve it without" not in said

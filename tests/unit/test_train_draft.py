@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -449,11 +448,6 @@ class TestTrainDraft:
                     if name != "seconds":
                         np.testing.assert_array_equal(value, getattr(other, name))
 
-    def test_without_data_says_what_to_run(self, tmp_path):
-        done = run_here("train-draft", "--data", tmp_path, "--out", tmp_path / "draft")
-        assert done.returncode == 1
-        assert "draft-data" in done.stderr
-
 
 HEADS = {"eagle3": KEPT, "dflash": VOCABULARY}
 HEAD_OPTIONS = ["--mlp", "40", "--tokens", str(KEPT), "--steps", "20", "--validate-every", "10"]
@@ -484,14 +478,6 @@ class TestTrainHead:
         card = (heads / kind / "README.md").read_text("utf-8")
         assert f"| translation | {metrics['quality']['translation']['greedy']:.3f} |" in card
 
-    @pytest.mark.parametrize("kind", HEADS)
-    def test_evaluate_measures_the_same_again(self, kind, heads, data, tmp_path):
-        path = tmp_path / "quality.json"
-        done = run_here("evaluate-draft", heads / kind, "--data", data, "--out", path)
-        assert done.returncode == 0, done.stderr
-        metrics = json.loads((heads / kind / "metrics.json").read_text("utf-8"))
-        assert json.loads(path.read_text("utf-8"))["quality"] == metrics["quality"]
-
     def test_a_reduced_vocabulary_is_of_the_answers_tokens(self, scripts, heads, data):
         [shard] = scripts.draft_data.read_shards(data, "training")
         config = json.loads((heads / "eagle3" / "config.json").read_text("utf-8"))
@@ -503,49 +489,8 @@ class TestTrainHead:
         counts = scripts.answers.token_counts([shard], VOCABULARY)
         assert counts[kept].min() >= np.delete(counts, kept).max()
 
-    def test_a_stopped_run_goes_on_to_the_same_weights(self, scripts, heads, data, tmp_path):
-        steps = []
-
-        def on_step(loss):
-            steps.append(loss)
-            if len(steps) == 14:
-                raise KeyboardInterrupt
-
-        listener = scripts.draft_data.Listener(lambda *_: None, on_step)
-        schedule = scripts.training.Schedule(20, 50, 8, 10, 0)
-        recipe = scripts.heads.HeadRecipe("eagle3", 40, KEPT, 320, 1e-3, False, schedule, "cpu")
-        with pytest.raises(KeyboardInterrupt):
-            scripts.heads.train_head(recipe, data, tmp_path, listener)
-        scripts.heads.train_head(recipe, data, tmp_path, listener)
-        assert steps[14:24] == [None] * 10
-        target = Path(scripts.draft_data.read_recipe(data).target)
-        one, other = (
-            scripts.heads.load_head(folder, target, "cpu")[0].state_dict()
-            for folder in (heads / "eagle3", tmp_path)
-        )
-        assert all(torch.allclose(one[name], other[name], atol=1e-2) for name in one)
-
-    def test_no_such_kind(self, data, tmp_path):
-        done = run_here("train-head", "medusa", "--data", data, "--out", tmp_path / "head")
-        assert done.returncode == 1
-        assert "no kind of head; there are eagle3, dflash" in done.stderr
-
     def test_a_target_of_another_form(self, scripts, tmp_path):
         config = transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
         transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
         with pytest.raises(scripts.errors.PairError, match="Llama's and Qwen's form"):
             scripts.heads.FrozenTarget(tmp_path, (1,), "cpu")
-
-
-def test_progress_is_also_shown_where_there_is_no_terminal(monkeypatch, capsys):
-    """A run of hours whose output goes to a file."""
-    monkeypatch.setattr("sequoia_vllm.cli.progress.LINE_SECONDS", 0.01)
-    with script_modules("console") as modules, modules.console.progress() as listener:
-        listener.on_stage("eagle3", 500)
-        listener.on_step(None)  # of an earlier run
-        listener.on_step(2.5)
-        deadline, shown = time.monotonic() + 30, ""
-        while "train_drafter: eagle3, loss 2.500; " not in shown:
-            assert time.monotonic() < deadline, shown
-            time.sleep(0.01)
-            shown += capsys.readouterr().err

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from tests.oracles import verification
-from tests.oracles.laws import (
-    autoregressive_law,
-    emitted_law,
-    exact_law,
-    expected_tokens,
-    outcomes,
-)
+from tests.oracles.laws import autoregressive_law, emitted_law, exact_law, expected_tokens, outcomes
 from tests.oracles.verification import (
     algorithm_2,
     children_of,

@@ -10,7 +10,7 @@ from sequoia_vllm import json_input
 from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
-from sequoia_vllm.library.tree_library import TreeLibrary
+from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree, TreeError
 from sequoia_vllm.tree.token_tree import SCHEMA
 
@@ -141,18 +141,12 @@ def test_trimming_the_root_away():
 def good_profile() -> dict:
     curve = {"batch_size": 1, "context_length": 64, "tokens": [1, 8], "seconds": [0.01, 0.02]}
     return {
-        "schema": "sequoia-vllm/profile/v1",
-        "source": "measured",
-        "date": "2026-01-31",
-        "device": "NVIDIA H200",
-        "target": "t",
-        "draft": "d",
-        "target_parameters": 7e9,
-        "draft_parameters": 7e7,
-        "target_forward": [curve],
-        "draft_level": [dict(curve)],
+        "schema": "sequoia-vllm/profile/v1", "source": "measured", "date": "2026-01-31",
+        "device": "NVIDIA H200", "target": "t", "draft": "d",
+        "target_parameters": 7e9, "draft_parameters": 7e7,
+        "target_forward": [curve], "draft_level": [dict(curve)],
         "overhead": [{"batch_size": 1, "plain_seconds": 0.0, "tree_seconds": 0.001}],
-    }
+    }  # fmt: skip
 
 
 def changed(path: str, value: object) -> dict:
@@ -232,15 +226,10 @@ def test_requests_of_the_cost_model():
 
 def good_acceptance_file() -> dict:
     return {
-        "schema": "sequoia-vllm/acceptance/v1",
-        "name": "mine",
-        "description": "x",
-        "source": "measured",
-        "date": "2026-01-31",
-        "target": "t",
-        "draft": "d",
+        "schema": "sequoia-vllm/acceptance/v1", "name": "mine", "description": "x",
+        "source": "measured", "date": "2026-01-31", "target": "t", "draft": "d",
         "acceptance": [0.6, 0.2],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -293,8 +282,6 @@ def library_with(tmp_path, text: str) -> TreeLibrary:
     ],
 )
 def test_library_files(tmp_path, change, message):
-    from sequoia_vllm.library.tree_library import shipped_directory
-
     data = change(json.loads((shipped_directory() / "h200.json").read_text()))
     library = library_with(tmp_path, data if isinstance(data, str) else json.dumps(data))
     with pytest.raises(LibraryError, match=message) as caught:

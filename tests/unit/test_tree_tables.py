@@ -9,15 +9,12 @@ from hypothesis import strategies as st
 from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables, picked
 from sequoia_vllm.kernels.tree_shapes import only_shape
 from sequoia_vllm.tree import TokenTree
+from tests.support.reference_trees import trees
 
 CPU = torch.device("cpu")
 
 
-@st.composite
-def trees(draw):
-    size = draw(st.integers(2, 24))
-    parents = [-1] + [draw(st.integers(0, node - 1)) for node in range(1, size)]
-    return TokenTree(tuple(parents))
+TREES = trees().filter(lambda tree: tree.size > 1)
 
 
 #        0
@@ -58,7 +55,7 @@ def test_a_prefix_keeps_the_rows_of_the_whole_tree():
     assert prefix.rows_per_tree == 3  # the next request's begin after it
 
 
-@given(trees(), st.data())
+@given(TREES, st.data())
 def test_no_two_nodes_of_a_batch_share_a_row(tree, data):
     tables = TreeTables(tree, CPU)
     levels = tables.levels_of(data.draw(st.integers(1, tree.size - 1), "drafts"))
@@ -77,7 +74,7 @@ def test_tables_for_scoring_and_verifying():
     assert np.array_equal(tables.ancestors.numpy(), TREE.ancestor_mask)
 
 
-@given(trees())
+@given(TREES)
 def test_every_node_is_drawn_once_after_its_parent(tree):
     levels = TreeTables(tree, CPU).levels
     drawn, place = {0}, 0
@@ -94,7 +91,7 @@ def test_every_node_is_drawn_once_after_its_parent(tree):
     assert levels.num_inner == place
 
 
-@given(trees())
+@given(TREES)
 def test_inner_nodes_see_their_ancestors(tree):
     levels = TreeTables(tree, CPU).levels
     order = [node for level in levels.levels for node in level.nodes.tolist()]

@@ -119,15 +119,6 @@ def test_arrays_cannot_be_changed():
             array[0] = 1
 
 
-def test_chain():
-    assert TokenTree.chain(3).parents == (-1, 0, 1, 2)
-    assert TokenTree.chain(0).parents == (-1,)
-
-
-def test_numpy_integers_are_node_numbers():
-    assert TokenTree(tuple(np.array([-1, 0, 1]))).parents == (-1, 0, 1)
-
-
 def test_a_drawn_example():
     #       0
     #     / | \

@@ -9,13 +9,10 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.generate_trees import generate
-from benchmarks.predicted import Offload, class_of, device_of, predict
+from benchmarks.predicted import Offload
 from benchmarks.scaling import scaling, scaling_rows
-from sequoia_vllm.hardware.choose import choose_tree
-from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify, known_devices
 from sequoia_vllm.hardware.models import every_class
-from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.library.tree_library import shipped_directory
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published
@@ -36,45 +33,6 @@ def run_json(tool, *arguments: object):
     return json.loads(run(tool, *arguments, "--json").stdout)
 
 
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-
-
-class TestPredictedTrees:
-    """The fastest trees by the profiles that the roofline predicts."""
-
-    def best(self, device, name, size=128, vector=SHIPPED, offload=None, devices=1, **box):
-        times = predict(device_of(device, **box), class_of(name), devices, offload=offload)
-        tree = choose_tree(vector, times, max_size=size)
-        return tree, CostModel(times).estimate(tree, vector, 1).speedup
-
-    def test_more_and_slower_links_give_smaller_trees(self):
-        bus = {"interconnect_gb_s": 64, "interconnect_kind": "bus"}
-        (two, most), (eight, less), (slow, least) = (
-            self.best("h200", "70b-1b", devices=devices, **box)
-            for devices, box in ((2, {}), (8, {}), (8, bus))
-        )
-        assert most > less > least > 1
-        assert two.size > eight.size > slow.size
-
-    def test_heads_that_cost_less_a_level_have_deeper_trees(self):
-        depths = [
-            self.best("h100-sxm", name, size=64)[0].depth
-            for name in ("8b-1b", "8b-eagle3", "8b-dflash")
-        ]
-        assert depths == sorted(depths)
-        assert depths[0] < depths[-1]
-
-    def test_trees_are_wide_where_layers_are_prefetched(self):
-        (prefetched, more), (uva, less) = (
-            self.best("l40", "70b-8b", 768, STRONG, Offload(200, backend))
-            for backend in ("prefetch", "uva")
-        )
-        assert (prefetched.size, uva.size) == (768, 128)
-        assert more > less > 5
-
-
 class TestScaling:
     def test_rows(self):
         specs = [identify("h100-sxm").spec, identify("h200").spec]
@@ -87,18 +45,6 @@ class TestScaling:
             ("h200", 2, None),
         ]
         assert [len(row.predictions) for row in rows] == [0, 2, 0, 2]
-
-    def test_a_prediction_is_the_chosen_trees(self):
-        spec = identify("h100-sxm").spec
-        (row,) = scaling_rows([spec], PAIR, SHIPPED, (4,), (16,))
-        (entry,) = row.predictions
-        times = roofline_profile(spec, PAIR.target, PAIR.draft, tensor_parallel_size=4)
-        tree = choose_tree(SHIPPED, times, 16)
-        estimate = CostModel(times).estimate(tree, SHIPPED, 16)
-        assert (entry.size, entry.depth) == (tree.size, tree.depth)
-        assert entry.speedup == estimate.speedup
-        assert entry.plain_seconds == CostModel(times).plain_seconds(16)
-        assert entry.seconds_per_token == pytest.approx(entry.plain_seconds / entry.speedup)
 
     def test_contexts_that_do_not_fit(self):
         (row,) = scaling_rows([identify("h100-sxm").spec], PAIR, SHIPPED, (2,), (1, 64))
@@ -135,29 +81,12 @@ class TestScaling:
         assert len({line.count("|") for line in lines}) == 1
         assert "does not fit" in lines[2]
 
-    def test_vectors_by_name_and_by_file(self, tmp_path):
-        path = tmp_path / "vector.json"
-        path.write_text("[0.6, 0.2, 0.1]")
-        options = ["--class", "70b-8b", "--devices", "h200", "--tensor-parallel-sizes", 4]
-        by_name, by_file = (
-            run_json(scaling, *options, "--acceptance", name) for name in ("appendix-e", path)
-        )
-        assert by_name["acceptance"] == published()["appendix_e"]
-        assert by_file["acceptance"] == [0.6, 0.2, 0.1]
-        speedups = [data["rows"][0]["predictions"][0]["speedup"] for data in (by_name, by_file)]
-        assert speedups[0] > speedups[1]
-
     @pytest.mark.parametrize(
         ("option", "value", "message"),
         [
-            ("--tensor-parallel-sizes", "1,x", "give whole numbers separated by commas"),
             ("--tensor-parallel-sizes", "3", "use 1, 2, 4, 8, 16"),
-            ("--batch-sizes", "0", "batch size 0"),
             ("--devices", "h200,abacus", "no datasheet values for 'abacus'"),
             ("--acceptance", "guessed", "name a file, or one of appendix-e"),
-            ("--class", "1b-1b", "no model class '1b-1b'; there are 7b-68m"),
-            ("--dtype", "int3", "dtype 'int3'"),
-            ("--context-length", 0, "must be at least 1"),
             ("--interconnect-gb-s", 0, "give the rate in one direction"),
             ("--interconnect-kind", "rope", "--interconnect-kind"),
             ("--devices", "NVIDIA H200 MIG 3g.71gb", "slices have no link to each other"),
@@ -170,12 +99,7 @@ class TestScaling:
         ("arguments", "message"),
         [
             (["--link", "pcie4"], "give --offload-gb"),
-            (["--link-gb-s", 20], "give --offload-gb"),
-            (["--offload-backend", "uva"], "give --offload-gb"),
-            (["--offload-gb", 9, "--link", "pcie4", "--link-gb-s", 20], "give it or --link-gb-s"),
             (["--offload-gb", 0], "size 0 must be above 0"),
-            (["--offload-gb", "nan"], "size nan must be above 0"),
-            (["--offload-gb", 9, "--link-gb-s", 0], "rate 0 must be above 0"),
             (["--class", "70b-8b", "--offload-gb", 9], "smaller or quantized draft"),
         ],
     )

@@ -22,7 +22,6 @@ from sequoia_vllm.calibration.tuned_tree import (
 )
 from sequoia_vllm.cli import app, tune_steps
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import CostModel
@@ -34,6 +33,7 @@ from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import synthetic_models
 from tests.support.models import DRAFT, TARGET
+from tests.support.plans import chosen
 
 HERE = PairKey(current_cpu_name(), TARGET, DRAFT, "float32")
 BATCHES, CONTEXTS, SIZES = (1, 8), (256, 1024), (1, 2, 4, 8, 16, 32)
@@ -84,7 +84,7 @@ def library(tmp_path, monkeypatch) -> TreeLibrary:
 
 def auto(target: str = TARGET, draft: str = DRAFT, tree: str | None = "auto"):
     pair = replace(HERE, target=target, draft=draft)
-    return choose_engine_tree(SequoiaConfig(model=draft, tree=tree).loaded(), pair)
+    return chosen(SequoiaConfig(model=draft, tree=tree).loaded(), pair)
 
 
 def test_the_entry_is_the_best_schedule_of_the_context():
@@ -92,7 +92,7 @@ def test_the_entry_is_the_best_schedule_of_the_context():
     expected = choose_schedule(
         vector().vector, PAYS, batch_sizes=range(1, 9), max_size=32, context_length=1024
     )
-    assert entry.tree.tree == expected.tree
+    assert entry.tree == expected.tree
     assert entry.schedule == expected.ranges
     assert entry.profile.context_length == 1024
     assert entry.tree.size > 4
@@ -103,7 +103,7 @@ def test_auto_picks_the_tuned_tree(library):
     entry = tuned_entry(vector(), PAYS, 256, 32)
     path = save_tuned(library, HERE, entry)
     choice = auto()
-    assert choice.tree == entry.tree.tree
+    assert choice.tree == entry.tree
     assert f"tuned here ({path})" in choice.source
     assert choice.schedule == entry.schedule
     assert library.entries()[0].profile.file == f"measurements/{path.stem}/profile.json"
@@ -150,7 +150,7 @@ def test_the_better_verification_is_kept_for_sampled_requests(
         ],
     )  # fmt: skip
     assert answer.exit_code == 0, answer.output
-    first = tuned_entry(vector(), PAYS, 512, 64).tree.tree
+    first = tuned_entry(vector(), PAYS, 512, 64).tree
     assert measured == [
         ("acceptance.json", None, 5000), ("sequoia.json", first, 2500),
         ("traversal.json", first, 2500),
@@ -160,7 +160,7 @@ def test_the_better_verification_is_kept_for_sampled_requests(
     assert json.loads(answer.stdout)["verification"] == (chosen or "sequoia")
     assert auto().verification == (chosen or "sequoia")
     # The tree stays; what of it is drafted follows from the counts of the verification.
-    assert entry.tree.tree.parents == first.parents[: entry.tree.size]
+    assert entry.tree.parents == first.parents[: entry.tree.size]
     assert (entry.acceptance == vector().acceptance) == (chosen is None)
 
 
@@ -254,7 +254,7 @@ def test_cost_adds_verification_and_takes_the_context_asked_for():
     assert CostModel(PAYS).plain_seconds(1) == pytest.approx(0.0005 + 0.0605)
     assert cost.verification_seconds([2, 17, 32], 1) == pytest.approx([2e-4, 2.5e-4, 3e-4])
     entry = tuned_entry(vector(), PAYS, 256, 32)
-    tree = entry.tree.tree
+    tree = entry.tree
     unverified = PAYS.model_copy(update={"verification": None})
     seconds = [
         CostModel(profile).estimate(tree, vector().vector, 1).seconds
@@ -352,8 +352,7 @@ def test_synthetic_targets_are_named(library, files, tmp_path):
     assert synthetic_models(str(made), DRAFT) == {"target": mark}
     assert synthetic_models(TARGET, DRAFT) == {}
     result = CliRunner().invoke(
-        app,
-        ["tune", "--model", str(made), "--draft-model", DRAFT, "--acceptance", files[0]],
+        app, ["tune", "--model", str(made), "--draft-model", DRAFT, "--acceptance", files[0]]
     )
     assert result.exit_code == 2  # the acceptance file is of another target
     shown = " ".join(result.output.split())

@@ -15,18 +15,13 @@ from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.core import adapting
-from sequoia_vllm.engine.frontend import resolve
-from sequoia_vllm.engine.frontend.drafts import ResolvedDraft
 from sequoia_vllm.hardware.models import PairShapes, model_classes
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
-from sequoia_vllm.library.user_files import (
-    make_writable,
-    reason_not_to_keep,
-    user_directory,
-)
+from sequoia_vllm.library.user_files import make_writable, reason_not_to_keep, user_directory
 from sequoia_vllm.tree import TokenTree
+from tests.support.plans import planned
 
 VARIABLE = "SEQUOIA_VLLM_TREES"
 PAIR = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "bfloat16")
@@ -58,8 +53,7 @@ def nowhere(request, monkeypatch, tmp_path):
 
 @pytest.fixture
 def log(caplog, monkeypatch):
-    for module in (resolve, adapting):
-        monkeypatch.setattr(module, "logger", logging.getLogger("user files"))
+    monkeypatch.setattr(adapting, "logger", logging.getLogger("user files"))
     caplog.set_level(logging.INFO, "user files")
     return caplog
 
@@ -115,30 +109,35 @@ def test_trees_are_listed_but_not_saved(tmp_path):
         make_writable(library.measurements(PAIR).directory)
 
 
-def settings(**keys):
+def plan_here(**keys):
     config = SequoiaConfig.parse({"method": "sequoia", "model": "some/draft", **keys})
-    draft = ResolvedDraft("some/draft", shapes=PairShapes(CLASS.target, CLASS.draft))
     pair = PairKey("NVIDIA L40S", "/m/timed", "some/draft", "float16")
-    return resolve.resolve(config, pair, draft).settings
+    shapes = PairShapes(CLASS.target, CLASS.draft)
+    return planned(config, pair, shapes=shapes, not_kept=reason_not_to_keep())
+
+
+def warnings(plan):
+    return [line for level, line in plan.notes if level == logging.WARNING]
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_engines_keep_nothing_and_say_so_once(log):
-    found = settings()
-    assert "computed/l40s" in found.tree_source
-    assert found.keeps is False
-    assert found.adapts_as is not None  # while it runs
-    [warning] = log.messages
+def test_engines_keep_nothing_and_say_so_once():
+    found = plan_here()
+    assert "computed/l40s" in found.settings.tree_source
+    assert found.settings.keeps is False
+    assert found.settings.adapts_as is not None  # while it runs
+    [warning] = warnings(found)
     assert f"set {VARIABLE} to a directory that can be written to" in warning
-    assert settings(tree={"size": 8}, adapt=False).keeps is False
-    assert len(log.messages) == 1  # there is nothing that it would keep
+    with_nothing_to_keep = plan_here(tree={"size": 8}, adapt=False)
+    assert with_nothing_to_keep.settings.keeps is False
+    assert warnings(with_nothing_to_keep) == []
 
 
-def test_engines_that_can_keep_say_nothing(log, monkeypatch, tmp_path):
+def test_engines_that_can_keep_say_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    found = settings()
-    assert found.keeps
-    assert log.messages == []
+    found = plan_here()
+    assert found.settings.keeps
+    assert warnings(found) == []
 
 
 class Now:

@@ -96,13 +96,9 @@ def test_what_is_emitted_is_always_possible_under_the_target(method, seed):
         logits = draft[node].log().expand(batch, -1)
         tokens[:, children] = drawn_from(logits, len(children), 1.0, noise)
     result = verify_tree(
-        target.expand(batch, -1, -1),
-        draft.expand(batch, -1, -1),
-        tokens,
-        torch.tensor(parents).expand(batch, -1),
-        noise,
-        method,
-    )
+        target.expand(batch, -1, -1), draft.expand(batch, -1, -1), tokens,
+        torch.tensor(parents).expand(batch, -1), noise, method,
+    )  # fmt: skip
     for accepted, emitted in as_lists(result):
         for node, token in zip([0, *accepted], emitted, strict=True):
             assert 0 <= token < vocabulary

@@ -114,12 +114,9 @@ def questions_about_versions(source: str) -> list[str]:
     "question",
     [
         "from vllm.config import VllmConfig\nhasattr(VllmConfig, 'f')",
-        "from vllm.a import B as C\n'f' in vars(C)",
         "import vllm.envs as envs\ngetattr(envs, 'VLLM_F', None)",
-        "import vllm\nvllm.__version__ >= '1'",
         "vllm_version() == here",
         "here not in SUPPORTED_VERSIONS['cpu']",
-        "from packaging.version import Version",
     ],
 )
 def test_questions_about_versions_are_found(question):

@@ -14,9 +14,8 @@ pytest.importorskip("torch")
 from sequoia_vllm import checkout
 from sequoia_vllm.bench.methods import SERVED
 from sequoia_vllm.bench.report import Result, Spread
-from sequoia_vllm.cli import app, demo_pair
-from sequoia_vllm.cli.demo import stream, summary
-from sequoia_vllm.cli.demo_pair import MODELS, chat_pair, shipped_models
+from sequoia_vllm.cli import app, demo
+from sequoia_vllm.cli.demo import MODELS, chat_pair, shipped_models, stream, summary
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -44,7 +43,7 @@ def clone(tmp_path, monkeypatch):
     draft = tmp_path / "examples" / "models" / "smollm2-draft"
     draft.mkdir(parents=True)
     (draft / "config.json").write_text("{}", encoding="utf-8")
-    monkeypatch.setattr(demo_pair.platformdirs, "user_cache_dir", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(demo.platformdirs, "user_cache_dir", lambda *_, **__: tmp_path)
     return tmp_path
 
 
@@ -97,19 +96,19 @@ def test_the_gpu_check_of_the_checkout_runs(clone, monkeypatch):
 
 class TestChatPair:
     def test_the_model_is_fetched_once(self, clone, monkeypatch, capsys):
-        monkeypatch.setattr(demo_pair.subprocess, "run", fetching(0))
+        monkeypatch.setattr(demo.subprocess, "run", fetching(0))
         first = chat_pair()
         assert first.target == str(clone / "smollm2-135m-instruct")
         assert first.draft == str(clone / "examples" / "models" / "smollm2-draft")
         assert (first.prompts, first.tree) == (None, SERVED)
         assert "once: 93 MB" in capsys.readouterr().err
-        monkeypatch.setattr(demo_pair.subprocess, "run", None)
+        monkeypatch.setattr(demo.subprocess, "run", None)
         assert chat_pair() == first
         assert capsys.readouterr().err == ""
 
     def test_offline_one_line_says_why_and_what_else_there_is(self, clone, monkeypatch, capsys):
         error = "downloading\nerror: offline: no index answers;\n  name the file with --source\n"
-        monkeypatch.setattr(demo_pair.subprocess, "run", fetching(1, error))
+        monkeypatch.setattr(demo.subprocess, "run", fetching(1, error))
         with pytest.raises(typer.Exit):
             chat_pair()
         last = capsys.readouterr().err.splitlines()[-1]
@@ -165,17 +164,3 @@ def test_everything_that_is_included_is_there():
     assert all((ROOT / source).exists() for source in INCLUDED)
     for name in ("target", "draft"):
         assert (ROOT / "examples" / "models" / name / "model.safetensors").is_file()
-
-
-def test_the_heads_are_not_in_the_wheel():
-    """The demo has no use for them."""
-    assert "examples/models" not in INCLUDED
-    assert not any("eagle3" in source or "dflash" in source for source in INCLUDED)
-
-
-@pytest.mark.parametrize(
-    "file", [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.*")]
-)
-def test_documents_install_what_pip_finds(file):
-    """Until it is published."""
-    assert "pip install 'sequoia-vllm" not in file.read_text(encoding="utf-8")

@@ -41,7 +41,7 @@ _WORKING = (
     "merge_best_kernel", "target_statistics_kernel", "verify_kernel", "commit_kernel",
 )  # fmt: skip
 # What these call is ours, even where it is a function of vLLM's.
-_PLACES = re.compile("/(engine/v2|drafting)/")
+_PLACES = re.compile("/(engine/v2|drafting|drafters)/")
 _BEFORE_A_FORWARD = ("growth.py", "proposer.py", "draft_batch.py", "reading.py", "scoring.py")
 # Allocations, views, and a number that becomes an argument of the kernel that uses it.
 _WITHOUT_LAUNCH = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "scalar_tensor")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.block_heads import save_dflash2, save_dspark, save_lilicorr
-from tests.support.engines import metric, running, whole_trees
-from tests.support.generating import SPEC_DECODE, TINY, completions, generate, random_prompts
+from tests.support.engines import whole_trees
+from tests.support.generating import SPEC_DECODE, TINY, generate, generate_chain, random_prompts
 from tests.support.heads import save_dflash
 from tests.support.models import save_llama
 from tests.support.on_v2 import call_on_v2
@@ -62,10 +62,7 @@ def generate_all(place: str) -> dict[str, Any]:
         head = save(Path(place) / name.replace(" ", "-"), target)
         method = "dspark" if name.startswith("DSpark") else "dflash"
         config = {"method": method, "model": head, "num_speculative_tokens": DEPTH}
-        with running(config, **options) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            counts = {name: metric(llm, f"vllm:spec_decode_num_{name}") for name in SPEC_DECODE}
-            vllms = {"tokens": completions(outputs), "counts": counts}
+        vllms = generate_chain(config, prompts, params, **options)
         chain = whole_trees(size=DEPTH + 1, depth=DEPTH, draft=head) | {
             "tree": {"parents": list(range(-1, DEPTH))},
         }  # fmt: skip

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
-from tests.support.engines import metric, running, sequoia, whole_trees
+from tests.support.engines import running, sequoia, whole_trees
 from tests.support.generating import (
     SPEC_DECODE,
-    completions,
     generate,
+    generate_chain,
     generate_on,
 )
 from tests.support.heads import DFLASH, EAGLE3
@@ -52,15 +52,6 @@ def mixed() -> list[Any]:
     ]
 
 
-def chain_of_vllm(kind: str, texts: list[str], params: list[Any]) -> dict[str, Any]:
-    """Tokens and counters of vLLM's own speculation with the same head."""
-    config = {"method": kind, "model": HEADS[kind], "num_speculative_tokens": DEPTH}
-    with running(config) as llm:
-        outputs = llm.generate(texts, params, use_tqdm=False)
-        counts = {name: metric(llm, f"vllm:spec_decode_num_{name}") for name in SPEC_DECODE}
-        return {"tokens": completions(outputs), "counts": counts}
-
-
 def trees_of(head: str) -> dict[str, Any]:
     return whole_trees(size=12, depth=DEPTH, draft=head)
 
@@ -83,7 +74,7 @@ def generate_in_tiers(head: str, texts: list[str]) -> list[dict[str, Any]]:
 
     First it ends with keys and values where nothing is drafted, then it computes its whole layer.
     """
-    from sequoia_vllm.engine.v2.drafting.state_proposer import StateTreeProposer
+    from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 
     lengths = greedy(3)
     lengths = [param.clone() for param in lengths]
@@ -93,7 +84,7 @@ def generate_in_tiers(head: str, texts: list[str]) -> list[dict[str, Any]]:
     with running(sequoia(size=12, depth=DEPTH, draft=head, **steps)) as llm:
         ending_early = generate_on(llm, texts, lengths)
         llm.reset_prefix_cache()
-        with patch.object(StateTreeProposer, "_reading_for_keys", lambda _: nullcontext()):
+        with patch.object(TreeDrafter, "reading_for_keys", lambda _: nullcontext()):
             return [ending_early, generate_on(llm, texts, lengths)]
 
 
@@ -108,7 +99,9 @@ def generate_all() -> dict[str, Any]:
     small = {"kv_cache_memory_bytes": 4 << 20, "block_size": 32, "max_model_len": 256}
     for kind, head in HEADS.items():
         answers[kind] = {
-            "vLLM's chain": chain_of_vllm(kind, texts, params),
+            "vLLM's chain": generate_chain(
+                {"method": kind, "model": head, "num_speculative_tokens": DEPTH}, texts, params
+            ),
             "chain": generate(chain_of(head), texts, params),
             "twice": generate_twice(head, texts, params),
             "tiers": generate_in_tiers(head, texts),

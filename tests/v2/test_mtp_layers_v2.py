@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import metric, running
+from tests.support.engines import running
 from tests.support.generating import (
     SPEC_DECODE,
     TINY,
-    completions,
     generate,
+    generate_chain,
     generate_on,
     random_prompts,
 )
@@ -45,21 +45,13 @@ def parameters(temperature: float, count: int) -> list[Any]:
     ]
 
 
-def chain_of_vllm(texts: list[Any], params: list[Any], **options: Any) -> dict[str, Any]:
-    """Tokens and counters of vLLM's own speculation with the same layer."""
-    config = {"method": "mtp", "num_speculative_tokens": DEPTH}
-    with running(config, **options) as llm:
-        outputs = llm.generate(texts, params, use_tqdm=False)
-        counts = {name: metric(llm, f"vllm:spec_decode_num_{name}") for name in SPEC_DECODE}
-        return {"tokens": completions(outputs), "counts": counts}
-
-
 def generate_all(target: str) -> dict[str, Any]:
     texts, greedy = random_prompts([9, 20, 70]), parameters(0, 3)
+    chain = {"method": "mtp", "num_speculative_tokens": DEPTH}
     options = {"model": target, "max_num_batched_tokens": 64, **TINY}
     answers = {
         "plain": generate(None, texts, greedy, **options),
-        "vLLM's chain": chain_of_vllm(texts, greedy, **options),
+        "vLLM's chain": generate_chain(chain, texts, greedy, **options),
         "chain": generate(trees(DEPTH + 1), texts, greedy, **options),
     }
     with running(trees(12), **options) as llm:

@@ -237,16 +237,16 @@ UNDRAFTED = [1, 7, 8]
 @contextmanager
 def counting_passes() -> Iterator[list[int]]:
     """Rows of each forward of the draft within the block."""
+    from sequoia_vllm.drafters.model.v2 import ModelDrafter
     from sequoia_vllm.engine.common.patched import patched
-    from sequoia_vllm.engine.v2.drafting.model_proposer import ModelTreeProposer
 
-    run_draft, found = ModelTreeProposer.run_draft, []
+    run_draft, found = ModelDrafter.run, []
 
-    def recording(self: Any, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(len(token_ids))
-        return run_draft(self, token_ids, *args, **kwargs)
+    def recording(self: Any, rows: Any) -> Any:
+        found.append(len(rows.token_ids))
+        return run_draft(self, rows)
 
-    with patched(ModelTreeProposer, "run_draft", recording):
+    with patched(ModelDrafter, "run", recording):
         yield found
 
 
@@ -254,16 +254,16 @@ def counting_passes() -> Iterator[list[int]]:
 def counting_rows() -> Iterator[list[list[int]]]:
     """Tokens of each request in each step that is scheduled within the block."""
     from sequoia_vllm.engine.common.patched import patched
-    from sequoia_vllm.engine.v2.scheduler import TreeScheduler
+    from sequoia_vllm.engine.core.scheduling import TreeScheduling
 
-    schedule, found = TreeScheduler.schedule, []
+    schedule, found = TreeScheduling.schedule, []
 
     def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = schedule(self, *args, **kwargs)
         found.append(list(output.num_scheduled_tokens.values()))
         return output
 
-    with patched(TreeScheduler, "schedule", recording):
+    with patched(TreeScheduling, "schedule", recording):
         yield found
 
 

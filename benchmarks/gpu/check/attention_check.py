@@ -17,11 +17,7 @@ from benchmarks.gpu.check.context_attention import (
 from benchmarks.gpu.check.paged import PagedCache
 from benchmarks.gpu.check.report import AttentionTime
 from benchmarks.gpu.check.stage import StageRun
-from sequoia_vllm.kernels.tree_attention import (
-    NodeMask,
-    TreeAttentionWorkspace,
-    tree_attention,
-)
+from sequoia_vllm.kernels.tree_attention import NodeMask, TreeAttentionWorkspace, tree_attention
 from tests.oracles.attention import random_ancestors, tree_attention_reference
 
 # A row's error over its norm: so many units in the last place of the output's dtype.
@@ -251,13 +247,7 @@ class TimedShape:
 
 
 def time_attention(run: StageRun, copy_rate: float, product_rate: float) -> None:
-    """Times all shapes that fit the memory.
-
-    Args:
-        run: The stage.
-        copy_rate: Bytes per second of a large copy.
-        product_rate: Operations per second of a large product.
-    """
+    """Times all shapes that fit the memory; rates are bytes and operations per second."""
     for shape in _timed_shapes(run):
         name = (
             f"tree attention {shape.heads.shape} {short(shape.cache_dtype)} cache batch "

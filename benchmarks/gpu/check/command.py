@@ -11,15 +11,7 @@ from benchmarks.gpu.check.report import GpuCheckError, GpuCheckReport
 
 
 def run_check(output: Path, tiny: bool) -> GpuCheckReport:
-    """Checks and times all kernels.
-
-    Args:
-        output: File for the report.
-        tiny: Smallest sizes.
-
-    Raises:
-        GpuCheckError: There is no GPU, or what is needed is missing.
-    """
+    """Checks and times all kernels."""
     if not output.parent.is_dir():
         raise GpuCheckError(f"--output {output}: there is no folder {output.parent}")
     try:

@@ -26,23 +26,14 @@ NO_GPU = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the check runs.
-
-    Attributes:
-        device: A GPU; the CPU under Triton's interpreter.
-        interpreted: Whether it is that.
-    """
+    """Where the check runs."""
 
     device: torch.device
     interpreted: bool
 
     @classmethod
     def find(cls, tiny: bool) -> Machine:
-        """The GPU; or, for ``tiny`` checks under the interpreter, the CPU.
-
-        Raises:
-            GpuCheckError: If there is no GPU, or the interpreter would be timed.
-        """
+        """The GPU; or, for ``tiny`` checks under the interpreter, the CPU."""
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if interpreted and tiny:
             return cls(torch.device("cpu"), True)
@@ -86,13 +77,10 @@ class Machine:
             return {"name": self.name}
         found = torch.cuda.get_device_properties(self.device)
         return {
-            "name": found.name,
-            "capability": [found.major, found.minor],
-            "multiprocessors": found.multi_processor_count,
-            "memory_bytes": found.total_memory,
-            "l2_bytes": getattr(found, "L2_cache_size", None),
-            "driver": _driver(),
-        }
+            "name": found.name, "capability": [found.major, found.minor],
+            "multiprocessors": found.multi_processor_count, "memory_bytes": found.total_memory,
+            "l2_bytes": getattr(found, "L2_cache_size", None), "driver": _driver(),
+        }  # fmt: skip
 
 
 def _commit() -> str | None:

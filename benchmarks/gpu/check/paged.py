@@ -19,24 +19,13 @@ class PagedCache:
         block_table: int32 ``[R, ceil(positions / BLOCK_SIZE)]``: blocks in random order.
 
     Args:
-        num_layers: Layers.
-        requests: R.
-        positions: Of each request.
-        kv_heads, head_size: Of a layer.
-        dtype: Of keys and values.
         generator: Of block table and contents; its device is the cache's.
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        requests: int,
-        positions: int,
-        kv_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        generator: torch.Generator,
-    ) -> None:
+        self, num_layers: int, requests: int, positions: int, kv_heads: int, head_size: int,
+        dtype: torch.dtype, generator: torch.Generator,
+    ) -> None:  # fmt: skip
         device = generator.device
         self._head_size = head_size
         columns = -(-positions // BLOCK_SIZE)

@@ -24,10 +24,8 @@ class Check:
     """Results against a reference.
 
     Attributes:
-        name: What was compared, and in which case.
         error: The worst difference found, in the measure that ``limit`` is of.
         limit: The largest that is right.
-        passed: Whether ``error`` is within it (NaN is not).
     """
 
     name: str
@@ -42,11 +40,7 @@ class AttentionTime:
 
     Attributes:
         shape: Whose heads: ``"llama-2-7b"``, ...
-        heads, kv_heads, head_size: Of a layer.
-        cache_dtype: Of keys and values.
-        batch_size: Requests.
         context_length: Committed tokens of each.
-        nodes: Of each tree.
         seconds: Median per launch, its merge included; CUDA graph, cache not in L2.
         spread: Interquartile range of the seconds.
         bytes_read: Keys and values of all positions, once.
@@ -84,13 +78,10 @@ class PartTime:
     """Another part of a step, as one CUDA graph.
 
     Attributes:
-        part: Which.
         model: Shape of the model, or "" where there is none.
-        batch_size: Requests.
         context_length: Committed tokens of each; 0: does not matter.
         tokens: Of each request: nodes scored, or nodes of a level.
         vocabulary: Size; 0: does not matter.
-        seconds: Median.
         spread: Interquartile range of the seconds.
     """
 
@@ -106,15 +97,7 @@ class PartTime:
 
 @dataclass
 class StageReport:
-    """One stage.
-
-    Attributes:
-        seconds: What it took.
-        checks: Results against references.
-        attention: Times of tree attention.
-        parts: Times of everything else.
-        failures: What could not be run, and why.
-    """
+    """One stage."""
 
     seconds: float = 0.0
     checks: list[Check] = field(default_factory=list)
@@ -133,10 +116,7 @@ class GpuCheckReport:
     """Everything, as it is written to disk.
 
     Attributes:
-        date: Day, ISO 8601.
-        device: Name that the driver gives.
         interpreted: Run by Triton's interpreter: times mean nothing then.
-        provenance: Arguments, versions, commit, device.
         copy_bytes_per_second: Of a large copy, reading and writing counted; 0: not measured.
         product_operations_per_second: Of a large bfloat16 matrix product; likewise.
         stages: By name: "kernels".

@@ -22,12 +22,7 @@ from sequoia_vllm.kernels.random import DRAW, VERIFY
 from sequoia_vllm.tree import TokenTree
 from tests.oracles.attention import commit_reference
 from tests.oracles.laws import chi_square
-from tests.oracles.random_numbers import (
-    exponential,
-    race_scores,
-    target_noise,
-    uniform_of,
-)
+from tests.oracles.random_numbers import exponential, race_scores, target_noise, uniform_of
 from tests.oracles.verification import algorithm_2, match, traversal
 
 _RULES: dict[str, Callable[..., tuple[list[int], list[int]]]] = {
@@ -102,12 +97,7 @@ def _check_drawing(run: StageRun, mode: str, dtype: torch.dtype, vocabulary: int
 
 
 def _scores(
-    batch: TreeBatch,
-    mode: str,
-    level: Level,
-    request: int,
-    place: int,
-    logits: NDArray[np.float64],
+    batch: TreeBatch, mode: str, level: Level, request: int, place: int, logits: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """What decides the draw, larger first; positive where they are compared by their ratio."""
     if mode == "greedy":
@@ -162,7 +152,6 @@ class _KernelChance:
 
     Attributes:
         seed, root_position: Of the request.
-        depths: Of each node.
         closest: How near a decision was to the other one, as a share.
         residual: float64 ``[V]``: what the last token is drawn from.
     """
@@ -236,12 +225,9 @@ def _walk(
         int(batch.requests.seeds[request]), int(batch.requests.roots[request]), tree.depths.tolist()
     )
     path, _ = _RULES[method](
-        target.__getitem__,
-        lambda node: draft[row[node]],
-        batch.drafted.tokens[request].tolist(),
-        tree.children,
-        chance,
-    )
+        target.__getitem__, lambda node: draft[row[node]], batch.drafted.tokens[request].tolist(),
+        tree.children, chance,
+    )  # fmt: skip
     return path, chance
 
 

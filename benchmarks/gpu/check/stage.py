@@ -16,12 +16,6 @@ from benchmarks.gpu.check.timing import Time, Timer, Work
 class StageRun:
     """One stage while it runs.
 
-    Attributes:
-        machine: Where.
-        timer: Measures.
-        tiny: Whether sizes shall be as small as they can.
-        found: What came out so far.
-
     Args:
         say: Gets a line whenever something is done.
     """
@@ -56,16 +50,9 @@ class StageRun:
         self._say(f"{'ok' if passed else 'WRONG':5} {name}: {error:.3g} (at most {limit:.3g})")
 
     def time_part(
-        self,
-        part: str,
-        works: Sequence[Work],
-        *,
-        model: str = "",
-        batch_size: int = 1,
-        context_length: int = 0,
-        tokens: int = 1,
-        vocabulary: int = 0,
-    ) -> Time:
+        self, part: str, works: Sequence[Work], *, model: str = "", batch_size: int = 1,
+        context_length: int = 0, tokens: int = 1, vocabulary: int = 0,
+    ) -> Time:  # fmt: skip
         """Times a part of a step and keeps it; see `PartTime`."""
         time = self.timer.time(works)
         self.found.parts.append(

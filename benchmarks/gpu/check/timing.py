@@ -36,12 +36,7 @@ class Timer(Protocol):
 
 
 class GraphTimer:
-    """Times replays of CUDA graphs, the L2 cache emptied before each.
-
-    Args:
-        device: The GPU.
-        replays: How many of each graph.
-    """
+    """Times replays of CUDA graphs, the L2 cache emptied before each."""
 
     def __init__(self, device: torch.device, replays: int = 15) -> None:
         self._replays = replays

@@ -21,16 +21,11 @@ class TreeBatch:
     They begin with seeds 1, 2, ..., temperature 1, and roots at position 0.
 
     Attributes:
-        tables: The tree.
-        requests: Roots, modes, temperatures and seeds.
-        drafted: Their drafts.
         sampled: int64 ``[R, D + 1]``: emitted tokens, then -1.
         num_sampled: int32 ``[R]``.
         accepted: int32 ``[R, D]``: accepted path, then -1.
 
     Args:
-        tables: The tree.
-        requests: R.
         vocabulary: Of draft and target.
         dtype: Of the draft's logits.
         mode: Of all requests, see `sequoia_vllm.kernels.modes`.

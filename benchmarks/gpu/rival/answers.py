@@ -37,13 +37,6 @@ _VALIDATION = 192
 def write_answers(target: Path, out: Path, texts: int, answer: int, at_once: int) -> dict[str, Any]:
     """Writes ``texts`` answers to learn from, and some for validation; every second question is
     the target's own.
-
-    Args:
-        target: Folder of a chat model.
-        out: Folder for the answers, as ``draft-data`` writes it.
-        texts: How many.
-        answer: Most tokens of an answer.
-        at_once: Texts of a batch.
     """
     begun = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(target)

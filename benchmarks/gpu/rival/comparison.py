@@ -14,7 +14,7 @@ from benchmarks.gpu.rival.side_by_side import open_side_by_side
 from benchmarks.gpu.sizes import ON_A_GPU
 from sequoia_vllm.bench.rounds import BenchSettings
 from sequoia_vllm.bench.run import run_bench
-from sequoia_vllm.measuring.engine_processes import engines_end_here
+from sequoia_vllm.measuring.interrupts import engines_end_here
 
 _BATCHED_TOKENS = 4096  # bench would ask for 8,256: four engines share the device's memory
 _SHOWN = ("rate", "ttft_ms", "tpot_ms", "e2e_ms", "mixed", "decoding", "steps_by_drafts")
@@ -27,15 +27,7 @@ def compare_side_by_side(
     arriving: float,
     out: Path,
 ) -> None:
-    """Writes a line of ``bench.jsonl`` for each case, and of ``arrivals.jsonl``.
-
-    Args:
-        settings: What to compare.
-        questions: Prompts of the requests that arrive.
-        rates: Of their arrivals, a second.
-        arriving: Seconds in which they arrive.
-        out: Folder for the results.
-    """
+    """Writes a line of ``bench.jsonl`` for each case, and of ``arrivals.jsonl``."""
     out.mkdir(parents=True, exist_ok=True)
     sizes = replace(ON_A_GPU, arriving=arriving, arriving_tokens=settings.max_tokens)
     options = {**settings.engine_options(), "max_num_batched_tokens": _BATCHED_TOKENS}

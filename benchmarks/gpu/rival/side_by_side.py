@@ -34,11 +34,7 @@ class RemoteEngine:
         return self.answer()
 
     def answer(self) -> Any:
-        """What the process says next.
-
-        Raises:
-            BenchError: It failed, or ended.
-        """
+        """What the process says next."""
         try:
             found, error = self._pipe.recv()
         except (EOFError, ConnectionResetError):

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from heads import HeadRecipe, train_head
-from pair import Listener
-from training import Schedule
+from training import Listener, Schedule
 
 _TIMED_STEPS = 12
 _VALIDATIONS = 5
@@ -24,15 +23,7 @@ def _listener() -> Listener:
 
 
 def train_for(seconds: float, data: Path, out: Path, tokens: int, batch: int) -> dict[str, Any]:
-    """Trains an EAGLE-3 head; as many steps as fit into the time, by the time of some steps.
-
-    Args:
-        seconds: What training may take.
-        data: Folder of answers.
-        out: Folder of the head.
-        tokens: That the head can draft.
-        batch: Answers of a step.
-    """
+    """Trains an EAGLE-3 head; as many steps as fit into the time, by the time of some steps."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
     schedule = Schedule(_TIMED_STEPS, 50, batch, _TIMED_STEPS, 0)

@@ -8,9 +8,15 @@ from typing import Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import console, counted, fail, friendly_errors, note, print_json
-from sequoia_vllm.cli.progress import progress_bar
-from sequoia_vllm.cli.tree.named import class_in, device_in, names_device, this_device
+from sequoia_vllm.cli.common import (
+    console,
+    counted,
+    fail,
+    friendly_errors,
+    note,
+    print_json,
+    progress_bar,
+)
 from sequoia_vllm.cli.tree.view import (
     draw_tree,
     entries_json,
@@ -21,12 +27,12 @@ from sequoia_vllm.cli.tree.view import (
     schedule_table,
     tree_json,
 )
-from sequoia_vllm.hardware.device import identify
+from sequoia_vllm.hardware.device import identify, this_device_name
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.tree_library import TreeLibrary
-from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector
+from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import optimize_tree
 from sequoia_vllm.tree.token_tree import MOST_NODES
@@ -104,7 +110,7 @@ def show(
     with friendly_errors():
         if nodes < 1:
             fail(f"--nodes {nodes}: draw at least 1")
-        if names_device(tree):
+        if _names_device(tree):
             list_trees(device=tree, as_json=as_json)
             return
         found = find_tree(tree)
@@ -137,7 +143,7 @@ def plot(
     acceptance: AcceptanceOption = None,
 ) -> None:
     """Draw a tree into a picture file."""
-    from sequoia_vllm.library.tree_figures import plot_tree
+    from sequoia_vllm.cli.tree.view import plot_tree
 
     with friendly_errors():
         found = find_tree(tree)
@@ -161,15 +167,15 @@ def list_trees(
         entries = library.entries()
         if device is not None:
             wanted = identify(device).id
-            entries = [entry for entry in entries if device_in(entry.name) == wanted]
+            entries = [entry for entry in entries if entry.name.split("/")[0] == wanted]
             if not entries:
                 raise LibraryError(
                     f"no trees for device {device!r}: there are trees for "
                     f"{', '.join(library.devices())}"
                 )
         if model_class is not None:
-            classes = sorted({class_in(entry.name) for entry in entries})
-            entries = [entry for entry in entries if class_in(entry.name) == model_class]
+            classes = sorted({entry.name.split("/")[1] for entry in entries})
+            entries = [entry for entry in entries if entry.name.split("/")[1] == model_class]
             if not entries:
                 raise LibraryError(
                     f"no trees of class {model_class!r}: there are {', '.join(classes)}"
@@ -181,9 +187,9 @@ def list_trees(
         out = console()
         others: dict[str, int] = {}
         if device is None and model_class is None:
-            near = ("user", this_device())
-            others = Counter(d for e in entries if (d := device_in(e.name)) not in near)
-            entries = [entry for entry in entries if device_in(entry.name) in near]
+            near = ("user", identify(this_device_name()).id)
+            others = Counter(d for e in entries if (d := e.name.split("/")[0]) not in near)
+            entries = [entry for entry in entries if entry.name.split("/")[0] in near]
         if entries:
             out.print(entries_table(entries))
         if others:
@@ -192,6 +198,13 @@ def list_trees(
         out.print(legend(), style="dim", soft_wrap=True)
         where = library.readable or "none, as you have no home directory"
         out.print(f"your own trees: {where}", style="dim", soft_wrap=True)
+
+
+def _names_device(reference: str) -> bool:
+    """Whether this names a device with trees in the library, not a tree or a file."""
+    if "/" in reference or not reference.strip() or is_tree_file(reference):
+        return False
+    return identify(reference).id in TreeLibrary().devices()
 
 
 def _vector(reference: str | None, found: NamedTree) -> Acceptance | None:

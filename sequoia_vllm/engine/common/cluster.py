@@ -51,7 +51,6 @@ def check_devices(group: Sequence[str], chosen_for: str | None) -> None:
     """Raises unless a tensor-parallel group has one type of device, the tree's if it has one.
 
     Args:
-        group: Device name of each rank.
         chosen_for: The device that the tree was chosen for; None: the user gave the tree.
 
     Raises:

@@ -12,12 +12,7 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.settings import offload_of
 from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.graph_batches import last_with
-from sequoia_vllm.hardware.budget import (
-    beyond_budget,
-    drafts_by_batch,
-    fit_to_budget,
-    rungs,
-)
+from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond
 
 logger = logging.getLogger("vllm.sequoia")
@@ -122,7 +117,6 @@ def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
     the schedule yet.
 
     Args:
-        vllm_config: vLLM's of a Sequoia engine, changed in place.
         keep_schedule: It is the user's: only warn where it does not fit.
     """
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config

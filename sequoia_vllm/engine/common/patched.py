@@ -1,15 +1,14 @@
-"""A name of a module or class replaced for the length of one call."""
+"""An attribute replaced for the length of one call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 
 @contextmanager
-def patched(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+def patched(owner: object, name: str, value: Any) -> Iterator[None]:
     """Within the block, ``owner.name`` is ``value``."""
     original = getattr(owner, name)
     setattr(owner, name, value)

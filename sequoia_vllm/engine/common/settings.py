@@ -1,4 +1,4 @@
-"""Settings that the front end decides and the workers read; the tag of `config_tag` carries them.
+"""Settings that the front end decides and the workers read: a tag on vLLM's speculative config.
 
 They are not in vLLM's ``additional_config``, as vLLM keys its compiled code by all of it. The tree
 and its expected speed differ from start to start, and no compiled code depends on them.
@@ -6,16 +6,22 @@ and its expected speed differ from start to start, and no compiled code depends 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.drafters.registry import DrafterKind
-from sequoia_vllm.engine.common.config_tag import is_tagged, tag, tagged_settings
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 DECLINED = "sequoia_declined"
+_TAG = "_sequoia"  # set on the SpeculativeConfig of a Sequoia engine, to its `SequoiaSettings`
+_to_be_tagged: ContextVar[bool] = ContextVar("_to_be_tagged", default=False)
 
 
 @dataclass(frozen=True)
@@ -63,14 +69,64 @@ class SequoiaSettings:
 
     @classmethod
     def of(cls, vllm_config: Any) -> SequoiaSettings:
-        """Reads what `store` wrote."""
-        data = tagged_settings(vllm_config.speculative_config)
-        values = {field.name: data[field.name] for field in fields(cls)}
-        values["tree"] = TokenTree.from_dict(data["tree"])
-        return cls(**values)
+        """The settings of a Sequoia engine."""
+        return cls.on(vllm_config.speculative_config)
+
+    @staticmethod
+    def on(speculative_config: Any) -> SequoiaSettings:
+        """The settings that `store` has put on a speculative configuration."""
+        found: SequoiaSettings = getattr(speculative_config, _TAG)
+        return found
 
     def store(self, speculative_config: Any) -> None:
-        """Tags vLLM's speculative configuration with these settings, as plain data."""
+        """Tags vLLM's speculative configuration with these settings."""
+        setattr(speculative_config, _TAG, self)
+
+    def __reduce__(self) -> tuple[Callable[..., SequoiaSettings], tuple[Any, ...]]:
+        """Pickles plain data, so that engines of other versions of the plugin can be told."""
         data = {field.name: getattr(self, field.name) for field in fields(self)}
-        data["tree"] = self.tree.to_dict()
-        tag(speculative_config, self.tree.depth, data)
+        return _received, ({**data, "tree": self.tree.parents},)
+
+
+def is_tagged(speculative_config: Any) -> bool:
+    """Whether this speculative configuration of vLLM's is Sequoia's."""
+    return hasattr(speculative_config, _TAG)
+
+
+@contextmanager
+def to_be_tagged() -> Iterator[None]:
+    """Announces that the speculative configuration made within the block gets a tag."""
+    reset = _to_be_tagged.set(True)
+    try:
+        yield
+    finally:
+        _to_be_tagged.reset(reset)
+
+
+def is_or_will_be_tagged(speculative_config: Any) -> bool:
+    """`is_tagged`, also while the configuration is still being made."""
+    return is_tagged(speculative_config) or _to_be_tagged.get()
+
+
+def _received(data: dict[str, Any]) -> SequoiaSettings:
+    """Patches vLLM in each process that unpickles the configuration.
+
+    Ray Serve configures engines in one process and talks to them in another, where no plugins are
+    loaded. Without the patches that process would refuse requests that Sequoia serves, and would
+    count no trees.
+    """
+    _load_plugin()
+    known = {field.name for field in fields(SequoiaSettings)} & data.keys()
+    values = {name: data[name] for name in known}
+    return SequoiaSettings(**values | {"tree": TokenTree(data["tree"])})
+
+
+@cache
+def _load_plugin() -> None:
+    """Calls the plugin's entry point, once per process.
+
+    vLLM's ``load_general_plugins`` does not suffice: it does not load us where ``VLLM_PLUGINS``
+    leaves us out, and loads nothing a second time.
+    """
+    for found in entry_points(group="vllm.general_plugins", name="sequoia"):
+        found.load()()

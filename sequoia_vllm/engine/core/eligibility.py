@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import entry_points
@@ -15,10 +14,6 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from sequoia_vllm.engine.common.request_options import most_drafts
 from sequoia_vllm.engine.core import grammar
 from sequoia_vllm.metrics.prometheus import Reason
-
-logger = logging.getLogger("vllm.sequoia")
-
-_SAID = "_sequoia_said_too_long"  # set on a scheduler that has had a prompt too long for the draft
 
 # A step emits one token without drafts. So a tree gains nothing before a request's last token.
 _LEAST_GAIN = 2
@@ -76,7 +71,7 @@ def has_custom_processors(vllm_config: Any) -> bool:
     return bool(vllm_config.model_config.logits_processors) or _has_installed_processors()
 
 
-@cache  # asked in every step
+@cache  # asked in every request
 def _has_installed_processors() -> bool:
     return bool(entry_points(group=LOGITSPROCS_GROUP))
 
@@ -84,37 +79,6 @@ def _has_installed_processors() -> bool:
 def never_drafts(sampling_params: Any, thinks_first: bool) -> bool:
     """Whether this request gets no drafts; see `reason_without_drafts`."""
     return reason_without_drafts(sampling_params, thinks_first) is not None
-
-
-def reasons_of_new(scheduler: Any, scheduled: Any) -> list[Reason]:
-    """Reasons of the requests that begin in this step and get no drafts."""
-    new, config = scheduled.scheduled_new_reqs, scheduler.vllm_config
-    if not new:
-        return []
-    if has_custom_processors(config):
-        return ["custom_logits_processors"] * len(new)
-    thinks = grammar.thinks_first(config)
-    reasons: list[Reason] = []
-    for request in new:
-        reason = reason_without_drafts(request.sampling_params, thinks)
-        if reason is None and is_longer_than_draft(config, prompt := request.prompt_token_ids):
-            reason = "longer_than_draft"
-            _say_once(scheduler, len(prompt))
-        if reason is not None:
-            reasons.append(reason)
-    return reasons
-
-
-def _say_once(scheduler: Any, prompt_tokens: int) -> None:
-    """Logs the first prompt that is too long for the draft."""
-    if not hasattr(scheduler, _SAID):
-        setattr(scheduler, _SAID, True)
-        draft = scheduler.vllm_config.speculative_config.draft_model_config
-        logger.warning(
-            "Sequoia: a prompt of %d tokens has no drafts, nor will others as long: %s reads "
-            "requests of up to %d tokens",
-            prompt_tokens, draft.model, draft.max_model_len,
-        )  # fmt: skip
 
 
 def most_committed(

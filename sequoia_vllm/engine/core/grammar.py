@@ -13,8 +13,9 @@ that never left the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,6 @@ from sequoia_vllm.tree import TokenTree
 BACKENDS = ("xgrammar", "guidance")
 """Backends whose grammars can go back as many tokens as they went forward."""
 
-_TREES = "_sequoia_trees"  # set on a manager
-_WALKED = "_sequoia_walked"  # set on a structured output request
 _ALL = -1  # 32 tokens of a mask, all of them allowed
 
 
@@ -38,32 +37,6 @@ def thinks_first(vllm_config: Any) -> bool:
     """Whether an engine's grammars begin to hold only once a request has ended its reasoning."""
     config = vllm_config.structured_outputs_config
     return bool(config.reasoning_parser) and not config.enable_in_reasoning
-
-
-@dataclass(frozen=True)
-class _Trees:
-    """An engine's.
-
-    Attributes:
-        tree: Every request drafts its first nodes.
-        stand_ins: What replaces forbidden drafts; None: nothing does.
-    """
-
-    tree: TokenTree
-    stand_ins: StandIns | None
-
-    @classmethod
-    def of(cls, manager: Any) -> _Trees:
-        """The trees of a manager's engine, made once."""
-        found: _Trees | None = getattr(manager, _TREES, None)
-        if found is None:
-            config = manager.vllm_config
-            tree = SequoiaSettings.of(config).tree
-            drafts_wait = not config.scheduler_config.async_scheduling
-            replaces = drafts_wait and not config.use_v2_model_runner
-            found = cls(tree, StandIns.of(manager) if replaces else None)
-            setattr(manager, _TREES, found)
-        return found
 
 
 @dataclass(frozen=True)
@@ -79,73 +52,88 @@ class _Walked:
     masks: NDArray[np.int32]
 
 
-def validate_tokens(
-    original: Callable[..., list[int]], self: Any, request: Any, spec_tokens: list[int]
-) -> list[int]:
-    """Keeps all drafts of a Sequoia engine: other paths of a tree may be valid.
+class TreeGrammars:
+    """vLLM's `StructuredOutputManager` for a Sequoia engine's scheduler.
 
-    It may replace some of them.
+    Attributes:
+        manager: The engine core's, which does all but what is here.
+        tree: Every request drafts its first nodes.
     """
-    if not request.use_structured_output or not SequoiaSettings.enabled(self.vllm_config):
-        return original(self, request, spec_tokens)
-    kept: list[int] = strip_speculative_padding(spec_tokens)
-    trees = _Trees.of(self)
-    structured = request.structured_output_request
-    if not kept or trees.stand_ins is None or structured.grammar.is_terminated():
-        return kept
-    masks = self.backend.allocate_token_bitmask(len(kept) + 1).fill_(_ALL).numpy()
-    structured.grammar.fill_bitmask(torch.from_numpy(masks), 0)
-    scored = fill_nodes(
-        structured.grammar, request.request_id, trees.tree, kept, masks, trees.stand_ins
-    )
-    setattr(structured, _WALKED, _Walked(scored, masks))
-    return scored
 
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self.tree = SequoiaSettings.of(manager.vllm_config).tree
+        self._walked: dict[str, _Walked] = {}  # by request, until the next masks are filled
 
-def grammar_bitmask(
-    original: Callable[..., Any],
-    self: Any,
-    requests: dict[str, Any],
-    structured_output_request_ids: list[str],
-    scheduled_spec_decode_tokens: dict[str, list[int]],
-) -> NDArray[np.int32] | None:
-    """The manager's masks of the roots; then those of the other nodes.
+    @cached_property
+    def stand_ins(self) -> StandIns | None:
+        """What replaces forbidden drafts, in an engine with a tokenizer; None: nothing does."""
+        config = self.manager.vllm_config
+        drafts_wait = not config.scheduler_config.async_scheduling
+        replaces = drafts_wait and not config.use_v2_model_runner
+        return StandIns.of(self.manager) if replaces else None
 
-    The manager is asked for one request after another. Its layout of several requests' masks
-    differs by version, and takes the room of ``max_num_seqs`` largest trees.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.manager, name)
 
-    Returns:
-        int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.
-    """
-    names = structured_output_request_ids
-    if not names or not SequoiaSettings.enabled(self.vllm_config):
-        return original(self, requests, names, scheduled_spec_decode_tokens)
-    if self._grammar_bitmask is None:
-        self._grammar_bitmask = self.backend.allocate_token_bitmask(1)
-    found = []
-    for name in names:
-        tokens = scheduled_spec_decode_tokens.get(name, [])
-        structured = requests[name].structured_output_request
-        masks = _take_walked(structured, tokens)
-        if masks is None:
-            root = original(self, requests, [name], {})[0]
-            masks = np.full((len(tokens) + 1, len(root)), _ALL, dtype=np.int32)
-            masks[0] = root
-            if tokens:
-                fill_nodes(structured.grammar, name, _Trees.of(self).tree, tokens, masks)
-        found.append(masks)
-    return np.concatenate(found)
+    def validate_tokens(self, request: Any, spec_tokens: list[int]) -> list[int]:
+        """Keeps all drafts: other paths of a tree may be valid. It may replace some of them."""
+        if not request.use_structured_output:
+            return spec_tokens
+        kept: list[int] = strip_speculative_padding(spec_tokens)
+        name, grammar = request.request_id, request.structured_output_request.grammar
+        self._walked.pop(name, None)
+        if not kept or self.stand_ins is None or grammar.is_terminated():
+            return kept
+        masks = self.manager.backend.allocate_token_bitmask(len(kept) + 1).fill_(_ALL).numpy()
+        grammar.fill_bitmask(torch.from_numpy(masks), 0)
+        scored = fill_nodes(grammar, name, self.tree, kept, masks, self.stand_ins)
+        self._walked[name] = _Walked(scored, masks)
+        return scored
 
+    def grammar_bitmask(
+        self,
+        requests: dict[str, Any],
+        structured_output_request_ids: list[str],
+        scheduled_spec_decode_tokens: dict[str, list[int]],
+    ) -> NDArray[np.int32] | None:
+        """The manager's masks of the roots; then those of the other nodes.
 
-def _take_walked(structured: Any, tokens: Sequence[int]) -> NDArray[np.int32] | None:
-    """The masks that were filled before these tokens were scheduled. The tokens may be fewer by
-    now.
-    """
-    walked: _Walked | None = getattr(structured, _WALKED, None)
-    setattr(structured, _WALKED, None)
-    if walked is None or not tokens or walked.tokens[: len(tokens)] != list(tokens):
-        return None
-    return walked.masks[: len(tokens) + 1]
+        The manager is asked for one request after another. Its layout of several requests' masks
+        differs by version, and takes the room of ``max_num_seqs`` largest trees.
+
+        Returns:
+            int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.
+        """
+        manager, names = self.manager, structured_output_request_ids
+        if not names:
+            return None
+        if manager._grammar_bitmask is None:
+            manager._grammar_bitmask = manager.backend.allocate_token_bitmask(1)
+        found = []
+        for name in names:
+            tokens = scheduled_spec_decode_tokens.get(name, [])
+            masks = self._take_walked(name, tokens)
+            if masks is None:
+                root = manager.grammar_bitmask(requests, [name], {})[0]
+                masks = np.full((len(tokens) + 1, len(root)), _ALL, dtype=np.int32)
+                masks[0] = root
+                if tokens:
+                    grammar = requests[name].structured_output_request.grammar
+                    fill_nodes(grammar, name, self.tree, tokens, masks)
+            found.append(masks)
+        self._walked.clear()
+        return np.concatenate(found)
+
+    def _take_walked(self, name: str, tokens: Sequence[int]) -> NDArray[np.int32] | None:
+        """A request's masks that were filled before these tokens were scheduled.
+
+        The tokens may be fewer by now.
+        """
+        walked = self._walked.get(name)
+        if walked is None or not tokens or walked.tokens[: len(tokens)] != list(tokens):
+            return None
+        return walked.masks[: len(tokens) + 1]
 
 
 def fill_nodes(

@@ -1,4 +1,6 @@
 """The front end's part: options, refusals, choice of draft and tree.
 
-May import: common, compat, offload, runner, worker.
+Until: vLLM carries a speculative method's own statistics from the worker to its loggers.
+
+May import: common, compat, core, offload, runner, worker.
 """

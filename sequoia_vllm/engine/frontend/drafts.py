@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,11 +18,11 @@ from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters import recognition
 from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.recognition import Recognised, target_differences
-from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, DrafterKind, drafter
+from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, drafter
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes
-from sequoia_vllm.model_source import folder_problem, hub_problem
+from sequoia_vllm.model_source import hub_problem
 
 # In the order in which they are looked for in vLLM's message.
 _FIXES = (
@@ -32,23 +31,6 @@ _FIXES = (
 )
 _UNREADABLE = (OSError, ValueError, RuntimeError)
 """Errors of a configuration that cannot be read. vLLM reads it again, and says what is wrong."""
-
-
-@dataclass(frozen=True)
-class ResolvedDraft:
-    """The draft of one engine.
-
-    Attributes:
-        name: Name or path.
-        kind: What it is.
-        levels: Levels of the deepest tree that it drafts; None: any number.
-        shapes: Shapes of target and draft; None: nothing is known of them.
-    """
-
-    name: str
-    kind: DrafterKind = "model"
-    levels: int | None = None
-    shapes: PairShapes | None = None
 
 
 class DraftReader:
@@ -96,41 +78,40 @@ class DraftReader:
             found.block_size = stated.get("block_size")
         return found
 
-    def kind(self, draft: str) -> DrafterKind:
+    def kind(self, draft: str) -> Drafter:
         """The kind of a checkpoint; its path does not matter.
 
         Raises:
             ConfigError: Trees do not draft with it, or it is not what ``"drafter"`` says, or it is
                 a head that was made for another target; names what it is, and the fix.
         """
-        given = self.config.drafter
-        if given is not None and drafter(given).is_targets_own:
-            _check_own_layers(drafter(given), self.target)
+        given = None if self.config.drafter is None else drafter(self.config.drafter)
+        if given is not None and given.is_targets_own:
+            _check_own_layers(given, self.target)
             return given
         try:
             config = self.read(draft)
             found = recognise(config)
         except _UNREADABLE:
-            return given or "model"
+            return given or DRAFTERS["model"]
         kind = _agreed(found, draft, given)
         if kind.is_head:
             _check_head(kind, Fields(config), draft, self.target)
-        return kind.kind
+        return kind
 
-    def levels(self, draft: str, kind: DrafterKind) -> int | None:
+    def levels(self, draft: str, kind: Drafter) -> int | None:
         """Levels of the deepest tree that this draft drafts; None: any number."""
-        if not drafter(kind).in_one_pass:
+        if not kind.in_one_pass:
             return None
         try:
-            return drafter(kind).levels(Fields(self.read(draft)))
+            return kind.levels(Fields(self.read(draft)))
         except _UNREADABLE:
             return None
 
-    def shapes(self, draft: str, kind: DrafterKind = "model") -> PairShapes:
+    def shapes(self, draft: str, kind: Drafter) -> PairShapes:
         """Shapes of the target and of this draft, and which of them are not known."""
         problems: list[str] = []
         target, quantization = self.target, self.config.draft_keys().get("quantization")
-        head = kind if drafter(kind).is_head else None
 
         def found(shape: Callable[[], ModelShape]) -> ModelShape | None:
             try:
@@ -143,8 +124,10 @@ class DraftReader:
             target=found(
                 partial(read_shape, target.hf_text_config, target.model, target.quantization)
             ),
-            draft=found(lambda: read_shape(self._text_config(draft), draft, quantization, kind)),
-            head=head,
+            draft=found(
+                lambda: read_shape(self._text_config(draft), draft, quantization, kind.kind)
+            ),
+            head=kind.kind if kind.is_head else None,
             problem="; ".join(problems) or None,
         )
 
@@ -175,33 +158,33 @@ def drafted_levels(config: Any) -> int | None:
 
 def head_shape(vllm_config: Any) -> ModelShape | None:
     """The shape of an engine's head; None: its draft is a model."""
-    kind = SequoiaSettings.of(vllm_config).drafter
-    if not drafter(kind).is_head:
+    kind = drafter(SequoiaSettings.of(vllm_config).drafter)
+    if not kind.is_head:
         return None
     draft = vllm_config.speculative_config.draft_model_config
-    return read_shape(draft.hf_text_config, draft.model, draft.quantization, kind)
+    return read_shape(draft.hf_text_config, draft.model, draft.quantization, kind.kind)
 
 
-def kinds_here() -> list[DrafterKind]:
+def kinds_here() -> list[Drafter]:
     """Kinds that an engine of this process can draft with, before its options are known.
 
     Where options turn Model Runner V2 off, engines on GPUs are refused.
     """
     chosen = envs.VLLM_USE_V2_MODEL_RUNNER
     runs_v2 = current_platform.is_cuda() if chosen is None else chosen
-    return [kind.kind for kind in DRAFTERS.values() if runs_v2 or not kind.is_head]
+    return [kind for kind in DRAFTERS.values() if runs_v2 or kind.on_v1]
 
 
-def check_method(kind: DrafterKind, draft: str, method: str) -> None:
+def check_method(kind: Drafter, draft: str, method: str) -> None:
     """Checks that vLLM recognises a draft as its kind: vLLM also looks at names and paths.
 
     Raises:
         ConfigError: It does not.
     """
-    if method == drafter(kind).method:
+    if method == kind.method:
         return
     fix = 'put it into a folder without "eagle-", "eagle3", "dflash" and "dspark" in its path'
-    if not drafter(kind).is_head:
+    if not kind.is_head:
         fix = (
             f'if it is a draft model, {fix}; if it is an EAGLE-3 head, give "drafter": "eagle3", '
             "as its configuration does not say so; trees draft with no other heads"
@@ -209,16 +192,6 @@ def check_method(kind: DrafterKind, draft: str, method: str) -> None:
     raise ConfigError(
         f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: {fix}"
     )
-
-
-def check_folder(role: str, model: str) -> None:
-    """Checks that a model that is given as a path is there; names on the Hub are not looked up.
-
-    Raises:
-        ConfigError: There is no such folder, no model's configuration in it, or it is a file.
-    """
-    if problem := folder_problem(role, model):
-        raise ConfigError(problem)
 
 
 def draft_problem(draft: str, error: Exception) -> str:
@@ -251,7 +224,7 @@ def _check_own_layers(kind: Drafter, target: Any) -> None:
         )
 
 
-def _agreed(found: Recognised, draft: str, given: DrafterKind | None) -> Drafter:
+def _agreed(found: Recognised, draft: str, given: Drafter | None) -> Drafter:
     """The kind that checkpoint and user name, if they agree."""
     sign = f" ({found.sign})" if found.sign else ""
     chains = f", or use vLLM's own method {found.method!r} for chains" if found.method else ""
@@ -260,13 +233,15 @@ def _agreed(found: Recognised, draft: str, given: DrafterKind | None) -> Drafter
             f'{draft!r} is {found.name}{sign}, which trees do not draft with: give "model" an '
             f"EAGLE-3 head or a draft model{chains}"
         )
-    is_unsaid = given is not None and found.sign is None and drafter(given).may_look_like_model
-    if given in (None, found.kind) or is_unsaid:
-        return drafter(given or found.kind)
+    kind = drafter(found.kind)
+    if given is None or given is kind:
+        return kind
+    if found.sign is None and given.may_look_like_model:
+        return given
     said = found.name if found.sign else "a model by its configuration"
     raise ConfigError(
-        f'"drafter" is "{given}", but {draft!r} is {said}{sign}: leave "drafter" out, or give '
-        f'"model" {drafter(given or "model").name}'
+        f'"drafter" is "{given.kind}", but {draft!r} is {said}{sign}: leave "drafter" out, or give '
+        f'"model" {given.name}'
     )
 
 

@@ -13,7 +13,7 @@ from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
-from sequoia_vllm.hardware.support import Kind, Role, as_error, refusal
+from sequoia_vllm.hardware.support import Kind, Role, as_error, has_only_attention, refusal
 
 _PIPELINE_V1 = (
     "pipeline parallelism is not supported, as accepted paths would have to reach every stage "
@@ -29,10 +29,6 @@ _PIPELINE_V2 = (
 def refuse_model(model: Any, role: Role) -> None:
     """Raises if trees cannot serve a model. Its layers are checked again at loading.
 
-    Args:
-        model: vLLM's configuration of it.
-        role: What it is to be.
-
     Raises:
         ConfigError: With every reason, and the fix.
     """
@@ -46,19 +42,11 @@ def refuse_unsupported(vllm_config: Any) -> None:
     Raises:
         ConfigError: With every reason found, and its fix.
     """
-    if reasons := unsupported_reasons(vllm_config):
+    checks = (
+        _platform_reasons, _drafter_reasons, _parallel_reasons, _feature_reasons, _size_reasons,
+    )  # fmt: skip
+    if reasons := [reason for check in checks for reason in check(vllm_config)]:
         raise ConfigError(as_error(reasons))
-
-
-def unsupported_reasons(vllm_config: Any) -> list[str]:
-    """Every reason besides its models why this engine must not run; empty if it may."""
-    return [
-        *_platform_reasons(vllm_config),
-        *_drafter_reasons(vllm_config),
-        *_parallel_reasons(vllm_config),
-        *_feature_reasons(vllm_config),
-        *_size_reasons(vllm_config),
-    ]
 
 
 def kinds_in_vllm(model: Any) -> set[Kind]:
@@ -67,13 +55,25 @@ def kinds_in_vllm(model: Any) -> set[Kind]:
         "mla": model.use_mla,
         "chunked": model.attention_chunk_size is not None,
         "alibi": model.uses_alibi,
-        "recurrent": model.is_hybrid or model.is_attention_free or model.has_inner_state,
+        "recurrent": _has_recurrent_layers(model),
+        "diffusion": model.is_diffusion,
+        "realtime": any("Realtime" in name for name in model.architectures),
         "mrope": model.uses_mrope,
         "multimodal": model.is_multimodal_model,
         "encoder-decoder": model.is_encoder_decoder,
         "pooling": model.runner_type == "pooling",
     }
     return {kind for kind, is_so in found.items() if is_so}
+
+
+def _has_recurrent_layers(model: Any) -> bool:
+    """Asks what this checkpoint has: of some classes only some checkpoints have such layers."""
+    layer_types = getattr(model.hf_text_config, "layer_types", None)
+    return bool(
+        model.is_hybrid
+        or model.is_attention_free
+        or (model.has_inner_state and not has_only_attention(layer_types))
+    )
 
 
 def _present(checks: dict[str, bool]) -> list[str]:

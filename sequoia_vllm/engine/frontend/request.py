@@ -1,16 +1,22 @@
-"""Reads what the user asks for: on the command line, and in vLLM's engine arguments."""
+"""Reads what the user asks for, and shows what is wrong with it as vLLM's commands do."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.config import METHOD, ConfigError, SequoiaConfig
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import parse_json
+
+USAGE_ERROR = 2  # exit code
 
 
 def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
@@ -103,3 +109,23 @@ def _json_object(text: str) -> Any:
         return parse_json(text)
     except ValueError:
         return text
+
+
+@contextmanager
+def short_in_commands() -> Iterator[None]:
+    """Ends vLLM's own commands at an error of ours; any other program sees the exception."""
+    try:
+        yield
+    except SequoiaError as error:
+        if not is_vllms_command():
+            raise
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(USAGE_ERROR) from None
+
+
+def is_vllms_command() -> bool:
+    """Whether this process is ``vllm ...``, or ``python -m vllm...``."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    module = spec.name if spec is not None else ""
+    return module.startswith("vllm.") or Path(sys.argv[0]).stem == "vllm"

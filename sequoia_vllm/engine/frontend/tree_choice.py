@@ -1,17 +1,18 @@
-"""Resolves the ``tree`` setting: the tree that an engine drafts, and how much of it when."""
+"""Resolves the ``tree`` setting: the tree that an engine drafts, how much of it when, and why."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 
 from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec
-from sequoia_vllm.engine.frontend.expected_gain import ExpectedGain
 from sequoia_vllm.hardware.choose import Schedule as StoredSchedule
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.selection import Selection
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.tree_reference import NamedTree
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
@@ -24,6 +25,34 @@ DEFAULT_TREE = TreeSpec(size=16, depth=4)
 DEFAULT_TREE_OFFLOADED = TreeSpec(size=64, depth=8)
 # Requests near their longest length draft less, so trees must be small compared with it.
 _LENGTH_PER_NODE = 4
+# Beyond these a CPU's step grows with each node, and the last of them are hardly ever accepted.
+_MOST_ON_CPUS = 64
+
+LibraryAnswer = Selection | LibraryError | None
+"""See `look_up`."""
+
+
+@dataclass(frozen=True)
+class ExpectedGain:
+    """What a tree is expected to bring.
+
+    Attributes:
+        speedup: Against plain decoding at batch size 1; None: not known.
+        source: How ``speedup`` is known, such as "measured".
+        tokens: Per step; None: not known.
+        made_for: Another device that the tree was made for; None: it was made for this one,
+            or for none.
+    """
+
+    speedup: float | None = None
+    source: str = ""
+    tokens: float | None = None
+    made_for: str | None = None
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether drafting is expected to be faster than not; None: not known."""
+        return None if self.speedup is None else self.speedup > 1
 
 
 @dataclass(frozen=True)
@@ -48,28 +77,43 @@ class TreeChoice:
     gain: ExpectedGain = field(default_factory=ExpectedGain)
 
 
+def look_up(
+    config: SequoiaConfig, pair: PairKey, shapes: PairShapes | None = None
+) -> LibraryAnswer:
+    """Asks the library for the tree of a pair, if the tree is left to us.
+
+    Args:
+        shapes: Shapes of both models; None: nothing is known of them.
+
+    Returns:
+        Its answer, or why it has none; None: it was not asked.
+    """
+    if not config.is_tree_chosen:
+        return None
+    try:
+        return TreeLibrary().select(pair, shapes)
+    except LibraryError as error:
+        return error
+
+
 def choose_engine_tree(
     config: SequoiaConfig,
     pair: PairKey,
-    shapes: PairShapes | None = None,
+    found: LibraryAnswer = None,
     max_model_len: int | None = None,
     levels: int | None = None,
 ) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
     Args:
-        config: What the user gave, `SequoiaConfig.loaded`.
-        pair: What the tree is for.
-        shapes: Shapes of both models; None: nothing is known of them.
         max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
             it at most. None: any.
         levels: The draft drafts no more: a tree that we choose is no deeper. None: any number.
 
     Raises:
-        LibraryError: The device's trees cannot be read.
         ConfigError: The given schedule has more drafts than the given tree.
     """
-    choice = _resolve(config, pair, shapes, levels)
+    choice = _resolve(config, pair, found, levels)
     if max_model_len is not None and config.is_tree_chosen:
         choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
     if config.num_speculative_tokens is not None:
@@ -95,10 +139,7 @@ def _given_schedule(config: SequoiaConfig, tree: TokenTree) -> Schedule:
 
 
 def _resolve(
-    config: SequoiaConfig,
-    pair: PairKey,
-    shapes: PairShapes | None,
-    levels: int | None,
+    config: SequoiaConfig, pair: PairKey, found: LibraryAnswer, levels: int | None
 ) -> TreeChoice:
     if isinstance(config.tree, TreeSpec):
         given = config.tree
@@ -111,10 +152,9 @@ def _resolve(
         default_tree = _of_depth(default_tree, min(default_tree.depth or levels, levels))
     if config.acceptance is not None:
         return _optimal(config, default_tree, "optimal for the given acceptance")
-    try:
-        choice = _from_library(pair, shapes)
-    except LibraryError as error:
-        return _optimal(config, default_tree, f"default size; {error}")
+    if not isinstance(found, Selection):
+        return _optimal(config, default_tree, f"default size; {found}")
+    choice = _of_library(pair, found)
     if levels is not None and choice.tree.depth > levels:
         why = f"default size; the draft drafts {levels} levels at most, fewer than {choice.source}"
         return _optimal(config, default_tree, why)
@@ -149,8 +189,7 @@ def _gain_of_schedule(schedule: StoredSchedule, source: str) -> ExpectedGain:
     return ExpectedGain(estimate.speedup, source, estimate.expected_tokens)
 
 
-def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
-    selection = TreeLibrary().select(pair, shapes)
+def _of_library(pair: PairKey, selection: Selection) -> TreeChoice:
     schedule = selection.entry.to_schedule()
     return TreeChoice(
         schedule.tree,
@@ -189,3 +228,43 @@ def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:
         f"{why}; {expected:.2f} tokens per step if acceptance is as assumed",
         gain=ExpectedGain(tokens=expected),
     )
+
+
+def gain_line(
+    gain: ExpectedGain, draft: str, size: int, depth: int, *, adapts: bool, on_cpu: bool
+) -> tuple[int, str]:
+    """One line for the log.
+
+    Args:
+        draft: What the draft is, and its name.
+        adapts: Whether the engine drafts as much as pays.
+
+    Returns:
+        The level of the logging module, and the line. WARNING: the user forces drafts that may
+        well not pay.
+    """
+    doubt = _doubt(gain, size, on_cpu)
+    if doubt is not None:
+        words = doubt
+    elif gain.speedup is not None:
+        words = f"expected {gain.speedup:.2f}x plain decoding, one request ({gain.source})"
+    elif gain.tokens is not None:
+        words = f"expected {gain.tokens:.2f} tokens per step, if acceptance is as assumed"
+    else:
+        words = "what it brings is not known before it runs"
+    line = f"{draft}; up to {size - 1} drafts, depth {depth}: {words}"
+    if adapts:
+        return logging.INFO, f"{line}; drafts as many as measurements show to pay"
+    if doubt is None:
+        return logging.INFO, line
+    return logging.WARNING, f'{line}; it drafts all the same, as "adapt" or a schedule fixes that'
+
+
+def _doubt(gain: ExpectedGain, size: int, on_cpu: bool) -> str | None:
+    if gain.pays is False:
+        return "expected not to pay here"
+    if gain.made_for is not None:
+        return f"made for {gain.made_for}, and may not pay here"
+    if on_cpu and size > _MOST_ON_CPUS and gain.pays is None:
+        return f"more drafts than usually pay on CPUs, {_MOST_ON_CPUS - 1}"
+    return None

@@ -1,7 +1,8 @@
 """The patches on vLLM: which of its functions are replaced in place, and by what.
 
-They are the only ones (`ledger` says why); everything else is done by subclasses
-that vLLM is told to use.
+They are the only ones; everything else is done by subclasses that vLLM is told to use.
+
+Until: vLLM lets plugins register a speculative method.
 
 May import: common, compat, core, frontend.
 """
@@ -15,47 +16,76 @@ from typing import Any
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
-from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm.engine.common import draft_schedule
-from sequoia_vllm.engine.common.config_tag import is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.common.request_options import check_options
-from sequoia_vllm.engine.compat.versions import cuts_length_to_draft
-from sequoia_vllm.engine.core import core_messages, draft_slots, grammar, tree_reports
-from sequoia_vllm.engine.frontend import batch_limits, engine_config, request, vllm_display
+from sequoia_vllm.engine.common.settings import is_or_will_be_tagged, is_tagged
+from sequoia_vllm.engine.common.step_messages import add_report_field
+from sequoia_vllm.engine.compat.versions import (
+    counts_blocks_as_rows,
+    cuts_length_to_draft,
+    lowers_active_requests,
+)
+from sequoia_vllm.engine.core.scheduling import post_step
+from sequoia_vllm.engine.frontend import engine_config, request, tree_metrics, vllm_counts
 
 _ORIGINAL = "_sequoia_original"  # set on what replaces a function of vLLM, to that function
 
 
 def install() -> None:
     """Patches vLLM, once per process."""
+    # Checks the contract and refuses unsupported set-ups in the user's own process.
     _wrap(EngineArgs, "create_engine_config", engine_config.create_engine_config)
+    # Translates method 'sequoia' into 'draft_model', whose scheduling trees need.
     _wrap(EngineArgs, "create_speculative_config", engine_config.create_speculative_config)
+    # Parses --speculative-config as JSON, which the bare word sequoia is not.
     _wrap(EngineArgs, "add_cli_args", request.add_cli_args, static=True)
+    # Refuses min_p and logit_bias with any speculation; Sequoia serves them. Until: vLLM asks the
+    # speculative method.
     _wrap(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
-    _wrap(StructuredOutputManager, "validate_tokens", grammar.validate_tokens)
-    _wrap(StructuredOutputManager, "grammar_bitmask", grammar.grammar_bitmask)
-    tree_reports.add_report_field()
-    _wrap(Scheduler, "update_from_output", tree_reports.update_from_output)
-    _wrap(Scheduler, "schedule", draft_slots.schedule)
-    _wrap(EngineCore, "post_step", core_messages.post_step)
-    _wrap(Scheduler, "_handle_stopped_request", draft_slots.handle_stopped_request)
-    _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
-    _wrap(SpeculativeConfig, "__repr__", vllm_display.describe)
+    add_report_field()
+    # Asks the workers for drafts, which the step's output has brought. Until: vLLM's engine core
+    # sends workers one message per step.
+    _wrap(EngineCore, "post_step", post_step)
+    # Adds the logger of trees; the entry points for stat loggers are for AsyncLLM only, and having
+    # one turns statistics on in every engine. Until: vLLM carries a speculative method's own
+    # statistics from the worker to its loggers.
+    _wrap(StatLoggerManager, "__init__", tree_metrics.init_stat_logger_manager)
+    vllm_counts.hide_our_scheduler()
+    # vLLM's log would name the method draft_model.
+    _wrap(SpeculativeConfig, "__repr__", vllm_counts.describe)
+    # Refuses drafts with another vocabulary size, whenever a configuration is made or copied; ours
+    # are mapped, where vLLM's use_heterogeneous_vocab is greedy and for V1. Until: vLLM's
+    # heterogeneous vocabularies draw at any temperature, on V2 too.
     _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)
+    # Takes schedules from data-parallel engines, whose replicas would run unequal numbers of
+    # drafting passes; with trees replicas draft alone. Ours fits the schedule and CUDA graph sizes
+    # to the engine's limits, which are known by then. Until: vLLM asks whether the replicas draft
+    # in lock step, and speculative methods for a schedule.
     _wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", draft_schedule.check_schedule)
     if cuts_length_to_draft():
+        # Cuts the engine's length to the draft's; ours gives requests beyond it no drafts. Until:
+        # vLLM asks the speculative method whether it can stop drafting for a request.
         _wrap(VllmConfig, "_limit_max_model_len_to_draft", engine_config.limit_length)
-    _wrap(VllmConfig, "_set_max_num_scheduled_tokens", batch_limits.check_budget)
-    _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", batch_limits.slots_for_drafting)
-    _wrap(Scheduler, "make_stats", vllm_display.make_stats)
-    _wrap(SpecDecodingProm, "__init__", vllm_display.init_acceptance_counters)
-    _wrap(LLMEngine, "get_metrics", tree_reports.get_metrics)
+    if lowers_active_requests():
+        # For block heads lowers max_num_active_seqs, so that a pass has a row for each draft;
+        # trees' passes need one for each level, and take part of a batch. Until: vLLM asks the
+        # speculative method how many requests it drafts for.
+        _wrap(VllmConfig, "_set_max_num_scheduled_tokens", vllm_counts.check_budget)
+    if counts_blocks_as_rows():
+        # For block heads counts these rows in the target's batch, too, which then has room for
+        # fewer requests. Until: `counts_blocks_as_rows` is False of every version.
+        _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", vllm_counts.slots_for_drafting)
+    # Makes a counter for each node; a path ends at the tree's depth. Until: vLLM carries a
+    # speculative method's own statistics from the worker to its loggers.
+    _wrap(SpecDecodingProm, "__init__", vllm_counts.init_acceptance_counters)
+    # Reads metrics that are named vllm:... only; ours are sequoia:... Until: vLLM reads metrics of
+    # other names.
+    _wrap(LLMEngine, "get_metrics", tree_metrics.get_metrics)
 
 
 def is_patched() -> bool:

@@ -15,8 +15,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.offloader.base import BaseOffloader
 
 from sequoia_vllm.config import OffloadSpec
-from sequoia_vllm.offload.layer_ring import LayerRing
-from sequoia_vllm.offload.weight_file import OffloadError, Region, WeightFile
+from sequoia_vllm.engine.offload.layer_ring import LayerRing
+from sequoia_vllm.engine.offload.weight_file import OffloadError, Region, WeightFile
 
 logger = logging.getLogger("vllm.sequoia")
 

@@ -64,7 +64,7 @@ def choose_offloading(vllm_config: Any) -> None:
     # Commands read settings, and start without vLLM and torch.
     from vllm.platforms import current_platform
 
-    from sequoia_vllm.offload.weight_file import filesystem_of
+    from sequoia_vllm.engine.offload.weight_file import filesystem_of
 
     spec = offload_of(vllm_config.additional_config)
     if spec is None:

@@ -9,9 +9,9 @@ from vllm.model_executor.offloader.base import set_offloader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sequoia_vllm.engine.offload.disk import DiskOffloader
+from sequoia_vllm.engine.offload.layer_ring import keep_freed_memory
 from sequoia_vllm.engine.offload.settings import offload_of
-from sequoia_vllm.offload.layer_ring import keep_freed_memory
-from sequoia_vllm.offload.weight_file import OffloadError
+from sequoia_vllm.engine.offload.weight_file import OffloadError
 
 
 def _needs_weights_in_memory(name: str) -> Callable[..., Any]:
@@ -34,12 +34,15 @@ class OffloadingCPUWorker(CPUWorker):
     _offloader: DiskOffloader | None = None
 
     # Parameters of offloaded layers are buffers that several layers share.
+    # Refused by name where weights are on a disk: parameters of offloaded layers are buffers that
+    # layers share.
     reload_weights = _needs_weights_in_memory("reload_weights")
     reset_weights = _needs_weights_in_memory("reset_weights")
     compute_weight_checksums = _needs_weights_in_memory("compute_weight_checksums")
     save_sharded_state = _needs_weights_in_memory("save_sharded_state")
     save_tensorized_model = _needs_weights_in_memory("save_tensorized_model")
 
+    # Until: vLLM has a place for tensors of speculators that are not weights.
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads the model with our offloader instead of the one for GPUs that vLLM's runner made.
 

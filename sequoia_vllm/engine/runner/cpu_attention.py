@@ -104,6 +104,7 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         # "amx" packs keys in tiles; "vec" reads and writes the same cache for
         # the same dtypes, in the layout of attention/cpu_cache.py.
         if self.isa not in SUPPORTED_ISA:
+            # The cache layout that our kernel reads.
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
         load_kernels()  # compiled now, not in the first step

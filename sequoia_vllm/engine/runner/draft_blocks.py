@@ -26,7 +26,7 @@ class DraftBlocks:
     place of those that lie before the window. Nobody reads or writes these, so they
     count as filled.
 
-    Both runners' `ModelDraftProgress` tells it when requests begin, get blocks and finish, and
+    Both runners' progress of models tells it when requests begin, get blocks and finish, and
     calls `read` when a drafting pass reads their tokens.
 
     Args:
@@ -42,7 +42,7 @@ class DraftBlocks:
     @property
     def step(self) -> int:
         """A number of tokens: blocks end only at its multiples."""
-        return math.gcd(*self._block_sizes.values())
+        return math.gcd(*self._block_sizes.values()) or 1
 
     def start(
         self, request: Hashable, block_ids: Sequence[Sequence[int]], num_computed_tokens: int
@@ -71,10 +71,11 @@ class DraftBlocks:
 
     def filled_tokens(self, request: Hashable, limit: int) -> int:
         """How many of a request's first ``limit`` tokens lie in filled blocks of all groups."""
-        return min(
+        filled = (
             size * sum(1 for _ in takewhile(self._filled.__contains__, blocks[: limit // size]))
             for size, blocks in self._sized_blocks(request)
         )
+        return min(filled, default=limit)
 
     def read(self, request: Hashable, start: int, end: int) -> None:
         """The draft reads a request from position ``start`` up to ``end``.

@@ -1,4 +1,6 @@
 """Sequoia on vLLM's V1 runner, the default on CPUs; removed once vLLM drops that runner.
 
+Until: vLLM's V2 runner runs on CPUs (vllm-project/vllm#55847): v2 has its part.
+
 May import: common, compat, core, runner.
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models import supports_multimodal
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
 from sequoia_vllm.engine.common.replicas import as_alone
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
-from sequoia_vllm.engine.runner.vocabulary import draft_vocabulary
 from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
@@ -50,6 +54,27 @@ class InnerNodes:
     max_keys: int
 
 
+class DrafterV1(ABC):
+    """One kind of draft on the V1 runner: how it is loaded, and what it predicts."""
+
+    @abstractmethod
+    def load(self, chains: DraftModelProposer) -> torch.nn.Module:
+        """Loads the draft; ``chains`` is vLLM's proposer, which can load models."""
+
+    @abstractmethod
+    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
+        """Runs a pass in vLLM's forward context.
+
+        Args:
+            tokens: int32 ``[T]``: ids of the target's.
+            positions: int64 ``[T]``.
+            rows: int64 ``[R]``: the rows whose logits are asked for; None: all.
+
+        Returns:
+            ``[R, V]``: logits over the target's vocabulary.
+        """
+
+
 class TreeProposerV1(DraftModelProposer):
     """Grows trees with vLLM's draft-model proposer (loading, KV cache, compilation).
 
@@ -64,12 +89,29 @@ class TreeProposerV1(DraftModelProposer):
         super().__init__(vllm_config=as_alone(vllm_config), device=device, runner=runner)
         self.runner = runner
         self.draft_max_len = self.draft_model_config.max_model_len
+        kind = drafter(SequoiaSettings.of(vllm_config).drafter)
+        assert kind.on_v1 is not None, f"{kind.name} needs vLLM's Model Runner V2"
+        self.drafter: DrafterV1 = resolve_name(kind.on_v1)()
         self._rows = torch.arange(runner.max_num_tokens)
 
+    # Until: vLLM asks a multimodal target for an image's token only where a head reads images.
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Loads the draft as vLLM does, then matches the vocabularies."""
+        """Loads the draft as vLLM does, beside a multimodal target's text part alone."""
+        if supports_multimodal(target_model):
+            target_model = target_model.get_language_model()
         super().load_model(target_model)
-        self._vocabulary = draft_vocabulary(self.vllm_config, self.model, self.device)
+
+    def _get_model(self) -> torch.nn.Module:
+        """Lets the drafter load."""
+        return self.drafter.load(self)
+
+    def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
+        """Calls vLLM's; a draft without layers takes slots of the target's, and fills none."""
+        if self._draft_attn_layer_names:
+            super().initialize_attn_backend(*args, **kwargs)
+            return
+        self.kv_cache_gid = 0
+        self.block_size = self.runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 
     def dummy_run(
         self,
@@ -224,7 +266,7 @@ class TreeProposerV1(DraftModelProposer):
             tokens.flatten().to(torch.int32),
             positions,
             slots,
-            dict.fromkeys(self.draft_attn_groups[0].layer_names, metadata),
+            dict.fromkeys(self._draft_attn_layer_names, metadata),
             len(tokens),
         )
 
@@ -237,10 +279,7 @@ class TreeProposerV1(DraftModelProposer):
         num_reqs: int,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Runs one forward over all tokens; returns logits of these rows (of all if None).
-
-        Tokens and logits are in the target's vocabulary.
-        """
+        """Runs one forward over all tokens; see `DrafterV1.logits`."""
         with (
             self.runner.stats.timed("draft", num_reqs, len(tokens)),
             set_forward_context(
@@ -251,10 +290,7 @@ class TreeProposerV1(DraftModelProposer):
                 slot_mapping=dict.fromkeys(self._draft_attn_layer_names, slots),
             ),
         ):
-            read = self._vocabulary.read(tokens)
-            hidden = self.model(input_ids=read, positions=positions, inputs_embeds=None)
-            logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
-            return self._vocabulary.target_logits(logits)
+            return self.drafter.logits(tokens, positions, rows)
 
     def _block_table(self, requests: NDArray[np.int64]) -> Tensor:
         """The draft's cache blocks of these requests, int32 ``[B, max_blocks]``."""

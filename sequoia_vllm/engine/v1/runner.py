@@ -69,12 +69,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         # vLLM drops logits processors when it speculates. We keep them, and give requests that
         # need them no drafts.
+        # Drops logits processors when speculating; requests that need them get no drafts here.
+        # Until: vLLM asks the speculative method.
         with patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
             super().__init__(vllm_config, device)
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.draft_has_failed = False
+        # The proposer of chains; ours grows trees.
         self.drafter = TreeProposerV1(vllm_config, device, self)
         self.tree_verifier = TreeVerifierV1(
             greedy_argmax=self.sampler.greedy_sample,
@@ -95,6 +98,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     # -- model and cache -----------------------------------------------------------
 
+    # Until: the CPU platform honours a backend chosen by the speculative method.
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Loads the model with our attention.
 
@@ -131,6 +135,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     # -- before the target's forward -------------------------------------------------
 
+    # Until: vLLM prepares no drafts where none are scheduled.
     def execute_model(
         self,
         scheduler_output: SchedulerOutput,
@@ -146,6 +151,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             self._speculates(True)
         return output
 
+    # Until: vLLM prepares no drafts where none are scheduled.
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Calls vLLM's, and ends what `execute_model` began."""
         try:
@@ -154,6 +160,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             self._speculates(True)
 
     def _speculates(self, does: bool) -> None:
+        # None while inputs without drafts are prepared, and in steps that draft nothing: vLLM would
+        # prepare drafts that are not there, which takes longer than such a step has to spare.
+        # Until: vLLM prepares no drafts where none are scheduled.
         self.speculative_config = self.vllm_config.speculative_config if does else None
 
     def _drafts_each(self, scheduler_output: SchedulerOutput) -> int:
@@ -214,7 +223,11 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         if (trees := self._branching_trees) is not None:
             depths = self._depths[: trees.tokens.shape[1]]
             positions = trees.context_lens[:, None] + depths
-            self.positions[trees.rows[trees.is_node]] = positions[trees.is_node]
+            rows = trees.rows[trees.is_node]
+            self.positions[rows] = positions[trees.is_node]
+            if self.uses_mrope:
+                shifts = (depths - torch.arange(len(depths))).expand_as(positions)
+                self.mrope_positions.gpu[:, rows] += shifts[trees.is_node]
         return prepared
 
     @property
@@ -229,11 +242,14 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         """Replaces vLLM's: our verifier needs only the rows to compute logits of."""
         return logits_rows(num_draft_tokens, cu_num_scheduled_tokens, self.device)
 
+    # Until: vLLM's metadata carries a tree mask.
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Builds vLLM's for the target's layers only, then adds the trees' rows and masks.
 
         The draft builds its own metadata for each pass.
         """
+        # Lacks the draft's while the target's metadata is built: the draft builds its own. Until:
+        # vLLM builds no metadata for layers that do not run.
         all_groups, self.attn_groups = self.attn_groups, self._groups_of_target
         try:
             metadata, common = super()._build_attention_metadata(*args, **kwargs)
@@ -264,6 +280,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         trees, branching, self._trees = self._trees, self._branching_trees, None
         if self.input_batch.thinking_budget_state_holder is not None:
             # The sampler gets one row per request, not one per draft.
+            # Requests with a budget have no drafts, and in a step without any the holder counts no
+            # rows for them: it forces the first request's tokens. Until: vLLM counts the rows that
+            # its sampler is given.
             self.input_batch.thinking_budget_state_holder.in_spec_mode = False
             forget_stale_budgets(self.input_batch.thinking_budget_state_holder, self._params())
         metadata = without_discarded(
@@ -304,8 +323,10 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         source, target = accepted_moves(trees.first_row, result.accepted_nodes)
         self._target_caches.move(source, target, self._target_metadata)
 
+    # Until: vLLM stops rewinding on CPUs.
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's, but keeps it from rewinding generators: `_sample` has not advanced them."""
+        # Empty while _bookkeeping_sync rewinds what it finds there.
         generators, self.input_batch.generators = self.input_batch.generators, {}
         try:
             return super()._bookkeeping_sync(*args, **kwargs)

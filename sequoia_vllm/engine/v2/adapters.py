@@ -18,6 +18,7 @@ class AdaptersOfNodes(LoraState):
         """Notes the number of logits rows of each request in the batch, int ``[requests]``."""
         self._rows = rows
 
+    # Until: vLLM's V2 runner maps all rows of logits to adapters.
     def make_lora_inputs(
         self,
         req_ids: list[str],

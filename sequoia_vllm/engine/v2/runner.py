@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafters.registry import drafter
@@ -27,6 +28,7 @@ from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
+from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.tree_memory import most_masked
 from sequoia_vllm.engine.v2.path_copies import PathCopies
@@ -60,11 +62,13 @@ class TreeRunner(GPUModelRunner):
         self.shapes = shapes = TreeShapes(self.tree, device, max_num_reqs)
         self.tree_backend = self.backend_class(shapes.ancestors, settings.context_attention)
 
-        def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
+        def ours(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
             return new_proposer(config, where, states, shapes, self.tree_backend)
 
-        with patched(model_runner, "init_speculator", init_speculator):
+        # The runner's constructor builds the speculator with it, by method.
+        with patched(model_runner, "init_speculator", ours):
             super().__init__(vllm_config, device)
+        # Maps adapters to requests; ours to nodes.
         self.lora_state = AdaptersOfNodes(self.max_num_reqs)
         self.stats = StepStats(self.tree)
         self._paths = PathCopies(device)
@@ -88,10 +92,13 @@ class TreeRunner(GPUModelRunner):
 
     # -- model and cache -----------------------------------------------------------
 
+    # Until: a backend can be chosen by the speculative method.
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model with our attention and our grammar masks; `set_up_trees` follows."""
         with (
             self.tree_backend.replace_attention(),
+            # Has room for the largest trees of all request slots: gigabytes. Until: vLLM's engine
+            # core sends one mask for each node, and makes room by its schedule.
             patched(model_runner, "StructuredOutputsWorker", self._masks_of_nodes),
         ):
             super().load_model(*args, **kwargs)
@@ -107,17 +114,25 @@ class TreeRunner(GPUModelRunner):
         self._target_layers = [
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
-        self.speculator.read_truncation_of(self.sampler.sampling_states)
+        self.speculator.sampling = self.sampler.sampling_states
+        # Verifies chains; ours walks down trees.
         self.rejection_sampler = TreeVerifierV2(
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
         )
         if any(_is_custom(processor) for processor in self.sampler.logits_processors):
             self.speculator.modes.give_no_drafts()
+        # Penalties and bad words take the rows before a node for its history. Until: vLLM's sampler
+        # is told each row's history.
         self.sampler.logits_processors = along_paths(
             self.sampler.logits_processors, self.shapes.parents
         )
         self._plain_prepare_attn = self.model_state.prepare_attn
+        # Attention metadata has no place for a tree; the class of the model's state is vLLM's
+        # choice by model. Until: vLLM's metadata carries a tree mask.
         self.model_state.prepare_attn = self._attention_metadata
+        if getattr(self.model_state, "rope_state", None) is not None:
+            self._plain_model_inputs = self.model_state.prepare_inputs
+            self.model_state.prepare_inputs = self._model_inputs
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
         """Makes the worker for grammar masks from vLLM's options."""
@@ -127,13 +142,13 @@ class TreeRunner(GPUModelRunner):
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Calls vLLM's; a trial adds an estimate for the draft's graphs that it did not capture."""
-        self.speculator.capture_next(on_trial=profile_only)
+        self.speculator.on_trial, self.speculator.untried_bytes = profile_only, 0
         taken: int = super().capture_model(profile_only=profile_only)
         return taken + self.speculator.untried_bytes
 
     def forget_steps(self) -> None:
         """Drops the steps so far (warm-up); from now on steps serve users."""
-        self.speculator.begin_to_serve()
+        self.speculator.serves = True
         self.take_last_paths()
         self.stats.reset()
 
@@ -156,7 +171,7 @@ class TreeRunner(GPUModelRunner):
             slot = self.req_states.req_id_to_index[new.req_id]
             self.speculator.start_request(slot, new)
         if scheduler_output.scheduled_new_reqs:
-            self.speculator.apply_starts()
+            self.speculator.modes.apply_starts()
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks is not None:
@@ -165,6 +180,7 @@ class TreeRunner(GPUModelRunner):
 
     # -- before the target's forward -----------------------------------------------
 
+    # Until: vLLM's V2 runner maps all rows of logits to adapters.
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
         """Calls vLLM's, and tells LoRA adapters each request's rows of logits."""
         batch = super().prepare_inputs(*args, **kwargs)
@@ -202,6 +218,12 @@ class TreeRunner(GPUModelRunner):
             self.tree_backend.attach(trees, metadata, self._target_layers)
         return metadata
 
+    def _model_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Replaces the model state's `prepare_inputs`: M-RoPE positions by depth, too."""
+        inputs: dict[str, Any] = self._plain_model_inputs(input_batch, req_states)
+        self._scoring.place_on_axes(input_batch, self.model_state.rope_state.positions)
+        return inputs
+
     # -- after it: verify and commit -------------------------------------------------
 
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
@@ -209,15 +231,16 @@ class TreeRunner(GPUModelRunner):
         if grammar_output is not None:  # the scheduler makes masks for the engine's tree
             only_shape(self.shapes.parents, 1, "a step with grammar masks")
         output = super().sample(hidden_states, input_batch, grammar_output)
-        self.speculator.note_accepted(None)
+        self.speculator.accepted = None
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
             paths = self.rejection_sampler.paths[: trees.num_requests]
             self.tree_backend.commit(self._target_caches, self._metadata, trees, paths[:, 1:])
-            self.speculator.note_accepted(paths[:, 1:])
+            self.speculator.accepted = paths[:, 1:]
             self._paths.start(paths)
         self._observe_arrived()
         return output
 
+    # Until: vLLM asks the speculative method which requests it drafts for.
     def take_draft_token_ids(self) -> Any:
         """Returns vLLM's drafts; requests that never draft get none."""
         drafts = super().take_draft_token_ids()
@@ -241,17 +264,18 @@ def new_proposer(
     shapes: TreeShapes,
     backend: TreeBackend,
 ) -> TreeProposerV2:
-    """Makes the proposer that the engine's kind of drafter names by a dotted path.
+    """Makes the proposer, with the drafter that the engine's kind names by a dotted path.
 
     Raises:
-        TypeError: The kind names a class that is no `TreeProposerV2`.
+        TypeError: The kind names a class that is no `TreeDrafter`.
     """
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)
-    path = kind.proposer_for(vllm_config.speculative_config.draft_model_config.architectures)
-    proposer = resolve_name(path)
-    if not issubclass(proposer, TreeProposerV2):
-        raise TypeError(f"{path}, the proposer of {kind.name}, is not a TreeProposerV2")
-    return proposer(as_alone(vllm_config), device, req_states, shapes, backend)
+    path = kind.on_v2_for(vllm_config.speculative_config.draft_model_config.architectures)
+    found = resolve_name(path)
+    if not issubclass(found, TreeDrafter):
+        raise TypeError(f"{path}, which drafts with {kind.name}, is not a TreeDrafter")
+    chains = init_speculator(as_alone(vllm_config), device, req_states)
+    return TreeProposerV2(found(chains, shapes.tree, backend), req_states, shapes)
 
 
 def _is_custom(processor: Any) -> bool:

@@ -7,19 +7,19 @@ from functools import cached_property
 from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker
 
 from sequoia_vllm.engine.common.cluster import check_group, check_ranks, check_worker
 from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.common.replicas import in_lock_step
-from sequoia_vllm.engine.core.core_messages import attach_drafts
-from sequoia_vllm.engine.core.tree_reports import attach_outcome
+from sequoia_vllm.engine.common.step_messages import StepOutcome, attach_outcome
 
 
 class AgreeingWorker(Worker):
     """A worker that starts only if all ranks that run with it have the same decisions."""
 
+    # Until: vLLM compares versions of plugins between nodes, and one node configures all.
     def init_device(self) -> None:
         """Calls vLLM's, then compares.
 
@@ -36,6 +36,7 @@ class SequoiaWorker(AgreeingWorker):
 
     _draft_limit: int | None = None
 
+    # Until: vLLM compares versions of plugins between nodes, and one node configures all.
     def init_device(self) -> None:
         """Calls vLLM's if versions, decisions and devices fit the engine's.
 
@@ -48,6 +49,7 @@ class SequoiaWorker(AgreeingWorker):
             self.vllm_config, current_device_name(self.device.index or 0), get_tp_group().cpu_group
         )
 
+    # Until: vLLM has a place for tensors of speculators that are not weights.
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Calls vLLM's, then makes all that trees need on the device besides weights.
 
@@ -61,6 +63,7 @@ class SequoiaWorker(AgreeingWorker):
             with self._maybe_get_memory_pool_context(tag="runtime"):
                 self.model_runner.set_up_trees()
 
+    # Until: its warm-up has a sampled request without penalties; for statistics: never.
     def compile_or_warm_up_model(self) -> Any:
         """Warms up like vLLM's worker, then forgets the steps of its dummy requests."""
         warmed_up = super().compile_or_warm_up_model()
@@ -75,6 +78,8 @@ class SequoiaWorker(AgreeingWorker):
         """
         return not self.vllm_config.scheduler_config.async_scheduling
 
+    # Until: vLLM tells plugins how long the parts of a step take; vLLM's engine core sends workers
+    # one message per step.
     def execute_model(self, scheduler_output: Any) -> Any:
         """Calls vLLM's, timed as part of the step; samples at once where it can.
 
@@ -84,27 +89,30 @@ class SequoiaWorker(AgreeingWorker):
             output = super().execute_model(scheduler_output)
         if self.use_v2_model_runner and scheduler_output.total_num_scheduled_tokens == 0:
             paths = self.model_runner.take_last_paths()
-            return attach_outcome(copy(output), paths, self._draft_limit) if paths else output
+            outcome = StepOutcome(paths, self._draft_limit)
+            return attach_outcome(copy(output), outcome) if paths else output
         has_masks = scheduler_output.has_structured_output_requests
         if output is None and self._takes_single_steps and not has_masks:
             return self.sample_tokens(None)
         return output
 
+    # Until: vLLM carries a speculative method's own statistics from the worker to its loggers.
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Calls vLLM's, timed as part of the step.
 
         Its output says what became of its trees, and which are next.
         """
-        stats = self.model_runner.stats
+        stats, drafts = self.model_runner.stats, None
         stats.steps += 1
         with stats.timed("step"):
             output = super().sample_tokens(grammar_output)
             if self._takes_single_steps and output is not EMPTY_MODEL_RUNNER_OUTPUT:
-                attach_drafts(output, self.take_draft_token_ids())
+                drafts = self.take_draft_token_ids() or DraftTokenIds([], [])
         has_failed = self.model_runner.draft_has_failed
         if has_failed:
             self._draft_limit = 0
-        return attach_outcome(output, stats.take_paths(), self._draft_limit, has_failed)
+        outcome = StepOutcome(stats.take_paths(), self._draft_limit, has_failed, drafts)
+        return attach_outcome(output, outcome)
 
     def sequoia_stats(self, reset: bool = False, trace: bool = False) -> dict[str, Any]:
         """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``.

@@ -28,10 +28,12 @@ class SequoiaCPUWorker(SequoiaWorker, OffloadingCPUWorker):
         if self.use_v2_model_runner:
             from sequoia_vllm.engine.v2.runner_cpu import SequoiaCPUModelRunnerV2
 
+            # CPUWorker.init_device imports the V2 runner by this name.
             with patched(cpu_model_runner_v2, "CPUModelRunner", SequoiaCPUModelRunnerV2):
                 super().init_device()
             return
         from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 
+        # CPUWorker.init_device builds the runner by this name.
         with patched(cpu_worker, "CPUModelRunner", SequoiaCPUModelRunner):
             super().init_device()

@@ -27,6 +27,7 @@ class SequoiaGPUWorker(SequoiaWorker):
         check_contract(v2=True)
         return SequoiaGPUModelRunner(self.vllm_config, self.device)
 
+    # Until: its warm-up has a sampled request without penalties; for statistics: never.
     def compile_or_warm_up_model(self) -> Any:
         """Warms up what vLLM's requests do not reach (`TreeVerifierV2.warm_up`), then calls vLLM's.
 
@@ -34,5 +35,9 @@ class SequoiaGPUWorker(SequoiaWorker):
         """
         self.model_runner.rejection_sampler.warm_up(self.model_config.dtype)
         fewer_requests = partial(warm_up, gpu_worker.warmup_kernels)
+        # Scores the largest number of drafts for max_num_seqs requests after the KV cache has taken
+        # the memory: many times the logits of any scheduled step, and no smaller trees. Ours shows
+        # it a runner with fewer requests, once for each size of trees. Until: vLLM's warm-up
+        # follows its schedule by batch size.
         with patched(gpu_worker, "warmup_kernels", fewer_requests):
             return super().compile_or_warm_up_model()

@@ -6,7 +6,7 @@ kernel, which reads the same KV cache. No row goes through both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,9 +24,9 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
+from sequoia_vllm.engine.v2.attention.other_rows import OtherChains
 from sequoia_vllm.kernels.tree_attention import (
     NodeMasks,
     TreeAttentionWorkspace,
@@ -35,43 +35,8 @@ from sequoia_vllm.kernels.tree_attention import (
 )
 
 
-@dataclass(frozen=True)
-class OtherChains:
-    """Rows that are not tree nodes, after all nodes: chains of tokens, as vLLM expects them.
-
-    Attributes:
-        first: The first such row.
-        metadata: vLLM's metadata, as if the batch had only their requests.
-    """
-
-    first: int
-    metadata: Any
-
-
-def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
-    """vLLM's metadata of the batch without these trees; None: nothing is left.
-
-    Tensors that begin in the middle of a buffer are copied: Triton compiles a kernel for the
-    alignment of its pointers, and would compile vLLM's again while requests wait.
-    """
-    if (rows := trees.others) is None:
-        return None
-    begin = trees.num_requests
-    alone = replace(
-        metadata,
-        num_actual_tokens=metadata.num_actual_tokens - rows.first,
-        max_query_len=rows.max_rows,
-        query_start_loc=metadata.query_start_loc[begin:] - rows.first,
-        max_seq_len=rows.max_keys,
-        seq_lens=metadata.seq_lens[begin:].clone(),
-        block_table=metadata.block_table[begin:].clone(),
-        scheduler_metadata=None,  # FlashAttention 3's plan is for all rows; now each layer plans
-    )
-    return OtherChains(rows.first, alone)
-
-
 @dataclass(frozen=True, kw_only=True)
-class GPUTreeQueries(DraftQueries):
+class GPUTreeQueries(NodeQueries):
     """Tree nodes of a pass of draft or target, and what they attend to.
 
     Attributes:
@@ -140,7 +105,7 @@ class GPUTreeForward(TreeForward):
             tree.context_lens,
             tree.query_start_loc,
             tree.masks.of(tree.ancestors, window_of(self)),
-            slots=tree.slots,
+            slots=tree.request_slots,
             first_node=tree.first,
             scale=self.scale,
             key_scale=layer._k_scale,
@@ -210,6 +175,7 @@ class TritonTreeImpl(GPUTreeForward, TritonAttentionImpl):
 class FlashTreeBuilder(FlashAttentionMetadataBuilder):
     """Builds vLLM's metadata; a full CUDA graph holds either trees or one token per request."""
 
+    # A full CUDA graph holds trees of one size, or one token per request.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
@@ -222,6 +188,7 @@ class TritonTreeBuilder(TritonAttentionMetadataBuilder):
 class FlashTreeBackend(FlashAttentionBackend):
     """Registered for FLASH_ATTN in the workers of a Sequoia engine only."""
 
+    # Layers of some versions (`CHANGED`) may pass no keys and values to `forward`.
     supports_kv_cache_update_bypass = False
 
     @staticmethod

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sequoia_vllm.config import ContextAttention
-from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 
 
@@ -45,7 +45,7 @@ class TreeBackend(ABC):
             shared.tree = self.scoring_queries(trees, shared)
 
     @abstractmethod
-    def draft_metadata(self, queries: DraftQueries, block_table: Tensor, slots: Tensor) -> Any:
+    def draft_metadata(self, queries: NodeQueries, block_table: Tensor, slots: Tensor) -> Any:
         """Attention metadata of one draft pass.
 
         Args:

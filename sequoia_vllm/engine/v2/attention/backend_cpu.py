@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.config import ContextAttention
-from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends
 from sequoia_vllm.engine.runner.cpu_attention import (
     CPU_BACKENDS,
@@ -59,7 +59,7 @@ class CPUTreeBackend(TreeBackend):
         )
 
     def draft_metadata(
-        self, queries: DraftQueries, block_table: Tensor, slots: Tensor
+        self, queries: NodeQueries, block_table: Tensor, slots: Tensor
     ) -> CPUTreeAttentionMetadata:
         """Metadata whose rows are all tree nodes."""
         num_reqs, nodes = len(block_table), queries.first + queries.width

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.config import ContextAttention
-from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import (
     reason_of,
     replaced_backends,
@@ -22,9 +23,9 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import (
     FlashTreeImpl,
     GPUTreeForward,
     GPUTreeQueries,
-    other_chains,
 )
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.attention.other_rows import other_chains
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.tree_attention import NodeMasks, TreeAttentionWorkspace
@@ -36,6 +37,7 @@ _CLASSES = {
     AttentionBackendEnum.FLASHINFER: f"{_MODULE}.NoTreesBackend",
 }
 _LARGEST_HEAD = 256
+_OF_NODES = tuple(field.name for field in fields(NodeQueries))
 
 
 class GPUTreeBackend(TreeBackend):
@@ -77,7 +79,7 @@ class GPUTreeBackend(TreeBackend):
             query_start_loc=trees.query_start_loc,
             context_lens=trees.context_lens,
             block_table=metadata.block_table[: trees.num_requests],
-            slots=trees.slots,
+            request_slots=trees.slots,
             ancestors=self._ancestors,
             masks=self.masks,
             first=0,
@@ -89,12 +91,12 @@ class GPUTreeBackend(TreeBackend):
         )
 
     def draft_metadata(
-        self, queries: DraftQueries, block_table: Tensor, slots: Tensor
+        self, queries: NodeQueries, block_table: Tensor, slots: Tensor
     ) -> DraftMetadata:
         """Metadata whose rows are all tree nodes."""
         return DraftMetadata(
             tree=GPUTreeQueries(
-                **vars(queries),
+                **{name: getattr(queries, name) for name in _OF_NODES},
                 block_table=block_table,
                 masks=self.masks,
                 workspace=self._workspace,

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sequoia_vllm.drafting.tree_tables import TreeShapes
-from sequoia_vllm.kernels.scoring_inputs import place_nodes
+from sequoia_vllm.kernels.scoring_inputs import place_nodes, shift_nodes
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,17 @@ class TreeScoring:
             slots=batch.idx_mapping,
             noted_slots=self.slots,
         )
+
+    def place_on_axes(self, batch: InputBatch, positions: Tensor) -> None:
+        """`place` for the positions of M-RoPE, int64 ``[axes, tokens]``."""
+        if batch.num_draft_tokens > 0:
+            shift_nodes(
+                rows=batch.logits_indices,
+                cu_rows=batch.cu_num_logits,
+                shifts=self._shapes.shifts,
+                positions=positions,
+                slots=batch.idx_mapping,
+            )
 
     def trees_of(self, batch: InputBatch) -> ScoringTreesV2 | None:
         """The trees of a batch after `place`; None: it has none."""

@@ -24,6 +24,7 @@ class TreeGraphManager(ModelCudaGraphManager):
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
     _candidates: dict[tuple[int, int], list[BatchExecutionDescriptor]]
 
+    # Until: vLLM captures for each range of a schedule its own batches.
     def _init_candidates(self) -> None:
         """Calls vLLM's, then takes the full graphs for decode steps from `decode_shapes`."""
         super()._init_candidates()
@@ -47,7 +48,12 @@ class TreeGraphManager(ModelCudaGraphManager):
             for loras in self.lora_capture_cases
         ]
         graphs.sort(key=lambda graph: graph.num_tokens, reverse=True)
+        # Ours are for what a draft reads and for growth, and only for batches that draft; for the
+        # target only what the schedule can reach. Until: vLLM captures draft models' steps, and for
+        # each range of a schedule its own batches.
         self._capture_descs = {**self._capture_descs, mode: graphs}
+        # Gives a batch the next larger graph of any number of drafts, not the next of its own.
+        # Until: vLLM looks graphs up by number of drafts.
         self._candidates = {
             (tokens, loras): [
                 *_smallest_of_each(graphs, tokens, loras),

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 
+from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 
 
@@ -19,14 +21,51 @@ class DraftCache:
     Attributes:
         block_tables: vLLM's, gathered for the batch by the target's pass.
         groups: Index of the cache group of each draft layer.
+        block_sizes: Tokens per block, by group.
         windows: Sliding window in tokens, by group; groups without one are absent.
         slot_mappings: int64 ``[groups, rows]``: the draft's own buffer.
     """
 
     block_tables: BlockTables
     groups: dict[str, int]
+    block_sizes: dict[int, int]
     windows: dict[int, int]
     slot_mappings: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        block_tables: BlockTables,
+        kv_cache_config: KVCacheConfig,
+        layers: set[str],
+        rows: int,
+        depth: int,
+        device: torch.device,
+    ) -> DraftCache:
+        """The part of these layers, for passes of up to so many rows and trees of this depth.
+
+        Raises:
+            ValueError: The draft's sliding window is too short for the tree.
+        """
+        by_index = kv_cache_config.kv_cache_groups
+        groups = {
+            name: index
+            for index, group in enumerate(by_index)
+            for name in group.layer_names
+            if name in layers
+        }
+        specs = {index: by_index[index].kv_cache_spec for index in groups.values()}
+        windows = {i: w for i, spec in specs.items() if (w := freed_behind(spec)) is not None}
+        if windows and min(windows.values()) <= depth + 1:
+            raise ValueError(
+                f"the draft has a sliding window of {min(windows.values())} tokens, too few for a "
+                f"tree of depth {depth}: choose a shallower tree"
+            )
+        sizes = {index: spec.block_size for index, spec in specs.items()}
+        slots = torch.empty(
+            block_tables.num_kv_cache_groups, rows, dtype=torch.int64, device=device
+        )
+        return cls(block_tables, groups, sizes, windows, slots)
 
     def slots(
         self, requests: Tensor, query_start_loc: Tensor, positions: Tensor, has_slot: Tensor

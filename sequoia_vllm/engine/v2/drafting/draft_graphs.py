@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+logger = logging.getLogger("vllm.sequoia")
 
 # Graphs captured on trial, and the least memory assumed per graph, as in vLLM's own profile.
 _TRIED, _LEAST_BYTES = 2, 1 << 20
@@ -23,6 +27,8 @@ class DraftGraphs(CudaGraphManager):
     Args:
         vllm_config, device: The engine's.
         mode: The target's graph mode; the draft's passes are captured if decoding is.
+        run: The pass, ``run(requests, tokens)``.
+        title: Its name in the log.
         sizes: Requests of the graphs, ascending, by the pass's tokens (or drafts) per request.
     """
 
@@ -31,11 +37,14 @@ class DraftGraphs(CudaGraphManager):
         vllm_config: VllmConfig,
         device: torch.device,
         mode: CUDAGraphMode,
+        run: Callable[[int, int], None],
+        title: str,
         sizes: Mapping[int, Sequence[int]],
     ) -> None:
         full = mode.decode_mode() == CUDAGraphMode.FULL
         own_mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         super().__init__(vllm_config, device, own_mode, decode_query_len=1)
+        self._run, self._title = run, title
         self._shapes = {
             tokens: [_shape(requests, tokens) for requests in sizes[tokens]]
             for tokens in (sorted(sizes) if full else ())
@@ -45,10 +54,8 @@ class DraftGraphs(CudaGraphManager):
         shapes = sorted(every, key=lambda shape: shape.num_tokens, reverse=True)
         self._capture_descs = {CUDAGraphMode.FULL: shapes} if shapes else {}
 
-    def capture_all(
-        self, run: Callable[[int, int], None], title: str, on_trial: bool = False
-    ) -> None:
-        """Captures ``run(requests, tokens)`` for every shape, under this title in the log.
+    def capture_all(self, on_trial: bool = False) -> None:
+        """Captures the pass for every shape.
 
         On trial it captures only the largest shapes, and `untried_bytes` estimates the others.
         """
@@ -60,9 +67,9 @@ class DraftGraphs(CudaGraphManager):
             shape: BatchExecutionDescriptor, warmup: bool
         ) -> Callable[[CUDAGraphMode], None]:
             requests, tokens = shape.num_reqs or 0, shape.uniform_token_count or 0
-            return lambda _: run(requests, tokens)
+            return lambda _: self._run(requests, tokens)
 
-        self.capture(forward_of, title)
+        self.capture(forward_of, self._title)
 
     @property
     def untried_bytes(self) -> int:
@@ -86,6 +93,21 @@ class DraftGraphs(CudaGraphManager):
             if shape.num_reqs is not None and shape.num_reqs >= num_reqs and shape in self.graphs:
                 return shape
         return None
+
+
+def capture_drafting(every: Sequence[DraftGraphs], on_trial: bool) -> int:
+    """Captures all graphs; returns the estimated memory of those not captured on trial."""
+    free, started = torch.accelerator.get_memory_info()[0], time.perf_counter()
+    for graphs in every:
+        graphs.capture_all(on_trial)
+    if not on_trial:
+        taken = free - torch.accelerator.get_memory_info()[0]
+        logger.info(
+            "Sequoia: %d CUDA graphs of the draft took %.1f s and %.2f GiB",
+            sum(len(graphs.graphs) for graphs in every),
+            time.perf_counter() - started, taken / (1 << 30),
+        )  # fmt: skip
+    return sum(graphs.untried_bytes for graphs in every)
 
 
 def _shape(num_reqs: int, tokens: int) -> BatchExecutionDescriptor:

@@ -8,13 +8,16 @@ rows of the draft's next pass, and the device knows which rows are real.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 
@@ -23,7 +26,7 @@ from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 _BUFFERS = 3
 
 
-class DraftProgress:
+class DraftProgress(ABC):
     """Follows how many tokens of each request the draft has read.
 
     Before the target's forward, the runner calls `start` for requests that begin or resume
@@ -31,8 +34,6 @@ class DraftProgress:
     `gain`. `committed_at_least` tells which requests can still use a tree. If the draft is to
     read, `most_unread` decides how, and `take_bounds` gives the rows of its pass. The pass adds
     the tokens that it has really read to `read` on the device.
-
-    This class follows the requests of a head, which reads in every step.
 
     Args:
         max_num_reqs: How many request slots the engine has.
@@ -54,53 +55,6 @@ class DraftProgress:
         """int32 ``[max_num_reqs]``: tokens read, by request slot; written by drafting passes."""
         return self._read.gpu
 
-    def use_cache(self, block_sizes: Mapping[int, int]) -> None:
-        """Notes the block sizes of the allocated KV cache, see `DraftBlocks`.
-
-        A head needs none: it fills a block when the target computes it.
-        """
-
-    def start(
-        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
-    ) -> None:
-        """Notes a request that begins, or resumes after preemption.
-
-        For a head, vLLM takes one block less from the prefix cache: the head fills a block's
-        last entry with the next block's first token.
-
-        Args:
-            slot: Its request slot.
-            num_computed_tokens: How many of its first tokens are in the prefix cache.
-            block_ids: The ids of its blocks, for each cache group.
-        """
-        self._read.stage_write_elem(slot, num_computed_tokens)
-        self._computed_at_least[slot] = num_computed_tokens
-
-    def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Notes new blocks of the request in this slot, by their ids for each cache group."""
-
-    def gain(
-        self,
-        slots: NDArray[np.intp],
-        computed: NDArray[np.int32],
-        num_scheduled: NDArray[np.int32],
-        num_drafts: NDArray[np.int32] | None,
-        is_prefilling: NDArray[np.bool_],
-    ) -> None:
-        """Notes how many tokens each request of a step may have gained at most.
-
-        Args:
-            slots: ``[R]``: the request slots of the batch.
-            computed: ``[R]``: tokens in the target's cache before the step, as the
-                scheduler counts them.
-            num_scheduled: ``[R]``: tokens in the target's forward, drafts included.
-            num_drafts: ``[R]``: drafts in the target's forward; None if there were none.
-            is_prefilling: ``[R]``: whether the step read a prompt; it may also have sampled.
-        """
-        drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
-        self._bounds[slots] = num_scheduled - drafts + self._depths[drafts]
-        self._computed_at_least[slots] += num_scheduled - drafts
-
     def committed_at_least(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """The fewest committed tokens that these requests may have, if the step sampled for them.
 
@@ -108,22 +62,81 @@ class DraftProgress:
         """
         return self._computed_at_least[slots] + 1
 
+    def use_cache(self, block_sizes: Mapping[int, int]) -> None:  # noqa: B027 (a head needs none)
+        """Notes the block sizes of the allocated KV cache, see `DraftBlocks`."""
+
+    @abstractmethod
+    def start(
+        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """Notes a request that begins, or resumes after preemption.
+
+        Args:
+            slot: Its request slot.
+            num_computed_tokens: How many of its first tokens are in the prefix cache.
+            block_ids: The ids of its blocks, for each cache group.
+        """
+
+    def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """Notes new blocks of the request in this slot, by their ids for each cache group."""
+
+    @abstractmethod
+    def gain(self, batch: InputBatch) -> None:
+        """Notes how many tokens each request of this step may have gained at most."""
+
+    def _gained(self, batch: InputBatch) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Slots, tokens that were computed, and the most accepted drafts, each ``[R]``."""
+        scheduled, drafts = batch.num_scheduled_tokens, batch.num_draft_tokens_per_req
+        if drafts is None:
+            drafts = np.zeros_like(scheduled)
+        return batch.idx_mapping_np, scheduled - drafts, self._depths[drafts]
+
+    @abstractmethod
     def most_unread(self, slots: NDArray[np.intp]) -> int:
         """The most tokens that the draft may have to read for one of these requests."""
-        return int(self._bounds[slots].max(initial=0))
 
+    @abstractmethod
     def take_bounds(
         self, slots: NDArray[np.intp], reads: NDArray[np.bool_], budget: int
     ) -> NDArray[np.int32]:
         """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum.
-
-        A head stays within it, as it reads no more rows than the target had in the step.
 
         Args:
             slots: ``[R]``.
             reads: ``[R]``: whether the draft reads a request. Once it does not, it never does.
             budget: Rows.
         """
+
+
+class HeadDraftProgress(DraftProgress):
+    """Follows a head, which reads in every step what the target computed, and no more rows.
+
+    It fills a block when the target computes it. So it needs no `DraftBlocks`. vLLM takes one block
+    less from the prefix cache for it: it fills a block's last entry with the next block's first
+    token.
+    """
+
+    def start(
+        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """See `DraftProgress.start`."""
+        self._read.stage_write_elem(slot, num_computed_tokens)
+        self._computed_at_least[slot] = num_computed_tokens
+
+    def gain(self, batch: InputBatch) -> None:
+        """See `DraftProgress.gain`."""
+        slots, certain, accepted = self._gained(batch)
+        self._bounds[slots] = certain + accepted
+        self._computed_at_least[slots] += certain
+
+    def most_unread(self, slots: NDArray[np.intp]) -> int:
+        """See `DraftProgress.most_unread`."""
+        return int(self._bounds[slots].max(initial=0))
+
+    def take_bounds(
+        self, slots: NDArray[np.intp], reads: NDArray[np.bool_], budget: int
+    ) -> NDArray[np.int32]:
+        """See `DraftProgress.take_bounds`."""
         self._read.apply_write()
         return np.where(reads, self._bounds[slots], 0)
 
@@ -174,19 +187,13 @@ class ModelDraftProgress(DraftProgress):
         """See `DraftProgress.extend`."""
         self._blocks.extend(slot, block_ids)
 
-    def gain(
-        self,
-        slots: NDArray[np.intp],
-        computed: NDArray[np.int32],
-        num_scheduled: NDArray[np.int32],
-        num_drafts: NDArray[np.int32] | None,
-        is_prefilling: NDArray[np.bool_],
-    ) -> None:
+    def gain(self, batch: InputBatch) -> None:
         """See `DraftProgress.gain`."""
-        drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
-        certain = num_scheduled - drafts
-        self._bounds[slots] += certain + is_prefilling + self._depths[drafts]
-        at_least = computed + certain - np.where(is_prefilling, 0, self._unknown_drafts)
+        slots, certain, accepted = self._gained(batch)
+        is_prefilling = batch.is_prefilling_np  # a step that reads a prompt may also have sampled
+        self._bounds[slots] += certain + is_prefilling + accepted
+        unknown = np.where(is_prefilling, 0, self._unknown_drafts)
+        at_least = batch.num_computed_tokens_np + certain - unknown
         self._computed_at_least[slots] = np.maximum(
             self._computed_at_least[slots] + certain, at_least
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,72 +10,219 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.states import RequestState
 
-from sequoia_vllm.drafting.growth import DraftStates, chain_width
-from sequoia_vllm.drafting.tree_tables import DraftLevels
-from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
-from sequoia_vllm.engine.v2.drafting.tree_speculator import TreeSpeculator
+from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts
+from sequoia_vllm.drafting.growth import chain_width
+from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeShapes
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
+from sequoia_vllm.engine.core.grammar import thinks_first
+from sequoia_vllm.engine.runner.draft_failure import survive_draft
+from sequoia_vllm.engine.v2.drafting.committed_reader import CommittedReader, max_keys
+from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
+from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs, capture_drafting
+from sequoia_vllm.engine.v2.drafting.draft_progress import (
+    DraftProgress,
+    HeadDraftProgress,
+    ModelDraftProgress,
+)
+from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, HeadDrafter, TreeDrafter
+from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
+from sequoia_vllm.engine.v2.drafting.target_states import TargetStates
+from sequoia_vllm.engine.v2.drafting.tree_memory import (
+    allocate_drafted,
+    has_soft_cap,
+    most_scored,
+    take_logits_memory,
+)
+from sequoia_vllm.graph_batches import powers_of_two
 
-# Rows times context tokens of a pass that reads short prompts: its padding reads contexts, too.
-_MOST_READ = 512 * 4096
-
-BeginAny = Callable[[NDArray[np.bool_], DraftLevels, int, int], NDArray[np.int32]]
-"""`TreeProposerV2._begin`, bound to one step."""
-Begin = Callable[[DraftLevels, int, int], NDArray[np.int32]]
-"""The same, bound to the requests that the draft reads, too."""
+Begin = Callable[..., NDArray[np.int32]]  # `TreeProposerV2._begin`, bound to one step
 
 
-class TreeProposerV2(TreeSpeculator):
-    """The speculator's work in a step: its `propose` replaces vLLM's.
+class TreeProposerV2(DraftModelSpeculator):
+    """The speculator of trees: its `propose` replaces vLLM's. A step's outcome stays on the device.
 
-    A step's outcome stays on the device. Subclasses also define what a kind of draft reads
-    besides tokens.
+    `CommittedReader` reads, `TreeGrowth` grows, and both run the `TreeDrafter`, which is what
+    kinds of drafters differ in.
+
+    Attributes:
+        accepted: The step's accepted nodes, int32 ``[R', D]``: nodes by depth, then -1, of the
+            first R' requests of the batch, which have trees; None: no request has.
+        longest: The most committed tokens with which a request gets a tree.
+        most_scored: The most rows of the target's logits in a step, warm-up included.
+        sampling: vLLM's `SamplingStates` with top-k, top-p and min-p, which it does not pass.
+        serves: True once the engine serves users, and survives a draft that fails.
+        has_failed: True once the draft has failed; then it does not run again.
+        on_trial: True while graphs are captured only to learn their memory, then dropped.
+        untried_bytes: Estimated memory of the graphs that were not captured on trial.
     """
 
-    accepted: Tensor | None = None
+    has_failed = False
+    _has_trees = False  # some request may have one, for the next step
     _last_grown: DraftLevels | None = None
     _last_width: int | None = None
+    _target_states: TargetStates | None = None
+    _read_graphs: DraftGraphs | None = None
+    _growth_graphs: DraftGraphs | None = None
+    _key_graphs: DraftGraphs | None = None
 
-    # -- what drafts read besides tokens: here nothing --------------------------------------
+    def __init__(self, drafter: TreeDrafter, req_states: RequestState, tables: TreeShapes) -> None:
+        vllm_config, device = drafter.chains.vllm_config, drafter.chains.device
+        super().__init__(vllm_config, device)
+        self.accepted: Tensor | None = None
+        self.sampling: Any = None
+        self.serves = self.on_trial = False
+        self.untried_bytes = 0
+        self.drafter = drafter
+        self.num_extra_query_per_req = drafter.chains.num_extra_query_per_req
+        self.tables = tables
+        self.tree = tree = tables.tree
+        self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
+        self.req_states = req_states
+        self.longest = min(self.draft_model_config.max_model_len, self.max_model_len) - 1
+        self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config), self.longest)
+        most = most_drafts(vllm_config)
+        self.most_scored = most_scored(most, tree.size, self.max_num_tokens)
+        self.plan = DraftPlan(
+            tree, scheduled_drafts(vllm_config), self.max_num_tokens, fewer_drafts(vllm_config),
+            drafter.least_rows, most,
+        )  # fmt: skip
+        depths = depths_by_drafts(tree)
+        self.progress: DraftProgress
+        if drafter.reads_states:
+            self.progress = HeadDraftProgress(self.max_num_reqs, depths, device)
+        else:
+            # vLLM schedules so many steps before it knows outcomes.
+            unknown = (vllm_config.max_concurrent_batches - 1) * tree.num_speculative_tokens
+            self.progress = ModelDraftProgress(self.max_num_reqs, depths, unknown, device)
+        # A head reads a token together with the target's state at the position before it.
+        self.batch = DraftBatch(self.max_num_reqs, device, int(drafter.reads_states))
 
-    @abstractmethod
-    def _reads_without_drafting(self, batch: InputBatch, reads: NDArray[np.bool_]) -> bool:
-        """Whether the draft must read these requests' tokens although it drafts nothing."""
+    # -- model and cache ---------------------------------------------------------------
 
-    def _reads(self, can_draft: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which requests the draft reads, bool ``[R]``, given those that can use a tree."""
-        return can_draft
+    @property
+    def attn_vllm_config(self) -> VllmConfig:
+        """Asks vLLM's speculator for this draft."""
+        return self.drafter.chains.attn_vllm_config
 
-    def _take_target_states(
-        self, batch: InputBatch, last: Tensor, auxiliary: list[Tensor] | None
-    ) -> None:
-        """Notes the target's states ``[T, H]`` of this step: the last and the auxiliary ones."""
+    def load_draft_model(
+        self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
+    ) -> torch.nn.Module:
+        """Lets the drafter load."""
+        return self.drafter.load(target_model, target_attn_layer_names)
 
-    def _ragged_states(self, rows: RaggedRows) -> Tensor | None:
-        """States that these rows read besides tokens; None: no states."""
-        return None
+    def allocate(self, target_model: torch.nn.Module) -> None:
+        """Allocates what drafting and verification need on the device besides models.
 
-    def _fits_growth(self, num_trees: int, num_reqs: int, width: int) -> bool:
-        """Whether `TreeGrowth` can read ``width`` tokens of each request that gets a tree."""
-        return num_trees * width <= self.max_num_tokens
+        The runner calls it after loading, before memory profiling, and outside the memory pool of
+        weights (see `SequoiaWorker.load_model`).
+        """
+        self.drafted = allocate_drafted(
+            self.plan, self.tree, self.max_num_reqs, self.drafter.vocab_size,
+            self.draft_model_config.head_dtype, self.device,
+        )  # fmt: skip
+        self.num_query_per_req = self.drafter.queries_per_request
+        self._target_is_capped = has_soft_cap(target_model)
+        self.drafter.allocate(target_model)
+        if isinstance(self.drafter, HeadDrafter):
+            rows = max(self.plan.most_rows_read, self.max_num_reqs)
+            self._target_states = TargetStates(self.drafter, target_model, rows)
 
-    def _before_reading(self, num_trees: int, width: int) -> None:
-        """Prepares what `TreeGrowth` reads besides `DraftBatch`."""
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """Calls vLLM's, and prepares growth on these caches.
+
+        Raises:
+            ValueError: The draft's sliding window is too short for the tree.
+        """
+        super().set_attn(*args, **kwargs)
+        cache = self.drafter.cache = DraftCache.of(
+            self.block_tables, self.kv_cache_config, self.draft_attn_layer_names,
+            self.max_num_tokens + self.max_num_reqs, self.tree.depth, self.device,
+        )  # fmt: skip
+        self.progress.use_cache(cache.block_sizes)
+        draft_max_len, states = self.draft_model_config.max_model_len, self._target_states
+        self._growth = self.drafter.new_growth(
+            batch=self.batch,
+            drafted=self.drafted,
+            inputs=cache.inputs(self.max_num_reqs),
+            token_ids=self.req_states.all_token_ids.gpu,
+            max_lens=(self.max_model_len, draft_max_len),
+            depth=self.tree.depth,
+            target_states=None if states is None else states.gathered,
+        )
+        self._reader = CommittedReader(
+            self.drafter, self._growth, self.progress, states, self.batch,
+            self._build_attn_metadata, self.input_buffers, self.req_states.all_token_ids.gpu,
+            self.max_num_tokens, draft_max_len,
+        )  # fmt: skip
+
+    # -- graphs ----------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Replaces vLLM's, which captures no graphs of standalone draft models."""
+        growth_sizes = {drafts: self.plan.graph_sizes(drafts) for drafts in self.plan.drafts}
+        # With a sliding window prompts need `leave_out_before_windows`, which no graph has.
+        widest = self.tree.depth + 1 if self.drafter.cache.windows else self.max_num_tokens
+        read_sizes = {w: sizes for w, sizes in self.plan.read_sizes.items() if w <= widest}
+        graphs_of = partial(DraftGraphs, self.vllm_config, self.device, cudagraph_mode)
+        growth, longest = self._growth, self.max_model_len
+        self._read_graphs = graphs_of(
+            lambda requests, width: growth.read_committed(requests, width, longest),
+            "Capturing what the draft reads", read_sizes,
+        )  # fmt: skip
+        self._growth_graphs = graphs_of(
+            lambda requests, drafts: growth.grow(requests, self.tables.levels_of(drafts), longest),
+            "Capturing tree growth", growth_sizes,
+        )  # fmt: skip
+        if self.drafter.reads_states:  # one token of each request, where nothing is drafted
+            self._key_graphs = graphs_of(
+                lambda requests, _: self._reader.store_keys(requests, longest),
+                "Capturing what the draft reads for later", {1: powers_of_two(self.max_num_reqs)},
+            )  # fmt: skip
+
+    def capture(self) -> None:
+        """Replaces vLLM's: captures passes that read, and passes that grow trees."""
+        every = [self._read_graphs, self._growth_graphs, self._key_graphs]
+        if found := [graphs for graphs in every if graphs is not None]:
+            self.batch.slots.fill_(-1)
+            self.untried_bytes = capture_drafting(found, self.on_trial)
+
+    # -- requests ----------------------------------------------------------------------
+
+    def start_request(self, slot: int, request: NewRequestData) -> None:
+        """Notes a new or resumed request in this slot; `RequestModes.apply_starts` follows."""
+        self.progress.start(slot, request.num_computed_tokens, request.block_ids)
+        prompt = request.prompt_token_ids or request.prefill_token_ids or []
+        self.modes.start(slot, request.sampling_params, len(prompt))
+
+    def _survive(self) -> None:
+        """Handles the draft's failure: no request has a tree from now on.
+
+        Raises:
+            Exception: The draft's, where the engine cannot go on: at start-up, on several
+                ranks, or after errors that leave the device unusable.
+        """
+        if not self.serves:
+            raise
+        survive_draft(self.vllm_config)
+        self.has_failed = True
+        self.drafted.nodes.zero_()
+
+    def _drop_trees(self) -> None:
+        """Leaves no request a tree: steps that are scheduled already must not find an old one."""
+        if self._has_trees:
+            self.drafted.nodes.zero_()
+            self._has_trees = False
 
     # -- one drafting pass ---------------------------------------------------------------
-
-    def note_accepted(self, accepted: Tensor | None) -> None:
-        """Notes the step's accepted nodes, before `propose`.
-
-        Args:
-            accepted: int32 ``[R', D]``: nodes by depth, then -1, of the first R' requests of the
-                batch, which have trees; None: no request has.
-        """
-        self.accepted = accepted
 
     @torch.inference_mode()
     def propose(
@@ -105,10 +251,12 @@ class TreeProposerV2(TreeSpeculator):
             Draft tokens int64 ``[R, N]`` in stored tree order. Beyond a request's nodes
             (`drafted.nodes`) they have no meaning.
         """
-        self._take_target_states(input_batch, last_hidden_states, aux_hidden_states)
+        states = self._target_states
         if dummy_run:  # the first one comes before caches exist
             self._run_dummy(input_batch, is_profile)
             return self.draft_tokens[: input_batch.num_reqs]
+        if states is not None:
+            states.note(input_batch, last_hidden_states, aux_hidden_states, self.accepted)
         self._last_grown = None
         drafts = min(self.num_speculative_steps, self.max_drafts)
         if num_speculative_tokens is not None:
@@ -120,6 +268,8 @@ class TreeProposerV2(TreeSpeculator):
             except Exception:
                 self._last_grown = None
                 self._survive()
+        if states is not None:
+            states.forget()
         if self.has_failed:
             drafts = 0
         tokens = self.drafted.tokens[: input_batch.num_reqs, 1:]
@@ -129,80 +279,42 @@ class TreeProposerV2(TreeSpeculator):
         # target can embed: it scores them even where a request later gets no tree.
         return tokens.clone() if drafts < self.num_speculative_steps else tokens
 
-    def _advance(self, batch: InputBatch, begin_any: BeginAny, drafts: int) -> None:
+    def _advance(self, batch: InputBatch, begin_any: Begin, drafts: int) -> None:
         """Reads the step's committed tokens if the draft must, and grows the trees."""
-        self.progress.gain(
-            batch.idx_mapping_np,
-            batch.num_computed_tokens_np,
-            batch.num_scheduled_tokens,
-            batch.num_draft_tokens_per_req,
-            batch.is_prefilling_np,
-        )
         slots = batch.idx_mapping_np
+        self.progress.gain(batch)
         can_draft = self.modes.can_draft(slots, self.progress.committed_at_least(slots))
         reads = self._reads(can_draft)
         begin = partial(begin_any, reads)
         if drafts > 0 and can_draft.any():
             self._draft(batch, begin, reads, drafts)
-        elif reads.any() and self._reads_without_drafting(batch, reads):
-            self._only_read(batch, begin, reads)
+        elif reads.any() and self._reader.must_read(batch, reads):
+            begin_reading = partial(begin, self.tables.levels_of(1), batch.num_reqs, 0)
+            self._reader.only_read(batch, begin_reading, reads, self._key_graphs)
         else:
             self._drop_trees()
+
+    def _reads(self, can_draft: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which requests the draft reads, bool ``[R]``, given those that can use a tree.
+
+        With prefix caching a head reads all: others may share their blocks, and it could never
+        catch up.
+        """
+        shares = self.vllm_config.cache_config.enable_prefix_caching and self.modes.some_draft
+        return np.ones_like(can_draft) if self.drafter.reads_states and shares else can_draft
 
     def _draft(
         self, batch: InputBatch, begin: Begin, reads: NDArray[np.bool_], drafts: int
     ) -> None:
         num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
-        width = self._width_read(batch, reads, num_trees, levels)
-        readers = num_reqs if width is None else num_trees
-        bounds = begin(levels, readers, num_trees)
+        width = self._reader.width(batch, reads, num_trees, levels, self._read_graphs)
+        bounds = begin(levels, num_reqs if width is None else num_trees, num_trees)
         self._has_trees = True
         self._last_grown, self._last_width = levels, width
-        self._read(batch, bounds, num_trees, width)
+        self._reader.read(batch, bounds, num_trees, width, self._read_graphs)
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
             self._growth.grow(num_trees, levels, max_keys(batch))
-
-    def _width_read(
-        self, batch: InputBatch, reads: NDArray[np.bool_], num_trees: int, levels: DraftLevels
-    ) -> int | None:
-        """How many rows the draft reads of each request with a tree; a graph's number if one fits.
-
-        None: it reads all requests without a graph. Either one has more unread tokens than a graph
-        has rows (a long prompt), or rows of padding would attend to long contexts.
-        """
-        path = chain_width(levels)
-        captured = self._read_graphs.tokens_for(num_trees) if self._read_graphs else []
-        slots = batch.idx_mapping_np
-        unread = self.progress.most_unread(slots[:num_trees][reads[:num_trees]])
-        if self.progress.most_unread(slots[num_trees:][reads[num_trees:]]) > path:
-            return None
-        most_rows = _MOST_READ // max_keys(batch)
-        fitting = (
-            width
-            for width in (*captured, path)
-            if width >= unread and self._fits_growth(num_trees, batch.num_reqs, width)
-            if width <= self.tree.depth + 1 or num_trees * width <= most_rows
-        )
-        return next(fitting, None)
-
-    def _only_read(self, batch: InputBatch, begin: Begin, reads: NDArray[np.bool_]) -> None:
-        """Reads the requests' unread tokens, and grows nothing."""
-        bounds = begin(self.tables.levels_of(1), batch.num_reqs, 0)
-        if bounds.any():
-            self._read_ragged(batch, bounds)
-
-    def _read(
-        self, batch: InputBatch, bounds: NDArray[np.int32], num_trees: int, width: int | None
-    ) -> None:
-        """Reads, and keeps the states of the first ``num_trees`` roots; see `_width_read`."""
-        if width is None:
-            states, last_rows = self._read_ragged(batch, bounds)
-            self._growth.keep_roots(states, last_rows[:num_trees])
-            return
-        self._before_reading(num_trees, width)
-        if not (self._read_graphs and self._read_graphs.replay(num_trees, width)):
-            self._growth.read_committed(num_trees, width, max_keys(batch))
 
     def _begin(
         self,
@@ -233,9 +345,9 @@ class TreeProposerV2(TreeSpeculator):
             modes=self.modes.gpu,
             most_nodes=self.modes.most_nodes,
             temperature=temperature,
-            top_k=self._states.top_k.gpu,
-            top_p=self._states.top_p.gpu,
-            min_p=self._states.min_p.gpu,
+            top_k=self.sampling.top_k.gpu,
+            top_p=self.sampling.top_p.gpu,
+            min_p=self.sampling.min_p.gpu,
             seeds=seeds,
             drafted_nodes=self.drafted.nodes,
             drafted_rows=self.drafted.rows,
@@ -244,43 +356,6 @@ class TreeProposerV2(TreeSpeculator):
             max_trees=num_trees,
         )
         return bounds
-
-    def _read_ragged(
-        self, batch: InputBatch, bounds: NDArray[np.int32]
-    ) -> tuple[DraftStates, Tensor]:
-        """Reads a different number of tokens of each request, as for prompts.
-
-        Returns:
-            States of all rows, and the row of each request's last token, int32 ``[R]``.
-        """
-        rows = RaggedRows.of(batch, bounds, self.batch, self._cache)
-        return self._forward_ragged(batch, rows), rows.last
-
-    def _forward_ragged(self, batch: InputBatch, rows: RaggedRows) -> DraftStates:
-        """Runs the draft over these rows."""
-        total, positions = len(rows.positions), rows.positions
-        buffers = self.input_buffers
-        buffers.query_start_loc[: batch.num_reqs + 1] = rows.first
-        buffers.seq_lens[: batch.num_reqs] = self.batch.starts[: batch.num_reqs] + rows.first.diff()
-        buffers.positions[:total] = positions
-        metadata = self._build_attn_metadata(
-            num_reqs=batch.num_reqs,
-            batch_desc=BatchExecutionDescriptor(CUDAGraphMode.NONE, total, batch.num_reqs),
-            query_start_loc_np=rows.most_np,
-            seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
-            step=int(np.diff(rows.most_np).max()),
-            slot_mappings=rows.slots,
-        )
-        last = self.req_states.all_token_ids.gpu.shape[1] - 1
-        return self.run_draft(
-            self.req_states.all_token_ids.gpu[
-                batch.idx_mapping[rows.requests], (positions + self.state_offset).clamp(max=last)
-            ],
-            positions.clamp(max=self.draft_model_config.max_model_len - 1),
-            metadata,
-            self._cache.by_layer(rows.slots),
-            self._ragged_states(rows),
-        )
 
     @property
     def pass_widths(self) -> list[int]:
@@ -291,7 +366,18 @@ class TreeProposerV2(TreeSpeculator):
         width = self._last_width or chain_width(self._last_grown)
         return [width, *(level.width for level in deeper)]
 
+    # -- memory profiling ---------------------------------------------------------------
 
-def max_keys(batch: InputBatch) -> int:
-    """Upper bound of the committed tokens of any request of this batch."""
-    return int(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].max()) + 1
+    def _run_dummy(self, batch: InputBatch, is_profile: bool) -> None:
+        """Runs the largest forward; for memory profiling also takes the target's logits."""
+        rows = batch.num_tokens
+        states = None if self._target_states is None else self._target_states.dummy(rows)
+        largest = DraftPass(batch.input_ids[:rows], batch.positions[:rows], states)
+        ran = self.drafter.run(largest)
+        self.drafter.compute_logits(ran.hidden[: min(rows, self.plan.widest_level)])
+        if is_profile:
+            take_logits_memory(
+                self.most_scored, self.tree.size, self.drafter.vocab_size,
+                self.vllm_config.model_config.head_dtype, self.device,
+                capped=self._target_is_capped,
+            )  # fmt: skip

@@ -18,9 +18,9 @@ from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 class MasksOfNodes(StructuredOutputsWorker):
     """vLLM's worker for grammar masks, with one mask for each node, request after request.
 
-    `grammar.grammar_bitmask` fills one mask per scored node. The warm-up of newer vLLM versions
-    sends `largest` masks for each request. To handle both, we tell vLLM's code that every row of
-    logits is a request with one position.
+    `TreeGrammars` fills one mask per scored node. The warm-up of some versions (`CHANGED`, of
+    `compat.versions`) sends `largest` masks for each request. To handle both, we tell
+    vLLM's code that every row of logits is a request with one position.
 
     Args:
         most: Masks that there is room for; more are applied in turns.
@@ -44,6 +44,7 @@ class MasksOfNodes(StructuredOutputsWorker):
         # Made on first use: memory taken while models are loaded does not survive sleep.
         return _Rows.of(self._most_rows, self.device)
 
+    # Until: vLLM's engine core sends one mask for each node, and makes room by its schedule.
     def apply_grammar_bitmask(
         self,
         logits: Tensor,

@@ -93,6 +93,8 @@ class TreeVerifierV2(RejectionSampler):
         self._method = method_of(method)
         self._verify_trees = self._method.kernel_launcher()
         self._needs = LogitsNeeds(sampler)
+        # One flag stands for all that a request's logits need; a temperature is the walk's work,
+        # for the few rows that it reads. Until: vLLM tells temperature and other processing apart.
         self.sampler.add_request = self._needs.add_request
         self.sampler.sampling_states.add_request = self._needs.add_to_states
         self._no_temperatures = torch.ones(speculator.max_num_reqs, device=speculator.device)

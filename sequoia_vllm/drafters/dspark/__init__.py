@@ -1,0 +1,37 @@
+"""DSpark heads: a block like DFlash's, corrected by the tokens drafted in it."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from sequoia_vllm.drafters.dflash import BlockHead
+from sequoia_vllm.drafters.fields import Fields
+from sequoia_vllm.drafters.registry import Sign, register
+
+_OTHER = "a DSpark head of another architecture than Qwen3's"
+
+
+@register
+class DSpark(BlockHead):
+    """A head of Qwen3's architecture whose Markov matrix corrects each level's prediction."""
+
+    kind = "dspark"
+    name = "a DSpark head"
+    rank = 1
+    method = "dspark"
+    on_v2 = "sequoia_vllm.drafters.dspark.v2.MarkovDrafter"
+    speculators = MappingProxyType({"dspark": "Qwen3DSparkModel"})
+    signs = (
+        Sign("architecture", r"DSparkDraftModel", model_type="qwen3"),
+        Sign("architecture", r"Qwen3DSparkModel"),
+        Sign("architecture", r".*DSpark.*", _OTHER, drafts=False, chains="dspark"),
+        Sign("field", "markov_rank", _OTHER, drafts=False, chains="dspark"),
+        Sign("field", "dspark_block_size", _OTHER, drafts=False, chains="dspark"),
+    )
+
+    def _block_size(self, config: Fields) -> int | None:
+        found = super()._block_size(config)
+        return config.value("dspark_block_size") if found is None else found
+
+    def _root_predicts(self, config: Fields) -> bool:
+        return config.value("sample_from_anchor") is not False

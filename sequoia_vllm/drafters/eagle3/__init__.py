@@ -1,0 +1,126 @@
+"""EAGLE-3 heads: one layer that reads tokens and hidden states, in a pass for each level."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+from sequoia_vllm.drafters.fields import Fields
+from sequoia_vllm.drafters.known_heads import (
+    GPT_OSS,
+    LLAMA_3_1_8B,
+    LLAMA_3_3_70B,
+    QWEN3,
+    QWEN3_2507,
+    QWEN3_CODER,
+    SPECULATORS,
+    Publisher,
+    known_heads,
+)
+from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
+
+# Heads in the speculators' format; with a configuration of a model; and made with SpecForge.
+_PUBLISHERS = {
+    "RedHatAI": Publisher(SPECULATORS, "Eagle3LlamaForCausalLM"),
+    "yuhuili": Publisher("SafeAILab/EAGLE: README.md", "Eagle3LlamaForCausalLM"),
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Publisher(
+        "vllm-project/vllm: tests/models/registry.py", "Eagle3LlamaForCausalLM"
+    ),
+    "AngelSlim": Publisher("Tencent/AngelSlim: README.md", "LlamaForCausalLMEagle3"),
+    "lmsys": Publisher(
+        "sgl-project/SpecForge: docs/community_resources/specbundle.md", "LlamaForCausalLMEagle3"
+    ),
+}
+# Hidden states that vLLM gives heads that do not say which they read.
+_DEFAULT_READS = 3
+_P_EAGLE = Sign(
+    "architecture", r"P[Ee]agle.*", "a P-EAGLE head, which drafts in parallel", drafts=False,
+    chains="eagle3",
+)  # fmt: skip
+# Fields of heads that draft in parallel: the token that stands for those not drafted yet.
+_PARALLEL = ("ptd_token_id", "pard_token")
+
+
+@register
+class Eagle3(Drafter):
+    """A head whose queries, keys and values are made of a token's embedding and a hidden state."""
+
+    kind = "eagle3"
+    name = "an EAGLE-3 head"
+    rank = 3
+    by_default = False  # none with trained weights has run on a GPU
+    method = "eagle3"
+    on_v2 = "sequoia_vllm.drafters.eagle3.v2.LevelHeadDrafter"
+    may_look_like_model = True
+    speculators = MappingProxyType({
+        "eagle3": "Eagle3LlamaForCausalLM", "peagle": "PeagleLlamaForCausalLM",
+    })  # fmt: skip
+    signs = (
+        _P_EAGLE,
+        Sign("architecture", r"Eagle3.*|.*Eagle3"),
+        Sign("architecture", r"Eagle.*", "an EAGLE-1 head", drafts=False, chains="eagle"),
+        Sign("field", "draft_vocab_size"),
+        Sign("field", "eagle_config"),
+        Sign("field", "eagle_aux_hidden_state_layer_ids"),
+    )
+    # The first that fits target and engine is taken. Heads made with vLLM's own library come
+    # first: they are served with vLLM where they are made.
+    known = known_heads(_PUBLISHERS, {
+        LLAMA_3_1_8B: [
+            "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+            "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+        ],
+        LLAMA_3_3_70B: [
+            "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
+            "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
+        ],
+        r"(.*/)?DeepSeek-R1-Distill-Llama-8B(-.*)?": [
+            "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",
+        ],
+        r"(.*/)?vicuna-13b-v1\.3(-.*)?": ["yuhuili/EAGLE3-Vicuna1.3-13B"],
+        QWEN3.format("1.7B"): ["AngelSlim/Qwen3-1.7B_eagle3"],
+        QWEN3.format("4B"): ["AngelSlim/Qwen3-4B_eagle3"],
+        QWEN3.format("8B"): ["RedHatAI/Qwen3-8B-speculator.eagle3", "AngelSlim/Qwen3-8B_eagle3"],
+        QWEN3.format("14B"): [
+            "RedHatAI/Qwen3-14B-speculator.eagle3", "AngelSlim/Qwen3-14B_eagle3",
+        ],
+        QWEN3.format("32B"): [
+            "RedHatAI/Qwen3-32B-speculator.eagle3", "AngelSlim/Qwen3-32B_eagle3",
+        ],
+        QWEN3.format("30B-A3B"): ["AngelSlim/Qwen3-a3B_eagle3"],
+        QWEN3_2507.format("30B-A3B"): ["RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3"],
+        QWEN3.format("235B-A22B"): ["RedHatAI/Qwen3-235B-A22B-speculator.eagle3"],
+        QWEN3_2507.format("235B-A22B"): [
+            "RedHatAI/Qwen3-235B-A22B-Instruct-2507-speculator.eagle3",
+        ],
+        QWEN3_CODER.format("30B-A3B"): [
+            "lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge",
+        ],
+        QWEN3_CODER.format("480B-A35B"): [
+            "lmsys/SGLang-EAGLE3-Qwen3-Coder-480B-A35B-Instruct-SpecForge-EigenAI",
+        ],
+        GPT_OSS.format("20b"): ["RedHatAI/gpt-oss-20b-speculator.eagle3"],
+        GPT_OSS.format("120b"): [
+            "RedHatAI/gpt-oss-120b-speculator.eagle3", "lmsys/EAGLE3-gpt-oss-120b-bf16",
+        ],
+    })  # fmt: skip
+
+    def look_alike(self, config: Fields) -> tuple[Sign, str] | None:
+        """See `Drafter.look_alike`."""
+        token = next((key for key in _PARALLEL if config.value(key) is not None), None)
+        return (_P_EAGLE, token) if token else None
+
+    def head_shape(self, config: Fields) -> HeadShape:
+        """See `Drafter.head_shape`."""
+        width = config.count("target_hidden_size", config.count("hidden_size"))
+        layers = len(config.hidden_state_layers()) or _DEFAULT_READS
+        combines = config.nested("eagle_config", "use_aux_hidden_state") is not False
+        return HeadShape(
+            kind=self.kind,
+            reads=config.count("num_aux_hidden_states", layers) * width if combines else 0,
+            output_vocab=config.value("draft_vocab_size") or config.count("vocab_size"),
+        )
+
+    def input_parameters(self, shape: Any) -> int:
+        """See `Drafter.input_parameters`; the layer's queries, keys, values read two vectors."""
+        return shape.hidden * shape.head_size * (shape.heads + 2 * shape.kv_heads)

@@ -1,0 +1,59 @@
+"""Layers of multi-token prediction (MTP) in a target's own checkpoint."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sequoia_vllm.drafters.fields import Fields
+from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
+
+MODEL_TYPES = r".*mtp"
+"""Model types that vLLM reads such layers as."""
+DENSE = frozenset({"MiMoMTPModel"})
+"""Architectures of such layers that take one state of the target and give one back. They attend
+with keys and values and are dense, and so are their targets. vLLM's registry has other
+architectures, whose targets are not, or are multimodal.
+"""
+
+
+@register
+class MTPLayer(Drafter):
+    """A layer that reads the target's last states, and tokens, in a pass for each level."""
+
+    kind = "mtp"
+    name = "a multi-token prediction (MTP) layer"
+    rank = 4
+    method = "mtp"
+    on_v2 = "sequoia_vllm.drafters.mtp.v2.LayerDrafter"
+    is_targets_own = True
+    layers = 1
+    signs = (  # of checkpoints that are given as a draft
+        Sign("architecture", r".*MTP.*", drafts=False, chains="mtp"),
+        Sign(
+            "model_type", MODEL_TYPES, "a model with multi-token prediction (MTP) layers",
+            drafts=False, chains="mtp",
+        ),
+    )  # fmt: skip
+
+    def target_problem(self, target: Any, layers: Any) -> str | None:
+        """See `Drafter.target_problem`."""
+        if not re.fullmatch(MODEL_TYPES, layers.model_type):
+            return "has no layer of multi-token prediction (MTP) that vLLM knows"
+        if target.is_moe:
+            return "is a mixture of experts, and trees draft with MTP layers of dense targets alone"
+        architecture = layers.architectures[0]
+        if architecture not in DENSE:
+            return f"has MTP layers of a kind that trees do not draft with ({architecture})"
+        number = getattr(layers, "num_nextn_predict_layers", None) or 0
+        if number != 1:
+            return f"has {number} MTP layers, and trees draft with one that is used at every depth"
+        return None
+
+    def head_shape(self, config: Fields) -> HeadShape:
+        """See `Drafter.head_shape`; the output matrix is the target's."""
+        return HeadShape(kind=self.kind, reads=0)
+
+    def input_parameters(self, shape: Any) -> int:
+        """See `Drafter.input_parameters`; a matrix makes one vector of two before the layer."""
+        return 2 * shape.hidden * shape.hidden

@@ -1,0 +1,102 @@
+"""What became of a step's trees, on its way from the worker to the engine core and the front end.
+
+The worker puts a `StepOutcome` on the model runner's output, which the executor pickles as a whole.
+The engine core puts a `StepReport` on the statistics that vLLM sends to the front end with each
+step, if statistics are on.
+
+Where the engine core takes one step at a time, vLLM sends its workers three messages per step, and
+waits for each answer: run the target, sample, and say which tokens were drafted. Here the first
+message also samples, unless the engine core must add masks of grammars. The drafts come with the
+sampled tokens. Where it works a step ahead nothing waits, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+from sequoia_vllm.metrics.prometheus import Reason
+
+REPORT = "sequoia_report"  # field that is added to SchedulerStats
+_OUTCOME = "sequoia_outcome"  # set on a step's ModelRunnerOutput
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a worker says of a step.
+
+    Attributes:
+        paths: Verified trees, for `TreeCounts.from_bytes`.
+        limit: Most drafts to schedule per request while a measuring tool, or a draft that failed,
+            limits them.
+        has_failed: Whether the draft has.
+        drafts: vLLM's `DraftTokenIds` of the step; None: the engine core has to ask for them.
+    """
+
+    paths: bytes = b""
+    limit: int | None = None
+    has_failed: bool = False
+    drafts: Any = None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The report of a step to the front end.
+
+    Attributes:
+        drafts: Drafts per request at its batch size, trials left out; None: no request was
+            scheduled.
+        paths: Its verified trees, for `TreeCounts.from_bytes`; empty: there was none.
+        undrafted: The reason of each request that began with it and has no drafts.
+        speedup: Against no drafts, as measured while serving; None: not known.
+        tree: `TokenTree.checksum` of the tree that they are of; 0 without paths.
+        has_failed: Whether the draft has: the engine drafts no more.
+        requests: Requests in the step.
+    """
+
+    drafts: int | None
+    paths: bytes
+    undrafted: list[Reason] = dataclasses.field(default_factory=list)
+    speedup: float | None = None
+    tree: int = 0
+    has_failed: bool = False
+    requests: int = 0
+
+
+def attach_outcome(output: Any, outcome: StepOutcome) -> Any:
+    """``output`` of a model runner, carrying what became of the step's trees.
+
+    It is None or vLLM's. An asynchronous one becomes its ``model_runner_output``; the empty one is
+    all engines', and carries nothing.
+    """
+    if output is not None and output is not EMPTY_MODEL_RUNNER_OUTPUT:
+        setattr(getattr(output, "model_runner_output", output), _OUTCOME, outcome)
+    return output
+
+
+def outcome_of(output: Any) -> StepOutcome:
+    """What `attach_outcome` put there, or nothing."""
+    found: StepOutcome = getattr(output, _OUTCOME, StepOutcome())
+    return found
+
+
+def add_report_field() -> None:
+    """Adds the field `REPORT` to vLLM's statistics message, None by default; idempotent.
+
+    It must be there before the process makes its first decoder of that message,
+    which drops fields that it does not know.
+    """
+    if REPORT in SchedulerStats.__dataclass_fields__:
+        return
+    annotation = StepReport | None
+    # Not in __init__: vLLM's generated one does not take it.
+    field = dataclasses.field(default=None, init=False)
+    made = dataclasses.make_dataclass("Made", [(REPORT, annotation, field)])
+    # Takes the counts of trees to the front end; decoders drop fields they do not know.
+    setattr(SchedulerStats, REPORT, None)
+    SchedulerStats.__annotations__[REPORT] = annotation
+    [SchedulerStats.__dataclass_fields__[REPORT]] = dataclasses.fields(made)

@@ -1,0 +1,293 @@
+"""vLLM's scheduler with trees: how much is drafted, in which slots, for whom, and with what gain.
+
+It runs in the engine core, which is told to use it by ``scheduler_cls``. All that we keep there
+lies in its fields.
+
+A step's allocation covers the two trees that it writes. It scores one, which counts among the
+step's tokens. It grows the next one in look-ahead slots behind. vLLM looks up the drafts of the
+next tree after the allocation, when it knows how many requests it could schedule. So we bound the
+number before, by the requests that run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, outcome_of
+from sequoia_vllm.engine.core.adapting import new_adapter
+from sequoia_vllm.engine.core.eligibility import (
+    has_custom_processors,
+    is_longer_than_draft,
+    never_drafts,
+    reason_without_drafts,
+)
+from sequoia_vllm.engine.core.grammar import TreeGrammars, thinks_first
+from sequoia_vllm.metrics.counts import TreeCounts
+from sequoia_vllm.metrics.prometheus import Reason
+
+logger = logging.getLogger("vllm.sequoia")
+
+
+class DraftsAtMost:
+    """A table of drafts by batch size, cut to what there are slots for.
+
+    Args:
+        drafts: At batch sizes 0 (not used), 1, 2, ...; it may change.
+        most: Drafts.
+    """
+
+    def __init__(self, drafts: list[int], most: int) -> None:
+        self._drafts = drafts
+        self._most = most
+
+    def __getitem__(self, batch_size: int) -> int:
+        return min(self._drafts[batch_size], self._most)
+
+
+class TreeScheduling(Scheduler):
+    """vLLM's scheduler with trees, where it waits for a step's outcome; or before another one.
+
+    Attributes:
+        tree: The engine's; every request drafts its first nodes.
+        adapter: Decides how much to draft, by what steps take; None: it is as configured.
+        nobody_drafts: Whether the engine's logits processors keep all requests from drafting.
+        thinks: See `thinks_first`.
+        brought: Drafts that the last step's output brought, until `take_drafts`.
+        configured: Drafts by batch size without `draft_limit`; None: there was no limit yet.
+        draft_limit: Most drafts while a measuring tool, or a draft that failed, limits them.
+    """
+
+    dynamic_sd_lookup: Any
+    num_lookahead_tokens: int
+    structured_output_manager: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tree = SequoiaSettings.of(self.vllm_config).tree
+        # Drops drafts after the first that a grammar forbids, and fills the masks of a chain; a
+        # node's is by its own path. Until: vLLM's manager is told the topology of drafts.
+        self.structured_output_manager = TreeGrammars(self.structured_output_manager)
+        self.nobody_drafts = has_custom_processors(self.vllm_config)
+        self.thinks = thinks_first(self.vllm_config)
+        self.brought: Any = None
+        self.configured: list[int] | None = None
+        self.draft_limit: int | None = None
+        self._has_said_too_long = False
+        self.adapter = new_adapter(self.vllm_config, self.dynamic_sd_lookup)
+        if self.adapter is not None:
+            self.dynamic_sd_lookup = self.adapter.controller.lookup  # changed in place
+
+    # -- what is drafted, and where ----------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedules like vLLM, with slots for the drafts of this batch and no more drafts than so.
+
+        The batch may be smaller than expected, for example while a request's last token is under
+        way. In that step it drafts no more than a batch of all running requests. A step none of
+        whose requests ever drafts is scheduled, and measured, as one without drafts.
+        """
+        if self.dynamic_sd_lookup is None:
+            return super().schedule(*args, **kwargs)
+        if self.adapter is not None:
+            self.adapter.before_step(time.perf_counter(), self.reset_preempted_req_ids)
+        lookup, slots = self.dynamic_sd_lookup, self.num_lookahead_tokens
+        most = self._most_drafts()
+        # Cut to the drafts that there are slots for, while a step is scheduled.
+        self.dynamic_sd_lookup = DraftsAtMost(lookup, most)
+        # Slots for the drafts of a step's batch, while it is scheduled.
+        self.num_lookahead_tokens = self._slots_for(most)
+        try:
+            scheduled = super().schedule(*args, **kwargs)
+        finally:
+            self.dynamic_sd_lookup, self.num_lookahead_tokens = lookup, slots
+        if scheduled.num_spec_tokens_to_schedule > 0 and not self._some_draft(scheduled):
+            scheduled.num_spec_tokens_to_schedule = 0
+        return scheduled
+
+    def _most_drafts(self) -> int:
+        """The most drafts of any batch: all running requests, and none to all of the waiting ones.
+
+        Few requests get many drafts. So while few run, each request that joins reserves slots for
+        as many; its own tokens fill them later.
+        """
+        running, waiting = self.get_request_counts()
+        largest = min(running + waiting, self.max_num_running_reqs)
+        return max(self.dynamic_sd_lookup[max(running, 1) : largest + 1], default=0)
+
+    def _slots_for(self, drafts: int) -> int:
+        """Look-ahead slots of a step that grows trees of so many drafts."""
+        beyond: int = self.num_lookahead_tokens - self.num_spec_tokens
+        if beyond and drafts > 0:
+            # A head that drafts blocks reads a root and masks. Some heads read masks for all levels
+            # of the engine's tree, however little of it is drafted.
+            drafts = max(drafts, self.tree.depth)
+        return drafts + beyond
+
+    def _some_draft(self, scheduled: Any) -> bool:
+        """Whether one of the scheduled requests may ever draft."""
+        return not self.nobody_drafts and any(
+            not never_drafts(self.requests[request].sampling_params, self.thinks)
+            for request in scheduled.num_scheduled_tokens
+        )
+
+    def end_adaptation(self) -> None:
+        """From now on drafts are as configured, and measuring tools limit them."""
+        if self.adapter is not None:
+            self.dynamic_sd_lookup = self.adapter.controller.schedule
+        self.adapter = None
+
+    def _limit_drafts(self, limit: int) -> None:
+        """Ends adaptation and schedules at most ``limit`` drafts from now on."""
+        if limit == self.draft_limit:
+            return
+        self.end_adaptation()
+        if self.configured is None:
+            self.configured = self.dynamic_sd_lookup
+        self.dynamic_sd_lookup = [min(drafts, limit) for drafts in self.configured]
+        self.draft_limit = limit
+
+    # -- what became of it -------------------------------------------------------------------
+
+    # Until: vLLM carries a speculative method's own statistics from the worker to its loggers.
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Updates like vLLM, and adds the step's report to its statistics if it makes any."""
+        started = time.perf_counter()
+        outcome = outcome_of(model_runner_output)
+        served = self._without_ended(scheduler_output, model_runner_output, outcome.paths)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.brought = outcome.drafts
+        if outcome.limit is not None:
+            self._limit_drafts(outcome.limit)
+        if self.adapter is not None:
+            gained, is_busy = _gained(outputs), bool(self.running)
+            self.adapter.follow(scheduler_output, outcome.paths, gained, started, is_busy)
+        if getattr(self, "spec_decode_metrics_level", "none") != "none":
+            self._end_histograms(outputs)
+        undrafted = self._reasons_of_new(scheduler_output)
+        if self.log_stats:
+            requests = len(scheduler_output.num_scheduled_tokens)
+            report = StepReport(
+                drafts=self._decided(scheduler_output) if requests else None,
+                paths=served,
+                undrafted=undrafted,
+                speedup=None if self.adapter is None else self.adapter.controller.speedup,
+                tree=self.tree.checksum if served else 0,
+                has_failed=outcome.has_failed,
+                requests=requests,
+            )
+            stats = [one.scheduler_stats for one in outputs.values() if one.scheduler_stats]
+            for found in stats[:1]:  # vLLM gives them to one front end
+                setattr(found, REPORT, report)
+        return outputs
+
+    def take_drafts(self) -> Any:
+        """vLLM's `DraftTokenIds` that the last step's output brought, once; None: it had none."""
+        drafts, self.brought = self.brought, None
+        return drafts
+
+    def _decided(self, scheduled: Any) -> int:
+        """Drafts per request of a step, trials left out."""
+        if self.adapter is not None:
+            return self.adapter.controller.decided(len(scheduled.num_scheduled_tokens))
+        drafts: int = scheduled.num_spec_tokens_to_schedule
+        return drafts
+
+    def _without_ended(self, scheduled: Any, output: Any, paths: bytes) -> bytes:
+        """Leaves out trees of requests that were aborted while the step ran.
+
+        Nobody gets their tokens, and vLLM counts none of them. Where the paths are of another step
+        than ``output``, all are kept.
+        """
+        if not paths:
+            return paths
+        drafts = scheduled.scheduled_spec_decode_tokens
+        requests = [self.requests.get(i) for i in output.req_ids if drafts.get(i)]
+        kept = [request is not None and not request.is_finished() for request in requests]
+        size = TreeCounts.path_bytes(self.tree)
+        if all(kept) or len(paths) != size * len(kept):
+            return paths
+        return b"".join(paths[i * size : (i + 1) * size] for i, keeps in enumerate(kept) if keeps)
+
+    def _end_histograms(self, outputs: Any) -> None:
+        """Ends histograms of vLLM's ``--per-request-spec-decode-metrics`` at the tree's depth.
+
+        vLLM gives each a place for every drafted node. A path accepts at most one node of a level.
+        """
+        for output in outputs.values():
+            for one in output.outputs:
+                if (metrics := one.spec_decode_metrics) is not None:
+                    del metrics.histogram[self.tree.depth + 1 :]
+
+    # Until: vLLM carries a speculative method's own statistics from the worker to its loggers.
+    def make_stats(self, spec_decoding_stats: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Makes vLLM's statistics; accepted positions end where the tree does."""
+        if spec_decoding_stats is not None:
+            del spec_decoding_stats.num_accepted_tokens_per_pos[self.tree.depth :]
+        return super().make_stats(spec_decoding_stats, *args, **kwargs)
+
+    def _reasons_of_new(self, scheduled: Any) -> list[Reason]:
+        """Reasons of the requests that begin in this step and get no drafts."""
+        new = scheduled.scheduled_new_reqs
+        if self.nobody_drafts:
+            return ["custom_logits_processors"] * len(new)
+        reasons: list[Reason] = []
+        for request in new:
+            reason = reason_without_drafts(request.sampling_params, self.thinks)
+            prompt = request.prompt_token_ids
+            if reason is None and is_longer_than_draft(self.vllm_config, prompt):
+                reason = "longer_than_draft"
+                self._say_too_long(len(prompt))
+            if reason is not None:
+                reasons.append(reason)
+        return reasons
+
+    def _say_too_long(self, prompt_tokens: int) -> None:
+        """Logs the first prompt that is too long for the draft."""
+        if not self._has_said_too_long:
+            self._has_said_too_long = True
+            draft = self.vllm_config.speculative_config.draft_model_config
+            logger.warning(
+                "Sequoia: a prompt of %d tokens has no drafts, nor will others as long: %s reads "
+                "requests of up to %d tokens",
+                prompt_tokens, draft.model, draft.max_model_len,
+            )  # fmt: skip
+
+    # Until: vLLM goes back to the turn's end.
+    def _handle_stopped_request(self, request: Any) -> bool:
+        """Stops a request like vLLM, and lets a session's next turn begin where plain vLLM's does.
+
+        The last step may have accepted tokens behind the turn's end. vLLM would write the next turn
+        behind their slots. Plain vLLM never computes the last token that it emits: the next turn
+        begins in that token's slot, and so it does here.
+        """
+        if request.resumable:
+            known = request.num_tokens - 1 + request.num_output_placeholders
+            request.num_computed_tokens = min(request.num_computed_tokens, known)
+        return super()._handle_stopped_request(request)
+
+
+def _gained(outputs: dict[int, Any]) -> int:
+    """Tokens that the front ends receive of a step, beyond one for each request."""
+    new = [len(one.new_token_ids) for output in outputs.values() for one in output.outputs]
+    return sum(new) - sum(map(bool, new))
+
+
+def post_step(original: Callable[..., None], self: Any, model_executed: bool) -> None:
+    """Asks the workers for drafts like the engine core's, unless the step's output brought them."""
+    scheduler = self.scheduler
+    drafts = scheduler.take_drafts() if isinstance(scheduler, TreeScheduling) else None
+    if drafts is None:
+        original(self, model_executed)
+    else:
+        scheduler.update_draft_token_ids(drafts)
+
+
+def before_users(ours: type[TreeScheduling], users: type[Scheduler], **arguments: Any) -> Any:
+    """Makes a scheduler that has what ours does before what the user's own class does."""
+    return type(f"{ours.__name__}Before{users.__name__}", (ours, users), {})(**arguments)

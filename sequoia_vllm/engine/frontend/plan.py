@@ -1,0 +1,207 @@
+"""Plans a Sequoia engine from what the user asks for and what is known. It reads no file.
+
+`engine_config` collects the facts, and applies the plan to vLLM's objects.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters.registry import Drafter
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.frontend.tree_choice import (
+    LibraryAnswer,
+    TreeChoice,
+    choose_engine_tree,
+    gain_line,
+)
+from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
+
+_WORKERS = {
+    "cpu": "sequoia_vllm.engine.worker.worker_cpu.SequoiaCPUWorker",
+    "gpu": "sequoia_vllm.engine.worker.worker_gpu.SequoiaGPUWorker",
+}
+# For an engine that is faster without drafts, while its other nodes may find otherwise.
+PLAIN_WORKERS = {
+    "cpu": "sequoia_vllm.engine.worker.worker_cpu.PlainCPUWorker",
+    "gpu": "sequoia_vllm.engine.worker.worker_gpu.PlainGPUWorker",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of one engine's models and machine before it is configured.
+
+    Attributes:
+        pair: Its models, on its device.
+        drafter: What the draft is.
+        levels: Levels of the deepest tree that the draft drafts; None: any number.
+        library: What the library answers, see `look_up`.
+        max_model_len: Longest request, in tokens; None: any.
+        file_name: What the pair's files are called, see `PairKey.file_name`.
+        on_cpu: Whether it runs on CPUs.
+        worker_cls: The worker that the user names; "auto": none.
+        versions: The plugin's and vLLM's.
+        not_kept: Why it can keep nothing for its next start; None: it can.
+        is_apart: Whether several commands start its ranks, and each chooses a tree.
+        shares_files: Whether the user has named a directory for trees, which may be shared.
+    """
+
+    pair: PairKey
+    drafter: Drafter
+    levels: int | None = None
+    library: LibraryAnswer = None
+    max_model_len: int | None = None
+    file_name: str = ""
+    on_cpu: bool = False
+    worker_cls: str = "auto"
+    versions: Mapping[str, str] = field(default_factory=dict)
+    not_kept: str | None = None
+    is_apart: bool = False
+    shares_files: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to make of one engine.
+
+    Attributes:
+        config: What the user gave.
+        draft: Name or path of the draft.
+        drafter: What it is.
+        choice: The tree, its schedule and its expected gain.
+        settings: What workers need to know.
+        worker_cls: The engine's worker.
+        speculative_config: The same for vLLM, see `_as_chain`.
+        notes: Lines for the log, each with its level.
+    """
+
+    config: SequoiaConfig
+    draft: str
+    drafter: Drafter
+    choice: TreeChoice
+    settings: SequoiaSettings
+    worker_cls: str
+    speculative_config: dict[str, Any]
+    notes: list[tuple[int, str]]
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there is anything to draft; if not, the engine decodes plainly."""
+        return self.choice.tree.num_speculative_tokens > 0
+
+
+def plan(config: SequoiaConfig, facts: Facts) -> Plan:
+    """Chooses the tree of an engine, and all that depends on it.
+
+    Raises:
+        ConfigError: The tree is too deep for the draft, the schedule has more drafts than it,
+            the output layer of a head is to be trimmed, or the user names another worker.
+    """
+    kind, pair = facts.drafter, facts.pair
+    if config.draft_vocabulary and kind.is_head:
+        raise ConfigError(
+            f'"draft_vocabulary" trims draft models, and {pair.draft!r} is {kind.name}, which has '
+            "the output layer it was trained with: leave the key out"
+        )
+    choice = choose_engine_tree(config, pair, facts.library, facts.max_model_len, facts.levels)
+    _check_depth(choice, facts)
+    settings = SequoiaSettings(
+        tree=choice.tree,
+        tree_source=choice.source,
+        chosen_for=choice.device,
+        versions=dict(facts.versions),
+        context_attention=config.context_attention,
+        verification=config.verification or choice.verification,
+        adapts_as=facts.file_name if config.adapts else None,
+        expected_speedup=choice.gain.speedup,
+        drafter=kind.kind,
+        keeps=facts.not_kept is None,
+    )
+    worker_cls = _worker(facts, choice.tree.num_speculative_tokens > 0)
+    chain = _as_chain(config, pair.draft, kind, choice)
+    notes = list(_notes(config, facts, choice))
+    return Plan(config, pair.draft, kind, choice, settings, worker_cls, chain, notes)
+
+
+def _check_depth(choice: TreeChoice, facts: Facts) -> None:
+    """Checks that the draft goes as deep as the tree.
+
+    Raises:
+        ConfigError: It does not; names the fix.
+    """
+    tree, levels = choice.tree, facts.levels
+    if levels is not None and tree.depth > levels:
+        raise ConfigError(
+            f"the tree has {tree.depth} levels, and the {facts.drafter.short_name} "
+            f"{facts.pair.draft!r} drafts {levels} at most, one for each position of its block "
+            f"that predicts: choose a tree of depth {levels} or less, such as "
+            f'"tree": {{"size": {tree.size}, "depth": {levels}}}'
+        )
+
+
+def _worker(facts: Facts, speculates: bool) -> str:
+    device = "cpu" if facts.on_cpu else "gpu"
+    if not speculates:
+        asks_others = facts.is_apart and facts.worker_cls == "auto"
+        return PLAIN_WORKERS[device] if asks_others else facts.worker_cls
+    if facts.worker_cls not in ("auto", _WORKERS[device]):
+        raise ConfigError(
+            f"worker_cls is {facts.worker_cls!r}: Sequoia brings its own worker; leave it at 'auto'"
+        )
+    return _WORKERS[device]
+
+
+def _as_chain(
+    config: SequoiaConfig, draft: str, kind: Drafter, choice: TreeChoice
+) -> dict[str, Any]:
+    """The same as a speculative configuration of vLLM's own method for this kind of drafter.
+
+    That method's scheduling is what trees need: as many look-ahead slots as drafts
+    (`TreeScheduling`), and the draft's layers in the KV cache; for heads also the target's
+    auxiliary hidden states, and a prefix cache that leaves out what they read with a later
+    block's token.
+    """
+    drafts = choice.tree.num_speculative_tokens
+    # vLLM knows where the target's own layers lie, and that they are quantized alike.
+    model = {} if kind.is_targets_own else {"model": draft}
+    return {
+        **config.draft_keys(),
+        **model,
+        "method": kind.method,
+        "num_speculative_tokens": drafts,
+        # A schedule is always given: without one, vLLM pads requests that join with placeholder
+        # drafts, to keep CUDA graphs uniform. `plan_schedule` fits it to the engine's limits.
+        "num_speculative_tokens_per_batch_size": choice.schedule or [(1, 1, drafts)],
+    }
+
+
+def _notes(config: SequoiaConfig, facts: Facts, choice: TreeChoice) -> Iterator[tuple[int, str]]:
+    """Lines for the log."""
+    if facts.not_kept is not None and (config.adapts or config.is_tree_chosen):
+        line = (
+            "nothing that this engine learns is kept for its next start, and what was tuned or "
+            f"kept before is used only where it can be read: {facts.not_kept}"
+        )
+        yield logging.WARNING, line
+    if facts.is_apart and config.is_tree_chosen and not facts.shares_files:
+        line = (
+            "each node of this engine chooses a tree by the files in a directory of its own, and "
+            "only the first node keeps anything there. So nodes will choose different trees, and "
+            'a later start will be refused: give all of them the same "tree", or one directory '
+            f"({USER_DIRECTORY_VARIABLE})"
+        )
+        yield logging.WARNING, line
+    if choice.tree.num_speculative_tokens == 0:
+        yield logging.INFO, f"not speculating, as plain decoding is faster ({choice.source})"
+        return
+    yield gain_line(
+        choice.gain, f"{facts.drafter.short_name} {facts.pair.draft}", choice.tree.size,
+        choice.tree.depth, adapts=config.adapts, on_cpu=facts.on_cpu,
+    )  # fmt: skip
+    yield logging.DEBUG, f"the tree was chosen so: {choice.source}"

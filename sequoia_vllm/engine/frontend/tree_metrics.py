@@ -1,0 +1,214 @@
+"""Shows what became of trees, in the front end: as metrics and as a line of the log.
+
+There, off the engine's path, a stat logger counts what each `StepReport` says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from vllm.v1.metrics import reader
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
+from vllm.v1.metrics.stats import SchedulerStats
+
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.common.step_messages import REPORT, StepReport
+from sequoia_vllm.metrics.counts import TreeCounts, interval_line
+from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
+from sequoia_vllm.metrics.watch import Watch
+from sequoia_vllm.tree import TokenTree
+
+logger = logging.getLogger("vllm.sequoia")
+
+_shown: TreeMetrics | None = None  # in vLLM's registry, which has one engine's metrics at a time
+
+
+def init_stat_logger_manager(
+    original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Calls vLLM's, then adds a logger of trees for Sequoia's engines."""
+    global _shown
+    original(self, *args, **kwargs)
+    if _shown is not None:
+        _shown.unregister()  # as vLLM did with its own
+        _shown = None
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    vllm_config = given.arguments["vllm_config"]
+    if not SequoiaSettings.enabled(vllm_config):
+        return
+    settings = SequoiaSettings.of(vllm_config)
+    model_name = vllm_config.model_config.served_model_name
+    engines = self.engine_indexes
+    kinds = _own_kinds(given.arguments["custom_stat_loggers"])
+    _shown = TreeMetrics(
+        settings.tree, settings.tree_source, model_name, engines, kinds, settings.expected_speedup
+    )
+    # Where vLLM writes no interval lines, we write none: each front end knows only its share.
+    logs = given.arguments["enable_default_loggers"] and given.arguments["client_count"] == 1
+    aggregate = given.arguments["aggregate_engine_logging"]
+    self.stat_loggers.append(TreeStatLogger(settings.tree, engines, _shown, logs, aggregate))
+
+
+def _own_kinds(stat_loggers: Sequence[Any] | None) -> LoggerKinds | None:
+    """Metric classes of a logger that shows vLLM's metrics elsewhere, like Ray Serve's; or None."""
+    for factory in stat_loggers or ():
+        is_shown = isinstance(factory, type) and issubclass(factory, PrometheusStatLogger)
+        if is_shown and factory._counter_cls is not PrometheusStatLogger._counter_cls:
+            return LoggerKinds(factory)
+    return None
+
+
+class LoggerKinds(PrometheusKinds):
+    """Makes metrics as a logger makes vLLM's: for Ray's ``ray_sequoia_...``, by replica.
+
+    This process does not export them, so their names need not be freed.
+    """
+
+    def __init__(self, logger_class: type[PrometheusStatLogger]) -> None:
+        super().__init__()
+        self._class = logger_class
+
+    def counter(self, name: str, documentation: str, labels: list[str]) -> Any:
+        """A counter like those of vLLM that this logger shows."""
+        return self._class._counter_cls(name, documentation, labels)
+
+    def gauge(self, name: str, documentation: str, labels: list[str]) -> Any:
+        """A gauge like those of vLLM that this logger shows."""
+        return self._class._gauge_cls(name, documentation, labels)
+
+    def remove(self, gauge: Any, labels: Sequence[str]) -> None:
+        """Makes a gauge NaN: those of Ray cannot be removed."""
+        gauge.labels(*labels).set(math.nan)
+
+
+def get_metrics(original: Callable[..., list[Any]], self: Any) -> list[Any]:
+    """Returns vLLM's metrics, whose names start with ``vllm:``, and the trees'."""
+    return [*original(self), *(_read(_shown) if _shown is not None else [])]
+
+
+def _read(metrics: TreeMetrics) -> list[Any]:
+    return [
+        reader.Counter(family.name, sample.labels, int(sample.value))
+        if family.type == "counter"
+        else reader.Gauge(family.name, sample.labels, sample.value)
+        for family in metrics.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+
+
+class TreeStatLogger(AggregateStatLoggerBase):
+    """Shows the reports of one or more engines: as metrics, and as a line per interval.
+
+    The metrics are at most a second old while requests run, and exact when none does.
+
+    Args:
+        tree: The engines' tree.
+        engine_indexes: Theirs.
+        metrics: Where to show them.
+        logs: Whether to write interval lines.
+        aggregate: One line for all engines, not one for each.
+    """
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        engine_indexes: Sequence[int],
+        metrics: TreeMetrics,
+        logs: bool,
+        aggregate: bool,
+    ) -> None:
+        self._tree = tree
+        self._metrics = metrics
+        self._logs = logs
+        self._aggregate = aggregate
+        self._interval = {engine: TreeCounts.zeros(tree) for engine in engine_indexes}
+        self._drafts: dict[int, tuple[int, int]] = {}  # and the requests of that step
+        self._speedup: dict[int, float] = {}
+        self._watch = Watch(metrics)
+        self._others: set[int] = set()  # engines that draft another tree
+        self._failed: set[int] = set()  # engines whose draft has failed
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Takes what one engine's step sent."""
+        report = getattr(scheduler_stats, REPORT, None)
+        if report is None or engine_idx not in self._interval:
+            return
+        assert scheduler_stats is not None
+        counts = self._counts_of(report, engine_idx) if report.paths else None
+        if counts is not None:
+            self._interval[engine_idx].add(counts)
+        if report.drafts is not None:
+            self._drafts[engine_idx] = report.drafts, report.requests
+        if report.speedup is not None:
+            self._speedup[engine_idx] = report.speedup
+        if report.has_failed and engine_idx not in self._failed:
+            self._failed.add(engine_idx)
+            self._metrics.failures[engine_idx].inc()
+        self._metrics.observe(engine_idx, counts, report.drafts, report.undrafted, report.speedup)
+        if scheduler_stats.num_running_reqs == 0:
+            self._metrics.flush(engine_idx)
+        if report.drafts is not None:
+            self._watch.note_step(engine_idx)
+
+    def _counts_of(self, report: StepReport, engine: int) -> TreeCounts | None:
+        """Counts of a report's paths; None if another tree than this front end's was drafted.
+
+        Data-parallel engines on other nodes have configurations of their own (``--headless``). An
+        error raised here would end all requests.
+        """
+        if report.tree == self._tree.checksum:
+            return TreeCounts.from_bytes(self._tree, report.paths)
+        if engine not in self._others:
+            self._others.add(engine)
+            logger.warning(
+                "Sequoia: engine %d drafts another tree than the one configured here, and is not "
+                'counted in metrics of trees: give "tree" alike wherever engines are started, or '
+                "one directory of trees ($SEQUOIA_VLLM_TREES)",
+                engine,
+            )
+        return None
+
+    def log(self) -> None:
+        """Writes the line of the interval that ends now."""
+        if self._logs:
+            self._log_interval()
+        for engine, counts in self._interval.items():
+            self._metrics.flush(engine)
+            counts.clear()
+
+    def _log_interval(self) -> None:
+        for engine in sorted(self._failed):
+            logger.warning("Sequoia: engine %03d: no drafts since the draft model failed", engine)
+        if self._aggregate:
+            total = TreeCounts.zeros(self._tree)
+            for counts in self._interval.values():
+                total.add(counts)
+            drafts = max(self._drafts.values(), default=None)
+            speedup = fmean(self._speedup.values()) if self._speedup else None
+            lines = {f"{len(self._interval)} engines": (total, drafts, speedup)}
+        else:
+            lines = {
+                f"engine {engine:03d}": (
+                    counts, self._drafts.get(engine), self._speedup.get(engine)
+                )
+                for engine, counts in self._interval.items()
+            }  # fmt: skip
+        for engines, shown in lines.items():
+            if (line := interval_line(self._tree, *shown)) is not None:
+                logger.info("Sequoia: %s: %s", engines, line)
+
+    def log_engine_initialized(self) -> None:
+        """Does nothing: the tree was logged when it was chosen."""

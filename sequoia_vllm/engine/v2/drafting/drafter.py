@@ -1,0 +1,169 @@
+"""What kinds of drafters differ in on Model Runner V2: how one is loaded, and how it runs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
+from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
+from sequoia_vllm.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class DraftPass:
+    """One forward pass of a draft over rows of the target's tokens.
+
+    Attributes:
+        token_ids: int32 ``[rows]``.
+        positions: int64 ``[rows]``.
+        states: See `DraftQueries.recurrent_states`.
+        metadata, slots: Attention metadata and slots by layer; None in dummy runs.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    states: Tensor | None = None
+    metadata: dict[str, Any] | None = None
+    slots: dict[str, Tensor] | None = None
+
+
+class TreeDrafter(DraftModel):
+    """One kind of draft: the proposer loads it, and growth runs it.
+
+    Attributes:
+        reads_states: Whether it reads the target's hidden states, and so reads in every step.
+        chains: vLLM's speculator for this draft, which grows chains. Ours only loads with it.
+        model: vLLM's model, once it is loaded.
+        cache: The draft's KV cache, once there is one.
+        least_rows: Least rows of a request in its widest pass, however small its tree.
+        only_keys: True while nothing grows from what is read.
+        tree: The engine's largest.
+        backend: Tree attention of the device.
+    """
+
+    reads_states: ClassVar[bool] = False
+    model: Any
+    cache: DraftCache
+    least_rows = 1
+    only_keys = False
+
+    def __init__(self, chains: DraftModelSpeculator, tree: TokenTree, backend: TreeBackend) -> None:
+        self.chains: Any = chains
+        self.tree = tree
+        self.backend = backend
+        self.vocab_size = chains.vllm_config.model_config.get_vocab_size()
+
+    @property
+    def queries_per_request(self) -> int:
+        """Queries for which vLLM leaves room in the draft's batch, known once it is loaded."""
+        return int(self.chains.num_query_per_req)
+
+    def load(self, target_model: torch.nn.Module, target_layers: set[str]) -> torch.nn.Module:
+        """Loads the draft onto the device; ``target_layers`` names the target's attention."""
+        with nothing_offloaded():
+            self.model = self.chains.load_draft_model(target_model, target_layers)
+        return self.model
+
+    def allocate(self, target_model: torch.nn.Module) -> None:
+        """Allocates what it needs on the device besides the loaded model."""
+
+    def new_growth(self, **shared: Any) -> TreeGrowth:
+        """Makes the `TreeGrowth`; ``shared`` has all arguments except the model."""
+        return TreeGrowth(**shared, model=self)
+
+    @abstractmethod
+    def run(self, rows: DraftPass) -> DraftStates:
+        """Runs one pass, see `DraftModel.forward`."""
+
+    def forward(self, queries: DraftQueries) -> DraftStates:
+        """See `DraftModel.forward`."""
+        metadata = self.metadata_of(queries, self.cache.groups)
+        by_layer = self.cache.by_layer(queries.slots)
+        tokens, states = queries.token_ids, queries.recurrent_states
+        return self.run(DraftPass(tokens, queries.positions, states, metadata, by_layer))
+
+    def metadata_of(self, queries: DraftQueries, groups: dict[str, int]) -> dict[str, Any]:
+        """Attention metadata by layer; layers of one cache group share theirs."""
+        tables = self.cache.block_tables.input_block_tables
+        num_reqs, slots = len(queries.context_lens), queries.slots
+        by_group = {
+            group: self.backend.draft_metadata(queries, tables[group][:num_reqs], slots[group])
+            for group in set(groups.values())
+        }
+        return {name: by_group[group] for name, group in groups.items()}
+
+    @torch.inference_mode()
+    def run_model(self, rows: DraftPass, **inputs: Any) -> Any:
+        """Runs vLLM's model in its forward context; ``inputs`` are those besides tokens."""
+        number = len(rows.token_ids)
+        with set_forward_context(
+            rows.metadata,
+            self.chains.vllm_config,
+            num_tokens=number,
+            slot_mapping=rows.slots,
+            batch_descriptor=BatchDescriptor(num_tokens=number),
+        ):
+            return self.model(input_ids=rows.token_ids, positions=rows.positions, **inputs)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """The draft's logits ``[rows, V]`` over the target's vocabulary."""
+        return self.model.compute_logits(hidden)
+
+    @contextmanager
+    def reading_for_keys(self) -> Iterator[None]:
+        """Within the block nothing grows from what is read."""
+        self.only_keys = True
+        try:
+            yield
+        finally:
+            self.only_keys = False
+
+
+class HeadDrafter(TreeDrafter):
+    """A head: it reads the target's hidden states of some layers beside tokens."""
+
+    reads_states = True
+
+    def layers_read(self, target_model: torch.nn.Module) -> int:
+        """Number of the target's layers whose states the head reads."""
+        layers = get_eagle3_aux_layers_from_config(self.chains.speculative_config)
+        if layers is None:
+            layers = target_model.get_eagle3_default_aux_hidden_state_layers()
+        return len(layers)
+
+    def states_read(self, last: Tensor, auxiliary: list[Tensor] | None) -> list[Tensor]:
+        """The step's states ``[T, H]`` that the head reads, by layer."""
+        assert auxiliary, "vLLM gives heads the target's auxiliary states"
+        return auxiliary
+
+    def combine_hidden_states(self, target_states: Tensor) -> Tensor:
+        """Combines the states of several layers into one of the head's width."""
+        return self.model.combine_hidden_states(target_states)
+
+
+@contextmanager
+def nothing_offloaded() -> Iterator[None]:
+    """Keeps models built in the block on the device; then restores the engine's offloader.
+
+    One offloader serves all models of a process. Reading the draft from host memory at every
+    level would cost more than it saves. Also, vLLM's prefetch backend takes only one model's
+    layers.
+    """
+    offloader = get_offloader()
+    set_offloader(NoopOffloader())
+    try:
+        yield
+    finally:
+        set_offloader(offloader)

@@ -1,1 +1,0 @@
-"""Weights that stay on a disk and are read ahead of each layer: no vLLM in here."""

@@ -1,0 +1,45 @@
+"""Multimodal targets, with M-RoPE and without, and drafts that read text: tokens are plain's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.multimodal import IMAGE, answer_images, call_with_images, save_multimodal
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+# The prompt of two images comes in three pieces, which end within them.
+IN_PIECES = {"max_num_batched_tokens": 12, "enable_chunked_prefill": True}
+
+
+def answer_all(folder: str, name: str) -> dict[str, Any]:
+    """Plain vLLM's answers, and those with trees, also of prompts that come in pieces."""
+    paths = save_multimodal(Path(folder), name)
+    given = {"paths": paths, "image": IMAGE[name]}
+    return {
+        "plain": answer_images(**given, trees=False, options={}),
+        "trees": answer_images(**given, trees=True, options={}),
+        "in pieces": answer_images(
+            **given, trees=True, options={} if name == "gemma3" else IN_PIECES
+        ),
+    }
+
+
+@pytest.fixture(scope="module", params=[*IMAGE, "qwen2_vl on V2"])
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    name, _, on_v2 = request.param.partition(" on ")
+    folder = tmp_path_factory.mktemp(name)
+    return call_with_images(answer_all, folder, on_v2=bool(on_v2), folder=str(folder), name=name)
+
+
+@pytest.mark.parametrize("which", ["trees", "in pieces"])
+def test_tokens_are_those_of_plain_vllm(which, answers):
+    """Greedy, again from the prefix cache, and seeded; with no, one and two images."""
+    assert answers[which]["tokens"] == answers["plain"]["tokens"]
+
+
+def test_drafts_are_accepted_and_images_found_in_the_cache(answers):
+    """Keys of accepted nodes have the positions of their depths, or later tokens would differ."""
+    trees = answers["trees"]
+    assert trees["accepted_tokens"] > trees["drafts"] / 2
+    assert trees["hits"] == answers["plain"]["hits"] > 0

@@ -1,0 +1,256 @@
+"""Tiny random multimodal targets with drafts that read text, and requests with images."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests import quick_start
+from tests.support.calling import call_in_process
+from tests.support.engines import metric, running, whole_trees
+from tests.support.generating import SPEC_DECODE, completions
+from tests.support.on_v2 import ROOT, v2_environment
+
+TORCHVISION = ROOT / ".venv" / "torchvision-for-tests"  # `make setup` fetches it
+VOCABULARY = 128
+_SPECIAL = (
+    "<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+    "<|video_pad|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>",
+    "\n", "\n\n", "\n\n\n", "\n\n\n\n",
+)  # fmt: skip
+_WORDS = {f"w{index}": index for index in range(VOCABULARY - len(_SPECIAL))}
+_TOKENS = _WORDS | {word: len(_WORDS) + index for index, word in enumerate(_SPECIAL)}
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+_VISION = {"depth": 1, "hidden_size": 64, "num_heads": 2, "patch_size": 14}
+_QWEN_IDS = {
+    "image_token_id": _TOKENS["<|image_pad|>"],
+    "video_token_id": _TOKENS["<|video_pad|>"],
+    "vision_start_token_id": _TOKENS["<|vision_start|>"],
+    "vision_end_token_id": _TOKENS["<|vision_end|>"],
+    "tie_word_embeddings": False,
+}
+_PIXELS = {"shortest_edge": 784, "longest_edge": 784 * 16}
+_QWEN_IMAGES = {"merge_size": 2, "temporal_patch_size": 2, "patch_size": 14, "size": _PIXELS}
+_GEMMA_TOKENS = {
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
+}
+IMAGE = {
+    "qwen2_vl": "<|vision_start|> <|image_pad|> <|vision_end|>",
+    "qwen3_vl": "<|vision_start|> <|image_pad|> <|vision_end|>",
+    "gemma3": "<start_of_image>",
+}
+
+
+def _qwen2_vl() -> tuple[Any, dict[str, Any]]:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    config = Qwen2VLConfig(
+        text_config={**_TEXT, "rope_parameters": _AXES},
+        vision_config={**_VISION, "embed_dim": 32, "mlp_ratio": 2},
+        **_QWEN_IDS,
+    )
+    return Qwen2VLForConditionalGeneration(config), {
+        "processor_class": "Qwen2VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessor",
+        **_QWEN_IMAGES,
+    }
+
+
+def _qwen3_vl() -> tuple[Any, dict[str, Any]]:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    config = Qwen3VLConfig(
+        text_config={**_TEXT, "rope_parameters": {**_AXES, "mrope_interleaved": True}},
+        vision_config={
+            **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "hidden_size": 32,
+            "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
+        },
+        **_QWEN_IDS,
+    )  # fmt: skip
+    return Qwen3VLForConditionalGeneration(config), {
+        "processor_class": "Qwen3VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessor",
+        **_QWEN_IMAGES,
+    }
+
+
+def _gemma3() -> tuple[Any, dict[str, Any]]:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    config = Gemma3Config(
+        text_config={
+            **_TEXT, "sliding_window": 40, "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 56, "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        boi_token_index=_TOKENS["<start_of_image>"],
+        eoi_token_index=_TOKENS["<end_of_image>"],
+        image_token_index=_TOKENS["<image_soft_token>"],
+    )  # fmt: skip
+    return Gemma3ForConditionalGeneration(config), {
+        "processor_class": "Gemma3Processor",
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 56, "width": 56},
+        "image_seq_length": 4,
+    }
+
+
+_MAKERS = {"qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "gemma3": _gemma3}
+
+
+def save_multimodal(folder: Path, name: str) -> dict[str, str]:
+    """A target of this kind, and as its draft a text model with its text part's weights.
+
+    So the draft is right about text, as M-RoPE's axes are one there, and not about images.
+    """
+    torch.manual_seed(7)
+    model, processor = _MAKERS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.15)
+    paths = {"target": folder / name, "draft": folder / f"{name}-draft"}
+    model.float().save_pretrained(paths["target"])
+    if name == "gemma3":
+        _name_as_published(paths["target"] / "model.safetensors")
+    _save_draft(model, paths["draft"])
+    for path in paths.values():
+        _save_tokenizer(path, _GEMMA_TOKENS if name == "gemma3" else {})
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        (paths["target"] / file).write_text(json.dumps(processor), encoding="utf-8")
+    return {what: str(path) for what, path in paths.items()}
+
+
+def _name_as_published(file: Path) -> None:
+    """Transformers 5 leaves a part of the vision model's names out, which vLLM expects."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): weight
+        for name, weight in load_file(file).items()
+    }
+    save_file(weights, file, {"format": "pt"})
+
+
+def _save_draft(model: Any, path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen3Config
+
+    text = model.config.get_text_config().to_dict()
+    kinds = {"qwen2_vl_text": Qwen2Config, "qwen3_vl_text": Qwen3Config}
+    kind = kinds.get(text["model_type"], Gemma3TextConfig)
+    dropped = {"model_type", "architectures", "dtype"}
+    if kind is not Gemma3TextConfig:
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+        dropped |= {"layer_types", "rope_scaling"}
+    config = kind(**{name: value for name, value in text.items() if name not in dropped})
+    draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = {
+        name.replace("model.language_model.", "model."): weight
+        for name, weight in model.state_dict().items()
+    }
+    missing, _ = draft.load_state_dict(weights, strict=False)
+    assert not missing, missing
+    draft.save_pretrained(path)
+
+
+def _save_tokenizer(path: Path, named: dict[str, str]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel(_TOKENS, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(list(_SPECIAL))
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="w2", pad_token="<|endoftext|>", eos_token="<|im_end|>",
+        **named,
+    ).save_pretrained(path)  # fmt: skip
+
+
+def requests_with_images(image: str) -> list[dict[str, Any]]:
+    """Text alone, one image, two, and the first image again behind the same words."""
+    from PIL import Image
+
+    noise = np.random.default_rng(3)
+    first, second, third = (
+        Image.fromarray(noise.integers(0, 255, (*size, 3), dtype=np.uint8))
+        for size in ((56, 84), (112, 56), (28, 28))
+    )
+    words = " ".join(f"w{7 * index % 100}" for index in range(40))  # more than a block
+    return [
+        {"prompt": "w5 w9 w11 w40"},
+        {"prompt": f"w5 {image} {words}", "multi_modal_data": {"image": first}},
+        {"prompt": f"w3 {image} w4 {image} w8", "multi_modal_data": {"image": [second, third]}},
+        {"prompt": f"w5 {image} {words} w31", "multi_modal_data": {"image": first}},
+    ]
+
+
+def answer_images(
+    paths: dict[str, str], image: str, trees: bool, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Greedy tokens twice, the second time from the prefix cache; seeded ones; counters."""
+    from vllm import SamplingParams
+
+    config = whole_trees(size=8, depth=3, draft=paths["draft"]) if trees else None
+    common = {"max_tokens": 16, "ignore_eos": True}
+    settings = {
+        "limit_mm_per_prompt": {"image": 2}, "enable_prefix_caching": True, "block_size": 32,
+        **options,
+    }  # fmt: skip
+    requests = requests_with_images(image)
+    with running(config, model=paths["target"], **settings) as llm:
+        rounds = [
+            completions(llm.generate(requests, params, use_tqdm=False))
+            for params in (
+                SamplingParams(temperature=0, **common),
+                SamplingParams(temperature=0, **common),
+                SamplingParams(temperature=0.8, seed=5, **common),
+            )
+        ]
+        names = SPEC_DECODE if trees else ()
+        return {
+            "tokens": rounds,
+            **{name: metric(llm, f"vllm:spec_decode_num_{name}") for name in names},
+            "hits": metric(llm, "vllm:prefix_cache_hits"),
+        }
+
+
+@cache
+def _environment(on_v2: bool) -> dict[str, str]:
+    environment = v2_environment()
+    if not on_v2:
+        for name in ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"):
+            del environment[name]
+        environment["PYTHONPATH"] = f"{quick_start.FOLDER}:{ROOT}"
+    return environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}:{TORCHVISION}"}
+
+
+def call_with_images(
+    function: Callable[..., Any], directory: Path, on_v2: bool = False, **arguments: Any
+) -> Any:
+    """What `function(**arguments)` returns where vLLM can read images."""
+    assert (TORCHVISION / "torchvision").is_dir(), "run `make setup`: it fetches torchvision"
+    return call_in_process(function, directory, _environment(on_v2), 580, ROOT, **arguments)
