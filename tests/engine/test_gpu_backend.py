@@ -1,6 +1,8 @@
 """What GPU attention is told of a batch, and weights that are made up; nothing runs here."""
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import torch
 from torch import nn
 
 from sequoia_vllm.drafting.growth import DraftQueries
-from sequoia_vllm.engine.v2.attention.scoring import TreeScoring
+from sequoia_vllm.engine.v2.attention.other_rows import other_chains
+from sequoia_vllm.engine.v2.attention.scoring import OtherRows, TreeScoring
 from sequoia_vllm.tree import TokenTree
 
 pytestmark = pytest.mark.engine
@@ -53,6 +56,34 @@ def test_graphs_are_captured_for_the_longest_requests(backend):
     captured = scoring.trees_to_capture(batch([8, 8], [3, 3]), 4, 131072)
     metadata = SimpleNamespace(block_table=torch.zeros(2, 8192, dtype=torch.int32))
     assert backend.scoring_queries(captured, metadata).max_keys == 131072
+
+
+@dataclass
+class Metadata:
+    """Fields of vLLM's that follow the rows beside trees; images lie in requests 0 and 2."""
+
+    num_actual_tokens: int = 17
+    max_query_len: int = 9
+    query_start_loc: Any = field(default_factory=lambda: torch.tensor([0, 4, 8, 17]))
+    max_seq_len: int = 9000
+    seq_lens: Any = field(default_factory=lambda: torch.tensor([40, 300, 9000]))
+    block_table: Any = field(default_factory=lambda: torch.arange(6).view(3, 2))
+    scheduler_metadata: Any = "a plan"
+    mm_prefix_range: Any = field(default_factory=lambda: {0: [(1, 4)], 2: [(5, 9), (20, 24)]})
+    mm_prefix_range_tensor: Any = field(default_factory=lambda: torch.arange(12).view(3, 2, 2))
+    mm_prefix_query_range_tensor: Any = field(default_factory=lambda: torch.arange(34).view(17, 2))
+
+
+def test_rows_beside_trees_keep_their_images():
+    """vLLM counts requests, and rows, from the first; ours leave out those of trees."""
+    rows, metadata = OtherRows(first=8, max_rows=9, max_keys=9000), Metadata()
+    found = other_chains(SimpleNamespace(others=rows, num_requests=2), metadata)
+    assert found.metadata.query_start_loc.tolist() == [0, 9]
+    assert found.metadata.mm_prefix_range == {0: [(5, 9), (20, 24)]}
+    assert torch.equal(found.metadata.mm_prefix_range_tensor, metadata.mm_prefix_range_tensor[2:])
+    assert torch.equal(
+        found.metadata.mm_prefix_query_range_tensor, metadata.mm_prefix_query_range_tensor[8:]
+    )
 
 
 def test_levels_are_split_for_the_longest_request(backend):
