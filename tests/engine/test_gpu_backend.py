@@ -1,6 +1,8 @@
 """What GPU attention is told of a batch, and weights that are made up; nothing runs here."""
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ from torch import nn
 
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.drafting.tree_tables import TreeShapes
-from sequoia_vllm.engine.v2.attention.scoring import TreeScoring
+from sequoia_vllm.engine.v2.attention.other_rows import other_chains
+from sequoia_vllm.engine.v2.attention.scoring import OtherRows, TreeScoring
 from sequoia_vllm.tree import TokenTree
 
 pytestmark = pytest.mark.engine
@@ -65,6 +68,34 @@ def test_attention_on_cpus_takes_one_tree():
     own = TreeShapes(TREE, CPU, 4, per_request=True)
     with pytest.raises(ValueError, match="attention on CPUs needs one tree for all requests"):
         CPUTreeBackend(own.ancestors, "triton")
+
+
+@dataclass
+class Metadata:
+    """Fields of vLLM's that follow the rows beside trees; images lie in requests 0 and 2."""
+
+    num_actual_tokens: int = 17
+    max_query_len: int = 9
+    query_start_loc: Any = field(default_factory=lambda: torch.tensor([0, 4, 8, 17]))
+    max_seq_len: int = 9000
+    seq_lens: Any = field(default_factory=lambda: torch.tensor([40, 300, 9000]))
+    block_table: Any = field(default_factory=lambda: torch.arange(6).view(3, 2))
+    scheduler_metadata: Any = "a plan"
+    mm_prefix_range: Any = field(default_factory=lambda: {0: [(1, 4)], 2: [(5, 9), (20, 24)]})
+    mm_prefix_range_tensor: Any = field(default_factory=lambda: torch.arange(12).view(3, 2, 2))
+    mm_prefix_query_range_tensor: Any = field(default_factory=lambda: torch.arange(34).view(17, 2))
+
+
+def test_rows_beside_trees_keep_their_images():
+    """vLLM counts requests, and rows, from the first; ours leave out those of trees."""
+    rows, metadata = OtherRows(first=8, max_rows=9, max_keys=9000), Metadata()
+    found = other_chains(SimpleNamespace(others=rows, num_requests=2), metadata)
+    assert found.metadata.query_start_loc.tolist() == [0, 9]
+    assert found.metadata.mm_prefix_range == {0: [(5, 9), (20, 24)]}
+    assert torch.equal(found.metadata.mm_prefix_range_tensor, metadata.mm_prefix_range_tensor[2:])
+    assert torch.equal(
+        found.metadata.mm_prefix_query_range_tensor, metadata.mm_prefix_query_range_tensor[8:]
+    )
 
 
 def test_levels_are_split_for_the_longest_request(backend):

@@ -3,8 +3,6 @@
 import importlib
 import inspect
 import json
-import pkgutil
-from importlib.util import find_spec
 
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -14,10 +12,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
-from sequoia_vllm import engine, plugin
-from sequoia_vllm.drafters.registry import DRAFTERS
+from sequoia_vllm import plugin
 from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.compat.ledger import LEDGER
+from tests.contract.used import engine_files, name_of
 
 PATCHED = (
     EngineArgs, SamplingParams, StatLoggerManager, LLMEngine, SpeculativeConfig, SpecDecodingProm,
@@ -30,12 +28,9 @@ REPLACED = json.loads(LEDGER.read_text())["replaced"]
 
 def our_subclasses() -> list[type]:
     """Every class of the engine's that derives from one of vLLM's."""
-    runners = (f"drafters.{kind}.{runner}" for kind in DRAFTERS for runner in ("v1", "v2"))
-    names = [f"sequoia_vllm.{name}" for name in runners if find_spec(f"sequoia_vllm.{name}")]
-    names += [one.name for one in pkgutil.walk_packages(engine.__path__, f"{engine.__name__}.")]
     classes = {
         member
-        for module in map(importlib.import_module, names)
+        for module in [importlib.import_module(name_of(file)) for file in engine_files()]
         for member in vars(module).values()
         if inspect.isclass(member) and member.__module__ == module.__name__
     }

@@ -277,6 +277,16 @@ def test_adapters_need_no_budget_for_whole_trees_at_all_loads():
     assert max((last * (drafts + 1) for _, last, drafts in by_batch if drafts), default=0) <= 2048
 
 
+@pytest.mark.parametrize("prunes", [False, True])
+def test_pruned_videos(prunes, monkeypatch):
+    config = engine_config()
+    images = SimpleNamespace(is_multimodal_pruning_enabled=lambda: prunes)
+    monkeypatch.setattr(config.model_config, "multimodal_config", images)
+    found = refusals._feature_reasons(config)
+    assert [reason for reason in found if "drop --video-pruning-rate" in reason] == found
+    assert len(found) == prunes
+
+
 @pytest.mark.parametrize(("length", "is_refused"), [(34, True), (35, False)])
 def test_gpu_engines_have_room_for_vllms_warm_up(length, is_refused, monkeypatch):
     """Its requests outgrow their rows of the block table; on CPUs there are none."""

@@ -242,7 +242,7 @@ def test_a_users_scheduler_comes_behind_ours(plain_outputs):
 @pytest.mark.parametrize("users", [None, Users, f"{__name__}.Users", AsyncScheduler])
 def test_a_schedulers_name_reaches_other_processes(users, ahead):
     config = SimpleNamespace(async_scheduling=ahead, scheduler_cls=users)
-    engine_config._choose_scheduler(SimpleNamespace(scheduler_config=config))
+    engine_config._choose_scheduler(config)
     sent = pickle.loads(pickle.dumps(config.scheduler_cls))
     ours = TreeSchedulingAhead if ahead else TreeScheduling
     if users is None:

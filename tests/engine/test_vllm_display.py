@@ -5,7 +5,6 @@ import logging
 import pickle
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
@@ -16,6 +15,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, S
 
 from sequoia_vllm import plugin
 from sequoia_vllm.engine.common.draft_schedule import MISLEADING
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from tests.support.engines import sequoia
 from tests.support.models import DRAFT, TARGET
 
@@ -45,8 +46,12 @@ def test_accepted_positions_are_the_levels_of_a_tree(monkeypatch, asked, levels)
     shown = SpecDecodingProm(config.speculative_config, ["engine"], {0: ["0"]})
     stats = SpecDecodingStats.new(config.speculative_config.num_speculative_tokens)
     stats.observe_draft(num_draft_tokens=stats.num_spec_tokens, num_accepted_tokens=3)
-    scheduler = SimpleNamespace(vllm_config=config, log_stats=False)
-    assert Scheduler.make_stats(scheduler, stats) is None
+    ours = SequoiaSettings.enabled(config)
+    scheduler = object.__new__(TreeScheduling if ours else Scheduler)
+    scheduler.log_stats = False
+    if ours:
+        scheduler.tree = SequoiaSettings.of(config).tree
+    assert scheduler.make_stats(stats) is None
     shown.observe(stats)
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     values = [registry.get_sample_value(name, {"engine": "0", "position": str(position)})

@@ -107,6 +107,7 @@ def test_a_dry_run_says_what_would_go_and_does_nothing(monkeypatch):
     done = CliRunner().invoke(app, ["setup-cpu", "--dry-run"])
     assert done.exit_code == 0, done.output
     assert "to uninstall: torchvision, CUDA builds" in done.output
+    assert "that read images, then: pip install torchvision --index-url" in done.output
     assert "to write: metadata of vllm 0.32.0+cpu" in done.output
 
 

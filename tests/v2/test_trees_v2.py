@@ -97,7 +97,10 @@ def test_greedy_tokens_are_those_of_both_plain_runners(greedy):
     with running() as llm:
         on_v1 = completions(llm.generate(*greedy_requests(), use_tqdm=False))
     trees = greedy["trees"]
-    assert (trees["runner"], trees["scheduler"]) == ("SequoiaCPUModelRunnerV2", "TreeScheduler")
+    assert (trees["runner"], trees["scheduler"]) == (
+        "SequoiaCPUModelRunnerV2",
+        "TreeSchedulingAhead",
+    )
     assert trees["tokens"] == greedy["plain"]["tokens"]
     assert trees["tokens"] == on_v1
     assert trees["counts"]["tokens_per_tree"] > 1.5
@@ -112,7 +115,7 @@ def test_greedy_tokens_do_not_depend_on_the_batch(greedy):
 
 
 def test_greedy_tokens_without_asynchronous_scheduling(greedy):
-    assert greedy["synchronous"]["scheduler"] == "Scheduler"
+    assert greedy["synchronous"]["scheduler"] == "TreeScheduling"
     assert greedy["synchronous"]["tokens"] == greedy["plain"]["tokens"][2:]
     assert greedy["synchronous"]["counts"]["tokens_per_tree"] > 1.5
 

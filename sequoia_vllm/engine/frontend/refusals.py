@@ -171,6 +171,9 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
                 cache.kv_sharing_fast_prefill
             ),
+            "vLLM's V1 runner moves what follows a pruned video after trees have their positions: "
+            "drop --video-pruning-rate": not vllm_config.use_v2_model_runner
+            and _prunes_videos(model),
             "prompt embeddings cannot be read by the draft: drop --enable-prompt-embeds": bool(
                 model.enable_prompt_embeds
             ),
@@ -190,6 +193,11 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             ),
         }
     )
+
+
+def _prunes_videos(model: Any) -> bool:
+    images = model.multimodal_config
+    return images is not None and bool(images.is_multimodal_pruning_enabled())
 
 
 def _asks_for_transfer(cache: Any) -> str:

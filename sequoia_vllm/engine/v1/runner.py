@@ -67,9 +67,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     speculative_config: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        # vLLM drops logits processors when it speculates. We keep them, and give requests that
-        # need them no drafts.
-        # Drops logits processors when speculating; requests that need them get no drafts here.
+        # vLLM drops logits processors when it speculates; requests that need them get no drafts.
         # Until: vLLM asks the speculative method.
         with patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
             super().__init__(vllm_config, device)
@@ -95,6 +93,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
         self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
+        self._shifts = self._depths - torch.arange(self.tree.size, device=device)
 
     # -- model and cache -----------------------------------------------------------
 
@@ -226,7 +225,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             rows = trees.rows[trees.is_node]
             self.positions[rows] = positions[trees.is_node]
             if self.uses_mrope:
-                shifts = (depths - torch.arange(len(depths))).expand_as(positions)
+                shifts = self._shifts[: len(depths)].expand_as(positions)
                 self.mrope_positions.gpu[:, rows] += shifts[trees.is_node]
         return prepared
 
