@@ -129,8 +129,8 @@ def _signature(dtype: str, cache: str) -> dict[str, str]:
         "output_token_stride", "output_head_stride", "padded_rows",
     )  # fmt: skip
     numbers = (
-        "first_node", "splits", "row_tiles", "max_positions", "table_stride", "tree_stride",
-        "ancestors_stride", "depths_stride", "context_lse_stride", "window", "ahead", "all_written",
+        "first_node", "splits", "row_tiles", "max_positions", "table_stride", "slot_rows",
+        "ancestors_stride", "context_lse_stride", "window", "ahead", "all_written",
     )  # fmt: skip
     integers = (
         "block_table", "context_lens", "query_start_loc", "written", "ancestors", "depths",

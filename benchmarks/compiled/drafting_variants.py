@@ -40,7 +40,7 @@ def draft_input_variants() -> list[Variant]:
     int64 = ("requests", "tokens", "layout", "positions", "slots", "last_rows")
     numbers = (
         "ids_stride", "max_len", "width", "num_rows", "longest", "state_offset", "tokens_stride",
-        "first", "depth", "mask_token", "nodes_stride",
+        "first", "depth", "mask_token", "slot_rows",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),
@@ -148,14 +148,15 @@ def _draw(dtype: str, branch: int, vocabulary: int) -> list[Variant]:
 
 
 def _draw_signature(dtype: str) -> dict[str, str]:
-    numbers = ("width", "depth", "vocabulary", "num_state_rows", "num_blocks", "max_children")
+    numbers = (
+        "width", "depth", "vocabulary", "num_state_rows", "num_blocks", "max_children", "slot_rows",
+    )  # fmt: skip
     floats = ("temperature", "top_p", "min_p", "lowest", "found", "partials", "draft_stats")
     integers = (
         "top_k", "modes", "positions", "nodes", "counts", "columns", "state_rows", "inner_rows",
     )  # fmt: skip
     multiples = ("logits_stride", "draft_state_stride", "draft_inner_stride")
     strides = ("stats_state_stride", "stats_inner_stride", "tokens_stride")
-    shape_strides = ("nodes_stride", "counts_stride", "columns_stride", "inner_rows_stride")
     return {
         **dict.fromkeys(("logits", "draft_logits"), f"*{dtype}"),
         **dict.fromkeys(floats, "*fp32"),
@@ -164,5 +165,4 @@ def _draw_signature(dtype: str) -> dict[str, str]:
         **dict.fromkeys(numbers, "i32"),
         **dict.fromkeys(multiples, "i64:16"),
         **dict.fromkeys(strides, "i64"),
-        **dict.fromkeys(shape_strides, "i32"),
     }

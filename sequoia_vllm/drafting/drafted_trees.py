@@ -82,6 +82,7 @@ class DraftedTrees:
             modes=batch.modes[:num_reqs],
             positions=batch.roots[:num_reqs],
             depth=level.depth,
+            slots=batch.slots[:num_reqs],
             nodes=level.nodes,
             counts=level.counts,
             columns=level.columns,
@@ -91,5 +92,4 @@ class DraftedTrees:
             state_rows=batch.multiples(levels.rows_per_tree)[:num_reqs],
             inner_rows=level.rows,
             workspace=self._workspace,
-            slots=batch.slots[:num_reqs],
         )

@@ -23,19 +23,20 @@ class NodeQueries:
     """What nodes of R requests' trees attend to, in a pass of the draft or the target.
 
     Attributes:
+        request_slots: int64 ``[R]``: of each, -1 for padding.
         context_lens: int32 ``[R]``: tokens in the cache before node 0.
-        query_start_loc: int32 ``[R + 1]``: rows of each request.
+        query_start_loc: int32 ``[R + 1]``: first row of each request, then the end.
         first: Node of the first query. Node j lies in slot ``context_lens + j``.
-        width: Queries per request, one for each node from ``first`` on; in scoring the most.
+        width: Queries per request, one for each node from ``first`` on; in scoring at most so many.
         ancestors: bool ``[I, I]`` or ``[S, I, I]``: which nodes each of the tree's I nodes sees.
         max_keys: Bound on the keys of a request.
         max_slots: Bound on the slots of a request. Nodes behind it have none, and no query sees
             them. None: all that have a block have a slot.
         written: int32 ``[R]``: the first so many queries of each request have slots; None: all.
             The keys of the others are undefined.
-        request_slots: int64 ``[R]``: of each, -1 for padding; None: ``ancestors`` are of all.
     """
 
+    request_slots: Tensor
     context_lens: Tensor
     query_start_loc: Tensor
     first: int
@@ -44,7 +45,6 @@ class NodeQueries:
     max_keys: int
     max_slots: int | None = None
     written: Tensor | None = None
-    request_slots: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +299,7 @@ class TreeGrowth:
         num_reqs, inputs = len(context_lens), self._inputs
         rows = num_reqs * width
         queries = DraftQueries(
+            request_slots=self._batch.slots[:num_reqs],
             context_lens=context_lens,
             query_start_loc=self._batch.multiples(width)[: num_reqs + 1],
             first=first,
@@ -311,7 +312,6 @@ class TreeGrowth:
             slots=inputs.slots[:, :rows],
             recurrent_states=recurrent_states,
             written=written,
-            request_slots=self._batch.slots[:num_reqs],
         )
         return self._model.forward(queries)
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sequoia_vllm.drafting.draft_plan import inner_rows, rows_per_tree
-from sequoia_vllm.kernels.tree_shapes import shape_stride
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.topology import Topology
 
 
-@dataclass(frozen=True)
+@dataclass
 class Level:
     """The m nodes of one depth that have children, whose children are drawn together.
-
-    Those of `TreeShapes` have one dimension more in front: request slots.
 
     Attributes:
         depth: Depth of these nodes, in edges; 0 is the root.
@@ -104,7 +101,7 @@ class DraftLevels:
     @property
     def num_inner(self) -> int:
         """Nodes that the draft model reads, the root included."""
-        return len(self.depths)
+        return self.depths.shape[-1]
 
 
 class TreeTables:
@@ -149,107 +146,79 @@ class TreeTables:
 
 
 class TreeShapes(TreeTables):
-    """The trees of request slots, which all kernels of V2 read: `TreeTables` as ``[S, ...]``.
+    """A tree for each request slot: `TreeTables` as ``[S, ...]``; kernels of V2 read both.
 
-    By default slots share the memory of the engine's tree: views whose stride over slots is 0. With
-    ``per_request`` each slot has its own, which `set` changes in place, so that CUDA graphs find
-    it. A slot keeps it from growth to commit.
-
-    Growth reads levels, scoring shifts and ancestors, verification children and rows of Q, edits
-    of logits parents; the commit reads paths. Indices rise along paths, and every prefix is a tree.
-    All trees have as many nodes as the engine's and, in each prefix that is drafted, as many with
-    children at each depth. Traversal, grammar masks and attention on CPUs refuse trees by slot. V1
-    has the engine's tree for all requests.
+    A slot keeps its tree from growth to commit. `set` changes it in place, so that CUDA graphs find
+    it. Growth reads levels, scoring shifts and ancestors, verification children and rows of Q, and
+    edits of logits parents; the commit reads paths. All trees have as many nodes as the engine's
+    and, in each prefix that is drafted, as many with children at each depth. Traversal, grammar
+    masks, attention on CPUs and V1 know one tree only.
 
     Args:
-        tree, device: See `TreeTables`; the engine's tree.
+        tree, device: See `TreeTables`; the engine's tree, which slots have at first.
         slots: Request slots, S.
-        per_request: See above.
     """
 
-    def __init__(
-        self, tree: TokenTree, device: torch.device, slots: int, per_request: bool = False
-    ) -> None:
+    def __init__(self, tree: TokenTree, device: torch.device, slots: int) -> None:
         super().__init__(tree, device)
-        # A view of one slot has a stride, as if it were the slot's own.
-        self._slots = slots if per_request else max(slots, 2)
-        self._per_request, self._is_set = per_request, False
-        for name in _TABLES:
-            setattr(self, name, self._of_slots(getattr(self, name)))
+        self._slots, self._is_set = slots, False
+        self._give_slots(self)
+        self.levels_of(tree.num_speculative_tokens)
 
     def levels_of(self, drafts: int) -> DraftLevels:
-        """See `TreeTables.levels_of`; their tensors are by slot, too.
-
-        Raises:
-            ValueError: They are new, and some slot's tree has been set.
-        """
+        """See `TreeTables.levels_of`. ValueError: new ones, after some tree has been set."""
         if drafts not in self._levels:
             if self._is_set:
                 raise ValueError(f"levels of {drafts} drafts have to be made before trees are set")
             levels = super().levels_of(drafts)
-            levels.ancestors = self._of_slots(levels.ancestors)
-            levels.levels = [
-                replace(level, **{name: self._of_slots(getattr(level, name)) for name in _LEVEL})
-                for level in levels.levels
-            ]
+            for part in (levels, *levels.levels):
+                self._give_slots(part)
         return self._levels[drafts]
 
     def set(self, slot: int, tree: TokenTree) -> None:
         """Gives a slot another tree. `NodeMasks.repack` follows.
 
         Raises:
-            ValueError: All slots share one tree, or this one has other sizes. Nothing has changed.
+            ValueError: It has other sizes than the engine's. Nothing has changed.
         """
-        if not self._per_request:
-            raise ValueError("all requests have the engine's tree: make TreeShapes per request")
-        if tree.size != self.tree.size:
-            raise ValueError(f"{tree.size} nodes; the engine's tree has {self.tree.size}")
-        self.levels_of(tree.num_speculative_tokens)
         own = TreeTables(tree, self.ancestors.device)
-        pairs = [(getattr(self, name), getattr(own, name)) for name in _TABLES]
-        for drafts, levels in self._levels.items():
-            theirs = own.levels_of(drafts)
-            if not _fit(theirs, levels):
-                raise ValueError(
-                    f"of {drafts} drafts, nodes with children at each depth, children of a node or "
-                    "rows of Q are others than those of the engine's tree"
-                )
-            pairs.append((levels.ancestors, theirs.ancestors))
-            for level, other in zip(levels.levels, theirs.levels, strict=True):
-                pairs += [(getattr(level, name), getattr(other, name)) for name in _LEVEL]
+        fits = tree.size == self.tree.size and all(
+            torch.equal(own.levels_of(drafts).depths, levels.depths[0])
+            and own.levels_of(drafts).rows_per_tree <= levels.rows_per_tree
+            for drafts, levels in self._levels.items()
+        )
+        pairs = list(zip(_tensors(self), _tensors(own), strict=fits))
+        if not fits or any(shapes.shape[-1] < shape.shape[-1] for shapes, shape in pairs):
+            raise ValueError(
+                "a request's tree has other nodes, or in some prefix other nodes with children at a"
+                " depth, more children of a node or more rows of Q than the engine's has"
+            )
         self._is_set = True
         for shapes, shape in pairs:
             shapes[slot] = -1
             shapes[slot, ..., : shape.shape[-1]] = shape
 
-    def _of_slots(self, shape: Tensor) -> Tensor:
-        views = shape.expand(self._slots, *shape.shape)
-        return views.clone(memory_format=torch.contiguous_format) if self._per_request else views
+    def _give_slots(self, part: object) -> None:
+        for name, shape in list(vars(part).items()):
+            if isinstance(shape, Tensor):
+                setattr(part, name, shape.repeat(self._slots, *[1] * shape.ndim))
 
 
-_TABLES = ("parents", "shifts", "children", "inner_rows", "ancestors")
-_LEVEL = ("nodes", "parents", "counts", "columns", "rows")
-
-
-def _fit(own: DraftLevels, levels: DraftLevels) -> bool:
-    """Whether a tree's levels are as large as the engine's, with no more children and rows."""
-    if len(own.levels) != len(levels.levels) or own.rows_per_tree > levels.rows_per_tree:
-        return False
-    return all(
-        one.width == other.width and one.columns.shape[-1] <= other.columns.shape[-1]
-        for one, other in zip(own.levels, levels.levels, strict=True)
-    )
+def _tensors(tables: TreeTables) -> Iterator[Tensor]:
+    """Those of a tree and of its levels, in one order."""
+    parts: list[object] = [tables]
+    for levels in tables._levels.values():
+        parts += [levels, *levels.levels]
+    for part in parts:
+        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
 
 def picked(values: Tensor, places: Tensor, slots: Tensor) -> Tensor:
-    """``[R, m, ...]``: of each request the values at m places, in one launch if these are shared.
+    """Of each request's values ``[R, n, ...]`` those at m places, ``[R, m, ...]``.
 
-    Args:
-        values: ``[R, n, ...]``.
-        places: int ``[m]``, or ``[S, m]``, by request slot.
-        slots: int64 ``[R]``: of each request, -1 for padding.
+    ``places`` are int ``[m]``, or ``[S, m]`` by request slot; ``slots`` int64 ``[R]``, padding -1.
     """
-    if not shape_stride(places, 1):
-        return values.index_select(1, places[0] if places.ndim > 1 else places)
+    if places.ndim == 1:
+        return values.index_select(1, places)
     request = torch.arange(len(slots), device=slots.device)
     return values[request[:, None], places[slots.clamp(min=0)].long()]

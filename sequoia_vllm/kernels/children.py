@@ -15,7 +15,7 @@ from sequoia_vllm.kernels.children_kernels import (
     merge_best_kernel,
     row_statistics_kernel,
 )
-from sequoia_vllm.kernels.tree_shapes import shape_stride, slots_of_shapes
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 
 _MIN_BLOCK = 1024
 # Four tokens per thread: with eight Triton 3.8 spills on some devices.
@@ -61,6 +61,7 @@ def draw_children(
     modes: Tensor,
     positions: Tensor,
     depth: int,
+    slots: Tensor,
     nodes: Tensor,
     counts: Tensor,
     columns: Tensor,
@@ -70,12 +71,8 @@ def draw_children(
     state_rows: Tensor,
     inner_rows: Tensor,
     workspace: DrawWorkspace,
-    slots: Tensor | None = None,
 ) -> None:
     """Draws the children of the m nodes of one level, for R requests.
-
-    The level is one for all requests. Or nodes, counts, columns and inner rows have one dimension
-    more in front: request slots, which may have levels of their own.
 
     By mode (`sequoia_vllm.kernels.modes`): GREEDY, the largest logits in order; SAMPLED, draws from
     Q without replacement; SEEDED, the largest logits over temperature under the noise with which
@@ -92,7 +89,9 @@ def draw_children(
         modes: int32 ``[R]``.
         positions: int32 ``[R]``: position of each root.
         depth: Depth of the m nodes.
-        nodes: int32 ``[m]``: stored index, part of the key of the random numbers.
+        slots: int64 ``[R]``: request slot of each, -1 for padding.
+        nodes: int32 ``[m]``, or ``[S, m]`` by slot, as what follows: stored index, part of the
+            key of the random numbers.
         counts: int32 ``[m]``: children of each, at most b.
         columns: int32 ``[m, b]``: column of each child in ``tokens``, in draft order.
         tokens: int64 or int32 ``[R, >= N]``: written, at these columns only.
@@ -102,16 +101,14 @@ def draw_children(
             `draft_probability`.
         state_rows: int32 or int64 ``[R]``: row of each request in these two; where
             it is none of theirs nothing is kept.
-        inner_rows: int32 ``[m]``: likewise of each node.
+        inner_rows: int32 ``[m]``, or by slot: likewise of each node.
         workspace: See `DrawWorkspace`.
-        slots: int64 ``[R]``: request slot of each, -1 for padding; None: one level is for all.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or b exceeds V.
     """
     width, max_children = columns.shape[-2:]
     rows, vocabulary = logits.shape
-    slots = slots_of_shapes(nodes, 1, slots, positions)
     _check(logits, modes, columns, tokens, draft_logits, draft_stats)
     branch = triton.next_power_of_2(max_children)
     block, num_blocks = _blocks(vocabulary, branch)
@@ -122,28 +119,27 @@ def draw_children(
     partials = scratch[: rows * num_blocks].view(torch.float32)
     candidates = scratch[rows * num_blocks : size]
     lowest = scratch[size:].view(torch.float32)
-    num_state_rows = draft_logits.shape[0]
+    num_state_rows, slot_rows = draft_logits.shape[0], rows_per_slot(nodes, 1)
     grid = (rows, num_blocks)
     truncation.lowest_inside(
         logits, temperature, top_k, top_p, min_p, modes, lowest, scratch.view(torch.int32)
     )
     row_statistics_kernel[grid](
-        logits, logits.stride(0), lowest, temperature, modes, width, vocabulary, partials,
-        draft_logits, draft_logits.stride(0), draft_logits.stride(1), num_state_rows,
-        state_rows, slots, inner_rows, shape_stride(inner_rows, 1), BLOCK=block, num_warps=4,
+        logits, logits.stride(0), lowest, temperature, modes, slots, slot_rows, width, vocabulary,
+        partials, draft_logits, draft_logits.stride(0), draft_logits.stride(1), num_state_rows,
+        state_rows, inner_rows, BLOCK=block, num_warps=4,
     )  # fmt: skip
     block_best_kernel[grid](
         logits, logits.stride(0), lowest, temperature, seeds, modes, positions, depth,
-        nodes, shape_stride(nodes, 1), counts, shape_stride(counts, 1),
-        width, vocabulary, partials, candidates,
+        slots, slot_rows, nodes, counts, width, vocabulary, partials, candidates,
         draft_stats, draft_stats.stride(0), draft_stats.stride(1), num_state_rows,
-        state_rows, slots, inner_rows, shape_stride(inner_rows, 1),
-        BLOCK=block, BLOCKS=padded_blocks, BRANCH=branch, num_warps=_BEST_WARPS,
+        state_rows, inner_rows, BLOCK=block, BLOCKS=padded_blocks, BRANCH=branch,
+        num_warps=_BEST_WARPS,
     )  # fmt: skip
     merge_best_kernel[(rows,)](
-        modes, slots, counts, shape_stride(counts, 1), columns, shape_stride(columns, 2),
-        max_children, width, num_blocks, candidates, tokens, tokens.stride(0),
-        BLOCKS=padded_blocks, BRANCH=branch, num_warps=_merge_warps(padded_blocks * branch),
+        modes, slots, slot_rows, counts, columns, max_children, width, num_blocks, candidates,
+        tokens, tokens.stride(0), BLOCKS=padded_blocks, BRANCH=branch,
+        num_warps=_merge_warps(padded_blocks * branch),
     )  # fmt: skip
 
 
@@ -169,7 +165,7 @@ def _check(
     if draft_stats.shape[:2] != draft_logits.shape[:2]:
         raise ValueError("draft_stats and draft_logits differ in rows")
     last_strides = {tensor.stride(-1) for tensor in (logits, draft_logits, draft_stats, tokens)}
-    if last_strides != {1} or columns.stride()[-2:] != (max_children, 1):
+    if last_strides != {1} or not columns.is_contiguous():
         raise ValueError("logits, statistics, tokens and columns must be contiguous in their rows")
 
 

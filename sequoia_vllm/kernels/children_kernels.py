@@ -15,7 +15,7 @@ import triton.language as tl
 
 from sequoia_vllm.kernels import modes as _modes
 from sequoia_vllm.kernels.random import DRAW, exponential, target_noise
-from sequoia_vllm.kernels.tree_shapes import shape_of
+from sequoia_vllm.kernels.tree_shapes import shape_row
 from sequoia_vllm.kernels.truncation import lower_outside
 
 _SKIP = tl.constexpr(_modes.SKIP)
@@ -106,21 +106,20 @@ _ANYWHERE = [
 ]  # fmt: skip
 _NUMBERS = [
     "width", "depth", "num_state_rows", "num_blocks", "max_children", "stats_state_stride",
-    "stats_inner_stride", "tokens_stride", "nodes_stride", "counts_stride", "columns_stride",
-    "inner_rows_stride",
+    "stats_inner_stride", "tokens_stride", "slot_rows",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def row_statistics_kernel(
-    logits, logits_stride, lowest, temperature, modes, width, vocabulary, partials,
-    draft_logits, draft_state_stride, draft_inner_stride, num_state_rows, state_rows, slots,
-    inner_rows, inner_rows_stride, BLOCK: tl.constexpr,
+    logits, logits_stride, lowest, temperature, modes, slots, slot_rows, width, vocabulary,
+    partials, draft_logits, draft_state_stride, draft_inner_stride, num_state_rows, state_rows,
+    inner_rows, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes maximum and sum of each block of sampled rows, and copies their logits of Q."""
     row = tl.program_id(0)
     block = tl.program_id(1)
-    request, place = row // width, row % width
+    request = row // width
     if tl.load(modes + request) == _SAMPLED:
         token = block * BLOCK + tl.arange(0, BLOCK)
         exists = token < vocabulary
@@ -131,8 +130,8 @@ def row_statistics_kernel(
         raw = lower_outside(raw, tl.load(lowest + row), own_temperature)
         state_row = tl.load(state_rows + request).to(tl.int64)
         if (state_row >= 0) & (state_row < num_state_rows):
-            own_rows = shape_of(inner_rows, slots, request, inner_rows_stride)
-            inner_row = tl.load(own_rows + place).to(tl.int64)
+            place = shape_row(slots, request, slot_rows) + row % width
+            inner_row = tl.load(inner_rows + place).to(tl.int64)
             kept = draft_logits + state_row * draft_state_stride + inner_row * draft_inner_stride
             tl.store(kept + token, raw, mask=exists)
         scaled = scale_logits(raw, own_temperature)
@@ -146,18 +145,19 @@ def row_statistics_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def block_best_kernel(
-    logits, logits_stride, lowest, temperature, seeds, modes, positions, depth,
-    nodes, nodes_stride, counts, counts_stride, width, vocabulary, partials, candidates,
-    draft_stats, stats_state_stride, stats_inner_stride, num_state_rows, state_rows, slots,
-    inner_rows, inner_rows_stride, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
+    logits, logits_stride, lowest, temperature, seeds, modes, positions, depth, slots, slot_rows,
+    nodes, counts, width, vocabulary, partials, candidates,
+    draft_stats, stats_state_stride, stats_inner_stride, num_state_rows, state_rows, inner_rows,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """The best tokens of each block, as many as the node has children, best first."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     num_blocks = tl.num_programs(1)
-    request, place = row // width, row % width
+    request = row // width
     mode = tl.load(modes + request)
     if mode != _SKIP:
+        place = shape_row(slots, request, slot_rows) + row % width
         token = block * BLOCK + tl.arange(0, BLOCK)
         exists = token < vocabulary
         raw = tl.load(
@@ -172,20 +172,19 @@ def block_best_kernel(
             maximum, total = _merge_statistics(first_partial, num_blocks, BLOCKS)
             state_row = tl.load(state_rows + request).to(tl.int64)
             if (block == 0) & (state_row >= 0) & (state_row < num_state_rows):
-                own_rows = shape_of(inner_rows, slots, request, inner_rows_stride)
-                inner_row = tl.load(own_rows + place).to(tl.int64)
+                inner_row = tl.load(inner_rows + place).to(tl.int64)
                 stats = draft_stats + state_row * stats_state_stride
                 tl.store(stats + inner_row * stats_inner_stride, maximum)
                 tl.store(stats + inner_row * stats_inner_stride + 1, total)
             probability = draft_probability(raw, own_temperature, maximum, total)
-            node = tl.load(shape_of(nodes, slots, request, nodes_stride) + place)
+            node = tl.load(nodes + place)
             scores = race_scores(probability, tl.load(seeds + request), token, position, node)
         if mode == _SEEDED:
             noise = target_noise(tl.load(seeds + request), position, token)
             scores = scale_logits(raw, own_temperature) + noise
         keys = _keys(scores, token, exists)
         own = candidates + (row.to(tl.int64) * num_blocks + block) * BRANCH
-        for rank in range(tl.load(shape_of(counts, slots, request, counts_stride) + place)):
+        for rank in range(tl.load(counts + place)):
             best = tl.max(keys)
             tl.store(own + rank, best)
             keys = tl.where(keys == best, _NO_TOKEN, keys)
@@ -193,14 +192,15 @@ def block_best_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def merge_best_kernel(
-    modes, slots, counts, counts_stride, columns, columns_stride, max_children, width, num_blocks,
-    candidates, tokens, tokens_stride, BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
+    modes, slots, slot_rows, counts, columns, max_children, width, num_blocks, candidates, tokens,
+    tokens_stride, BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """The best of all blocks, written where the node's children are."""
     row = tl.program_id(0)
-    request, place = row // width, row % width
-    count = tl.load(shape_of(counts, slots, request, counts_stride) + place)
-    own_columns = shape_of(columns, slots, request, columns_stride) + place * max_children
+    request = row // width
+    place = shape_row(slots, request, slot_rows) + row % width
+    count = tl.load(counts + place)
+    own_columns = columns + place * max_children
     own_tokens = tokens + request.to(tl.int64) * tokens_stride
     if tl.load(modes + request) == _SKIP:
         for rank in range(count):

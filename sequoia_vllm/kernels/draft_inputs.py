@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sequoia_vllm.kernels.tree_shapes import shape_stride
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 
 NO_SLOT = -1
 """In place of a cache slot: keys and values are not kept."""
@@ -169,7 +169,7 @@ class DraftInputs:
         num_rows = len(requests) * width
         self._check(num_rows, len(requests))
         level_inputs_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-            requests, contexts, tokens, tokens.stride(0), nodes, shape_stride(nodes, 1), first,
+            requests, contexts, tokens, tokens.stride(0), nodes, rows_per_slot(nodes, 1), first,
             depth, width, num_rows, max_len, longest,
             self.tables.layout, self.token_ids, self.positions, self.slots, self.slots.stride(0),
             GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
@@ -259,12 +259,11 @@ def committed_inputs_kernel(
     _store_slots(slots, slots_stride, row, exists, layout, request, position, is_token, GROUPS)
 
 
-_LEVEL = ["nodes_stride", "first", "depth", "width", "num_rows", "max_len", "longest"]
-
-
-@triton.jit(do_not_specialize=_LEVEL)
+@triton.jit(
+    do_not_specialize=["slot_rows", "first", "depth", "width", "num_rows", "max_len", "longest"]
+)
 def level_inputs_kernel(
-    requests, contexts, tokens, tokens_stride, nodes, nodes_stride, first, depth, width, num_rows,
+    requests, contexts, tokens, tokens_stride, nodes, slot_rows, first, depth, width, num_rows,
     max_len, longest, layout, token_ids, positions, slots, slots_stride,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -274,7 +273,7 @@ def level_inputs_kernel(
     request, place = row // width, row % width
     slot = tl.load(requests + request, mask=exists, other=-1)
     is_there = slot >= 0
-    node = tl.load(nodes + slot * nodes_stride + place, mask=is_there, other=0)
+    node = tl.load(nodes + slot * slot_rows + place, mask=is_there, other=0)
     token = tl.load(tokens + request.to(tl.int64) * tokens_stride + node, mask=is_there, other=0)
     tl.store(token_ids + row, token.to(tl.int32), mask=exists)
     root = tl.load(contexts + request, mask=exists, other=0)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sequoia_vllm.kernels.tree_shapes import shape_stride
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 
 _BLOCK = 2048
 _NUM_WARPS = 8
@@ -27,8 +27,7 @@ class NodeRows:
         slots: int32 or int64 ``[T]``: request slot of each row.
         nodes: int32 or int64 ``[T]``: its index in the tree.
         token_ids: int32 ``[T]``: what the target read in each row.
-        parents: int32 ``[N]`` or ``[S, N]``: parent of each node of the tree, or of the trees of
-            request slots; the root's is not read.
+        parents: int32 ``[N]``, or ``[S, N]`` by slot: of each node; the root's is not read.
     """
 
     slots: Tensor
@@ -61,21 +60,22 @@ def penalise_paths(
     count, vocabulary = logits.shape
     penalise_paths_kernel[(count, triton.cdiv(vocabulary, _BLOCK))](
         logits, logits.stride(0), rows.slots, rows.nodes, rows.token_ids, rows.parents,
-        shape_stride(rows.parents, 1), repetition, frequency, presence,
+        rows_per_slot(rows.parents, 1), repetition, frequency, presence,
         prompt_bits, prompt_bits.stride(0), output_counts, output_counts.stride(0), vocabulary,
         BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["parents_stride"])
+@triton.jit(do_not_specialize=["slot_rows"])
 def penalise_paths_kernel(
-    logits, logits_stride, slots, nodes, token_ids, parents, parents_stride,
+    logits, logits_stride, slots, nodes, token_ids, parents, slot_rows,
     repetition, frequency, presence,
     prompt_bits, bits_stride, output_counts, counts_stride, vocabulary, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row and a block of the vocabulary per program. Arguments as in `penalise_paths`."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
+    parents += slot * slot_rows
     repeated = tl.load(repetition + slot)
     by_count = tl.load(frequency + slot)
     once = tl.load(presence + slot)
@@ -88,7 +88,7 @@ def penalise_paths_kernel(
     root = row - node
     while node > 0:
         counts += (token == tl.load(token_ids + root + node)).to(tl.int32)
-        node = tl.load(parents + slot * parents_stride + node).to(tl.int32)
+        node = tl.load(parents + node).to(tl.int32)
     generated = counts > 0
     words = tl.load(prompt_bits + slot * bits_stride + token // 32, mask=inside, other=0)
     seen = generated | (((words >> (token % 32)) & 1) == 1)
@@ -128,14 +128,14 @@ def exclude_bad_words(
     """
     exclude_bad_words_kernel[(len(logits), most_words)](
         logits, logits.stride(0), rows.slots, rows.nodes, rows.token_ids, rows.parents,
-        shape_stride(rows.parents, 1), words, words.stride(0), offsets, offsets.stride(0),
+        rows_per_slot(rows.parents, 1), words, words.stride(0), offsets, offsets.stride(0),
         num_words, all_tokens, all_tokens.stride(0), prompt_lens, total_lens, num_warps=1,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["parents_stride"])
+@triton.jit(do_not_specialize=["slot_rows"])
 def exclude_bad_words_kernel(
-    logits, logits_stride, slots, nodes, token_ids, parents, parents_stride, words, words_stride,
+    logits, logits_stride, slots, nodes, token_ids, parents, slot_rows, words, words_stride,
     offsets, offsets_stride, num_words, all_tokens, tokens_stride, prompt_lens, total_lens,
 ):  # fmt: skip
     """A row and a bad word per program. Arguments as in `exclude_bad_words`."""
@@ -144,6 +144,7 @@ def exclude_bad_words_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     if word >= tl.load(num_words + slot):
         return
+    parents += slot * slot_rows
     start = tl.load(offsets + slot * offsets_stride + word)
     last = tl.load(offsets + slot * offsets_stride + word + 1) - 1
     prompt = tl.load(prompt_lens + slot)
@@ -163,8 +164,7 @@ def exclude_bad_words_kernel(
         )
         expected = tl.load(words + slot * words_stride + position)
         matches = matches & (tl.where(on_path, drafted, earlier) == expected).to(tl.int32)
-        above = parents + slot * parents_stride + node
-        node = tl.where(on_path, tl.load(above, mask=on_path, other=0).to(tl.int32), 0)
+        node = tl.where(on_path, tl.load(parents + node, mask=on_path, other=0).to(tl.int32), 0)
         position -= 1
     if matches == 1:
         excluded = tl.load(words + slot * words_stride + last)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels.draft_inputs import aligned
-from sequoia_vllm.kernels.tree_shapes import shape_of, shape_stride
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot, shape_row
 
 _BLOCK = 128
 
@@ -21,11 +21,10 @@ def place_nodes(
     *,
     rows: Tensor,
     cu_rows: Tensor,
+    slots: Tensor,
     shifts: Tensor,
     positions: Tensor,
-    context_lens: Tensor,
-    slots: Tensor,
-    noted_slots: Tensor,
+    noted: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Moves the nodes of R trees from positions in a row to positions by depth.
 
@@ -35,30 +34,34 @@ def place_nodes(
         rows: int32 or int64 ``[T]``: where each node's position is.
         cu_rows: int32 ``[R + 1]``: nodes ``cu_rows[r]`` to ``cu_rows[r + 1]`` are
             request r's, in stored order, at most N.
-        shifts: int64 ``[N]`` or ``[S, N]``: depth of each node minus its index.
-        positions: int64, changed in place.
-        context_lens: int32 ``[>= R]``, written: position of each root; left alone for
-            requests without nodes.
-        slots: int32 ``[R]``: request slot of each.
-        noted_slots: int64 ``[>= R]``, written like ``context_lens``: the slots.
+        slots: int32 or int64 ``[R]``: request slot of each.
+        shifts: int64 ``[N]``, or ``[S, N]`` by slot: depth of each node minus its index.
+        positions: int64 ``[tokens]``, or ``[axes, tokens]`` contiguous in its rows: those of
+            M-RoPE, which advance together in decoding. Changed in place.
+        noted: int32 and int64 ``[>= R]``, written: position of each root, and the slots; left alone
+            for requests without nodes. Only for positions of one axis.
     """
     requests, max_nodes = len(cu_rows) - 1, shifts.shape[-1]
     if requests == 0:
         return
-    place_nodes_kernel[(requests,)](
-        rows, cu_rows, shifts, shape_stride(shifts, 1), max_nodes, positions, context_lens,
-        slots, noted_slots, BLOCK=min(1024, triton.next_power_of_2(max_nodes)), num_warps=1,
+    axes = positions.view(-1, positions.shape[-1])
+    context_lens, noted_slots = noted or (rows, rows)  # not read
+    place_nodes_kernel[(requests, len(axes))](
+        rows, cu_rows, slots, shifts, rows_per_slot(shifts, 1), max_nodes, positions,
+        axes.stride(0), context_lens, noted_slots, NOTED=noted is not None,
+        BLOCK=min(1024, triton.next_power_of_2(max_nodes)), num_warps=1,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["shifts_stride", "max_nodes"])
+@triton.jit(do_not_specialize=["slot_rows", "max_nodes", "axis_stride"])
 def place_nodes_kernel(
-    rows, cu_rows, shifts, shifts_stride, max_nodes, positions, context_lens, slots, noted_slots,
-    BLOCK: tl.constexpr,
+    rows, cu_rows, slots, shifts, slot_rows, max_nodes, positions, axis_stride, context_lens,
+    noted_slots, NOTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One request per program. Arguments as in `place_nodes`."""
+    """One request and axis per program. Arguments as in `place_nodes`."""
     request = tl.program_id(0)
-    shifts = shape_of(shifts, slots, request, shifts_stride)
+    positions += tl.program_id(1).to(tl.int64) * axis_stride
+    shifts += shape_row(slots, request, slot_rows)
     first = tl.load(cu_rows + request)
     num_nodes = tl.minimum(tl.load(cu_rows + request + 1) - first, max_nodes)
     for start in range(0, num_nodes, BLOCK):
@@ -66,51 +69,13 @@ def place_nodes_kernel(
         exists = node < num_nodes
         row = tl.load(rows + first + node, mask=exists, other=0)
         position = tl.load(positions + row, mask=exists, other=0)
-        root = exists & (node == 0)
-        tl.store(context_lens + request + node, position.to(tl.int32), mask=root)
-        slot = tl.load(slots + request).to(tl.int64)
-        tl.store(noted_slots + request + node, slot, mask=root)
+        if NOTED:
+            root = exists & (node == 0)
+            tl.store(context_lens + request + node, position.to(tl.int32), mask=root)
+            slot = tl.load(slots + request).to(tl.int64)
+            tl.store(noted_slots + request + node, slot, mask=root)
         shift = tl.load(shifts + node, mask=exists, other=0)
         tl.store(positions + row, position + shift, mask=exists & (node > 0))
-
-
-def shift_nodes(
-    *, rows: Tensor, cu_rows: Tensor, shifts: Tensor, positions: Tensor, slots: Tensor
-) -> None:
-    """Moves the nodes of R trees on every axis of M-RoPE, which advance together in decoding.
-
-    Waits for nothing on the device.
-
-    Args:
-        rows, cu_rows, shifts, slots: See `place_nodes`.
-        positions: int64 ``[axes, tokens]``, contiguous in its rows; changed in place.
-    """
-    requests, max_nodes = len(cu_rows) - 1, shifts.shape[-1]
-    if requests == 0:
-        return
-    shift_nodes_kernel[(requests, len(positions))](
-        rows, cu_rows, shifts, shape_stride(shifts, 1), max_nodes, positions, positions.stride(0),
-        slots, BLOCK=min(1024, triton.next_power_of_2(max_nodes)), num_warps=1,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["shifts_stride", "max_nodes", "axis_stride"])
-def shift_nodes_kernel(
-    rows, cu_rows, shifts, shifts_stride, max_nodes, positions, axis_stride, slots,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One request and axis per program. Arguments as in `shift_nodes`."""
-    request = tl.program_id(0)
-    shifts = shape_of(shifts, slots, request, shifts_stride)
-    axis = positions + tl.program_id(1).to(tl.int64) * axis_stride
-    first = tl.load(cu_rows + request)
-    num_nodes = tl.minimum(tl.load(cu_rows + request + 1) - first, max_nodes)
-    for start in range(0, num_nodes, BLOCK):
-        node = start + tl.arange(0, BLOCK)
-        exists = (node < num_nodes) & (node > 0)
-        row = tl.load(rows + first + node, mask=exists, other=0)
-        position = tl.load(axis + row, mask=exists, other=0)
-        tl.store(axis + row, position + tl.load(shifts + node, mask=exists, other=0), mask=exists)
 
 
 @dataclass(frozen=True)

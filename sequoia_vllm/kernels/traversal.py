@@ -109,8 +109,7 @@ def traverse_trees(
         order: The order of the tree of ``trees.children``.
 
     Raises:
-        ValueError: See `TreesToVerify.check`; or requests have trees of their own, while ``order``
-            is of one.
+        ValueError: See `TreesToVerify.check`; or requests have trees of their own.
     """
     trees.check()
     only_shape(trees.children, 2, "verification by traversal")

@@ -32,7 +32,7 @@ from sequoia_vllm.kernels.attention_tiles import (
     choose_tile,
 )
 from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
-from sequoia_vllm.kernels.tree_shapes import shape_stride, slots_of_shapes
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 
 _WORD_BITS = 32
 _SPLITS_AT_ONCE = 16
@@ -121,11 +121,9 @@ def _pack(ancestors: Tensor) -> Tensor:
 class NodeMask:
     """The mask of a tree: which nodes see which. `tree_attention` takes it.
 
-    Masks of request slots' own trees have one dimension more in front.
-
     Attributes:
-        words: int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`.
-        depths: int32 ``[N]``: of each node below its root.
+        words: int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`; or ``[S, ...]`` by request slot.
+        depths: int32 ``[N]``: of each node below its root; or ``[S, N]``.
         window: The window that the words are for: positions that a node sees, its own
             included; None: all.
         ahead: Nodes later than itself that a node may see at most: 0 in a tree.
@@ -140,17 +138,15 @@ class NodeMask:
     def of(cls, ancestors: Tensor, window: int | None = None) -> NodeMask:
         """Mask of a bool ``[N, N]`` for `pack_ancestors`, or of a block, whose nodes all see all.
 
-        Or masks of trees ``[S, N, N]``: views of one mask where they are views of one tree.
+        Or the masks of ``[S, N, N]``.
 
         Raises:
             ValueError: See `pack_ancestors`.
         """
         if ancestors.ndim == 3:
-            trees = ancestors if shape_stride(ancestors, 2) else ancestors[:1]
-            masks = [cls.of(tree, window) for tree in trees]
-            words = torch.stack([mask.words for mask in masks]).expand(len(ancestors), -1, -1)
-            depths = torch.stack([mask.depths for mask in masks]).expand(len(ancestors), -1)
-            return cls(words, depths, window)
+            masks = [cls.of(tree, window) for tree in ancestors]
+            words = torch.stack([mask.words for mask in masks])
+            return cls(words, torch.stack([mask.depths for mask in masks]), window)
         nodes = len(ancestors)
         depths, within = within_window(ancestors, window or nodes)
         depths = depths.to(torch.int32)
@@ -176,7 +172,7 @@ class NodeMasks:
     def repack(self, slot: int) -> None:
         """Makes a request slot's masks again, in place, after its trees have changed."""
         for ancestors, mask in self._made.values():
-            if shape_stride(ancestors, 2):
+            if ancestors.ndim == 3:
                 own = NodeMask.of(ancestors[slot], mask.window)
                 mask.words[slot], mask.depths[slot] = own.words, own.depths
 
@@ -190,7 +186,7 @@ def tree_attention(
     query_start_loc: Tensor,
     mask: NodeMask,
     *,
-    slots: Tensor | None = None,
+    slots: Tensor,
     first_node: int,
     scale: float,
     key_scale: float | Tensor,
@@ -222,9 +218,9 @@ def tree_attention(
         context_lens: int32 ``[R]``: committed tokens c before the root; node j is at
             position c + j.
         query_start_loc: int32 ``[R + 1]``.
-        mask: The tree's, or those of request slots. Where it has a window, blocks that lie wholly
-            before the root's are not read.
-        slots: int64 ``[R]``: request slot of each, -1 for padding; None: one mask is for all.
+        mask: The tree's. Where it has a window, blocks that lie wholly before the root's
+            are not read.
+        slots: int64 ``[R]``: request slot of each, -1 for padding.
         first_node: 0 for a whole tree; a level's first node where a level is drafted.
         scale: Softmax scale, positive.
         key_scale, value_scale: Factors of what an fp8 cache holds, positive: two
@@ -301,14 +297,13 @@ def tree_attention(
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
         query, key_cache, value_cache, block_table, context_lens, query_start_loc,
         context_lens if written is None else written,
-        slots_of_shapes(mask.words, 2, slots, context_lens), mask.words, mask.depths,
-        key_scale, value_scale, partial_output, partial_lse, output,
+        slots, mask.words, mask.depths, key_scale, value_scale, partial_output, partial_lse, output,
         partial_lse if context_lse is None else context_lse, query if sinks is None else sinks,
         scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, first_node,
         splits, row_tiles, max_positions, int(written is None),
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
-        block_table.stride(0), shape_stride(mask.words, 2), mask.words.stride(-2),
-        shape_stride(mask.depths, 1), output.stride(0), output.stride(1),
+        block_table.stride(0), rows_per_slot(mask.words, 2), mask.words.stride(-2),
+        output.stride(0), output.stride(1),
         0 if context_lse is None else context_lse.stride(0),
         BLOCK_SIZE=block_size, WORDS=words, QUANTIZED=quantized,
         SCALES_IN_MEMORY=isinstance(key_scale, Tensor), ROWS=tile.rows,

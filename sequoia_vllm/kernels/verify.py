@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from sequoia_vllm.kernels import target_statistics as statistics
-from sequoia_vllm.kernels.tree_shapes import shape_stride, slots_of_shapes
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 # A lane's rejected tokens are bits of an int64.
@@ -43,6 +43,7 @@ class TreesToVerify:
         modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
         positions: int32 ``[R]``: the root's position.
         seeds: int64 ``[R]``: of the request's random numbers.
+        slots: int32 or int64 ``[R]``: request slot of each.
         children: int32 ``[N, b]`` or ``[slots, N, b]``: nodes below each in draft order, then -1.
         inner_index: int32 ``[N]`` or ``[slots, N]``: where a node's draft logits are; leaves: -1.
         draft_logits: ``[S, I, V]``, any of the types above: what children were drawn
@@ -56,7 +57,6 @@ class TreesToVerify:
         num_sampled: int32 ``[R]``; written: how many those are.
         accepted: int32 ``[R, D]``, D at least the tree's depth; written: the accepted
             path below the root, then -1.
-        slots: int32 or int64 ``[R]``: request slots; None: one shape is for all.
     """
 
     logits: Tensor
@@ -67,6 +67,7 @@ class TreesToVerify:
     modes: Tensor
     positions: Tensor
     seeds: Tensor
+    slots: Tensor
     children: Tensor
     inner_index: Tensor
     draft_logits: Tensor
@@ -76,7 +77,6 @@ class TreesToVerify:
     sampled_tokens: Tensor
     num_sampled: Tensor
     accepted: Tensor
-    slots: Tensor | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -187,10 +187,8 @@ def _walk(trees: TreesToVerify, looked_at: int, walks_sampled: bool) -> None:
         trees.tokens, trees.target_tokens, trees.cu_num_logits, trees.modes, trees.positions,
         trees.seeds, trees.children, trees.inner_index, trees.draft_logits, trees.draft_stats,
         trees.state_rows, trees.draft_temperatures,
-        slots_of_shapes(trees.children, 2, trees.slots, trees.modes),
-        trees.sampled_tokens, trees.num_sampled, trees.accepted,
-        *trees.sizes, shape_stride(trees.children, 2), shape_stride(trees.inner_index, 1),
-        *trees.result_sizes,
+        trees.slots, trees.sampled_tokens, trees.num_sampled, trees.accepted,
+        *trees.sizes, rows_per_slot(trees.children, 2), *trees.result_sizes,
         BRANCHES=triton.next_power_of_2(trees.children.shape[-1]),
         **lane_constants(trees.vocabulary, trees.sampled_tokens.shape[1]), num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -4,25 +4,17 @@ import pytest
 import torch
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.draft_plan import inner_rows
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth
-from sequoia_vllm.drafting.tree_tables import TreeShapes
+from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables
 from sequoia_vllm.kernels import children_kernels
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SKIP
-from sequoia_vllm.tree import TokenTree
-from tests.support.first_shape import shape_of_the_first
+from tests.support.own_trees import OWN_TREES, row_of_the_first
 
 CPU = torch.device("cpu")
 VOCABULARY, MAX_LEN, DEPTH = 11, 32, 3
-# One, two and one nodes with children at depths 0, 1 and 2.
-TREES = [
-    TokenTree(parents)
-    for parents in (
-        (-1, 0, 0, 1, 1, 2, 3), (-1, 0, 0, 1, 2, 2, 5),
-        (-1, 0, 0, 2, 2, 1, 3), (-1, 0, 1, 0, 2, 3, 3),
-    )
-]  # fmt: skip
 # Request slots of a batch; the third request is a graph's padding.
 SLOTS, CONTEXTS = [2, 0, -1, 3], [5, 9, 0, 14]
 
@@ -56,7 +48,8 @@ class PathModel(DraftModel):
             if slot < 0:
                 assert token == 0
                 continue
-            seen = queries.ancestors[slot, queries.first + place].nonzero().flatten().tolist()
+            own = queries.ancestors if queries.ancestors.ndim == 2 else queries.ancestors[slot]
+            seen = own[queries.first + place].nonzero().flatten().tolist()
             root = int(queries.context_lens[request])
             path = [self.tokens[request * MAX_LEN + root + node] for node in seen if node > 0]
             assert queries.positions[row] == root + len(path)
@@ -101,17 +94,17 @@ def grown(shapes, mode):
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("per_request", [False, True])
 def test_each_request_grows_its_own_tree(per_request, mode):
-    shapes = TreeShapes(TREES[0], CPU, 4, per_request)
-    for slot, tree in enumerate(TREES if per_request else []):
+    trees = OWN_TREES if per_request else OWN_TREES[:1] * 4
+    shapes = TreeShapes(OWN_TREES[0], CPU, 4) if per_request else TreeTables(OWN_TREES[0], CPU)
+    for slot, tree in enumerate(OWN_TREES if per_request else []):
         shapes.set(slot, tree)
     drafted, levels = grown(shapes, mode)
     for request, slot in enumerate(SLOTS):
         if slot >= 0:
-            tree = TREES[slot if per_request else 0]
-            check_tree(tree, request, slot, drafted, levels, shapes, mode)
+            check_tree(trees[slot], request, drafted, levels, mode)
 
 
-def check_tree(tree, request, slot, drafted, levels, shapes, mode):
+def check_tree(tree, request, drafted, levels, mode):
     """Children are drawn from what the draft says after their path, and that is kept."""
     tokens, paths = drafted.tokens[request].tolist(), [[]]
     for node in range(1, tree.size):
@@ -122,11 +115,11 @@ def check_tree(tree, request, slot, drafted, levels, shapes, mode):
             assert drawn == logits.topk(len(children)).indices.tolist()
         elif children:
             assert len(set(drawn)) == len(drawn)
-            row = request * levels.rows_per_tree + int(shapes.inner_rows[slot, node])
+            row = request * levels.rows_per_tree + inner_rows(tree)[node]
             assert torch.equal(drafted.logits[row, 0], logits), (request, node)
 
 
 def test_draws_by_the_first_requests_tree_are_caught(monkeypatch):
-    monkeypatch.setattr(children_kernels, "shape_of", shape_of_the_first)
+    monkeypatch.setattr(children_kernels, "shape_row", row_of_the_first)
     with pytest.raises(AssertionError):
         test_each_request_grows_its_own_tree(True, GREEDY)

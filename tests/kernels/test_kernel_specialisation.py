@@ -114,9 +114,8 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
     for start in range(requests):
         for stop in range(start + 1, requests + 1):
             chunk, rows = slice(start, stop), slice(start * nodes, stop * nodes)
-            one_tree = torch.zeros(nodes, 3, dtype=torch.int32)
-            # An engine's are expanded over slots, or each slot has its own.
-            shapes = one_tree.expand(requests, nodes, 3)
+            tree = torch.zeros(nodes, 3, dtype=torch.int32)  # of all, or each slot has its own
+            own = tree.repeat(requests, 1, 1)
             trees = TreesToVerify(
                 logits=logits[rows],
                 target_temperatures=torch.ones(requests)[chunk],
@@ -126,8 +125,9 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
                 modes=per_request[chunk],
                 positions=per_request[chunk],
                 seeds=per_request.long()[chunk],
-                children=shapes,
-                inner_index=shapes[:, :, 0],
+                slots=per_request.long()[chunk],
+                children=tree,
+                inner_index=torch.zeros(nodes, dtype=torch.int32),
                 draft_logits=torch.zeros(requests, 2, vocabulary),
                 draft_stats=torch.zeros(requests, 2, 2),
                 state_rows=per_request[chunk],
@@ -135,10 +135,8 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
                 sampled_tokens=sampled[chunk],
                 num_sampled=counts[chunk],
                 accepted=accepted[chunk],
-                slots=per_request.long()[chunk],
             )
             verify.verify_trees(trees)
-            own = shapes.clone(memory_format=torch.contiguous_format)
             verify.verify_trees(replace(trees, children=own, inner_index=own[:, :, 0].contiguous()))
             for order in orders:
                 traversal.traverse_trees(trees, order)
@@ -173,8 +171,8 @@ def test_tree_attention_has_a_version_per_tile_and_mask_width(record, blocks):
         (1, 0, 1), (4, 0, 4), (33, 0, 33), (64, 0, 64), (64, 1, 7), (64, 8, 16), (64, 24, 1),
     ):  # fmt: skip
         one_tree = torch.eye(nodes, dtype=torch.bool)
-        trees = (one_tree, one_tree.expand(3, nodes, nodes), one_tree.repeat(3, 1, 1))
-        masks = itertools.cycle(tree_attention.NodeMask.of(tree) for tree in trees)
+        trees = (one_tree, one_tree.repeat(3, 1, 1))
+        masks = itertools.cycle([tree_attention.NodeMask.of(tree) for tree in trees])
         for requests in BATCHES:
             for skipped in (0, 1):  # rows of other requests come first
                 own = slice(skipped, skipped + requests)
@@ -208,14 +206,14 @@ def test_draws_have_a_version_per_branching(record):
     stats = torch.zeros(most, 9, 2)
     workspace = children.DrawWorkspace()
     numbers = torch.zeros(256, dtype=torch.int32)
-    own = torch.zeros(2, 64, dtype=torch.int32)
     slots = torch.zeros(most, dtype=torch.int64)
     for size in (16, 33, 64):  # of the tree
         tokens = torch.zeros(most, size, dtype=torch.int64)
         for depth, (width, branches) in enumerate(((1, 8), (3, 5), (16, 7))):
             for requests in BATCHES:
                 level = slice(depth, depth + width)  # of one tensor for all levels
-                shared = requests % 2  # or each slot's own
+                # Of all requests, or each slot's own.
+                nodes = numbers[level] if requests % 2 else numbers[level].repeat(2, 1)
                 children.draw_children(
                     logits=torch.zeros(requests * width, vocabulary),
                     temperature=torch.ones(most)[:requests],
@@ -226,7 +224,8 @@ def test_draws_have_a_version_per_branching(record):
                     modes=torch.full((most,), SAMPLED, dtype=torch.int32)[:requests],
                     positions=numbers[:requests],
                     depth=depth,
-                    nodes=numbers[level].expand(2, width) if shared else own[:, level],
+                    slots=slots[:requests],
+                    nodes=nodes,
                     counts=numbers[level],
                     columns=numbers[depth : depth + width * branches].view(width, branches),
                     tokens=tokens[:requests],
@@ -235,7 +234,6 @@ def test_draws_have_a_version_per_branching(record):
                     state_rows=numbers[:requests],
                     inner_rows=numbers[level],
                     workspace=workspace,
-                    slots=slots[:requests],
                 )
     # 5, 7 and 8 children are all held in 8 places.
     assert [kernel.versions() for kernel in kernels] == [1] * 5

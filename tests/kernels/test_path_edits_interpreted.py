@@ -63,14 +63,10 @@ def test_penalties_are_by_path(vocabulary, dtype, trees):
         bits[slot, found.prompts[request]] = 1
     packed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     penalise_paths(
-        logits,
-        rows_of(found, slots, dtype, trees),
-        repetition=by_slot(repetition, slots, 1.0),
-        frequency=by_slot(frequency, slots, 0.0),
-        presence=by_slot(presence, slots, 0.0),
-        prompt_bits=torch.from_numpy(packed.copy()),
-        output_counts=counts,
-    )
+        logits, rows_of(found, slots, dtype, trees), repetition=by_slot(repetition, slots, 1.0),
+        frequency=by_slot(frequency, slots, 0.0), presence=by_slot(presence, slots, 0.0),
+        prompt_bits=torch.from_numpy(packed.copy()), output_counts=counts,
+    )  # fmt: skip
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
     untouched = torch.tensor(found.requests) == 2
     assert torch.equal(logits[untouched], expected[untouched])
@@ -107,16 +103,10 @@ def test_bad_words_are_excluded_where_a_path_would_complete_them(seed, trees):
         tokens[slot, : len(history)] = torch.tensor(history)
         lengths[:, slot] = torch.tensor([len(found.prompts[request]), len(history)])
     exclude_bad_words(
-        logits,
-        rows_of(found, slots, torch.int32, trees),
-        words=words,
-        offsets=offsets,
-        num_words=numbers,
-        most_words=6,
-        all_tokens=tokens,
-        prompt_lens=lengths[0],
+        logits, rows_of(found, slots, torch.int32, trees), words=words, offsets=offsets,
+        num_words=numbers, most_words=6, all_tokens=tokens, prompt_lens=lengths[0],
         total_lens=lengths[1],
-    )
+    )  # fmt: skip
     assert torch.equal(logits, expected)
     assert logits.isinf().any()
     assert logits.isfinite().any()

@@ -15,7 +15,7 @@ from sequoia_vllm.kernels.tree_attention import (
 )
 from tests.oracles.attention import random_ancestors
 from tests.support.attending import UNTOUCHED, Batch
-from tests.support.first_shape import shape_of_the_first
+from tests.support.own_trees import row_of_the_first
 from tests.v2.launches import counted_launches
 
 
@@ -299,7 +299,7 @@ def test_each_request_has_a_tree_of_its_own(first_node, processors, how, monkeyp
     batch.give_own_trees()
     expected = batch.expected(window=how.get("window"))
     assert_close(batch.run(processors, **how), expected)
-    monkeypatch.setattr(tree_attention_kernels, "shape_of", shape_of_the_first)
+    monkeypatch.setattr(tree_attention_kernels, "shape_row", row_of_the_first)
     of_the_first = batch.run(processors, **how)
     differ = ((of_the_first - expected).abs() > 1e-3).flatten(1).any(dim=1)
     assert not differ[:33].any()
@@ -314,23 +314,6 @@ def test_padding_takes_some_tree():
     batch.slots[1] = -1
     expected = batch.expected()
     assert_close(batch.run()[:9], expected[:9])
-
-
-def test_views_of_one_tree_are_that_tree():
-    batch = Batch([60, 3], [9, 4])
-    expected = batch.expected()
-    batch.slots, batch.ancestors = torch.tensor([2, 0]), batch.ancestors.expand(3, 9, 9)
-    mask = NodeMask.of(batch.ancestors, window=4)
-    assert (mask.words.stride(0), mask.depths.stride(0)) == (0, 0)
-    assert_close(batch.run(), expected)
-
-
-def test_own_trees_need_slots():
-    batch = Batch([60, 3], [9, 4])
-    batch.give_own_trees()
-    batch.slots = None
-    with pytest.raises(ValueError, match="needs one tree for all requests"):
-        batch.run()
 
 
 def test_masks_follow_a_slots_tree():

@@ -12,7 +12,7 @@ from sequoia_vllm.kernels import target_statistics, verify, verify_kernels
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.verify import TreesToVerify
 from tests.oracles.laws import assert_same_law
-from tests.support.first_shape import shape_of_the_first
+from tests.support.own_trees import row_of_the_first
 from tests.support.verifying import (
     INF,
     KINDS,
@@ -191,7 +191,7 @@ def test_each_request_has_a_tree_of_its_own(four_lanes, few, mode, monkeypatch):
             assert result == tuple(expected)
             compared += 1
     assert mode == GREEDY or compared >= 10
-    monkeypatch.setattr(verify_kernels, "shape_of", shape_of_the_first)
+    monkeypatch.setattr(verify_kernels, "shape_row", row_of_the_first)
     wrong = run(trees, requests)
     assert wrong[0] == found[0]
     assert wrong != found
@@ -418,7 +418,8 @@ def test_refuses_tensors_that_do_not_fit():
         name: torch.zeros(1, dtype=torch.int32)
         for name in (
             "target_temperatures", "tokens", "target_tokens", "cu_num_logits", "modes",
-            "positions", "seeds", "inner_index", "state_rows", "draft_temperatures", "num_sampled",
+            "positions", "seeds", "slots", "inner_index", "state_rows", "draft_temperatures",
+            "num_sampled",
         )
     } | {
         "logits": row, "children": row.int(), "draft_logits": row[None],

@@ -23,7 +23,7 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         nodes = nodes or max([*sizes, 1]) + first_node
         self.ancestors = random_ancestors(nodes, generator)
-        self.slots = None
+        self.slots = torch.arange(len(contexts))
         self.first_node = first_node
         self.contexts = torch.tensor(contexts, dtype=torch.int32)
         self.starts = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
@@ -102,7 +102,7 @@ class Batch:
                     cache[row[position // size], position % size] = float("nan")
 
     def expected(self, **scales):
-        ancestors = self.ancestors if self.slots is None else self.ancestors[self.slots]
+        ancestors = self.ancestors if self.ancestors.ndim == 2 else self.ancestors[self.slots]
         return tree_attention_reference(
             self.query, self.keys, self.values, self.table, self.contexts.tolist(),
             self.starts.tolist(), ancestors, self.first_node, self.scale,

@@ -108,7 +108,7 @@ def run(
     sizes = [len(request.tokens) for request in requests]
     rows = sum(sizes)
     targets = [token for r in requests for token in r.target_tokens or [-9] * len(r.tokens)]
-    children, inner_index, slots = shapes_of(trees)
+    children, inner_index, slots = shapes_of(trees, len(requests))
     depth = max(max(one.depths) for one in trees)
     width = columns or depth + 1
     sampled = torch.full((len(requests), width), STALE)
@@ -149,11 +149,11 @@ def run(
     return results
 
 
-def shapes_of(trees):
-    """Children, rows of Q and slots of these trees; of one tree for all there are no slots."""
+def shapes_of(trees, requests):
+    """Children and rows of Q of one tree, or of each slot's own; and slots of these requests."""
+    slots = torch.arange(requests).flip(0) + 1
     if len(trees) == 1:
-        return *trees[0].tables(), None
-    slots = torch.arange(len(trees)).flip(0) + 1
+        return *trees[0].tables(), slots
     branches = max(tree.tables()[0].shape[1] for tree in trees)
     children = torch.full((len(trees) + 2, trees[0].size, branches), STALE, dtype=torch.int32)
     inner_index = torch.full(children.shape[:2], STALE, dtype=torch.int32)

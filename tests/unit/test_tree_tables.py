@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables, picked
 from sequoia_vllm.kernels.tree_shapes import only_shape
 from sequoia_vllm.tree import TokenTree
+from tests.support.own_trees import OWN_TREES
 from tests.support.reference_trees import trees
 
 CPU = torch.device("cpu")
@@ -101,8 +102,7 @@ def test_inner_nodes_see_their_ancestors(tree):
 
 # -- shapes of request slots ---------------------------------------------------------
 
-# Two nodes with children at depth 1 and one at depth 2, as TREE's siblings in size have it.
-ENGINES, OTHER = TokenTree((-1, 0, 0, 1, 1, 2, 3)), TokenTree((-1, 0, 0, 1, 2, 2, 5))
+ENGINES, OTHER = OWN_TREES[:2]
 NAMES = ("parents", "shifts", "children", "inner_rows", "ancestors")
 TENSORS = ("nodes", "parents", "counts", "columns", "rows")
 
@@ -119,24 +119,13 @@ def assert_has(shapes: TreeShapes, slot: int, tree: TokenTree) -> None:
             assert torch.equal(getattr(level, name)[slot], getattr(other, name)), name
 
 
-@pytest.mark.parametrize("slots", [1, 5])
-def test_slots_share_the_memory_of_the_engines_tree(slots):
-    shapes = TreeShapes(TREE, CPU, slots)
-    assert {getattr(shapes, name).stride(0) for name in NAMES} == {0}
-    levels = shapes.levels_of(6).levels
-    assert {getattr(level, name).stride(0) for level in levels for name in TENSORS} == {0}
-    assert_has(shapes, slots - 1, TREE)
-    assert torch.equal(only_shape(shapes.parents, 1, "all"), TreeTables(TREE, CPU).parents)
-    with pytest.raises(ValueError, match="all requests have the engine's tree"):
-        shapes.set(0, TREE)
-
-
 def test_a_slot_has_its_own_tree():
-    shapes = TreeShapes(ENGINES, CPU, 3, per_request=True)
+    shapes, tables = TreeShapes(ENGINES, CPU, 3), TreeTables(ENGINES, CPU)
     levels, tensors = shapes.levels_of(3), [getattr(shapes, name) for name in NAMES]
+    assert only_shape(tables.parents, 1, "masks") is tables.parents
     addresses = [one.data_ptr() for one in [levels.ancestors, *tensors]]
     with pytest.raises(ValueError, match="masks needs one tree for all requests"):
-        only_shape(TreeShapes(ENGINES, CPU, 1, per_request=True).parents, 1, "masks")
+        only_shape(TreeShapes(ENGINES, CPU, 1).parents, 1, "masks")
     shapes.set(1, OTHER)
     for slot, tree in enumerate((ENGINES, OTHER, ENGINES)):
         assert_has(shapes, slot, tree)
@@ -149,18 +138,19 @@ def test_a_slot_has_its_own_tree():
 
 
 @pytest.mark.parametrize(
-    ("parents", "drafts", "message"),
+    ("parents", "drafts"),
     [
-        ((-1, 0, 0, 1, 1, 2), 6, "6 nodes; the engine's tree has 7"),
-        ((-1, 0, 0, 1, 1, 1, 3), 6, "of 6 drafts"),  # one inner node at depth 1
-        ((-1, 0, 0, 0, 1, 2, 5), 6, "of 6 drafts"),  # three children of the root
-        (OTHER.parents, 4, "of 4 drafts"),  # of this prefix one has two inner nodes at depth 1
+        ((-1, 0, 0, 1, 1, 2), 6),  # one node less
+        ((-1, 0, 0, 1, 1, 1, 3), 6),  # one inner node at depth 1
+        ((-1, 0, 1, 2, 3, 1, 2), 6),  # one more level
+        ((-1, 0, 0, 0, 1, 2, 5), 6),  # three children of the root
+        (OTHER.parents, 4),  # of this prefix one has two inner nodes at depth 1
     ],
 )
-def test_trees_of_other_sizes_are_refused(parents, drafts, message):
-    shapes = TreeShapes(ENGINES, CPU, 2, per_request=True)
+def test_trees_of_other_sizes_are_refused(parents, drafts):
+    shapes = TreeShapes(ENGINES, CPU, 2)
     shapes.levels_of(drafts)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="other nodes, or in some prefix"):
         shapes.set(0, TokenTree(parents))
     assert_has(shapes, 0, ENGINES)
 
@@ -172,6 +162,5 @@ def test_places_are_picked_for_each_request():
     assert torch.equal(
         picked(values, places, slots), torch.stack([values[0, [2, 3]], values[1, [3, 0]]])
     )
-    for shared in (places[0], places[:1].expand(3, 2)):
-        assert torch.equal(picked(values, shared, slots), values[:, [3, 0]])
-        assert torch.equal(picked(values[..., 0], shared, slots), values[:, [3, 0], 0])
+    assert torch.equal(picked(values, places[0], slots), values[:, [3, 0]])
+    assert torch.equal(picked(values[..., 0], places[0], slots), values[:, [3, 0], 0])

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.drafting.tree_tables import TreeShapes
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -58,12 +58,11 @@ class TreeRunner(GPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
-        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-        self.shapes = shapes = TreeShapes(self.tree, device, max_num_reqs)
-        self.tree_backend = self.backend_class(shapes.ancestors, settings.context_attention)
+        self._tables = tables = TreeTables(self.tree, device)
+        self.tree_backend = self.backend_class(tables.ancestors, settings.context_attention)
 
         def ours(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
-            return new_proposer(config, where, states, shapes, self.tree_backend)
+            return new_proposer(config, where, states, tables, self.tree_backend)
 
         # The runner's constructor builds the speculator with it, by method.
         with patched(model_runner, "init_speculator", ours):
@@ -72,7 +71,7 @@ class TreeRunner(GPUModelRunner):
         self.lora_state = AdaptersOfNodes(self.max_num_reqs)
         self.stats = StepStats(self.tree)
         self._paths = PathCopies(device)
-        self._scoring = TreeScoring(shapes, self.max_num_reqs, device)
+        self._scoring = TreeScoring(tables, self.max_num_reqs, device)
         self._trees: ScoringTreesV2 | None = None
         self._metadata: dict[str, Any] = {}
 
@@ -124,7 +123,7 @@ class TreeRunner(GPUModelRunner):
         # Penalties and bad words take the rows before a node for its history. Until: vLLM's sampler
         # is told each row's history.
         self.sampler.logits_processors = along_paths(
-            self.sampler.logits_processors, self.shapes.parents
+            self.sampler.logits_processors, self._tables.parents
         )
         self._plain_prepare_attn = self.model_state.prepare_attn
         # Attention metadata has no place for a tree; the class of the model's state is vLLM's
@@ -221,7 +220,7 @@ class TreeRunner(GPUModelRunner):
     def _model_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Replaces the model state's `prepare_inputs`: M-RoPE positions by depth, too."""
         inputs: dict[str, Any] = self._plain_model_inputs(input_batch, req_states)
-        self._scoring.place_on_axes(input_batch, self.model_state.rope_state.positions)
+        self._scoring.place(input_batch, self.model_state.rope_state.positions)
         return inputs
 
     # -- after it: verify and commit -------------------------------------------------
@@ -229,7 +228,7 @@ class TreeRunner(GPUModelRunner):
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
         """Calls vLLM's with our verifier as rejection sampler, then commits the accepted paths."""
         if grammar_output is not None:  # the scheduler makes masks for the engine's tree
-            only_shape(self.shapes.parents, 1, "a step with grammar masks")
+            only_shape(self._tables.parents, 1, "a step with grammar masks")
         output = super().sample(hidden_states, input_batch, grammar_output)
         self.speculator.accepted = None
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
@@ -261,7 +260,7 @@ def new_proposer(
     vllm_config: VllmConfig,
     device: torch.device,
     req_states: RequestState,
-    shapes: TreeShapes,
+    tables: TreeTables,
     backend: TreeBackend,
 ) -> TreeProposerV2:
     """Makes the proposer, with the drafter that the engine's kind names by a dotted path.
@@ -275,7 +274,7 @@ def new_proposer(
     if not issubclass(found, TreeDrafter):
         raise TypeError(f"{path}, which drafts with {kind.name}, is not a TreeDrafter")
     chains = init_speculator(as_alone(vllm_config), device, req_states)
-    return TreeProposerV2(found(chains, shapes.tree, backend), req_states, shapes)
+    return TreeProposerV2(found(chains, tables.tree, backend), req_states, tables)
 
 
 def _is_custom(processor: Any) -> bool:

@@ -17,7 +17,7 @@ class TreeBackend(ABC):
     """Tree attention and commit on one kind of device.
 
     Args:
-        ancestors: bool ``[S, N, N]`` or ``[N, N]``, on the device: see `TreeShapes`.
+        ancestors: bool ``[N, N]``, on the device: the engine's tree; or those of `TreeShapes`.
         context_attention: How the target attends to contexts, see `SequoiaConfig`.
     """
 

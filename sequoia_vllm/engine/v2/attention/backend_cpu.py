@@ -31,7 +31,7 @@ class CPUTreeBackend(TreeBackend):
     """Tree attention in the compiled CPU kernel."""
 
     def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
-        self._ancestors = only_shape(ancestors, 2, "attention on CPUs")
+        only_shape(ancestors, 2, "attention on CPUs")
         self._caches: TargetCaches | None = None
 
     def replace_attention(self) -> AbstractContextManager[None]:
@@ -45,17 +45,16 @@ class CPUTreeBackend(TreeBackend):
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> TreeQueries:
         """Rows and masks of the trees."""
         lengths = trees.query_start_loc.diff()
-        offsets = torch.arange(trees.max_nodes)
+        offsets = torch.arange(trees.width)
         rows = trees.query_start_loc[:-1, None] + offsets
-        nodes = trees.max_nodes
         return TreeQueries(
             rows=torch.where(offsets < lengths[:, None], rows, -1).long(),
             block_table=metadata.block_table[: trees.num_requests],
             context_lens=trees.context_lens.long(),
             num_nodes=lengths.long(),
-            ancestors=self._ancestors[:nodes, :nodes],
+            ancestors=trees.ancestors[: trees.width, : trees.width],
             max_keys=trees.max_keys,
-            only_trees=trees.only_trees,
+            only_trees=trees.others is None,
         )
 
     def draft_metadata(
@@ -63,7 +62,6 @@ class CPUTreeBackend(TreeBackend):
     ) -> CPUTreeAttentionMetadata:
         """Metadata whose rows are all tree nodes."""
         num_reqs, nodes = len(block_table), queries.first + queries.width
-        ancestors = only_shape(queries.ancestors, 2, "attention on CPUs")
         context_lens = queries.context_lens.long()
         assert queries.max_slots is not None
         num_nodes = (queries.max_slots - context_lens).clamp_(max=nodes)
@@ -83,7 +81,7 @@ class CPUTreeBackend(TreeBackend):
                 block_table=block_table,
                 context_lens=context_lens,
                 num_nodes=num_nodes,
-                ancestors=ancestors[queries.first : nodes, :nodes],
+                ancestors=queries.ancestors[queries.first : nodes, :nodes],
                 max_keys=queries.max_keys,
                 only_trees=True,
             ),

@@ -37,7 +37,6 @@ _CLASSES = {
     AttentionBackendEnum.FLASHINFER: f"{_MODULE}.NoTreesBackend",
 }
 _LARGEST_HEAD = 256
-_OF_NODES = tuple(field.name for field in fields(NodeQueries))
 
 
 class GPUTreeBackend(TreeBackend):
@@ -75,17 +74,9 @@ class GPUTreeBackend(TreeBackend):
 
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> GPUTreeQueries:
         """The trees' rows, as views of buffers that stay in place for CUDA graphs."""
-        return GPUTreeQueries(
-            query_start_loc=trees.query_start_loc,
-            context_lens=trees.context_lens,
-            block_table=metadata.block_table[: trees.num_requests],
-            request_slots=trees.slots,
-            ancestors=self._ancestors,
-            masks=self.masks,
-            first=0,
-            width=trees.max_nodes,
-            workspace=self._workspace,
-            max_keys=trees.max_keys,
+        return self._queries(
+            trees,
+            metadata.block_table[: trees.num_requests],
             others=other_chains(trees, metadata),
             flash_max_context=trees.max_keys if self._context_attention == "flash" else None,
         )
@@ -94,14 +85,12 @@ class GPUTreeBackend(TreeBackend):
         self, queries: NodeQueries, block_table: Tensor, slots: Tensor
     ) -> DraftMetadata:
         """Metadata whose rows are all tree nodes."""
-        return DraftMetadata(
-            tree=GPUTreeQueries(
-                **{name: getattr(queries, name) for name in _OF_NODES},
-                block_table=block_table,
-                masks=self.masks,
-                workspace=self._workspace,
-            ),
-            slot_mapping=slots,
+        return DraftMetadata(tree=self._queries(queries, block_table), slot_mapping=slots)
+
+    def _queries(self, nodes: NodeQueries, block_table: Tensor, **more: Any) -> GPUTreeQueries:
+        known = {field.name: getattr(nodes, field.name) for field in fields(NodeQueries)}
+        return GPUTreeQueries(
+            **known, block_table=block_table, masks=self.masks, workspace=self._workspace, **more
         )
 
     def commit(

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts
 from sequoia_vllm.drafting.growth import chain_width
-from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeShapes
+from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.draft_failure import survive_draft
@@ -74,7 +74,7 @@ class TreeProposerV2(DraftModelSpeculator):
     _growth_graphs: DraftGraphs | None = None
     _key_graphs: DraftGraphs | None = None
 
-    def __init__(self, drafter: TreeDrafter, req_states: RequestState, tables: TreeShapes) -> None:
+    def __init__(self, drafter: TreeDrafter, req_states: RequestState, tables: TreeTables) -> None:
         vllm_config, device = drafter.chains.vllm_config, drafter.chains.device
         super().__init__(vllm_config, device)
         self.accepted: Tensor | None = None
