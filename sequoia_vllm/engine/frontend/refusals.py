@@ -15,6 +15,7 @@ from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.support import Kind, Role, as_error, has_only_attention, refusal
 
+_FP8_CAPABILITY = 89  # our kernel converts it there
 _PIPELINE_V1 = (
     "pipeline parallelism is not supported, as accepted paths would have to reach every stage "
     "before its next step (on CPUs vLLM's own speculation does not start with it either)"
@@ -163,11 +164,14 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "encoder-cache transfer is not supported: drop --ec-transfer-config": (
                 vllm_config.ec_transfer_config is not None
             ),
-            f"the KV cache dtype {cache.cache_dtype!r} is not supported: use "
-            f"{_plain_cache(model)}": cache.cache_dtype not in ("auto", "bfloat16", "float16"),
-            "a checkpoint asks for a quantized KV cache, which is not supported: use "
+            f"the KV cache dtype {cache.cache_dtype!r} is not supported here: use "
+            f"{_plain_cache(model)}": cache.cache_dtype not in _cache_dtypes(),
+            "a checkpoint asks for a quantized KV cache of a kind that is not supported here: use "
             f"{_plain_cache(model)}": cache.cache_dtype == "auto"
-            and any(_asks_for_quantized_cache(which) for which in (model, draft)),
+            and any(_asks_for_other_cache(which) for which in (model, draft)),
+            'FlashAttention does not read contexts from an fp8 KV cache here: leave '
+            '"context_attention" out': cache.cache_dtype.startswith("fp8")
+            and SequoiaSettings.of(vllm_config).context_attention == "flash",
             "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
                 cache.kv_sharing_fast_prefill
             ),
@@ -211,13 +215,25 @@ def _plain_cache(model: Any) -> str:
     return f"--kv-cache-dtype {dtype if dtype in ('bfloat16', 'float16') else 'auto'}"
 
 
-def _asks_for_quantized_cache(model: Any) -> bool:
-    """Whether vLLM quantizes the cache unasked, as it finds when it makes the layers.
+def _cache_dtypes() -> tuple[str, ...]:
+    """Those that trees read here: also e4m3, where the GPU has it, with a scale for a layer."""
+    whole = ("auto", "bfloat16", "float16")
+    has_fp8 = current_platform.is_cuda() and current_platform.has_device_capability(_FP8_CAPABILITY)
+    return (*whole, "fp8", "fp8_e4m3") if has_fp8 else whole
+
+
+def _asks_for_other_cache(model: Any) -> bool:
+    """Whether vLLM quantizes the cache unasked, as it finds when it makes the layers, otherwise.
 
     This is about compressed-tensors. Other formats have set the cache's dtype already.
     """
     config = getattr(model.hf_config, "quantization_config", None) or {}
-    return isinstance(config, dict) and config.get("kv_cache_scheme") is not None
+    scheme = config.get("kv_cache_scheme") if isinstance(config, dict) else None
+    is_fp8 = scheme is not None and (
+        (scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy"))
+        == ("float", 8, "tensor")
+    )
+    return scheme is not None and not (is_fp8 and "fp8" in _cache_dtypes())
 
 
 def _size_reasons(vllm_config: Any) -> list[str]:

@@ -138,7 +138,11 @@ def supported_layers(
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     for name, layer in layers.items():
-        if reason := unsupported(name, getattr(layer, "impl", layer)):
+        reason = unsupported(name, getattr(layer, "impl", layer))
+        scale = getattr(layer, "_k_scale", None)
+        if scale is not None and scale.numel() > 1:
+            reason = f"layer {name} uses a scale for each head of its KV cache"
+        if reason:
             raise ValueError(
                 f"Sequoia cannot run this model: {reason}. Serve it without "
                 "--speculative-config, or with one of vLLM's own methods."

@@ -96,6 +96,9 @@ class GPUTreeForward(TreeForward):
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         heads = (-1, query.numel() // (query.shape[0] * self.head_size), self.head_size)
         query, output = query.view(heads), output.view(heads)
+        key_scale = layer._k_scale
+        if query.dtype != output.dtype:  # vLLM's fp8 queries, for a cache in fp8
+            query, key_scale = query.to(output.dtype), key_scale * layer._q_scale
         context_lse = self._attend_to_contexts(query, keys, values, tree, output)
         tree_attention(
             query,
@@ -108,7 +111,7 @@ class GPUTreeForward(TreeForward):
             slots=tree.request_slots,
             first_node=tree.first,
             scale=self.scale,
-            key_scale=layer._k_scale,
+            key_scale=key_scale,
             value_scale=layer._v_scale,
             workspace=tree.workspace,
             output=output,

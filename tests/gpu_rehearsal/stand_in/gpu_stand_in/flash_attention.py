@@ -17,6 +17,7 @@ from gpu_stand_in import graphs
 from tests.oracles.attention import dense_attention
 
 _VERSIONS = (2, 3)
+_FP8 = torch.float8_e4m3fn
 
 attended: Counter[bool] = Counter()
 """Passes that ran, by whether they were causal."""
@@ -52,8 +53,10 @@ def flash_attn_varlen_func(
         assert s_aux.dtype == q.dtype
     # Versions 2 and 3 write them whether or not they are asked for.
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    assert q.dtype == k.dtype == v.dtype
+    scales = tuple(None if s is None else s.flatten()[:1] for s in (q_descale, k_descale, v_descale))
     _attend(
-        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, softmax_scale, causal,
+        q, k, v, scales, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, softmax_scale, causal,
         block_table, out, lse, scheduler_metadata, tuple(window_size or (-1, -1)), softcap, s_aux,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
@@ -61,8 +64,8 @@ def flash_attn_varlen_func(
 
 @graphs.device_function
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
-    seqused_k: Tensor, softmax_scale: float | None, causal: bool, block_table: Tensor, out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor | None, ...], max_seqlen_q: int,
+    cu_seqlens_q: Tensor, max_seqlen_k: int, seqused_k: Tensor, softmax_scale: float | None, causal: bool, block_table: Tensor, out: Tensor,
     lse: Tensor, scheduler_metadata: Tensor | None, window: tuple[int, int], soft_cap: float,
     sinks: Tensor | None,
 ) -> None:  # fmt: skip
@@ -79,11 +82,15 @@ def _attend(
         assert last - first <= max_seqlen_q, f"request {request}: {last - first} rows"
         assert length <= max_seqlen_k, f"request {request}: {length} keys, not {max_seqlen_k}"
         if first < last:
+            keys, values = (_gathered(of, block_table[request], length) for of in (k, v))
             out[first:last], lse[:, first:last] = _attention(
-                q[first:last], _gathered(k, block_table[request], length),
-                _gathered(v, block_table[request], length), softmax_scale, causal, window,
-                soft_cap, sinks,
+                *map(_scaled, (q[first:last], keys, values), scales), softmax_scale, causal,
+                window, soft_cap, sinks,
             )  # fmt: skip
+
+
+def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
+    return values if values.dtype != _FP8 else values.float() * (1.0 if scale is None else scale)
 
 
 def _gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
@@ -92,6 +99,8 @@ def _gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
     blocks = table[: -(-length // block_size)].long()
     assert len(blocks) * block_size >= length, "the block table ends before the request"
     assert ((blocks >= 0) & (blocks < len(cache))).all(), "a block outside the cache"
+    if cache.dtype == _FP8:
+        return cache.view(torch.uint8)[blocks].view(_FP8).flatten(0, 1)[:length]
     return cache[blocks].flatten(0, 1)[:length].float()
 
 
@@ -116,7 +125,7 @@ def _attention(
         hidden |= ahead < -left
     scale = query.shape[2] ** -0.5 if scale is None else scale
     output, lse = dense_attention(query, keys, values, scale, hidden, soft_cap, sinks)
-    return output.to(query.dtype), lse
+    return output, lse
 
 
 @graphs.device_function
@@ -130,8 +139,16 @@ def reshape_and_cache_flash(
     slots = slot_mapping[rows]
     assert (slots < block_size * len(key_cache)).all(), "a slot outside the cache"
     assert len(slots.unique()) == len(slots), f"two rows write the same slot: {slots.tolist()}"
-    key_cache[slots // block_size, slots % block_size] = key[rows].to(key_cache.dtype)
-    value_cache[slots // block_size, slots % block_size] = value[rows].to(value_cache.dtype)
+    for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        new = new[rows]
+        if kv_cache_dtype.startswith("fp8"):
+            new, cache = quantized(new, scale).view(torch.uint8), cache.view(torch.uint8)
+        cache[slots // block_size, slots % block_size] = new.to(cache.dtype)
+
+
+def quantized(values: Tensor, scale: Tensor) -> Tensor:
+    """In e4m3, saturated."""
+    return (values.float() / scale).clamp(-448.0, 448.0).to(_FP8)
 
 
 def get_scheduler_metadata(

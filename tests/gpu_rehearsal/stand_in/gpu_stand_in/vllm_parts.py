@@ -110,6 +110,9 @@ def _replace_operators() -> None:
     import vllm._custom_ops as operators
 
     operators.reshape_and_cache_flash = flash_attention.reshape_and_cache_flash
+    operators.scaled_fp8_quant = lambda values, scale, **_: (
+        flash_attention.quantized(values, scale), scale,
+    )  # fmt: skip
     operators.topk_softmax = experts.topk_softmax
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
