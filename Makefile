@@ -19,7 +19,7 @@ VERSION ?= 0.33.0
 # processes. Only what is imported is compiled (pip would do it for all of torch and vLLM).
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-fast lint contract compiled rehearse clean
+.PHONY: setup demo test test-all test-fast lint contract compiled rehearse clean
 
 setup: $(VENV)/.ready
 
@@ -38,8 +38,13 @@ demo: setup
 	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo
 
 # Three workers for two cores: one of them waits for Ray. A fourth makes all of them slower.
+IN_WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/python -m pytest $(IN_WORKERS) -m 'not upstream and not nightly'
+
+# An hour and a half: before a release, each night, and before a large change is pushed.
+test-all: setup
+	$(BIN)/python -m pytest $(IN_WORKERS)
 
 # No engines: for every day.
 test-fast: setup

@@ -47,7 +47,9 @@ def read_shape(
     hidden = reader.count("hidden_size")
     heads = reader.count("num_attention_heads")
     layers = drafts.layers or reader.count("num_hidden_layers")
-    experts, weight_bytes = read_experts(reader, layers), _weight_bytes(reader, quantization)
+    first = reader.count("num_hidden_layers") if drafts.is_targets_own else 0
+    experts = read_experts(reader, range(first, first + layers))
+    weight_bytes = _weight_bytes(reader, quantization)
     unused = experts.width if experts and experts.layers == layers else None
     if experts and weight_bytes and _are_alone(reader, quantization):
         experts = experts.model_copy(update={"weight_bytes": weight_bytes})
@@ -150,8 +152,8 @@ _EVERY = "decoder_sparse_step", "moe_layer_interval", "moe_layer_freq"
 _UNMODELLED_EXPERTS = frozenset({"arctic", "doge", "jetmoe", "llama4_text", "zaya"})
 
 
-def read_experts(config: Fields, layers: int) -> Experts | None:
-    """The experts that a configuration describes; None: the model is dense.
+def read_experts(config: Fields, layers: range) -> Experts | None:
+    """The experts that a configuration describes in these layers; None: they are dense.
 
     Raises:
         ShapeError: It does not say enough.
@@ -159,7 +161,7 @@ def read_experts(config: Fields, layers: int) -> Experts | None:
     count = _first(config, _COUNT)
     if not isinstance(count, int) or count < 2:
         return None
-    sparse = sum(_is_sparse(config, layer) for layer in range(layers))
+    sparse = sum(_is_sparse(config, layer) for layer in layers)
     if not sparse:
         return None
     name = f"{config.name} is a mixture of experts"

@@ -82,7 +82,9 @@ def begin_drafting_kernel(
     tl.store(starts + row, start, mask=exists)
     tl.store(counts + row, count, mask=exists)
     tl.store(roots + row, root, mask=exists)
-    tl.store(contexts + row, tl.maximum(root - state_offset, 0), mask=exists)
+    # Nodes lie behind what was read, also of a prompt whose chunk sampled nothing.
+    context = tl.maximum(root - state_offset * sampled.to(tl.int32), 0)
+    tl.store(contexts + row, context, mask=exists)
     tl.store(modes + row, mode, mask=exists)
     temperature = tl.load(all_temperatures + slot, mask=is_request)
     tl.store(temperatures + row, temperature, mask=is_request)

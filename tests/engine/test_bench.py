@@ -24,7 +24,7 @@ from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 from tests.support.models import DRAFT, MODELS, TARGET
 from tests.support.quicker import look_past_what_is_imported
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 PAIR = ["--model", TARGET, "--draft-model", DRAFT, "--prompts", str(MODELS / "prompts.jsonl")]
 QUICK = ["--eager", "--kv-cache-gib", "0.0625", "--max-tokens", "16", "--json"]

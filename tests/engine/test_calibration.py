@@ -33,7 +33,7 @@ from tests.support.quicker import look_past_what_is_imported
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 PROMPTS = MODELS / "prompts.jsonl"
 QUICK = {"dtype": "float32", "enforce_eager": True, "kv_cache_gib": 0.0625}

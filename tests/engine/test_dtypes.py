@@ -6,7 +6,7 @@ from vllm import SamplingParams
 from tests.support.engines import running, sequoia
 from tests.support.models import prompts
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(

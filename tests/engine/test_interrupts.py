@@ -18,7 +18,7 @@ import pytest
 from tests.support.ending import ENDED, in_the_background, still_there
 from tests.support.serving import DRAFT, ROOT, TARGET, environment
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 RANDOM_MOMENTS = int(os.environ.get("SEQUOIA_VLLM_MOMENTS", "0"))
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGKILL

@@ -7,7 +7,7 @@ from tests.support.engines import runner_of, running, tokens_of
 from tests.support.large_trees import CHILDREN, DEPTH, NODES, large_tree
 from tests.support.models import prompts
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 LIMITS = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "max_num_seqs": 2}
 # Longer than what a tree of another request leaves of a step.

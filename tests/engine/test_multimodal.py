@@ -8,6 +8,10 @@ import pytest
 from tests.support.multimodal import IMAGE, answer_images, call_with_images, save_multimodal
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+EACH = [
+    pytest.param(name, marks=[] if name == "qwen2_vl" else pytest.mark.nightly)
+    for name in (*IMAGE, "qwen2_vl on V2")
+]
 # The prompt of two images comes in three pieces, which end within them.
 IN_PIECES = {"max_num_batched_tokens": 12, "enable_chunked_prefill": True}
 
@@ -16,8 +20,10 @@ def answer_all(folder: str, name: str) -> dict[str, Any]:
     """Plain vLLM's answers, and those with trees, also of prompts that come in pieces."""
     paths = save_multimodal(Path(folder), name)
     given = {"paths": paths, "image": IMAGE[name]}
+    text = {"language_model_only": True, "limit_mm_per_prompt": {}}
     return {
         "plain": answer_images(**given, trees=False, options={}),
+        "text alone": answer_images(**given, trees=True, options=text),
         "trees": answer_images(**given, trees=True, options={}),
         "in pieces": answer_images(
             **given, trees=True, options={} if name == "gemma3" else IN_PIECES
@@ -25,7 +31,7 @@ def answer_all(folder: str, name: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[*IMAGE, "qwen2_vl on V2"])
+@pytest.fixture(scope="module", params=EACH)
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     name, _, on_v2 = request.param.partition(" on ")
     folder = tmp_path_factory.mktemp(name)
@@ -36,6 +42,13 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_tokens_are_those_of_plain_vllm(which, answers):
     """Greedy, again from the prefix cache, and seeded; with no, one and two images."""
     assert answers[which]["tokens"] == answers["plain"]["tokens"]
+
+
+def test_a_server_of_text_alone(answers):
+    """``--language-model-only``: vLLM leaves out what reads images."""
+    plain = [[texts[0]] for texts in answers["plain"]["tokens"]]
+    assert answers["text alone"]["tokens"] == plain
+    assert answers["text alone"]["accepted_tokens"] > answers["text alone"]["drafts"] / 2
 
 
 def test_drafts_are_accepted_and_images_found_in_the_cache(answers):

@@ -11,6 +11,7 @@ from tests.support.noisy_copy import write_noisy_copy
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.nightly,
     pytest.mark.skipif(not is_cached(cached_folder()), reason="run python -m examples.smollm2"),
 ]
 

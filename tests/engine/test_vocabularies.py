@@ -17,7 +17,7 @@ from tests.support.vocabularies import (
     save_words,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 PROMPTS = prompts(8)
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

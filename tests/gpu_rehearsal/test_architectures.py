@@ -11,7 +11,7 @@ from tests.support.generating import random_prompts
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 # Two have windows of 40 tokens, which end in prompts and in completions.
 LENGTHS = [9, 60]

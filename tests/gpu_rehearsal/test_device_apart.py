@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.on_v2 import call_on_v2
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def take_and_fill():

@@ -17,7 +17,7 @@ from sequoia_vllm.hardware.step_profile import Profile
 from tests.support.memory_checks import VARIABLE
 from tests.support.on_gpu import call_on_gpu
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 # `tests/gpu_check` runs the kernels' check.
 WITH_ENGINES = [item.name for item in ITEMS if item.name != KERNELS and item.is_tiny]

@@ -15,7 +15,7 @@ from tests.support.models import save_llama
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, rehearsing
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 REQUESTS, NODES, TOKENS = 6, 8, 5
 

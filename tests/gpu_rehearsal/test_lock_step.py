@@ -21,7 +21,7 @@ from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import rehearsing
 from tests.support.serving import free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 PROMPTS = random_prompts([9, 14])
 # Tokens of the requests of each replica, at a time: first one of them has done before the other.

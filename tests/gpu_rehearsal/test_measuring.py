@@ -9,7 +9,7 @@ from tests.support.generating import save_related_pair
 from tests.support.models import save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 NODES = 4
 CHAIN = "2:probabilistic:block"

@@ -9,7 +9,7 @@ from tests.support.heads import save_mimo
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 TREES = {
     "method": "sequoia", "drafter": "mtp", "tree": {"size": 8, "depth": 3}, "adapt": False,

@@ -15,7 +15,7 @@ from tests.support.generating import random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate_with_trees, rehearsing
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 
 def waits_for_the_device(grow: Any) -> Any:

@@ -13,7 +13,7 @@ from tests.support.generating import VOCAB, random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 PIECE = "CUDAGraphWrapper"  # of a model that is cut at its attention layers
 LAYERS = 4

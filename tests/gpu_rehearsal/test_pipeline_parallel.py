@@ -11,7 +11,7 @@ from tests.support.generating import completions, random_prompts, save_related_p
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import rehearsing
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 PROMPTS = random_prompts([9, 14, 6])
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}

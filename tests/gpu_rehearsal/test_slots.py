@@ -21,7 +21,7 @@ from tests.support.on_gpu import call_on_gpu
 from tests.support.own_blocks import only_own_blocks
 from tests.support.rehearsing import rehearsing
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 DEPTH = 4  # of heads' trees
 # Trees that take more than a block or two alone, and at four requests hardly anything.

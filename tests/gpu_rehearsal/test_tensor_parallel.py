@@ -13,7 +13,7 @@ from tests.support.heads import save_eagle3
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import rehearsing
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 PROMPTS = random_prompts([9, 14, 6])
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -80,7 +80,7 @@ def check(batch, slots, rows, most_nodes=None, state_offset=0):
         count = max(min(readable - read, bound), 0)
         found = [out[name][row].item() for name in ("slots", "starts", "counts", "roots", "modes")]
         assert found == [slot, read, count, max(end - 1, 0), mode]
-        assert out["contexts"][row] == max(end - 1 - state_offset, 0)
+        assert out["contexts"][row] == max(end - 1 - state_offset * (sampled > 0), 0)
         assert out["temperature"][row] == slot / 8
         assert (out["top_k"][row], out["top_p"][row]) == (slot + 5, slot / 16)
         assert out["min_p"][row] == slot / 32

@@ -113,9 +113,20 @@ FORK_ENGINES = "TESTS_FORK_ENGINES"
 def fork_engines(system_utils: ModuleType) -> None:
     """Engines and ranks are forked, where the environment has `FORK_ENGINES`: they import nothing.
 
-    As vLLM does on GPUs. On CPUs it spawns them.
+    As vLLM does on GPUs. On CPUs it spawns them. They let go of their server's port: a server that
+    ends asks who else holds it, and fails if that process ends just then.
     """
     choose = system_utils.get_mp_context
+    psutil = system_utils.psutil
+
+    def leave_ports() -> None:
+        if os.environ.get(FORK_ENGINES):
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for connection in psutil.Process().net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    os.dup2(nothing, connection.fd)
+
+    os.register_at_fork(after_in_child=leave_ports)
 
     def get_mp_context() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("fork") if os.environ.get(FORK_ENGINES) else choose()

@@ -19,7 +19,7 @@ from tests.ray_examples.cluster import (
 )
 from tests.support.models import DRAFT, TARGET
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 BUSY = "ray::Replica.answer"  # title of an actor that answers, its engine being ready
 LINES = 3 * PROMPTS  # seconds of work, so that a run can be killed before its end

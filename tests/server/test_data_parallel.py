@@ -11,7 +11,7 @@ from tests.support.engines import running, sequoia, tokens_of
 from tests.support.models import prompts
 from tests.support.serving import Server
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 LONG = {"temperature": 0, "max_tokens": 48, "extra_body": {"return_token_ids": True}}
 SHORT = {"temperature": 0, "max_tokens": 1}  # nothing to draft

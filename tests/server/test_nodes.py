@@ -15,7 +15,7 @@ from tests.support.engines import running, sequoia, tokens_of
 from tests.support.models import prompts
 from tests.support.serving import START_DEADLINE, Server, free_port, wait_for_end
 
-pytestmark = [pytest.mark.engine, needs_two_cores]
+pytestmark = [pytest.mark.engine, needs_two_cores, pytest.mark.nightly]
 
 
 @pytest.fixture(autouse=True)

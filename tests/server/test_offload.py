@@ -13,7 +13,7 @@ from tests.support.engines import running
 from tests.support.models import prompts
 from tests.support.serving import DRAFT, Server, environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 # Of memory: the default asks for nine tenths of what other tests are using, too.
 SHARE = "--gpu-memory-utilization=0.15"

@@ -221,6 +221,8 @@ def answer_images(
         **options,
     }  # fmt: skip
     requests = requests_with_images(image)
+    if options.get("language_model_only"):
+        requests = requests[:1]
     with running(config, model=paths["target"], **settings) as llm:
         rounds = [
             completions(llm.generate(requests, params, use_tqdm=False))

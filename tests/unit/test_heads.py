@@ -57,6 +57,16 @@ def test_an_mtp_layer_of_a_target():
     assert shape.parameters == shape.layer_parameters
 
 
+def test_an_mtp_layer_of_a_mixture_has_experts():
+    """It follows the target's last layer, and not its first, which is often dense."""
+    config = {
+        **EAGLE_3, "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    assert read_shape(config, "a/target", kind="mtp").experts.layers == 1
+    assert read_shape(config, "a/target").experts.layers == 2
+
+
 def head(config: dict, kind: str, **changes):
     return read_shape({**config, **changes}, "a/head", kind=kind)
 

@@ -12,27 +12,35 @@ from vllm.config.speculative import MTPModelTypes
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters.mtp import DENSE, MODEL_TYPES
+from sequoia_vllm.drafters.mtp import ARCHITECTURES, MODEL_TYPES
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method
 
 
-def target(
-    architecture: str = "MiMoForCausalLM", model_type: str = "mimo", is_moe=False, **changes
-):
+def target(architecture: str = "MiMoForCausalLM", model_type: str = "mimo", **changes):
     fields = {"num_hidden_layers": 36, "num_nextn_predict_layers": 1, **changes}
     config = PreTrainedConfig(architectures=[architecture], **fields)
     config.model_type = model_type
-    return SimpleNamespace(model="a/target", hf_config=config, is_moe=is_moe)
+    return SimpleNamespace(model="a/target", hf_config=config)
 
 
 def kind_of(given: SimpleNamespace) -> str:
     return DraftReader(given, SequoiaConfig(drafter="mtp")).kind(given.model).kind
 
 
-def test_mimo_drafts_for_itself():
-    here = target()
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [
+        ("MiMoForCausalLM", "mimo"),
+        ("Glm4MoeForCausalLM", "glm4_moe"),
+        ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+        ("HYV3ForCausalLM", "hy_v3"),
+        ("ExaoneMoeForCausalLM", "exaone_moe"),
+    ],
+)
+def test_targets_that_draft_for_themselves(architecture, model_type):
+    here = target(architecture, model_type)
     assert kind_of(here) == "mtp"
     assert here.hf_config.num_hidden_layers == 36  # vLLM's reading of a draft changes its own
 
@@ -43,9 +51,7 @@ def test_mimo_drafts_for_itself():
         (target("LlamaForCausalLM", "llama"), "has no layer of multi-token prediction"),
         (target(num_nextn_predict_layers=2), "has 2 MTP layers"),
         (target(num_nextn_predict_layers=0), "has 0 MTP layers"),
-        (target("Glm4MoeForCausalLM", "glm4_moe", is_moe=True), "mixture of experts"),
-        (target("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_moe=True), "mixture of experts"),
-        (target("HYV3ForCausalLM", "hy_v3"), "do not draft with (HYV3MTPModel)"),
+        (target("DeepseekV3ForCausalLM", "deepseek_v3"), "do not draft with (DeepSeekMTPModel)"),
     ],
 )  # fmt: skip
 def test_others_are_refused_with_the_reason(given, problem):
@@ -56,7 +62,7 @@ def test_others_are_refused_with_the_reason(given, problem):
 
 
 def test_vllm_knows_the_layers():
-    assert set(_SPECULATIVE_DECODING_MODELS) >= DENSE
+    assert set(_SPECULATIVE_DECODING_MODELS) >= ARCHITECTURES
     assert all(re.fullmatch(MODEL_TYPES, known) for known in get_args(MTPModelTypes))
 
 

@@ -11,7 +11,7 @@ from tests.support.generating import completions, counted
 from tests.support.models import prompts
 from tests.support.on_v2 import call_on_v2
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 

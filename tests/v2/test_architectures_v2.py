@@ -17,7 +17,7 @@ from tests.support.engines import runner_of, running, sequoia
 from tests.support.generating import generate, generate_on, random_prompts
 from tests.support.on_v2 import call_on_v2
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 LENGTHS = [37, 90]
 TOKENS = 16

@@ -17,7 +17,7 @@ from tests.support.heads import save_dflash
 from tests.support.models import save_llama
 from tests.support.on_v2 import call_on_v2
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 VOCAB, DEPTH, TOKENS = 6, 4, 24
 TYPES = ["full_attention", "sliding_attention"]

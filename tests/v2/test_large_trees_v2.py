@@ -10,7 +10,7 @@ from tests.support.generating import TINY, generate, generate_on, random_prompts
 from tests.support.large_trees import CHILDREN, DEPTH, NODES, large_tree
 from tests.support.on_v2 import call_on_v2
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 LIMITS = {**TINY, "max_model_len": 2048, "max_num_batched_tokens": 2048, "max_num_seqs": 1}
 

@@ -1,6 +1,7 @@
 """Trees drafted by a target's own MTP layer: tokens as plain V2's, drafts as in vLLM's own chain.
 
-A tiny MiMo target with random weights, whose tokens mostly follow from the one before.
+Tiny targets with random weights, whose tokens mostly follow from the one before: a dense one, and
+mixtures of experts.
 """
 
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines import running
+from tests.support.expert_layers import KINDS, save_experts
 from tests.support.generating import (
     SPEC_DECODE,
     TINY,
@@ -19,7 +21,7 @@ from tests.support.generating import (
 from tests.support.heads import save_mimo
 from tests.support.on_v2 import call_on_v2
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 DEPTH, TOKENS = 3, 20
 
@@ -61,10 +63,11 @@ def generate_all(target: str) -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["MiMo", *KINDS])
+def answers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("mtp")
-    target = save_mimo(directory / "target")
+    folder, kind = directory / "target", request.param
+    target = save_mimo(folder) if kind == "MiMo" else save_experts(folder, kind)
     return call_on_v2(generate_all, directory, target=target)
 
 

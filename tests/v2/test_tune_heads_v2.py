@@ -11,7 +11,7 @@ from tests.support.heads import EAGLE3
 from tests.support.models import TARGET
 from tests.support.on_v2 import call_on_v2
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 # As little as can be.
 LITTLE = [

@@ -19,7 +19,7 @@ from tests.support.models import save_word_tokenizer
 from tests.support.on_v2 import call_on_v2
 from tests.support.vocabularies import save_renumbered, save_words
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 WITH_TOKENIZERS = {**TINY, "skip_tokenizer_init": False}
 

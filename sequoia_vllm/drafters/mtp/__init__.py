@@ -10,10 +10,12 @@ from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
 
 MODEL_TYPES = r".*mtp"
 """Model types that vLLM reads such layers as."""
-DENSE = frozenset({"MiMoMTPModel"})
-"""Architectures of such layers that take one state of the target and give one back. They attend
-with keys and values and are dense, and so are their targets. vLLM's registry has other
-architectures, whose targets are not, or are multimodal.
+ARCHITECTURES = frozenset(
+    {"MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "HYV3MTPModel", "ExaoneMoeMTP"}
+)
+"""Architectures of such layers that take one state of the target and give one back, and attend with
+keys and values, as their targets do. vLLM's registry has others: with latents, recurrent layers,
+several layers that take turns, or states of other widths.
 """
 
 
@@ -40,10 +42,8 @@ class MTPLayer(Drafter):
         """See `Drafter.target_problem`."""
         if not re.fullmatch(MODEL_TYPES, layers.model_type):
             return "has no layer of multi-token prediction (MTP) that vLLM knows"
-        if target.is_moe:
-            return "is a mixture of experts, and trees draft with MTP layers of dense targets alone"
         architecture = layers.architectures[0]
-        if architecture not in DENSE:
+        if architecture not in ARCHITECTURES:
             return f"has MTP layers of a kind that trees do not draft with ({architecture})"
         number = getattr(layers, "num_nextn_predict_layers", None) or 0
         if number != 1:

@@ -1,0 +1,94 @@
+"""Tiny mixtures of experts whose checkpoints have a layer of multi-token prediction (MTP)."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LAYERS, _HIDDEN, _VOCAB = 2, 64, 256
+_COMMON: dict[str, Any] = {
+    "vocab_size": _VOCAB, "hidden_size": _HIDDEN, "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 128,
+    "moe_intermediate_size": 64, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+_LAST = f"model.layers.{_LAYERS}"
+# By kind: its own fields, its MTP layer's prefix, the names of the norms of tokens and states, of
+# the matrix that reads both, of the last norm.
+KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, str, str, str]]] = {
+    "Glm4Moe": (
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "expert_hidden_dim": 64,
+        },
+        _LAST,
+        (f"{_LAST}.enorm", f"{_LAST}.hnorm", f"{_LAST}.eh_proj", f"{_LAST}.shared_head.norm"),
+    ),
+    "Ernie4_5_Moe": (
+        {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+         "moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_layer_interval": 1},
+        "model.mtp_block.0",
+        ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", ""),
+    ),
+    "HYV3": (
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1,
+            "first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True,
+            "qk_norm": True,
+        },
+        _LAST,
+        (f"{_LAST}.enorm", f"{_LAST}.hnorm", f"{_LAST}.eh_proj", f"{_LAST}.final_layernorm"),
+    ),
+    "ExaoneMoe": (
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1,
+            "first_k_dense_replace": 1, "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "mtp.layers.0",
+        ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+    ),
+}  # fmt: skip
+
+
+def save_experts(directory: Path, kind: str, share: float = 0.2, cycle: float = 0.06) -> str:
+    """A target of this kind with random weights; its MTP layer is one of its own again.
+
+    Args:
+        share: How little the layers add to the token's embedding, from 0 to 1: so much do target
+            and MTP layer have in common.
+        cycle: How sure both are that after a token comes the next one.
+    """
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    own, prefix, (token_norm, state_norm, matrix, last_norm) = KINDS[kind]
+    config = getattr(transformers, f"{kind}Config")(**_COMMON, **own)
+    torch.manual_seed(8)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
+    noise = 1.0 - share
+    embedding = torch.randn(_VOCAB, _HIDDEN)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                adds = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
+                scale = (noise if adds else 1.0) / parameter.shape[-1] ** 0.5
+                parameter.normal_(0, scale)
+        model.get_input_embeddings().weight.copy_(embedding)
+        model.lm_head.weight.normal_(0, noise / _HIDDEN**0.5)
+        model.lm_head.weight.add_(cycle * embedding.roll(1, 0))
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    dense = kind in ("Ernie4_5_Moe", "ExaoneMoe")
+    copied = f"model.layers.{0 if dense else _LAYERS - 1}."
+    layer = {
+        f"{prefix}.{name.removeprefix(copied)}": weight.clone()
+        for name, weight in weights.items()
+        if name.startswith(copied)
+    }
+    norms = [name for name in (token_norm, state_norm, last_norm) if name]
+    weights |= layer | {f"{name}.weight": torch.ones(_HIDDEN) for name in norms}
+    weights[f"{matrix}.weight"] = torch.cat([torch.eye(_HIDDEN), noise * torch.eye(_HIDDEN)], 1)
+    save_file(weights, file, {"format": "pt"})
+    return str(directory)
