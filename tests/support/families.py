@@ -1,5 +1,8 @@
 """Configurations of model families as they are published, smaller."""
 
+import re
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 _SIZES = {
@@ -109,3 +112,32 @@ MIXTURES: dict[str, tuple[dict[str, Any], float, float]] = {
     }, 21.8e9, 3.35e9),
 }  # fmt: skip
 """Mixtures of experts by name: configuration, all parameters, and those of a token (a pass's)."""
+
+
+RECURRENT = frozenset({"IsHybrid", "HasInnerState", "IsAttentionFree"})
+"""What vLLM's classes of models with recurrent layers derive from."""
+
+
+@cache
+def _bases_in_vllm() -> dict[str, set[str]]:
+    """What the classes in vLLM's models derive from, read in its sources."""
+    import vllm
+
+    bases: dict[str, set[str]] = {}
+    for folder in ("model_executor/models", "models"):
+        for file in (Path(vllm.__file__).parent / folder).rglob("*.py"):
+            found = re.findall(r"^class (\w+)\(([^:]*?)\):", file.read_text(), flags=re.MULTILINE)
+            for name, listed in found:
+                bases.setdefault(name, set()).update(re.findall(r"\w+", listed))
+    return bases
+
+
+def bases_in_vllm(name: str) -> set[str]:
+    """What a class of vLLM's models derives from, with itself."""
+    seen: set[str] = set()
+    wanted = [name]
+    while wanted:
+        if (found := wanted.pop()) not in seen:
+            seen.add(found)
+            wanted += _bases_in_vllm().get(found, ())
+    return seen

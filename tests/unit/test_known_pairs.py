@@ -15,6 +15,7 @@ from vllm.model_executor.models import registry
 
 from sequoia_vllm.cli.measuring import known_draft as named_draft
 from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters.known_heads import HUB
 from sequoia_vllm.drafters.registry import DRAFTERS, drafter
 from sequoia_vllm.engine.frontend import drafts
 from sequoia_vllm.engine.frontend.draft_choice import KnownDraft, find_draft
@@ -45,6 +46,8 @@ def known_draft(target: str, kinds=("model",), asked: str | None = None) -> Know
         ("meta-llama/Llama-2-7b-hf", "JackFram/llama-68m"),
         ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
         ("/models/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+        ("google/gemma-3-27b-it", "google/gemma-3-270m-it"),
         ("examples/models/target", "examples/models/draft"),
         ("/srv/sequoia/examples/models/target/", "/srv/sequoia/examples/models/draft"),
     ],
@@ -95,7 +98,7 @@ def test_draft_models_are_taken_unless_a_head_is_asked_for():
     )
     assert [known.drafter.kind for known in known_drafts("Qwen/Qwen3-8B", ALL, "dflash")] == [
         "dflash"
-    ] * 2
+    ] * 3
 
 
 def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypatch):
@@ -103,7 +106,7 @@ def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypat
     for kind in ("eagle3", "dflash"):
         monkeypatch.setattr(type(DRAFTERS[kind]), "by_default", True)
     kinds = [found.drafter.kind for found in known_drafts("Qwen/Qwen3-8B", ALL)]
-    assert kinds == ["dflash", "dflash", "eagle3", "eagle3", "model"]
+    assert kinds == ["dflash"] * 3 + ["eagle3"] * 3 + ["model"]
     assert known_draft("Qwen/Qwen3-14B", ALL).drafter.kind == "eagle3"
     assert known_draft("meta-llama/Llama-2-7b-hf", ALL).drafter.kind == "model"
 
@@ -221,7 +224,7 @@ HEADS = [(kind, known) for kind, known in KNOWN if kind != "model"]
 TARGETS = {
     "Llama": "LlamaForCausalLM", "vicuna": "LlamaForCausalLM", "A3B": "Qwen3MoeForCausalLM",
     "A22B": "Qwen3MoeForCausalLM", "A35B": "Qwen3MoeForCausalLM", "Qwen3": "Qwen3ForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
+    "gpt-oss": "GptOssForCausalLM", "MiniMax": "MiniMaxM2ForCausalLM",
 }  # fmt: skip
 
 
@@ -237,7 +240,8 @@ def test_vllm_loads_heads_of_this_kind(kind, pair):
     config = SimpleNamespace(architectures=[pair.architecture], model_type="llama")
     assert recognise(config).kind == kind
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", pair.draft)
-    assert re.fullmatch(r"[\w-]+/[\w-]+: [\w./-]+", pair.note)  # a repository, and a file in it
+    # Its own page, or a repository and a file in it.
+    assert pair.note == HUB or re.fullmatch(r"[\w-]+/[\w-]+: [\w./-]+", pair.note)
 
 
 @pytest.mark.parametrize("pair", [known for _, known in HEADS], ids=lambda known: known.draft)
@@ -262,7 +266,8 @@ def test_each_head_is_chosen_for_some_target():
             "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B", "30B-A3B-Instruct-2507",
             "235B-A22B-Instruct-2507", "Coder-30B-A3B-Instruct", "Coder-480B-A35B-Instruct",
         )),
-        "openai/gpt-oss-20b", "openai/gpt-oss-120b",
+        "openai/gpt-oss-20b", "openai/gpt-oss-120b", "MiniMaxAI/MiniMax-M2.5",
+        "MiniMaxAI/MiniMax-M2.7",
     ]  # fmt: skip
     for _, pair in HEADS:
         fitting = [name for name in names if re.fullmatch(pair.target, name, flags=re.IGNORECASE)]

@@ -1,6 +1,5 @@
 """One check of models that trees do not serve, with one text: of the engine, `advise`, `doctor`."""
 
-import ast
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +9,16 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
 from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refusal
-from tests.support.families import KINDS, MIXTURES, READ_IMAGES, REFUSED
+from tests.support.families import (
+    KINDS,
+    MIXTURES,
+    READ_IMAGES,
+    RECURRENT,
+    REFUSED,
+    bases_in_vllm,
+)
 
 pytest.importorskip("vllm")
-import vllm
 from vllm.model_executor.models import registry
 
 from sequoia_vllm.cli.doctor import _target
@@ -34,14 +39,15 @@ def advise(*arguments: str) -> str:
     return done.stderr.strip().removeprefix("error: ")
 
 
-def as_in_vllm(name: str, kinds: set) -> SimpleNamespace:
+def as_in_vllm(name: str, kinds: set, family: str = "") -> SimpleNamespace:
     """The configuration that vLLM has of a model of these kinds."""
+    config = SimpleNamespace()
     return SimpleNamespace(
         model=name, use_mla="mla" in kinds,
         attention_chunk_size=8192 if "chunked" in kinds else None, uses_alibi="alibi" in kinds,
         is_hybrid="recurrent" in kinds, is_attention_free=False, has_inner_state=False,
-        hf_text_config=SimpleNamespace(), is_diffusion=False,
-        architectures=["Realtime"] if "realtime" in kinds else [],
+        hf_config=config, hf_text_config=config, is_diffusion=False,
+        architectures={**REFUSED, **READ_IMAGES}.get(family, {}).get("architectures", []),
         uses_mrope="mrope" in kinds, is_multimodal_model="multimodal" in kinds,
         is_encoder_decoder="encoder-decoder" in kinds,
         runner_type="pooling" if "pooling" in kinds else "generate",
@@ -55,7 +61,7 @@ def test_advise_and_engine_refuse_a_target_in_the_same_words(family, draft, tmp_
     target = save(tmp_path, REFUSED[family])
     assert kinds_of(REFUSED[family]) == KINDS[family]
     with pytest.raises(ConfigError) as error:
-        refusals.refuse_model(as_in_vllm(target, KINDS[family]), "target")
+        refusals.refuse_model(as_in_vllm(target, KINDS[family], family), "target")
     said = advise(target, *draft)
     assert said == str(error.value)
     of_drafts = {"mrope", "multimodal"}
@@ -109,7 +115,10 @@ def test_doctor_looks_at_a_target(tmp_path):
     assert (check.ok, check.found) == (
         False, f"the target model {target} uses multi-head latent attention (MLA)"
     )  # fmt: skip
-    assert check.fix == "serve it without Sequoia, or choose another target model"
+    assert check.fix == (
+        "serve it without Sequoia, or choose another target model "
+        "(DeepSeek V2, V3, R1: see docs/supported.md#refused-targets)"
+    )
     assert _target(DRAFT).ok
     assert not _target("none").ok
 
@@ -138,25 +147,6 @@ def test_what_looks_like_it_and_is_not(config):
 # -- vLLM's own models ---------------------------------------------------------------
 
 
-def interfaces(module: str, name: str) -> set[str]:
-    """What a class of vLLM's models derives from, as far as its module says."""
-    path = Path(vllm.__file__).parent / "model_executor" / "models" / f"{module}.py"
-    if not path.exists():  # in a package of its own
-        return set()
-    bases = {
-        node.name: [ast.unparse(base) for base in node.bases]
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
-    seen: set[str] = set()
-    wanted = [name]
-    while wanted:
-        if (found := wanted.pop()) not in seen:
-            seen.add(found)
-            wanted += bases.get(found, [])
-    return seen
-
-
 def test_multimodal_models_of_vllm_are_known_by_their_architecture():
     found = {name for name in registry._MULTIMODAL_MODELS if "multimodal" in of(name)}
     assert set(registry._MULTIMODAL_MODELS) - found == set()
@@ -166,8 +156,7 @@ def test_multimodal_models_of_vllm_are_known_by_their_architecture():
 
 def test_recurrent_models_of_vllm_are_known_by_their_architecture():
     models = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
-    signs = {"IsHybrid", "HasInnerState", "IsAttentionFree"}
-    recurrent = {name for name, place in models.items() if interfaces(*place) & signs}
+    recurrent = {name for name, (_, place) in models.items() if RECURRENT & bases_in_vllm(place)}
     assert "Qwen3_5ForConditionalGeneration" in recurrent
     assert {name for name in models if "recurrent" in of(name)} == recurrent
 

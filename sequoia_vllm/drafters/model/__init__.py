@@ -39,6 +39,13 @@ class StandaloneModel(Drafter):
             r".*Qwen3-(4|8|14|32)B.*", "Qwen/Qwen3-0.6B", "the smallest Qwen3 model"
         ),
         KnownDrafter(
+            r"(.*/)?Qwen2\.5-(7|14|32|72)B.*", "Qwen/Qwen2.5-0.5B-Instruct",
+            "the smallest Qwen2.5 model",
+        ),
+        KnownDrafter(
+            r"(.*/)?gemma-3-(4|12|27)b.*", "google/gemma-3-270m-it", "the smallest Gemma 3 model"
+        ),
+        KnownDrafter(
             r"(.*/)?examples/models/target/?", "{0}/draft", "the pair in this repository"
         ),
         KnownDrafter(

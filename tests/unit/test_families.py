@@ -1,0 +1,192 @@
+"""The table of families: what it says is what engines ask of vLLM's classes, and what tests ran.
+
+``python -m tests.unit.test_families`` writes the tables in docs/ that are made from it.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from sequoia_vllm.cli import app
+from sequoia_vllm.drafters.registry import DRAFTERS, known_for
+from sequoia_vllm.hardware.families import Family, family_file, family_of
+from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refused_kinds
+from tests.support.families import MIXTURES, READ_IMAGES, REFUSED, bases_in_vllm
+
+pytest.importorskip("vllm")
+import vllm
+from vllm.config import ModelConfig
+from vllm.model_executor.models import registry
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+from sequoia_vllm.engine.frontend.refusals import kinds_in_vllm
+
+ROOT, FILE = Path(__file__).parents[2], family_file()
+NAMES = {model.replace("*", ""): row for row in FILE.families for model in row.models}
+HEADS = [kind for kind in DRAFTERS.values() if kind.is_head and kind.known]
+
+
+# -- as engines find it ------------------------------------------------------------
+
+
+def in_vllm(architecture: str, config: dict) -> ModelConfig:
+    """vLLM's own object, of a checkpoint whose configuration has no more than this."""
+    config = {"is_encoder_decoder": False, **config}
+    text = config.get("text_config", {})
+    parts = SimpleNamespace(**config), SimpleNamespace(**config | text)
+    parts[0].get_text_config = lambda: parts[1]
+    bases = bases_in_vllm(registry.ModelRegistry.models[architecture].class_name)
+    model = ModelConfig.__new__(ModelConfig)
+    vars(model).update(
+        hf_config=parts[0], hf_text_config=parts[1], runner_type="generate",
+        _model_info=SimpleNamespace(
+            is_attention_free="IsAttentionFree" in bases, is_hybrid="IsHybrid" in bases,
+            has_inner_state="HasInnerState" in bases, architecture=architecture,
+        ),
+        model_arch_config=SimpleNamespace(
+            architectures=[architecture],
+            is_deepseek_mla=ModelArchConfigConvertorBase(*parts).is_deepseek_mla(),
+        ),
+        attention_chunk_size=text.get("attention_chunk_size"),
+        multimodal_config=object() if architecture in registry._MULTIMODAL_MODELS else None,
+        _get_transformers_backend_cls=lambda: None,
+    )  # fmt: skip
+    return model
+
+
+@pytest.mark.parametrize("row", FILE.families, ids=lambda row: row.family)
+def test_engines_refuse_the_same_of_vllms_classes(row):
+    for architecture in row.architectures:
+        kinds = kinds_in_vllm(in_vllm(architecture, row.config))
+        assert refused_kinds("target", kinds) == row.kinds, architecture
+
+
+def test_names_tell_rows():
+    assert vllm.__version__.startswith(FILE.vllm)
+    assert all(family_of(name) is row for name, row in NAMES.items())
+
+
+def test_classes_with_attention_of_their_own_are_known():
+    """An engine finds it when it makes their layers. A new one in vLLM shows here."""
+    own = re.compile(r"^class .*\bAttentionLayerBase\b|_DIFFKV|PrefillPrefixLMAttention\(", re.M)
+    models = Path(vllm.__file__).parent / "model_executor" / "models"
+    found = set()
+    for name, (module, _) in registry._TEXT_GENERATION_MODELS.items():
+        package = models.parents[2] / module.replace(".", "/")
+        files = package.rglob("*.py") if "." in module else [models / f"{module}.py"]
+        if any(own.search(file.read_text()) for file in files):
+            found.add(name)
+    by_fields = {name for name in found if re.match("Deepseek|GlmMoeDsa|MistralLarge3", name)}
+    known = {name for name in found if kinds_of({"architectures": [name]})}
+    assert found - by_fields == known > {"InklingForCausalLM", "MiMoV2ForCausalLM"}
+
+
+# -- what shows it -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [row for row in FILE.families if row.proved], ids=str)
+def test_the_file_that_shows_it_has_the_architecture(row):
+    how, file = row.proved
+    text = (ROOT / file).read_text(encoding="utf-8")
+    folders = {"H100": "docs/notebook/", "rehearsed": "tests/gpu_rehearsal/"}
+    assert file.startswith(folders.get(how, "tests/"))
+    if how == "interpreted":
+        assert file.startswith("tests/v2/") or " on V2" in text
+    for table, name in (("[*IMAGE", "multimodal"), ('"name", CONFIGS', "architectures")):
+        if table in text:
+            text += (ROOT / "tests" / "support" / f"{name}.py").read_text(encoding="utf-8")
+    words = text.replace("save_mixture_pair", "Mixtral").replace("SmolLM2", "Llama")
+    stems = [name.partition("For")[0].lower() for name in row.architectures]
+    assert any(stem in words.replace("_", "").lower() for stem in stems)
+
+
+# -- what users read ---------------------------------------------------------------
+
+ASKED = {
+    "Gemma 3 (Gemma3ForConditionalGeneration): runs as a target": READ_IMAGES["gemma3"],
+    "Qwen2-VL, Qwen2.5-VL (": READ_IMAGES["qwen2.5-vl"],
+    "gpt-oss (GptOssForCausalLM): runs as a target (interpreted)": MIXTURES["gpt-oss-20b"][0],
+    "Qwen3.5 to 3.8 (hybrid) (Qwen3_5MoeForConditionalGeneration): refused as a target, as it has "
+    "recurrent": REFUSED["qwen3.5"],
+    "DeepSeek V2, V3, R1 (DeepseekV3ForCausalLM): refused": REFUSED["deepseek"],
+    "Llama 4 (Llama4ForConditionalGeneration): refused as a target": REFUSED["llama4"],
+    "no family in docs/supported.md (OtherForCausalLM): runs by its configuration; known drafts: "
+    "none": {"architectures": ["OtherForCausalLM"]},
+}
+
+
+@pytest.mark.parametrize("said", ASKED)
+def test_advise_begins_with_the_row(said, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(ASKED[said]))
+    done = CliRunner().invoke(app, ["advise", str(tmp_path), "--device", "h100"])
+    assert done.stdout.startswith(said)
+    row = family_of(str(tmp_path), ASKED[said]["architectures"], kinds_of(ASKED[said]))
+    see = f"({row and row.family}: see docs/supported.md#refused-targets)"
+    assert (see in done.stderr) == ("refused" in said)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [head, ["---" for _ in head], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def families(refused: bool) -> list[list[str]]:
+    def row(family: Family) -> list[str]:
+        classes = ", ".join(f"`{name}`" for name in family.architectures)
+        known = ", ".join(kind.short_name for kind in family.known())
+        why = "; ".join(UNSUPPORTED[kind] for kind in family.kinds)
+        note = f" ({family.note})" if family.note else ""
+        return [
+            family.family,
+            classes,
+            *([why + note] if refused else [known, family.shown + note]),
+        ]
+
+    return [row(family) for family in FILE.families if bool(family.kinds) == refused]
+
+
+def heads() -> list[list[str]]:
+    def named(name: str) -> list[str]:
+        pairs = known_for(name)
+        return [", ".join(f"`{one.draft}`" for of, one in pairs if of is kind) for kind in HEADS]
+
+    return [[name.partition("/")[2], *named(name)] for name in NAMES if any(named(name))]
+
+
+SUPPORTED, DRAFTERS_PAGE = ROOT / "docs" / "supported.md", ROOT / "docs" / "drafters.md"
+TABLES = {
+    "## Targets that run": (SUPPORTED, table(
+        ["family", "vLLM's classes", "known drafts", "seen to run"], families(False)
+    )),
+    "## Refused targets": (SUPPORTED, table(["family", "vLLM's classes", "why"], families(True))),
+    "## Known heads": (DRAFTERS_PAGE, table(
+        ["target", *(kind.short_name for kind in HEADS)], heads()
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("heading", TABLES)
+def test_documents_have_the_tables(heading):
+    path, wanted = TABLES[heading]
+    text = path.read_text(encoding="utf-8")
+    assert f"\n{wanted}\n\n" in text[text.index(heading) :], f"run: python -m {__name__}"
+
+
+def test_every_known_head_is_for_a_family_that_runs_and_every_kind_has_a_row():
+    listed = {known.draft for name in NAMES for _, known in known_for(name)}
+    assert {known.draft for kind in HEADS for known in kind.known} <= listed
+    assert not any(row.known() for row in FILE.families if row.kinds)
+    kinds = DRAFTERS_PAGE.read_text(encoding="utf-8").partition("## Kinds")[2].partition("##")[0]
+    assert set(re.findall(r"\| `\"(\w+)\"` \| [yn]", kinds)) == set(DRAFTERS)
+
+
+if __name__ == "__main__":
+    for heading, (path, wanted) in TABLES.items():
+        text = path.read_text(encoding="utf-8")
+        start = text.index("\n| ", text.index(heading)) + 1
+        path.write_text(text[:start] + wanted + text[text.index("\n\n", start) :], encoding="utf-8")
