@@ -28,7 +28,7 @@ from sequoia_vllm.engine.frontend.refusals import kinds_in_vllm
 
 ROOT, FILE = Path(__file__).parents[2], family_file()
 NAMES = {model.replace("*", ""): row for row in FILE.families for model in row.models}
-HEADS = [kind for kind in DRAFTERS.values() if kind.is_head and kind.known]
+KINDS = sorted((kind for kind in DRAFTERS.values() if kind.known), key=lambda one: one.is_head)
 
 
 # -- as engines find it ------------------------------------------------------------
@@ -150,10 +150,10 @@ def families(refused: bool) -> list[list[str]]:
     return [row(family) for family in FILE.families if bool(family.kinds) == refused]
 
 
-def heads() -> list[list[str]]:
+def known_drafts() -> list[list[str]]:
     def named(name: str) -> list[str]:
-        pairs = known_for(name)
-        return [", ".join(f"`{one.draft}`" for of, one in pairs if of is kind) for kind in HEADS]
+        pairs = [(kind, known.draft.removeprefix("{1}/")) for kind, known in known_for(name)]
+        return [", ".join(f"`{draft}`" for of, draft in pairs if of is kind) for kind in KINDS]
 
     return [[name.partition("/")[2], *named(name)] for name in NAMES if any(named(name))]
 
@@ -164,8 +164,8 @@ TABLES = {
         ["family", "vLLM's classes", "known drafts", "seen to run"], families(False)
     )),
     "## Refused targets": (SUPPORTED, table(["family", "vLLM's classes", "why"], families(True))),
-    "## Known heads": (DRAFTERS_PAGE, table(
-        ["target", *(kind.short_name for kind in HEADS)], heads()
+    "## Known drafts": (DRAFTERS_PAGE, table(
+        ["target", *(kind.short_name for kind in KINDS)], known_drafts()
     )),
 }  # fmt: skip
 
@@ -177,9 +177,9 @@ def test_documents_have_the_tables(heading):
     assert f"\n{wanted}\n\n" in text[text.index(heading) :], f"run: python -m {__name__}"
 
 
-def test_every_known_head_is_for_a_family_that_runs_and_every_kind_has_a_row():
-    listed = {known.draft for name in NAMES for _, known in known_for(name)}
-    assert {known.draft for kind in HEADS for known in kind.known} <= listed
+def test_every_known_draft_is_for_a_family_that_runs_and_every_kind_has_a_row():
+    listed = {known.draft for name in NAMES for _, known in known_for(name)} | {"{0}/draft"}
+    assert {known.draft for kind in KINDS for known in kind.known} == listed
     assert not any(row.known() for row in FILE.families if row.kinds)
     kinds = DRAFTERS_PAGE.read_text(encoding="utf-8").partition("## Kinds")[2].partition("##")[0]
     assert set(re.findall(r"\| `\"(\w+)\"` \| [yn]", kinds)) == set(DRAFTERS)
