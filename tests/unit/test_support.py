@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 from sequoia_vllm.cli import app
 from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refusal
 from tests.support.families import (
-    KINDS,
     MIXTURES,
     READ_IMAGES,
     RECURRENT,
     REFUSED,
     bases_in_vllm,
+    in_vllm,
 )
 
 pytest.importorskip("vllm")
@@ -39,39 +39,25 @@ def advise(*arguments: str) -> str:
     return done.stderr.strip().removeprefix("error: ")
 
 
-def as_in_vllm(name: str, kinds: set, family: str = "") -> SimpleNamespace:
-    """The configuration that vLLM has of a model of these kinds."""
-    config = SimpleNamespace()
-    return SimpleNamespace(
-        model=name, use_mla="mla" in kinds,
-        attention_chunk_size=8192 if "chunked" in kinds else None, uses_alibi="alibi" in kinds,
-        is_hybrid="recurrent" in kinds, is_attention_free=False, has_inner_state=False,
-        hf_config=config, hf_text_config=config, is_diffusion=False,
-        architectures={**REFUSED, **READ_IMAGES}.get(family, {}).get("architectures", []),
-        uses_mrope="mrope" in kinds, is_multimodal_model="multimodal" in kinds,
-        is_encoder_decoder="encoder-decoder" in kinds,
-        runner_type="pooling" if "pooling" in kinds else "generate",
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("draft", [[], ["--draft-model", DRAFT]], ids=["no draft", "draft"])
 @pytest.mark.parametrize("family", REFUSED)
 def test_advise_and_engine_refuse_a_target_in_the_same_words(family, draft, tmp_path):
     """Before they ask for a draft, and without a prediction or a command."""
     target = save(tmp_path, REFUSED[family])
-    assert kinds_of(REFUSED[family]) == KINDS[family]
+    model, kinds = in_vllm(REFUSED[family], target), kinds_of(REFUSED[family])
+    assert refusals.kinds_in_vllm(model) == kinds
     with pytest.raises(ConfigError) as error:
-        refusals.refuse_model(as_in_vllm(target, KINDS[family], family), "target")
+        refusals.refuse_model(model, "target")
     said = advise(target, *draft)
     assert said == str(error.value)
     of_drafts = {"mrope", "multimodal"}
-    assert all((UNSUPPORTED[kind] in said) == (kind not in of_drafts) for kind in KINDS[family])
+    assert all((UNSUPPORTED[kind] in said) == (kind not in of_drafts) for kind in kinds)
     assert "serve it without Sequoia, or choose another target model" in said
 
 
 def test_an_engine_refuses_a_target_before_it_reads_its_own_configuration(monkeypatch):
     monkeypatch.setattr(engine_config, "sequoia_request", lambda arguments: {"tree": "nonsense"})
-    target = as_in_vllm("a/target", {"mla"})
+    target = in_vllm(REFUSED["DeepSeek V2, V3, R1"], "a/target")
     with pytest.raises(ConfigError, match="the target model a/target uses multi-head latent"):
         engine_config.create_speculative_config(lambda *_: 1 / 0, SimpleNamespace(), target, None)
 
@@ -79,9 +65,9 @@ def test_an_engine_refuses_a_target_before_it_reads_its_own_configuration(monkey
 @pytest.mark.parametrize("family", READ_IMAGES)
 def test_targets_that_read_images_are_served(family, tmp_path):
     """Drafts read text: the same model is no draft (`test_drafts_are_refused_too`)."""
-    kinds = kinds_of(READ_IMAGES[family])
-    assert kinds == KINDS[family]
-    refusals.refuse_model(as_in_vllm(family, kinds), "target")
+    model = in_vllm(READ_IMAGES[family])
+    assert refusals.kinds_in_vllm(model) == kinds_of(READ_IMAGES[family])
+    refusals.refuse_model(model, "target")
     assert _target(save(tmp_path, READ_IMAGES[family])).ok
 
 
@@ -92,25 +78,23 @@ def test_a_hybrid_class_without_recurrent_layers_is_served():
         "layer_types": ["attention"] * 2,
     }  # fmt: skip
     assert kinds_of(config) == set()
-    model = as_in_vllm("granite", set())
-    model.has_inner_state = True
-    model.hf_text_config.layer_types = config["layer_types"]
-    assert refusals.kinds_in_vllm(model) == set()
-    model.hf_text_config.layer_types = ["attention", "mamba"]
-    assert refusals.kinds_in_vllm(model) == {"recurrent"}
+    assert refusals.kinds_in_vllm(in_vllm(config)) == set()
+    config["layer_types"] = ["attention", "mamba"]
+    assert refusals.kinds_in_vllm(in_vllm(config)) == {"recurrent"}
 
 
 @pytest.mark.parametrize("family", [*REFUSED, *READ_IMAGES])
 def test_drafts_are_refused_too(family, tmp_path):
     target = str(Path(DRAFT).with_name("target"))
-    draft = save(tmp_path, {**REFUSED, **READ_IMAGES}[family])
+    config = {**REFUSED, **READ_IMAGES}[family]
+    draft = save(tmp_path, config)
     said = advise(target, "--draft-model", draft)
-    assert said == refusal(draft, "draft", KINDS[family])
+    assert said == refusal(draft, "draft", kinds_of(config))
     assert "serve it without" not in said
 
 
 def test_doctor_looks_at_a_target(tmp_path):
-    target = save(tmp_path, REFUSED["deepseek"])
+    target = save(tmp_path, REFUSED["DeepSeek V2, V3, R1"])
     check = _target(target)
     assert (check.ok, check.found) == (
         False, f"the target model {target} uses multi-head latent attention (MLA)"
