@@ -15,6 +15,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """What tells the kind of model in a published configuration, by family."""
 
+NAMES = {model.replace("*", ""): row for row in family_file().families for model in row.models}
+"""The families of names on the Hub."""
+
 REFUSED = {
     family: config
     for family, config in CONFIGS.items()
