@@ -108,8 +108,8 @@ def refusal_of(
 
 
 def see(row: Family | None) -> str:
-    """Where a refused target's row is."""
-    return f" ({row.family}: see docs/supported.md#refused-targets)" if row else ""
+    """Where a refused target's row is, if all of its family are refused."""
+    return f" ({row.family}: see docs/supported.md#refused-targets)" if row and row.kinds else ""
 
 
 def in_words(name: str, architectures: Collection[str], kinds: Collection[Kind]) -> str:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
 from sequoia_vllm.drafters.registry import DRAFTERS, known_for
-from sequoia_vllm.hardware.families import Family, family_file, family_of
+from sequoia_vllm.hardware.families import Family, family_file, family_of, refusal_of
 from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refused_kinds
 from tests.support.families import CONFIGS, NAMES, in_vllm
 
@@ -40,6 +40,7 @@ def test_engines_refuse_the_same_of_vllms_classes(row):
 def test_names_tell_rows():
     assert vllm.__version__.startswith(FILE.vllm)
     assert all(family_of(name) is row for name, row in NAMES.items())
+    assert "see docs" not in refusal_of("a/b", "target", ["MistralForCausalLM"], {"mla"})
 
 
 def test_classes_with_attention_of_their_own_are_known():
