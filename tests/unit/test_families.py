@@ -69,11 +69,15 @@ def test_the_file_that_shows_it_has_the_architecture(row):
     assert file.startswith(folders.get(how, "tests/"))
     if how == "interpreted":
         assert file.startswith("tests/v2/") or " on V2" in text
-    for table, name in (("[*IMAGE", "multimodal"), ('"name", CONFIGS', "architectures")):
+    for table, name in (
+        ("(*IMAGE", "multimodal"),
+        ('"name", CONFIGS', "architectures"),
+        ("*KINDS]", "expert_layers"),
+    ):
         if table in text:
             text += (ROOT / "tests" / "support" / f"{name}.py").read_text(encoding="utf-8")
     words = text.replace("save_mixture_pair", "Mixtral").replace("SmolLM2", "Llama")
-    stems = [name.partition("For")[0].lower() for name in row.architectures]
+    stems = [name.partition("For")[0].replace("_", "").lower() for name in row.architectures]
     assert any(stem in words.replace("_", "").lower() for stem in stems)
 
 
