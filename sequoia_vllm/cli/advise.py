@@ -14,10 +14,10 @@ import typer
 from sequoia_vllm.cli.common import console, counted, friendly_errors, new_table, print_json
 from sequoia_vllm.cli.measuring import (
     JsonOption,
+    kinds_and_classes,
     known_draft,
     numbers,
     read_config,
-    unsupported_kinds,
 )
 from sequoia_vllm.config import AUTO, ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.fields import Fields, ShapeError
@@ -36,11 +36,12 @@ from sequoia_vllm.hardware.device import (
     known_devices,
     this_device_name,
 )
+from sequoia_vllm.hardware.families import in_words, refusal_of
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes, published_shape
 from sequoia_vllm.hardware.roofline import bytes_per_value, roofline_profile
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
-from sequoia_vllm.hardware.support import Role, refusal
+from sequoia_vllm.hardware.support import Role
 from sequoia_vllm.library.files import LibraryError, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
@@ -219,14 +220,15 @@ def advise(
     batch_sizes: Annotated[str, typer.Option(help="Requests at once.")] = "1,8,32",
     as_json: JsonOption = False,
 ) -> None:
-    """Predict whether drafting pays: plain decoding, the best chain and the engine's tree.
+    """Say whether trees serve a model, and predict whether drafting pays.
 
-    It reads only configurations, no weights. It uses measurements of the pair where there are
+    It prints the model's family and known drafts, plain decoding, the best chain and the engine's
+    tree. It reads only configurations, no weights. It uses measurements of the pair where there are
     any, and else the device's datasheet. To measure instead: `sequoia-vllm tune`, then `bench`.
     """
     with friendly_errors():
         sizes = check_batch_sizes(list(numbers("--batch-sizes", batch_sizes)))
-        _check_support("target", model)
+        family = _check_support("target", model, shown=not as_json)
         here = device or this_device_name()
         target, dtype = _read("target", model)
         on_gpu = identify(here).spec is not None  # heads run there alone
@@ -235,20 +237,28 @@ def advise(
         pair = PairKey(here, model, draft, dtype)
         advice = advise_pair(pair, target, _read("draft", draft)[0], sizes)
     if as_json:
-        said = {"command": advice.command, "conclusion": advice.conclusion}
+        said = {"family": family, "command": advice.command, "conclusion": advice.conclusion}
         print_json(asdict(advice) | said)
     else:
         _print(advice)
 
 
-def _check_support(role: Role, model: str) -> None:
+def _check_support(role: Role, model: str, shown: bool = False) -> str:
     """Checks whether trees serve a model, as an engine does before anything else.
+
+    Returns:
+        Its row in the table of families, in words; printed first if `shown`.
 
     Raises:
         ConfigError: They do not; with the engine's own words.
     """
-    if message := refusal(model, role, unsupported_kinds(role, model)):
+    kinds, classes = kinds_and_classes(role, model)
+    family = in_words(model, classes, kinds)
+    if shown:
+        console().print(family, soft_wrap=True, highlight=False, markup=False)
+    if message := refusal_of(model, role, classes, kinds):
         raise ConfigError(message)
+    return family
 
 
 def _read(role: Role, model: str) -> tuple[ModelShape, str]:

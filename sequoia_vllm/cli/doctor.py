@@ -20,9 +20,10 @@ import typer
 
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, fail, print_json
-from sequoia_vllm.cli.measuring import unsupported_kinds
+from sequoia_vllm.cli.measuring import kinds_and_classes
 from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS, is_supported, vllm_version
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.hardware.families import family_of, see
 from sequoia_vllm.hardware.support import FIX, faults
 from sequoia_vllm.installed import installed
 
@@ -216,11 +217,11 @@ _CHECKS: dict[str, Callable[[], Finding | None]] = {
 def _target(model: str) -> Finding:
     """Checks by its configuration whether trees serve a model, as engines do at their start."""
     try:
-        found = "; ".join(faults(model, "target", unsupported_kinds("target", model)))
+        kinds, classes = kinds_and_classes("target", model)
     except SequoiaError as error:
         return Finding(False, str(error))
-    if found:
-        return Finding(False, found, FIX["target"])
+    if found := "; ".join(faults(model, "target", kinds)):
+        return Finding(False, found, FIX["target"] + see(family_of(model, classes, kinds)))
     return Finding(True, f"trees can serve {model}")
 
 

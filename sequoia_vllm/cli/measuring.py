@@ -215,14 +215,18 @@ def read_config(role: Role, model: str) -> Mapping[str, Any]:
     return config
 
 
-def unsupported_kinds(role: Role, model: str) -> set[Kind]:
-    """The kinds of model, among those that trees do not serve, that a model is.
+def kinds_and_classes(role: Role, model: str) -> tuple[set[Kind], list[str]]:
+    """The kinds of model, among those that trees do not serve, and vLLM's classes of a model.
+
+    Published shapes are of models that trees serve: nothing is read for these.
 
     Raises:
         ConfigError: Its configuration is not available.
     """
-    is_known = not Path(model).exists() and published_shape(model) is not None
-    return set() if is_known else kinds_of(read_config(role, model))
+    if not Path(model).exists() and published_shape(model) is not None:
+        return set(), []
+    config = read_config(role, model)
+    return kinds_of(config), [str(name) for name in config.get("architectures") or ()]
 
 
 def _config_file(role: Role, model: str) -> Path:

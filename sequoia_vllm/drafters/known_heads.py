@@ -14,15 +14,17 @@ QWEN3 = r"(.*/)?Qwen3-{}(?!-Base)(-(?!Instruct|Thinking).*)?"
 QWEN3_2507 = r"(.*/)?Qwen3-{}-Instruct-2507(-.*)?"
 QWEN3_CODER = r"(.*/)?Qwen3-Coder-{}-Instruct(-.*)?"
 GPT_OSS = r"(.*/)?gpt-oss-{}(-.*)?"
+MINIMAX = r"(.*/)?MiniMax-M{}(-.*)?"
 
 SPECULATORS = "vllm-project/speculators: README.md"
+HUB = "its page on huggingface.co"
 
 
 class Publisher(NamedTuple):
     """Who publishes heads.
 
     Attributes:
-        named_in: Repository and file that names them beside their targets.
+        named_in: Repository and file that names them beside their targets, or `HUB`.
         architecture: What vLLM loads their format as, by the name in its model registry.
     """
 

@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 Kind = Literal[
-    "mla", "chunked", "alibi", "recurrent", "diffusion", "realtime", "mrope", "multimodal",
-    "encoder-decoder", "pooling",
+    "mla", "attention", "chunked", "alibi", "recurrent", "diffusion", "realtime", "mrope",
+    "multimodal", "encoder-decoder", "pooling",
 ]  # fmt: skip
 Role = Literal["target", "draft"]
 
 UNSUPPORTED: dict[Kind, str] = {
     "mla": "uses multi-head latent attention (MLA)",
+    "attention": "has attention layers of its own, which trees do not know",
     "chunked": "uses chunked local attention (past a chunk's end a tree's nodes have other "
     "contexts)",
     "alibi": "uses ALiBi (a bias by distance, which tree attention does not add)",
@@ -42,6 +43,7 @@ FIX: dict[Role, str] = {
 # Fields that only models of a kind have, unless the field is false or empty.
 _FIELDS: dict[Kind, tuple[str, ...]] = {
     "mla": ("kv_lora_rank", "compress_ratios"),
+    "attention": ("rswa_window", "param_sink_number"),
     "chunked": ("attention_chunk_size",),
     "alibi": ("alibi",),
     "recurrent": (
@@ -54,9 +56,11 @@ _FIELDS: dict[Kind, tuple[str, ...]] = {
 }  # fmt: skip
 # Architectures, where no field tells.
 _ARCHITECTURES: dict[Kind, str] = {
+    "attention": r"(HrmText|Inkling|MiMoV2|MiniMaxM3).*",
     "alibi": r"Bloom.*",
-    "recurrent": r"(Bailing(MoeV2_5|MoeV3)|Falcon(H1|Mamba)|GraniteMoeHybrid|Jamba|Lfm2|Mamba|"
-    r"MiniCPMV4_6|NemotronH|OlmoHybrid|Qwen3(Next|_5)|Zamba).*",
+    "recurrent": r"(Bailing(MoeV2_5|MoeV3)|Falcon(H1|Mamba)|Glm5Next|GraniteMoeHybrid|InternS2|"
+    r"Jamba|Kimi(K3|Linear)|Lfm2|Mamba|MiniCPMV4_[67]|NemotronH|OlmoHybrid|Qwen3(Next|_5)|Qwen4Exp|"
+    r"Zamba).*",
     "diffusion": r"Diffusion.*",
     "realtime": r".*RealtimeGeneration",
     "multimodal": r"(?!ChatGLM|Inkling).*ForConditionalGeneration|"
@@ -75,17 +79,20 @@ _KEEPS_KEYS = frozenset({"minicpm3"})
 _TEXT_MODELS = ("text_config", "language_config", "llm_config", "thinker_config")
 
 
+def refused_kinds(role: Role, kinds: Collection[Kind]) -> list[Kind]:
+    """The kinds of a model that trees do not serve in this role."""
+    found = set(kinds) - (_TARGETS if role == "target" else set())
+    return [kind for kind in UNSUPPORTED if kind in found]
+
+
 def faults(name: str, role: Role, kinds: Collection[Kind]) -> list[str]:
     """The reasons why trees do not serve a model; none: they do."""
-    found = set(kinds) - (_TARGETS if role == "target" else set())
-    return [
-        f"the {role} model {name} {words}" for kind, words in UNSUPPORTED.items() if kind in found
-    ]
+    return [f"the {role} model {name} {UNSUPPORTED[kind]}" for kind in refused_kinds(role, kinds)]
 
 
-def refusal(name: str, role: Role, kinds: Collection[Kind]) -> str | None:
-    """The message that refuses a model, with the fix; None: trees serve it. As of `faults`."""
-    found = [f"{fault}: {FIX[role]}" for fault in faults(name, role, kinds)]
+def refusal(name: str, role: Role, kinds: Collection[Kind], see: str = "") -> str | None:
+    """The message that refuses a model, with the fix, and what to see; None: trees serve it."""
+    found = [f"{fault}: {FIX[role]}{see}" for fault in faults(name, role, kinds)]
     return as_error(found) if found else None
 
 

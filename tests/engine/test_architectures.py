@@ -46,6 +46,19 @@ def test_a_model_that_drafts_for_itself(folder, name):
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") == 4 * 80
 
 
+def test_layers_that_read_the_keys_of_others(folder):
+    """Their cache is another layer's, whose accepted keys move once."""
+    options = {"model": str(folder / "gemma3n"), **OPTIONS}
+    noisy = save_architecture(folder / "noisy", "gemma3n", noise=0.1)
+    prompts = random_prompts(LENGTHS, VOCABULARY)
+    with running(None, **options) as llm:
+        plain = tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False))
+    with running(sequoia(16, depth=3, draft=noisy), **options) as llm:
+        assert tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False)) == plain
+        trees = metric(llm, "vllm:spec_decode_num_drafts")
+        assert trees < metric(llm, "vllm:spec_decode_num_accepted_tokens") < 2.9 * trees
+
+
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [

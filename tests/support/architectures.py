@@ -9,7 +9,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     MistralConfig,
     MixtralConfig,
@@ -35,6 +37,17 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig(
         **_COMMON, sliding_window=_WINDOW, layer_types=_EVERY_OTHER, query_pre_attn_scalar=32
     ),
+    # The last two layers read the keys and values of the two before them.
+    "gemma3n": Gemma3nTextConfig(
+        **_COMMON, sliding_window=_WINDOW, layer_types=_EVERY_OTHER, num_kv_shared_layers=2,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCABULARY, laurel_rank=8,
+        altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4,
+    ),
+    # Heads of two sizes.
+    "gemma4": Gemma4TextConfig(
+        **_COMMON, sliding_window=_WINDOW, layer_types=_EVERY_OTHER, global_head_dim=64,
+        hidden_size_per_layer_input=0,
+    ),
     # A window in every other layer, sinks in all, and experts.
     "gpt_oss": GptOssConfig(
         **_COMMON, sliding_window=_WINDOW, layer_types=_EVERY_OTHER, num_local_experts=4,
@@ -53,10 +66,12 @@ def save_architecture(
     seed: int = 0,
     layers: int | None = None,
     full: Sequence[int] | None = None,
+    noise: float = 0.0,
 ) -> Path:
     """A random model of ``CONFIGS[name]`` whose choices depend on far and near tokens.
 
-    `layers`: the first so many of its layers alone; `full`: those of them without a window.
+    `layers`: the first so many of its layers alone; `full`: those of them without a window;
+    `noise`: share of noise in its matrices, which are those of the model without it else.
     """
     torch.manual_seed(seed)
     config = deepcopy(CONFIGS[name])
@@ -68,10 +83,12 @@ def save_architecture(
         kinds = "sliding_attention", "full_attention"
         config.layer_types = [kinds[i in full] for i in range(config.num_hidden_layers)]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    noisy = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0, 0.15)
+                parameter += 0.15 * noise * torch.randn(parameter.shape, generator=noisy)
             elif parameter_name.endswith("sinks"):
                 parameter.normal_(0, 2.0)
         if name.startswith("gemma"):

@@ -1,75 +1,39 @@
-"""Configurations of model families as they are published, smaller."""
+"""Configurations of model families, and what vLLM makes of them."""
 
+import re
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-_SIZES = {
-    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 256,
-}  # fmt: skip
-_VISION = {"hidden_size": 32, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
-_HYBRID = {
-    **_SIZES, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4,
-    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
-}  # fmt: skip
+from sequoia_vllm.hardware.families import family_file
+from sequoia_vllm.hardware.support import kinds_of, refused_kinds
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "voxtral-realtime": {
-        "architectures": ["VoxtralRealtimeGeneration"], "text_config": _SIZES,
-        "audio_config": {"hidden_size": 32},
-    },
-    "qwen3.5": {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
-        "text_config": {**_HYBRID, "num_experts": 8}, "vision_config": _VISION,
-    },
-    "qwen3.5-text": {
-        **_HYBRID, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
-    },
-    "deepseek": {
-        **_SIZES, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
-        "kv_lora_rank": 16, "n_routed_experts": 8,
-    },
-    "llama4": {
-        "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4",
-        "text_config": {**_SIZES, "attention_chunk_size": 8192}, "vision_config": _VISION,
-    },
-    "granite": {
-        **_SIZES, "architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba"] * 2,
-    },
-    "mpt": {**_SIZES, "architectures": ["MPTForCausalLM"], "attn_config": {"alibi": True}},
-    "whisper": {
-        "architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True,
-    },
-    "reward": {**_SIZES, "architectures": ["Qwen2ForRewardModel"]},
-}  # fmt: skip
-"""Families that trees do not serve."""
-
-READ_IMAGES: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-        "text_config": {**_SIZES, "model_type": "gemma3_text"}, "vision_config": _VISION,
-    },
-    "qwen2.5-vl": {
-        **_SIZES, "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl", "vision_config": _VISION,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-    },
-}  # fmt: skip
-"""Families that trees serve as targets, and not as drafts."""
-
-KINDS = {
-    "gemma3": {"multimodal"},
-    "qwen2.5-vl": {"mrope", "multimodal"},
-    "voxtral-realtime": {"realtime", "multimodal"},
-    "qwen3.5": {"recurrent", "mrope", "multimodal"},
-    "qwen3.5-text": {"recurrent", "mrope"},
-    "deepseek": {"mla"},
-    "llama4": {"chunked", "multimodal"},
-    "granite": {"recurrent"},
-    "mpt": {"alibi"},
-    "whisper": {"multimodal", "encoder-decoder"},
-    "reward": {"pooling"},
+CONFIGS: dict[str, dict[str, Any]] = {
+    row.family: {**row.config, "architectures": [row.architectures[-1]]}
+    for row in family_file().families
 }
-"""Their kinds, by `sequoia_vllm.hardware.support`."""
+"""What tells the kind of model in a published configuration, by family."""
+
+NAMES = {model.replace("*", ""): row for row in family_file().families for model in row.models}
+"""The families of names on the Hub."""
+
+REFUSED = {
+    family: config
+    for family, config in CONFIGS.items()
+    if refused_kinds("target", kinds_of(config))
+} | {
+    "MPT": {"architectures": ["MPTForCausalLM"], "attn_config": {"alibi": True}},
+    "reward": {"architectures": ["Qwen2ForRewardModel"]},
+}
+"""Configurations that trees do not serve."""
+
+READ_IMAGES = {
+    family: config
+    for family, config in CONFIGS.items()
+    if family not in REFUSED and "multimodal" in kinds_of(config)
+}
+"""Configurations that trees serve as targets, and not as drafts."""
 
 MIXTURES: dict[str, tuple[dict[str, Any], float, float]] = {
     "Qwen3-30B-A3B": ({
@@ -109,3 +73,66 @@ MIXTURES: dict[str, tuple[dict[str, Any], float, float]] = {
     }, 21.8e9, 3.35e9),
 }  # fmt: skip
 """Mixtures of experts by name: configuration, all parameters, and those of a token (a pass's)."""
+
+
+RECURRENT = frozenset({"IsHybrid", "HasInnerState", "IsAttentionFree"})
+"""What vLLM's classes of models with recurrent layers derive from."""
+
+
+@cache
+def _bases_in_vllm() -> dict[str, set[str]]:
+    """What the classes in vLLM's models derive from, read in its sources."""
+    import vllm
+
+    bases: dict[str, set[str]] = {}
+    for folder in ("model_executor/models", "models"):
+        for file in (Path(vllm.__file__).parent / folder).rglob("*.py"):
+            found = re.findall(r"^class (\w+)\(([^:]*?)\):", file.read_text(), flags=re.MULTILINE)
+            for name, listed in found:
+                bases.setdefault(name, set()).update(re.findall(r"\w+", listed))
+    return bases
+
+
+def bases_in_vllm(name: str) -> set[str]:
+    """What a class of vLLM's models derives from, with itself."""
+    seen: set[str] = set()
+    wanted = [name]
+    while wanted:
+        if (found := wanted.pop()) not in seen:
+            seen.add(found)
+            wanted += _bases_in_vllm().get(found, ())
+    return seen
+
+
+def in_vllm(config: dict[str, Any], name: str = "a/model") -> Any:
+    """vLLM's own `ModelConfig`, of a checkpoint whose configuration has no more than this."""
+    from vllm.config import ModelConfig
+    from vllm.model_executor.models import registry
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    [architecture] = config["architectures"]
+    config = {"is_encoder_decoder": False, **config}
+    text = config.get("text_config", {})
+    parts = SimpleNamespace(**config), SimpleNamespace(**config | text)
+    parts[0].get_text_config = lambda: parts[1]
+    known = registry.ModelRegistry.models.get(architecture)
+    class_name = known.class_name if known else ""
+    bases = bases_in_vllm(class_name)
+    is_multimodal = architecture in registry._MULTIMODAL_MODELS or "MultiModal" in class_name
+    model = ModelConfig.__new__(ModelConfig)
+    vars(model).update(
+        model=name, hf_config=parts[0], hf_text_config=parts[1],
+        runner_type="pooling" if architecture in registry._REWARD_MODELS else "generate",
+        _model_info=SimpleNamespace(
+            is_attention_free="IsAttentionFree" in bases, is_hybrid="IsHybrid" in bases,
+            has_inner_state="HasInnerState" in bases, architecture=architecture,
+        ),
+        model_arch_config=SimpleNamespace(
+            architectures=[architecture],
+            is_deepseek_mla=ModelArchConfigConvertorBase(*parts).is_deepseek_mla(),
+        ),
+        attention_chunk_size=text.get("attention_chunk_size"),
+        multimodal_config=object() if is_multimodal else None,
+        _get_transformers_backend_cls=lambda: None,
+    )  # fmt: skip
+    return model

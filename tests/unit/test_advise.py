@@ -141,7 +141,7 @@ def test_heads_that_are_known_for_a_mixture_are_taken(tmp_path, monkeypatch):
         path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(fields))
     known = [pair for pair in known_for(str(target)) if pair[0].kind == "eagle3"]
-    assert [pair.draft for _, pair in known] == ["AngelSlim/Qwen3-a3B_eagle3"]
+    assert known[0][1].draft == "AngelSlim/Qwen3-a3B_eagle3"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sequoia_vllm.cli.measuring.known_for", lambda name: known)
     found = advice(str(target), "--device", "h100", "--batch", "1")

@@ -1,6 +1,5 @@
 """The table of published drafters: which is chosen for a target, and that vLLM loads them."""
 
-import ast
 import json
 import logging
 import re
@@ -10,16 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
-import vllm
 from vllm.model_executor.models import registry
 
 from sequoia_vllm.cli.measuring import known_draft as named_draft
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters.registry import DRAFTERS, drafter
+from sequoia_vllm.drafters.known_heads import HUB
+from sequoia_vllm.drafters.registry import DRAFTERS, KnownDrafter, drafter
 from sequoia_vllm.engine.frontend import drafts
 from sequoia_vllm.engine.frontend.draft_choice import KnownDraft, find_draft
 from sequoia_vllm.engine.frontend.draft_choice import known_drafts as drafts_of_kinds
 from sequoia_vllm.engine.frontend.drafts import kinds_here, recognise
+from tests.support.families import NAMES, bases_in_vllm
 
 SMOLLM2_DRAFT = Path(__file__).parents[2] / "examples" / "models" / "smollm2-draft"
 ALL = ("model", "eagle3", "dflash")
@@ -45,6 +45,8 @@ def known_draft(target: str, kinds=("model",), asked: str | None = None) -> Know
         ("meta-llama/Llama-2-7b-hf", "JackFram/llama-68m"),
         ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
         ("/models/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+        ("google/gemma-3-27b-it", "google/gemma-3-270m-it"),
         ("examples/models/target", "examples/models/draft"),
         ("/srv/sequoia/examples/models/target/", "/srv/sequoia/examples/models/draft"),
     ],
@@ -95,7 +97,7 @@ def test_draft_models_are_taken_unless_a_head_is_asked_for():
     )
     assert [known.drafter.kind for known in known_drafts("Qwen/Qwen3-8B", ALL, "dflash")] == [
         "dflash"
-    ] * 2
+    ] * 3
 
 
 def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypatch):
@@ -103,7 +105,7 @@ def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypat
     for kind in ("eagle3", "dflash"):
         monkeypatch.setattr(type(DRAFTERS[kind]), "by_default", True)
     kinds = [found.drafter.kind for found in known_drafts("Qwen/Qwen3-8B", ALL)]
-    assert kinds == ["dflash", "dflash", "eagle3", "eagle3", "model"]
+    assert kinds == ["dflash"] * 3 + ["eagle3"] * 3 + ["model"]
     assert known_draft("Qwen/Qwen3-14B", ALL).drafter.kind == "eagle3"
     assert known_draft("meta-llama/Llama-2-7b-hf", ALL).drafter.kind == "model"
 
@@ -217,12 +219,6 @@ def test_the_user_may_name_the_kind_alone():
 
 KNOWN = [(drafter.kind, known) for drafter in DRAFTERS.values() for known in drafter.known]
 HEADS = [(kind, known) for kind, known in KNOWN if kind != "model"]
-# Architectures of the targets that heads are listed for, by part of their names.
-TARGETS = {
-    "Llama": "LlamaForCausalLM", "vicuna": "LlamaForCausalLM", "A3B": "Qwen3MoeForCausalLM",
-    "A22B": "Qwen3MoeForCausalLM", "A35B": "Qwen3MoeForCausalLM", "Qwen3": "Qwen3ForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
-}  # fmt: skip
 
 
 def test_every_pair_says_why():
@@ -237,33 +233,25 @@ def test_vllm_loads_heads_of_this_kind(kind, pair):
     config = SimpleNamespace(architectures=[pair.architecture], model_type="llama")
     assert recognise(config).kind == kind
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", pair.draft)
-    assert re.fullmatch(r"[\w-]+/[\w-]+: [\w./-]+", pair.note)  # a repository, and a file in it
+    # Its own page, or a repository and a file in it.
+    assert pair.note == HUB or re.fullmatch(r"[\w-]+/[\w-]+: [\w./-]+", pair.note)
 
 
 @pytest.mark.parametrize("pair", [known for _, known in HEADS], ids=lambda known: known.draft)
 def test_their_targets_give_vllm_their_hidden_states(pair):
-    architecture = next(found for part, found in TARGETS.items() if part in pair.target)
-    module, name = registry._TEXT_GENERATION_MODELS[architecture]
-    source = Path(vllm.__file__).parent / "model_executor" / "models" / f"{module}.py"
-    classes = {
-        node.name: {ast.unparse(base) for base in node.bases}
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
-    assert {"SupportsEagle3", "EagleModelMixin"} & classes[name]
+    [classes] = {NAMES[name].architectures for name in targets_of(pair)}
+    assert {"SupportsEagle3", "EagleModelMixin"} & bases_in_vllm(classes[0])
 
 
-def test_each_head_is_chosen_for_some_target():
-    """Its name, or part of it, is that of a target that its pattern takes."""
-    names = [
-        "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct",
-        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "lmsys/vicuna-13b-v1.3",
-        *(f"Qwen/Qwen3-{size}" for size in (
-            "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B", "30B-A3B-Instruct-2507",
-            "235B-A22B-Instruct-2507", "Coder-30B-A3B-Instruct", "Coder-480B-A35B-Instruct",
-        )),
-        "openai/gpt-oss-20b", "openai/gpt-oss-120b",
-    ]  # fmt: skip
-    for _, pair in HEADS:
-        fitting = [name for name in names if re.fullmatch(pair.target, name, flags=re.IGNORECASE)]
-        assert len(fitting) == 1, pair
+def test_each_head_is_chosen_for_one_target():
+    assert all(len(targets_of(pair)) == 1 for _, pair in HEADS)
+
+
+def test_each_draft_model_is_chosen_for_a_target():
+    others = {"{0}/draft"}  # of a folder's target
+    assert all(targets_of(pair) or pair.draft in others for _, pair in KNOWN)
+
+
+def targets_of(pair: KnownDrafter) -> list[str]:
+    """Targets in the table of families that its pattern takes."""
+    return [name for name in NAMES if re.fullmatch(pair.target, name, flags=re.IGNORECASE)]

@@ -1,6 +1,5 @@
 """One check of models that trees do not serve, with one text: of the engine, `advise`, `doctor`."""
 
-import ast
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +9,16 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
 from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refusal
-from tests.support.families import KINDS, MIXTURES, READ_IMAGES, REFUSED
+from tests.support.families import (
+    MIXTURES,
+    READ_IMAGES,
+    RECURRENT,
+    REFUSED,
+    bases_in_vllm,
+    in_vllm,
+)
 
 pytest.importorskip("vllm")
-import vllm
 from vllm.model_executor.models import registry
 
 from sequoia_vllm.cli.doctor import _target
@@ -34,38 +39,25 @@ def advise(*arguments: str) -> str:
     return done.stderr.strip().removeprefix("error: ")
 
 
-def as_in_vllm(name: str, kinds: set) -> SimpleNamespace:
-    """The configuration that vLLM has of a model of these kinds."""
-    return SimpleNamespace(
-        model=name, use_mla="mla" in kinds,
-        attention_chunk_size=8192 if "chunked" in kinds else None, uses_alibi="alibi" in kinds,
-        is_hybrid="recurrent" in kinds, is_attention_free=False, has_inner_state=False,
-        hf_text_config=SimpleNamespace(), is_diffusion=False,
-        architectures=["Realtime"] if "realtime" in kinds else [],
-        uses_mrope="mrope" in kinds, is_multimodal_model="multimodal" in kinds,
-        is_encoder_decoder="encoder-decoder" in kinds,
-        runner_type="pooling" if "pooling" in kinds else "generate",
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("draft", [[], ["--draft-model", DRAFT]], ids=["no draft", "draft"])
 @pytest.mark.parametrize("family", REFUSED)
 def test_advise_and_engine_refuse_a_target_in_the_same_words(family, draft, tmp_path):
     """Before they ask for a draft, and without a prediction or a command."""
     target = save(tmp_path, REFUSED[family])
-    assert kinds_of(REFUSED[family]) == KINDS[family]
+    model, kinds = in_vllm(REFUSED[family], target), kinds_of(REFUSED[family])
+    assert refusals.kinds_in_vllm(model) == kinds
     with pytest.raises(ConfigError) as error:
-        refusals.refuse_model(as_in_vllm(target, KINDS[family]), "target")
+        refusals.refuse_model(model, "target")
     said = advise(target, *draft)
     assert said == str(error.value)
     of_drafts = {"mrope", "multimodal"}
-    assert all((UNSUPPORTED[kind] in said) == (kind not in of_drafts) for kind in KINDS[family])
+    assert all((UNSUPPORTED[kind] in said) == (kind not in of_drafts) for kind in kinds)
     assert "serve it without Sequoia, or choose another target model" in said
 
 
 def test_an_engine_refuses_a_target_before_it_reads_its_own_configuration(monkeypatch):
     monkeypatch.setattr(engine_config, "sequoia_request", lambda arguments: {"tree": "nonsense"})
-    target = as_in_vllm("a/target", {"mla"})
+    target = in_vllm(REFUSED["DeepSeek V2, V3, R1"], "a/target")
     with pytest.raises(ConfigError, match="the target model a/target uses multi-head latent"):
         engine_config.create_speculative_config(lambda *_: 1 / 0, SimpleNamespace(), target, None)
 
@@ -73,9 +65,9 @@ def test_an_engine_refuses_a_target_before_it_reads_its_own_configuration(monkey
 @pytest.mark.parametrize("family", READ_IMAGES)
 def test_targets_that_read_images_are_served(family, tmp_path):
     """Drafts read text: the same model is no draft (`test_drafts_are_refused_too`)."""
-    kinds = kinds_of(READ_IMAGES[family])
-    assert kinds == KINDS[family]
-    refusals.refuse_model(as_in_vllm(family, kinds), "target")
+    model = in_vllm(READ_IMAGES[family])
+    assert refusals.kinds_in_vllm(model) == kinds_of(READ_IMAGES[family])
+    refusals.refuse_model(model, "target")
     assert _target(save(tmp_path, READ_IMAGES[family])).ok
 
 
@@ -86,30 +78,31 @@ def test_a_hybrid_class_without_recurrent_layers_is_served():
         "layer_types": ["attention"] * 2,
     }  # fmt: skip
     assert kinds_of(config) == set()
-    model = as_in_vllm("granite", set())
-    model.has_inner_state = True
-    model.hf_text_config.layer_types = config["layer_types"]
-    assert refusals.kinds_in_vllm(model) == set()
-    model.hf_text_config.layer_types = ["attention", "mamba"]
-    assert refusals.kinds_in_vllm(model) == {"recurrent"}
+    assert refusals.kinds_in_vllm(in_vllm(config)) == set()
+    config["layer_types"] = ["attention", "mamba"]
+    assert refusals.kinds_in_vllm(in_vllm(config)) == {"recurrent"}
 
 
 @pytest.mark.parametrize("family", [*REFUSED, *READ_IMAGES])
 def test_drafts_are_refused_too(family, tmp_path):
     target = str(Path(DRAFT).with_name("target"))
-    draft = save(tmp_path, {**REFUSED, **READ_IMAGES}[family])
+    config = {**REFUSED, **READ_IMAGES}[family]
+    draft = save(tmp_path, config)
     said = advise(target, "--draft-model", draft)
-    assert said == refusal(draft, "draft", KINDS[family])
+    assert said == refusal(draft, "draft", kinds_of(config))
     assert "serve it without" not in said
 
 
 def test_doctor_looks_at_a_target(tmp_path):
-    target = save(tmp_path, REFUSED["deepseek"])
+    target = save(tmp_path, REFUSED["DeepSeek V2, V3, R1"])
     check = _target(target)
     assert (check.ok, check.found) == (
         False, f"the target model {target} uses multi-head latent attention (MLA)"
     )  # fmt: skip
-    assert check.fix == "serve it without Sequoia, or choose another target model"
+    assert check.fix == (
+        "serve it without Sequoia, or choose another target model "
+        "(DeepSeek V2, V3, R1: see docs/supported.md#refused-targets)"
+    )
     assert _target(DRAFT).ok
     assert not _target("none").ok
 
@@ -138,25 +131,6 @@ def test_what_looks_like_it_and_is_not(config):
 # -- vLLM's own models ---------------------------------------------------------------
 
 
-def interfaces(module: str, name: str) -> set[str]:
-    """What a class of vLLM's models derives from, as far as its module says."""
-    path = Path(vllm.__file__).parent / "model_executor" / "models" / f"{module}.py"
-    if not path.exists():  # in a package of its own
-        return set()
-    bases = {
-        node.name: [ast.unparse(base) for base in node.bases]
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
-    seen: set[str] = set()
-    wanted = [name]
-    while wanted:
-        if (found := wanted.pop()) not in seen:
-            seen.add(found)
-            wanted += bases.get(found, [])
-    return seen
-
-
 def test_multimodal_models_of_vllm_are_known_by_their_architecture():
     found = {name for name in registry._MULTIMODAL_MODELS if "multimodal" in of(name)}
     assert set(registry._MULTIMODAL_MODELS) - found == set()
@@ -166,8 +140,7 @@ def test_multimodal_models_of_vllm_are_known_by_their_architecture():
 
 def test_recurrent_models_of_vllm_are_known_by_their_architecture():
     models = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
-    signs = {"IsHybrid", "HasInnerState", "IsAttentionFree"}
-    recurrent = {name for name, place in models.items() if interfaces(*place) & signs}
+    recurrent = {name for name, (_, place) in models.items() if RECURRENT & bases_in_vllm(place)}
     assert "Qwen3_5ForConditionalGeneration" in recurrent
     assert {name for name in models if "recurrent" in of(name)} == recurrent
 

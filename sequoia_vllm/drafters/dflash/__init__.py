@@ -7,6 +7,7 @@ from types import MappingProxyType
 from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.known_heads import (
     GPT_OSS,
+    HUB,
     LLAMA_3_1_8B,
     QWEN3,
     QWEN3_2507,
@@ -19,6 +20,8 @@ from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
 
 _PUBLISHERS = {
     "RedHatAI": Publisher(SPECULATORS, "DFlashDraftModel"),
+    "RedHatAI/Qwen3-4B-speculator.dflash2": Publisher(HUB, "DFlash2DraftModel"),
+    "RedHatAI/Qwen3-8B-speculator.dflash2": Publisher(HUB, "DFlash2DraftModel"),
     "z-lab": Publisher("z-lab/dflash: README.md", "DFlashDraftModel"),
 }
 _V2 = "sequoia_vllm.drafters.dflash.v2"
@@ -93,8 +96,13 @@ class DFlash(BlockHead):
     )  # fmt: skip
     known = known_heads(_PUBLISHERS, {
         LLAMA_3_1_8B: ["z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"],
-        QWEN3.format("4B"): ["z-lab/Qwen3-4B-DFlash-b16"],
-        QWEN3.format("8B"): ["RedHatAI/Qwen3-8B-speculator.dflash", "z-lab/Qwen3-8B-DFlash-b16"],
+        QWEN3.format("4B"): [
+            "z-lab/Qwen3-4B-DFlash-b16", "RedHatAI/Qwen3-4B-speculator.dflash2",
+        ],
+        QWEN3.format("8B"): [
+            "RedHatAI/Qwen3-8B-speculator.dflash", "z-lab/Qwen3-8B-DFlash-b16",
+            "RedHatAI/Qwen3-8B-speculator.dflash2",
+        ],
         QWEN3.format("30B-A3B"): ["RedHatAI/Qwen3-30B-A3B-speculator.dflash"],
         QWEN3_2507.format("30B-A3B"): ["RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash"],
         QWEN3_CODER.format("30B-A3B"): ["z-lab/Qwen3-Coder-30B-A3B-DFlash"],

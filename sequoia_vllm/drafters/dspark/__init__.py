@@ -6,8 +6,13 @@ from types import MappingProxyType
 
 from sequoia_vllm.drafters.dflash import BlockHead
 from sequoia_vllm.drafters.fields import Fields
+from sequoia_vllm.drafters.known_heads import HUB, QWEN3, Publisher, known_heads
 from sequoia_vllm.drafters.registry import Sign, register
 
+_PUBLISHERS = {
+    "deepseek-ai": Publisher(HUB, "Qwen3DSparkModel"),
+    "RedHatAI": Publisher(HUB, "Qwen3DSparkModel"),
+}
 _OTHER = "a DSpark head of another architecture than Qwen3's"
 
 
@@ -18,6 +23,7 @@ class DSpark(BlockHead):
     kind = "dspark"
     name = "a DSpark head"
     rank = 1
+    by_default = False  # none has run on a GPU
     method = "dspark"
     on_v2 = "sequoia_vllm.drafters.dspark.v2.MarkovDrafter"
     speculators = MappingProxyType({"dspark": "Qwen3DSparkModel"})
@@ -28,6 +34,12 @@ class DSpark(BlockHead):
         Sign("field", "markov_rank", _OTHER, drafts=False, chains="dspark"),
         Sign("field", "dspark_block_size", _OTHER, drafts=False, chains="dspark"),
     )
+    known = known_heads(_PUBLISHERS, {
+        QWEN3.format("4B"): [
+            "deepseek-ai/dspark_qwen3_4b_block7", "RedHatAI/Qwen3-4B-speculator.dspark",
+        ],
+        QWEN3.format("8B"): ["deepseek-ai/dspark_qwen3_8b_block7"],
+    })  # fmt: skip
 
     def _block_size(self, config: Fields) -> int | None:
         found = super()._block_size(config)

@@ -8,8 +8,10 @@ from typing import Any
 from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.known_heads import (
     GPT_OSS,
+    HUB,
     LLAMA_3_1_8B,
     LLAMA_3_3_70B,
+    MINIMAX,
     QWEN3,
     QWEN3_2507,
     QWEN3_CODER,
@@ -19,17 +21,26 @@ from sequoia_vllm.drafters.known_heads import (
 )
 from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
 
+_EAGLE = "SafeAILab/EAGLE: README.md"
+_BUNDLE = "sgl-project/SpecForge: docs/community_resources/specbundle.md"
 # Heads in the speculators' format; with a configuration of a model; and made with SpecForge.
 _PUBLISHERS = {
     "RedHatAI": Publisher(SPECULATORS, "Eagle3LlamaForCausalLM"),
-    "yuhuili": Publisher("SafeAILab/EAGLE: README.md", "Eagle3LlamaForCausalLM"),
+    "yuhuili": Publisher(_EAGLE, "Eagle3LlamaForCausalLM"),
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Publisher(
         "vllm-project/vllm: tests/models/registry.py", "Eagle3LlamaForCausalLM"
     ),
     "AngelSlim": Publisher("Tencent/AngelSlim: README.md", "LlamaForCausalLMEagle3"),
-    "lmsys": Publisher(
-        "sgl-project/SpecForge: docs/community_resources/specbundle.md", "LlamaForCausalLMEagle3"
+    "lmsys": Publisher(_BUNDLE, "LlamaForCausalLMEagle3"),
+    "lmsys/Qwen3-235B-A22B-EAGLE3": Publisher(_EAGLE, "LlamaForCausalLMEagle3"),
+    "zhuyksir": Publisher(_BUNDLE, "LlamaForCausalLMEagle3"),
+    "Tengyunw": Publisher(_EAGLE, "LlamaForCausalLMEagle3"),
+    "nvidia": Publisher(_EAGLE, "LlamaForCausalLMEagle3"),
+    "nvidia/gpt-oss-120b-Eagle3-v3": Publisher(
+        "vllm-project/recipes: models/openai/gpt-oss-120b.yaml", "LlamaForCausalLMEagle3"
     ),
+    "asherszhang": Publisher(HUB, "LlamaForCausalLMEagle3"),
+    "IamBerbec": Publisher(HUB, "LlamaForCausalLMEagle3"),
 }
 # Hidden states that vLLM gives heads that do not say which they read.
 _DEFAULT_READS = 3
@@ -69,10 +80,12 @@ class Eagle3(Drafter):
         LLAMA_3_1_8B: [
             "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
             "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+            "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge",
         ],
         LLAMA_3_3_70B: [
             "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
             "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
+            "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge",
         ],
         r"(.*/)?DeepSeek-R1-Distill-Llama-8B(-.*)?": [
             "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",
@@ -80,18 +93,28 @@ class Eagle3(Drafter):
         r"(.*/)?vicuna-13b-v1\.3(-.*)?": ["yuhuili/EAGLE3-Vicuna1.3-13B"],
         QWEN3.format("1.7B"): ["AngelSlim/Qwen3-1.7B_eagle3"],
         QWEN3.format("4B"): ["AngelSlim/Qwen3-4B_eagle3"],
-        QWEN3.format("8B"): ["RedHatAI/Qwen3-8B-speculator.eagle3", "AngelSlim/Qwen3-8B_eagle3"],
+        QWEN3.format("8B"): [
+            "RedHatAI/Qwen3-8B-speculator.eagle3", "AngelSlim/Qwen3-8B_eagle3",
+            "Tengyunw/qwen3_8b_eagle3",
+        ],
         QWEN3.format("14B"): [
             "RedHatAI/Qwen3-14B-speculator.eagle3", "AngelSlim/Qwen3-14B_eagle3",
         ],
         QWEN3.format("32B"): [
             "RedHatAI/Qwen3-32B-speculator.eagle3", "AngelSlim/Qwen3-32B_eagle3",
         ],
-        QWEN3.format("30B-A3B"): ["AngelSlim/Qwen3-a3B_eagle3"],
-        QWEN3_2507.format("30B-A3B"): ["RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3"],
-        QWEN3.format("235B-A22B"): ["RedHatAI/Qwen3-235B-A22B-speculator.eagle3"],
+        QWEN3.format("30B-A3B"): ["AngelSlim/Qwen3-a3B_eagle3", "Tengyunw/qwen3_30b_moe_eagle3"],
+        QWEN3_2507.format("30B-A3B"): [
+            "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
+            "lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex",
+        ],
+        QWEN3.format("235B-A22B"): [
+            "RedHatAI/Qwen3-235B-A22B-speculator.eagle3", "nvidia/Qwen3-235B-A22B-Eagle3",
+            "lmsys/Qwen3-235B-A22B-EAGLE3",
+        ],
         QWEN3_2507.format("235B-A22B"): [
             "RedHatAI/Qwen3-235B-A22B-Instruct-2507-speculator.eagle3",
+            "lmsys/SGLang-EAGLE3-Qwen3-235B-A22B-Instruct-2507-SpecForge-Meituan",
         ],
         QWEN3_CODER.format("30B-A3B"): [
             "lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge",
@@ -99,10 +122,15 @@ class Eagle3(Drafter):
         QWEN3_CODER.format("480B-A35B"): [
             "lmsys/SGLang-EAGLE3-Qwen3-Coder-480B-A35B-Instruct-SpecForge-EigenAI",
         ],
-        GPT_OSS.format("20b"): ["RedHatAI/gpt-oss-20b-speculator.eagle3"],
+        GPT_OSS.format("20b"): [
+            "RedHatAI/gpt-oss-20b-speculator.eagle3", "zhuyksir/EAGLE3-gpt-oss-20b-bf16",
+        ],
         GPT_OSS.format("120b"): [
             "RedHatAI/gpt-oss-120b-speculator.eagle3", "lmsys/EAGLE3-gpt-oss-120b-bf16",
+            "nvidia/gpt-oss-120b-Eagle3-v3", "nvidia/gpt-oss-120b-Eagle3",
         ],
+        MINIMAX.format("2.5"): ["IamBerbec/MiniMax-M2.5-Eagle3"],
+        MINIMAX.format("2.7"): ["asherszhang/MiniMax-M2.7-EAGLE3-draft-vocab32k"],
     })  # fmt: skip
 
     def look_alike(self, config: Fields) -> tuple[Sign, str] | None:

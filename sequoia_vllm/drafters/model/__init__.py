@@ -4,6 +4,17 @@ from sequoia_vllm.drafters.registry import Drafter, KnownDrafter, Sign, register
 
 _MEDUSA, _SPECULATOR = "a set of Medusa heads", "an MLP speculator"
 
+# By their targets. Targets that read images have the tokens of a text model.
+_SMALLEST = {
+    r"Qwen2\.5-(VL-)?(7|14|32|72)B": "Qwen/Qwen2.5-0.5B-Instruct",
+    r"Qwen2\.5-Coder-(7|14|32)B": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    r"Qwen3-VL-(8|32)B": "Qwen/Qwen3-0.6B",
+    r"gemma-2-27b": "google/gemma-2-2b-it",
+    r"gemma-3-(4|12|27)b": "google/gemma-3-270m-it",
+    r"EXAONE-4\.0-32B": "LGAI-EXAONE/EXAONE-4.0-1.2B",
+    r"ERNIE-4\.5-(21B-A3B|300B-A47B)": "baidu/ERNIE-4.5-0.3B-PT",
+}
+
 
 @register
 class StandaloneModel(Drafter):
@@ -37,6 +48,10 @@ class StandaloneModel(Drafter):
         ),
         KnownDrafter(
             r".*Qwen3-(4|8|14|32)B.*", "Qwen/Qwen3-0.6B", "the smallest Qwen3 model"
+        ),
+        *(
+            KnownDrafter(rf"(.*/)?{targets}.*", draft, "the smallest model of its kind")
+            for targets, draft in _SMALLEST.items()
         ),
         KnownDrafter(
             r"(.*/)?examples/models/target/?", "{0}/draft", "the pair in this repository"

@@ -13,7 +13,8 @@ from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
-from sequoia_vllm.hardware.support import Kind, Role, as_error, has_only_attention, refusal
+from sequoia_vllm.hardware.families import refusal_of
+from sequoia_vllm.hardware.support import Kind, Role, as_error, has_only_attention, kinds_of
 
 _FP8_CAPABILITY = 89  # our kernel converts it there
 _PIPELINE_V1 = (
@@ -33,7 +34,7 @@ def refuse_model(model: Any, role: Role) -> None:
     Raises:
         ConfigError: With every reason, and the fix.
     """
-    if message := refusal(model.model, role, kinds_in_vllm(model)):
+    if message := refusal_of(model.model, role, model.architectures, kinds_in_vllm(model)):
         raise ConfigError(message)
 
 
@@ -54,6 +55,7 @@ def kinds_in_vllm(model: Any) -> set[Kind]:
     """The kinds of model that vLLM takes this one for."""
     found: dict[Kind, bool] = {
         "mla": model.use_mla,
+        "attention": _has_own_attention(model),
         "chunked": model.attention_chunk_size is not None,
         "alibi": model.uses_alibi,
         "recurrent": _has_recurrent_layers(model),
@@ -65,6 +67,12 @@ def kinds_in_vllm(model: Any) -> set[Kind]:
         "pooling": model.runner_type == "pooling",
     }
     return {kind for kind, is_so in found.items() if is_so}
+
+
+def _has_own_attention(model: Any) -> bool:
+    """Asks the configuration as commands do: vLLM finds it out when it makes the layers."""
+    parts = vars(model.hf_text_config) | vars(model.hf_config)
+    return "attention" in kinds_of({**parts, "architectures": model.architectures})
 
 
 def _has_recurrent_layers(model: Any) -> bool:
