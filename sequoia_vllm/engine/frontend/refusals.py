@@ -177,7 +177,7 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "a checkpoint asks for a quantized KV cache of a kind that is not supported here: use "
             f"{_plain_cache(model)}": cache.cache_dtype == "auto"
             and any(_asks_for_other_cache(which) for which in (model, draft)),
-            'FlashAttention does not read contexts from an fp8 KV cache here: leave '
+            "FlashAttention does not read contexts from an fp8 KV cache here: leave "
             '"context_attention" out': cache.cache_dtype.startswith("fp8")
             and SequoiaSettings.of(vllm_config).context_attention == "flash",
             "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(

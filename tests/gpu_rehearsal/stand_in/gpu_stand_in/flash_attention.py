@@ -54,7 +54,9 @@ def flash_attn_varlen_func(
     # Versions 2 and 3 write them whether or not they are asked for.
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     assert q.dtype == k.dtype == v.dtype
-    scales = tuple(None if s is None else s.flatten()[:1] for s in (q_descale, k_descale, v_descale))
+    scales = tuple(
+        None if s is None else s.flatten()[:1] for s in (q_descale, k_descale, v_descale)
+    )
     _attend(
         q, k, v, scales, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, softmax_scale, causal,
         block_table, out, lse, scheduler_metadata, tuple(window_size or (-1, -1)), softcap, s_aux,
