@@ -67,9 +67,9 @@ def flash_attn_varlen_func(
 @graphs.device_function
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor | None, ...], max_seqlen_q: int,
-    cu_seqlens_q: Tensor, max_seqlen_k: int, seqused_k: Tensor, softmax_scale: float | None, causal: bool, block_table: Tensor, out: Tensor,
-    lse: Tensor, scheduler_metadata: Tensor | None, window: tuple[int, int], soft_cap: float,
-    sinks: Tensor | None,
+    cu_seqlens_q: Tensor, max_seqlen_k: int, seqused_k: Tensor, softmax_scale: float | None,
+    causal: bool, block_table: Tensor, out: Tensor, lse: Tensor, scheduler_metadata: Tensor | None,
+    window: tuple[int, int], soft_cap: float, sinks: Tensor | None,
 ) -> None:  # fmt: skip
     attended[causal] += 1
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
