@@ -129,8 +129,8 @@ def _signature(dtype: str, cache: str) -> dict[str, str]:
         "output_token_stride", "output_head_stride", "padded_rows",
     )  # fmt: skip
     numbers = (
-        "first_node", "splits", "row_tiles", "max_positions", "table_stride", "ancestors_stride",
-        "context_lse_stride", "window", "ahead", "all_written",
+        "first_node", "splits", "row_tiles", "max_positions", "table_stride", "slot_rows",
+        "ancestors_stride", "context_lse_stride", "window", "ahead", "all_written",
     )  # fmt: skip
     integers = (
         "block_table", "context_lens", "query_start_loc", "written", "ancestors", "depths",
@@ -140,6 +140,7 @@ def _signature(dtype: str, cache: str) -> dict[str, str]:
         **dict.fromkeys(("query", "output", "sinks"), f"*{dtype}"),
         **dict.fromkeys(("key_cache", "value_cache"), f"*{cache}"),
         **dict.fromkeys(integers, "*i32"),
+        "slots": "*i64",
         **dict.fromkeys(floats, "*fp32"),
         **dict.fromkeys(("scale", "soft_cap"), "fp32"),
         **dict.fromkeys(numbers, "i32"),

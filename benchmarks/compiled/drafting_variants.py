@@ -40,7 +40,7 @@ def draft_input_variants() -> list[Variant]:
     int64 = ("requests", "tokens", "layout", "positions", "slots", "last_rows")
     numbers = (
         "ids_stride", "max_len", "width", "num_rows", "longest", "state_offset", "tokens_stride",
-        "first", "depth", "mask_token",
+        "first", "depth", "mask_token", "slot_rows",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),
@@ -148,7 +148,9 @@ def _draw(dtype: str, branch: int, vocabulary: int) -> list[Variant]:
 
 
 def _draw_signature(dtype: str) -> dict[str, str]:
-    numbers = ("width", "depth", "vocabulary", "num_state_rows", "num_blocks", "max_children")
+    numbers = (
+        "width", "depth", "vocabulary", "num_state_rows", "num_blocks", "max_children", "slot_rows",
+    )  # fmt: skip
     floats = ("temperature", "top_p", "min_p", "lowest", "found", "partials", "draft_stats")
     integers = (
         "top_k", "modes", "positions", "nodes", "counts", "columns", "state_rows", "inner_rows",
@@ -158,7 +160,7 @@ def _draw_signature(dtype: str) -> dict[str, str]:
     return {
         **dict.fromkeys(("logits", "draft_logits"), f"*{dtype}"),
         **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(("seeds", "candidates", "tokens"), "*i64"),
+        **dict.fromkeys(("seeds", "candidates", "tokens", "slots"), "*i64"),
         **dict.fromkeys(integers, "*i32"),
         **dict.fromkeys(numbers, "i32"),
         **dict.fromkeys(multiples, "i64:16"),

@@ -17,20 +17,23 @@ from sequoia_vllm.kernels.verify_kernels import verify_kernel
 def scoring_input_variants() -> list[Variant]:
     """The kernels before scoring and verification, as an engine launches them."""
     int32 = (
-        "row_slots", "row_nodes", "input_ids", "slots", "cu_rows", "num_nodes", "state_rows",
+        "row_slots", "row_nodes", "input_ids", "cu_rows", "num_nodes", "state_rows",
         "modes", "token_ids_out", "modes_out", "root_positions_out", "state_rows_out", "scored",
         "context_lens",
     )  # fmt: skip
     int64 = (
-        "rows", "shifts", "positions", "seeds", "tokens_out", "positions_out", "seeds_out"
+        "rows", "shifts", "positions", "seeds", "tokens_out", "positions_out", "seeds_out",
+        "noted_slots", "slots",
+    )  # fmt: skip
+    numbers = (
+        "slot_rows", "max_nodes", "axis_stride", "num_invalid", "num_rows", "num_requests",
+        "scored_stride",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),
         **dict.fromkeys(int64, "*i64"),
         **dict.fromkeys(("temperatures", "temperatures_out"), "*fp32"),
-        **dict.fromkeys(
-            ("max_nodes", "num_invalid", "num_rows", "num_requests", "scored_stride"), "i32"
-        ),
+        **dict.fromkeys(numbers, "i32"),
         "invalid": "*i1",
     }
     place, gather = (
@@ -39,7 +42,7 @@ def scoring_input_variants() -> list[Variant]:
     )
     constants = {"BLOCK": scoring_inputs._BLOCK}
     return [
-        Variant("place nodes", place, signature, {"BLOCK": 64}, num_warps=1),
+        Variant("place nodes", place, signature, {"BLOCK": 64, "NOTED": True}, num_warps=1),
         Variant("gather for verification", gather, signature, constants, num_warps=4),
     ]
 
@@ -54,7 +57,10 @@ def path_edit_variants() -> list[Variant]:
         "prompt_bits", "output_counts", "words", "offsets", "num_words", "all_tokens",
         "prompt_lens", "total_lens",
     )  # fmt: skip
-    strides = ("bits_stride", "counts_stride", "words_stride", "offsets_stride", "tokens_stride")
+    strides = (
+        "slot_rows", "bits_stride", "counts_stride", "words_stride", "offsets_stride",
+        "tokens_stride",
+    )  # fmt: skip
     signature = {
         **rows,
         **dict.fromkeys(int32, "*i32"),
@@ -205,15 +211,15 @@ def _verify_signature(target: str, draft: str) -> dict[str, str]:
     )  # fmt: skip
     numbers = (
         "has_statistics", "walks_sampled", "num_states", "branches", "children_stride",
-        "stats_state_stride", "stats_inner_stride", "columns", "sampled_stride", "path_columns",
-        "accepted_stride",
+        "stats_state_stride", "stats_inner_stride", "slot_rows", "columns", "sampled_stride",
+        "path_columns", "accepted_stride",
     )  # fmt: skip
     multiples = ("vocabulary", "logits_stride", "draft_state_stride", "draft_inner_stride")
     return {
         "logits": f"*{target}",
         "draft_logits": f"*{draft}",
         **dict.fromkeys(integers, "*i32"),
-        **dict.fromkeys(("target_tokens", "seeds", "sampled_tokens"), "*i64"),
+        **dict.fromkeys(("target_tokens", "seeds", "slots", "sampled_tokens"), "*i64"),
         **dict.fromkeys(floats, "*fp32"),
         **dict.fromkeys(multiples, "i32:16"),
         **dict.fromkeys(numbers, "i32"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth
-from sequoia_vllm.drafting.tree_tables import DraftLevels
+from sequoia_vllm.drafting.tree_tables import DraftLevels, picked
 
 
 class BlockLogits(ABC):
@@ -138,5 +138,6 @@ class BlockGrowth(TreeGrowth):
         logits = self._model.block_logits(predicting, roots.hidden, tokens)
         for level in levels.levels:
             if level.depth > 0:
-                tokens = self._drafted.tokens[:num_reqs].index_select(1, level.nodes)
+                slots = batch.slots[:num_reqs]
+                tokens = picked(self._drafted.tokens[:num_reqs], level.nodes, slots)
             self._drafted.draw(batch, num_reqs, levels, level, logits.at(level.depth, tokens))

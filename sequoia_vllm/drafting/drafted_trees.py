@@ -82,6 +82,7 @@ class DraftedTrees:
             modes=batch.modes[:num_reqs],
             positions=batch.roots[:num_reqs],
             depth=level.depth,
+            slots=batch.slots[:num_reqs],
             nodes=level.nodes,
             counts=level.counts,
             columns=level.columns,

@@ -14,45 +14,56 @@ from torch import Tensor
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
-from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
+from sequoia_vllm.drafting.tree_tables import DraftLevels, Level, picked
 from sequoia_vllm.kernels.draft_inputs import DraftInputs
 
 
-@dataclass(frozen=True)
-class DraftQueries:
-    """One forward pass of the draft over the same nodes of R requests' trees.
+@dataclass(frozen=True, kw_only=True)
+class NodeQueries:
+    """What nodes of R requests' trees attend to, in a pass of the draft or the target.
 
     Attributes:
+        request_slots: int64 ``[R]``: of each, -1 for padding.
         context_lens: int32 ``[R]``: tokens in the cache before node 0.
-        query_start_loc: int32 ``[R + 1]``: rows of each request.
+        query_start_loc: int32 ``[R + 1]``: first row of each request, then the end.
         first: Node of the first query. Node j lies in slot ``context_lens + j``.
-        width: Queries per request, one for each node from ``first`` on.
-        ancestors: bool ``[I, I]``: which nodes each of the tree's I nodes sees.
+        width: Queries per request, one for each node from ``first`` on; in scoring at most so many.
+        ancestors: bool ``[I, I]`` or ``[S, I, I]``: which nodes each of the tree's I nodes sees.
         max_keys: Bound on the keys of a request.
         max_slots: Bound on the slots of a request. Nodes behind it have none, and no query sees
-            them.
-        token_ids: int32 ``[rows]``, request after request.
-        positions: int64 ``[rows]``: for the model.
-        slots: int64 ``[groups, rows]``: where keys and values go, by group of cache layers; -1:
-            nowhere.
-        recurrent_states: ``[rows, F]``: what earlier passes left for these rows. For committed
-            tokens: `combine_hidden_states` of the target's states. None: nothing.
+            them. None: all that have a block have a slot.
         written: int32 ``[R]``: the first so many queries of each request have slots; None: all.
             The keys of the others are undefined.
     """
 
+    request_slots: Tensor
     context_lens: Tensor
     query_start_loc: Tensor
     first: int
     width: int
     ancestors: Tensor
     max_keys: int
-    max_slots: int
+    max_slots: int | None = None
+    written: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftQueries(NodeQueries):
+    """One forward pass of the draft over the same nodes of R requests' trees.
+
+    Attributes:
+        token_ids: int32 ``[rows]``, request after request.
+        positions: int64 ``[rows]``: for the model.
+        slots: int64 ``[groups, rows]``: where keys and values go, by group of cache layers; -1:
+            nowhere.
+        recurrent_states: ``[rows, F]``: what earlier passes left for these rows. For committed
+            tokens: `combine_hidden_states` of the target's states. None: nothing.
+    """
+
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     recurrent_states: Tensor | None = None
-    written: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,12 +81,9 @@ class DraftStates:
 
     def new_zeros(self, count: int) -> DraftStates:
         """Zeros for ``count`` such rows."""
-        recurrent_states = None
-        if self.recurrent_states is not None:
-            recurrent_states = self.recurrent_states.new_zeros(
-                count, *self.recurrent_states.shape[1:]
-            )
-        return DraftStates(self.hidden.new_zeros(count, *self.hidden.shape[1:]), recurrent_states)
+        read = self.recurrent_states
+        zeros = None if read is None else read.new_zeros(count, *read.shape[1:])
+        return DraftStates(self.hidden.new_zeros(count, *self.hidden.shape[1:]), zeros)
 
     def copy_rows(self, index: Tensor, copies: DraftStates) -> None:
         """Copies the states of these m rows, an int tensor, into the m rows of ``copies``."""
@@ -88,17 +96,15 @@ class DraftStates:
         recurrent_states = None if self.recurrent_states is None else self.recurrent_states[:count]
         return DraftStates(self.hidden[:count], recurrent_states)
 
-    def below(self, num_reqs: int, parents: Tensor) -> Tensor | None:
+    def below(self, slots: Tensor, parents: Tensor) -> Tensor | None:
         """``[R * m, F]``: the recurrent_states that m nodes below these rows of R requests get.
 
-        Args:
-            num_reqs: R.
-            parents: int64 ``[m]``: place of each one's parent among a request's rows.
+        ``parents`` are a `Level`'s, by request slot or not; ``slots`` those of the R requests.
         """
         if self.recurrent_states is None:
             return None
-        by_request = self.recurrent_states.view(num_reqs, -1, self.recurrent_states.shape[1])
-        return by_request.index_select(1, parents).flatten(0, 1)
+        by_request = self.recurrent_states.view(len(slots), -1, self.recurrent_states.shape[1])
+        return picked(by_request, parents, slots).flatten(0, 1)
 
 
 class DraftModel(ABC):
@@ -238,7 +244,7 @@ class TreeGrowth:
         logits = self._model.compute_logits(states.hidden)
         self._drafted.draw(self._batch, num_reqs, levels, levels.levels[0], logits)
         for level in levels.levels[1:]:
-            recurrent_states = states.below(num_reqs, level.parents)
+            recurrent_states = states.below(self._batch.slots[:num_reqs], level.parents)
             states = self.grow_level(num_reqs, levels, level, max_keys, recurrent_states)
 
     def grow_level(
@@ -252,10 +258,8 @@ class TreeGrowth:
         """One forward pass over the nodes of a level below the roots, and their children.
 
         Args:
-            num_reqs: Requests of the batch, R.
-            levels: The tree to grow.
+            num_reqs, levels, max_keys: See `grow`.
             level: The level, of m nodes.
-            max_keys: No request has more committed tokens.
             recurrent_states: ``[R * m, F]``: what the level above left for them.
 
         Returns:
@@ -295,6 +299,7 @@ class TreeGrowth:
         num_reqs, inputs = len(context_lens), self._inputs
         rows = num_reqs * width
         queries = DraftQueries(
+            request_slots=self._batch.slots[:num_reqs],
             context_lens=context_lens,
             query_start_loc=self._batch.multiples(width)[: num_reqs + 1],
             first=first,

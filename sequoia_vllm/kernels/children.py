@@ -15,6 +15,7 @@ from sequoia_vllm.kernels.children_kernels import (
     merge_best_kernel,
     row_statistics_kernel,
 )
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 
 _MIN_BLOCK = 1024
 # Four tokens per thread: with eight Triton 3.8 spills on some devices.
@@ -60,6 +61,7 @@ def draw_children(
     modes: Tensor,
     positions: Tensor,
     depth: int,
+    slots: Tensor,
     nodes: Tensor,
     counts: Tensor,
     columns: Tensor,
@@ -87,7 +89,9 @@ def draw_children(
         modes: int32 ``[R]``.
         positions: int32 ``[R]``: position of each root.
         depth: Depth of the m nodes.
-        nodes: int32 ``[m]``: stored index, part of the key of the random numbers.
+        slots: int64 ``[R]``: request slot of each, -1 for padding.
+        nodes: int32 ``[m]``, or ``[S, m]`` by slot, as what follows: stored index, part of the
+            key of the random numbers.
         counts: int32 ``[m]``: children of each, at most b.
         columns: int32 ``[m, b]``: column of each child in ``tokens``, in draft order.
         tokens: int64 or int32 ``[R, >= N]``: written, at these columns only.
@@ -97,13 +101,13 @@ def draw_children(
             `draft_probability`.
         state_rows: int32 or int64 ``[R]``: row of each request in these two; where
             it is none of theirs nothing is kept.
-        inner_rows: int32 ``[m]``: likewise of each node.
+        inner_rows: int32 ``[m]``, or by slot: likewise of each node.
         workspace: See `DrawWorkspace`.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or b exceeds V.
     """
-    width, max_children = columns.shape
+    width, max_children = columns.shape[-2:]
     rows, vocabulary = logits.shape
     _check(logits, modes, columns, tokens, draft_logits, draft_stats)
     branch = triton.next_power_of_2(max_children)
@@ -115,25 +119,25 @@ def draw_children(
     partials = scratch[: rows * num_blocks].view(torch.float32)
     candidates = scratch[rows * num_blocks : size]
     lowest = scratch[size:].view(torch.float32)
-    num_state_rows = draft_logits.shape[0]
+    num_state_rows, slot_rows = draft_logits.shape[0], rows_per_slot(nodes, 1)
     grid = (rows, num_blocks)
     truncation.lowest_inside(
         logits, temperature, top_k, top_p, min_p, modes, lowest, scratch.view(torch.int32)
     )
     row_statistics_kernel[grid](
-        logits, logits.stride(0), lowest, temperature, modes, width, vocabulary, partials,
-        draft_logits, draft_logits.stride(0), draft_logits.stride(1), num_state_rows,
+        logits, logits.stride(0), lowest, temperature, modes, slots, slot_rows, width, vocabulary,
+        partials, draft_logits, draft_logits.stride(0), draft_logits.stride(1), num_state_rows,
         state_rows, inner_rows, BLOCK=block, num_warps=4,
     )  # fmt: skip
     block_best_kernel[grid](
-        logits, logits.stride(0), lowest, temperature, seeds, modes, positions, depth, nodes,
-        counts, width, vocabulary, partials, candidates,
+        logits, logits.stride(0), lowest, temperature, seeds, modes, positions, depth,
+        slots, slot_rows, nodes, counts, width, vocabulary, partials, candidates,
         draft_stats, draft_stats.stride(0), draft_stats.stride(1), num_state_rows,
         state_rows, inner_rows, BLOCK=block, BLOCKS=padded_blocks, BRANCH=branch,
         num_warps=_BEST_WARPS,
     )  # fmt: skip
     merge_best_kernel[(rows,)](
-        modes, counts, columns, max_children, width, num_blocks, candidates,
+        modes, slots, slot_rows, counts, columns, max_children, width, num_blocks, candidates,
         tokens, tokens.stride(0), BLOCKS=padded_blocks, BRANCH=branch,
         num_warps=_merge_warps(padded_blocks * branch),
     )  # fmt: skip
@@ -147,7 +151,7 @@ def _check(
     draft_logits: Tensor,
     draft_stats: Tensor,
 ) -> None:
-    width, max_children = columns.shape
+    width, max_children = columns.shape[-2:]
     rows, vocabulary = logits.shape
     if rows != len(modes) * width:
         raise ValueError(f"{len(modes)} requests of {width} nodes, but {rows} rows of logits")

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from sequoia_vllm.kernels import modes as _modes
 from sequoia_vllm.kernels.random import DRAW, exponential, target_noise
+from sequoia_vllm.kernels.tree_shapes import shape_row
 from sequoia_vllm.kernels.truncation import lower_outside
 
 _SKIP = tl.constexpr(_modes.SKIP)
@@ -101,24 +102,24 @@ def _merge_statistics(partials, num_blocks, BLOCKS: tl.constexpr):
 # another compiled version.
 _ANYWHERE = [
     "lowest", "temperature", "seeds", "modes", "positions", "nodes", "counts", "columns",
-    "candidates", "tokens", "draft_stats", "state_rows", "inner_rows",
+    "candidates", "tokens", "draft_stats", "state_rows", "inner_rows", "slots",
 ]  # fmt: skip
 _NUMBERS = [
     "width", "depth", "num_state_rows", "num_blocks", "max_children", "stats_state_stride",
-    "stats_inner_stride", "tokens_stride",
+    "stats_inner_stride", "tokens_stride", "slot_rows",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def row_statistics_kernel(
-    logits, logits_stride, lowest, temperature, modes, width, vocabulary, partials,
-    draft_logits, draft_state_stride, draft_inner_stride, num_state_rows, state_rows, inner_rows,
-    BLOCK: tl.constexpr,
+    logits, logits_stride, lowest, temperature, modes, slots, slot_rows, width, vocabulary,
+    partials, draft_logits, draft_state_stride, draft_inner_stride, num_state_rows, state_rows,
+    inner_rows, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes maximum and sum of each block of sampled rows, and copies their logits of Q."""
     row = tl.program_id(0)
     block = tl.program_id(1)
-    request, place = row // width, row % width
+    request = row // width
     if tl.load(modes + request) == _SAMPLED:
         token = block * BLOCK + tl.arange(0, BLOCK)
         exists = token < vocabulary
@@ -129,6 +130,7 @@ def row_statistics_kernel(
         raw = lower_outside(raw, tl.load(lowest + row), own_temperature)
         state_row = tl.load(state_rows + request).to(tl.int64)
         if (state_row >= 0) & (state_row < num_state_rows):
+            place = shape_row(slots, request, slot_rows) + row % width
             inner_row = tl.load(inner_rows + place).to(tl.int64)
             kept = draft_logits + state_row * draft_state_stride + inner_row * draft_inner_stride
             tl.store(kept + token, raw, mask=exists)
@@ -143,8 +145,8 @@ def row_statistics_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def block_best_kernel(
-    logits, logits_stride, lowest, temperature, seeds, modes, positions, depth, nodes, counts,
-    width, vocabulary, partials, candidates,
+    logits, logits_stride, lowest, temperature, seeds, modes, positions, depth, slots, slot_rows,
+    nodes, counts, width, vocabulary, partials, candidates,
     draft_stats, stats_state_stride, stats_inner_stride, num_state_rows, state_rows, inner_rows,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
@@ -152,9 +154,10 @@ def block_best_kernel(
     row = tl.program_id(0)
     block = tl.program_id(1)
     num_blocks = tl.num_programs(1)
-    request, place = row // width, row % width
+    request = row // width
     mode = tl.load(modes + request)
     if mode != _SKIP:
+        place = shape_row(slots, request, slot_rows) + row % width
         token = block * BLOCK + tl.arange(0, BLOCK)
         exists = token < vocabulary
         raw = tl.load(
@@ -189,12 +192,13 @@ def block_best_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def merge_best_kernel(
-    modes, counts, columns, max_children, width, num_blocks, candidates, tokens, tokens_stride,
-    BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
+    modes, slots, slot_rows, counts, columns, max_children, width, num_blocks, candidates, tokens,
+    tokens_stride, BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """The best of all blocks, written where the node's children are."""
     row = tl.program_id(0)
-    request, place = row // width, row % width
+    request = row // width
+    place = shape_row(slots, request, slot_rows) + row % width
     count = tl.load(counts + place)
     own_columns = columns + place * max_children
     own_tokens = tokens + request.to(tl.int64) * tokens_stride

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot
+
 NO_SLOT = -1
 """In place of a cache slot: keys and values are not kept."""
 
@@ -157,17 +159,18 @@ class DraftInputs:
             requests: int64 ``[R]``: below 0: not there; its rows are token 0 without a slot.
             contexts: int32 ``[R]``: where each root is in the draft's cache.
             tokens: int64 ``[R, N]``, contiguous in its rows: drafted tokens by node.
-            nodes: int32 ``[m]``: columns of these in ``tokens``.
+            nodes: int32 ``[m]``: columns of these in ``tokens``; or ``[S, m]``, by ``requests``.
             first: Node j of the level belongs in the cache ``first + j`` after the root.
             depth: Depth of all m nodes.
             max_len: There are no cache slots from this position on.
             longest: Positions that the model was made for.
         """
-        num_rows = len(requests) * len(nodes)
+        width = nodes.shape[-1]
+        num_rows = len(requests) * width
         self._check(num_rows, len(requests))
         level_inputs_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-            requests, contexts, tokens, tokens.stride(0), nodes, first, depth, len(nodes), num_rows,
-            max_len, longest,
+            requests, contexts, tokens, tokens.stride(0), nodes, rows_per_slot(nodes, 1), first,
+            depth, width, num_rows, max_len, longest,
             self.tables.layout, self.token_ids, self.positions, self.slots, self.slots.stride(0),
             GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
@@ -256,35 +259,29 @@ def committed_inputs_kernel(
     _store_slots(slots, slots_stride, row, exists, layout, request, position, is_token, GROUPS)
 
 
-@triton.jit(do_not_specialize=["first", "depth", "width", "num_rows", "max_len", "longest"])
+@triton.jit(
+    do_not_specialize=["slot_rows", "first", "depth", "width", "num_rows", "max_len", "longest"]
+)
 def level_inputs_kernel(
-    requests, contexts, tokens, tokens_stride, nodes, first, depth, width, num_rows, max_len,
-    longest, layout, token_ids, positions, slots, slots_stride,
+    requests, contexts, tokens, tokens_stride, nodes, slot_rows, first, depth, width, num_rows,
+    max_len, longest, layout, token_ids, positions, slots, slots_stride,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of one level's nodes. Arguments as in `DraftInputs.read_level`."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < num_rows
     request, place = row // width, row % width
-    is_there = tl.load(requests + request, mask=exists, other=-1) >= 0
-    node = tl.load(nodes + place, mask=exists, other=0)
+    slot = tl.load(requests + request, mask=exists, other=-1)
+    is_there = slot >= 0
+    node = tl.load(nodes + slot * slot_rows + place, mask=is_there, other=0)
     token = tl.load(tokens + request.to(tl.int64) * tokens_stride + node, mask=is_there, other=0)
     tl.store(token_ids + row, token.to(tl.int32), mask=exists)
     root = tl.load(contexts + request, mask=exists, other=0)
     position = tl.minimum(root + depth, longest - 1)
     tl.store(positions + row, position.to(tl.int64), mask=exists)
     cached = root + first + place
-    _store_slots(
-        slots,
-        slots_stride,
-        row,
-        exists,
-        layout,
-        request,
-        cached,
-        is_there & (cached < max_len),
-        GROUPS,
-    )
+    has_slot = is_there & (cached < max_len)
+    _store_slots(slots, slots_stride, row, exists, layout, request, cached, has_slot, GROUPS)
 
 
 @triton.jit(do_not_specialize=["mask_token", "width", "num_rows", "max_len", "longest"])

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot
+
 _BLOCK = 2048
 _NUM_WARPS = 8
 
@@ -25,7 +27,7 @@ class NodeRows:
         slots: int32 or int64 ``[T]``: request slot of each row.
         nodes: int32 or int64 ``[T]``: its index in the tree.
         token_ids: int32 ``[T]``: what the target read in each row.
-        parents: int32 ``[N]``: parent of each node of the tree; the root's is not read.
+        parents: int32 ``[N]``, or ``[S, N]`` by slot: of each node; the root's is not read.
     """
 
     slots: Tensor
@@ -58,20 +60,22 @@ def penalise_paths(
     count, vocabulary = logits.shape
     penalise_paths_kernel[(count, triton.cdiv(vocabulary, _BLOCK))](
         logits, logits.stride(0), rows.slots, rows.nodes, rows.token_ids, rows.parents,
-        repetition, frequency, presence, prompt_bits, prompt_bits.stride(0),
-        output_counts, output_counts.stride(0), vocabulary,
+        rows_per_slot(rows.parents, 1), repetition, frequency, presence,
+        prompt_bits, prompt_bits.stride(0), output_counts, output_counts.stride(0), vocabulary,
         BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_rows"])
 def penalise_paths_kernel(
-    logits, logits_stride, slots, nodes, token_ids, parents, repetition, frequency, presence,
+    logits, logits_stride, slots, nodes, token_ids, parents, slot_rows,
+    repetition, frequency, presence,
     prompt_bits, bits_stride, output_counts, counts_stride, vocabulary, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row and a block of the vocabulary per program. Arguments as in `penalise_paths`."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
+    parents += slot * slot_rows
     repeated = tl.load(repetition + slot)
     by_count = tl.load(frequency + slot)
     once = tl.load(presence + slot)
@@ -124,14 +128,14 @@ def exclude_bad_words(
     """
     exclude_bad_words_kernel[(len(logits), most_words)](
         logits, logits.stride(0), rows.slots, rows.nodes, rows.token_ids, rows.parents,
-        words, words.stride(0), offsets, offsets.stride(0), num_words,
-        all_tokens, all_tokens.stride(0), prompt_lens, total_lens, num_warps=1,
+        rows_per_slot(rows.parents, 1), words, words.stride(0), offsets, offsets.stride(0),
+        num_words, all_tokens, all_tokens.stride(0), prompt_lens, total_lens, num_warps=1,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_rows"])
 def exclude_bad_words_kernel(
-    logits, logits_stride, slots, nodes, token_ids, parents, words, words_stride,
+    logits, logits_stride, slots, nodes, token_ids, parents, slot_rows, words, words_stride,
     offsets, offsets_stride, num_words, all_tokens, tokens_stride, prompt_lens, total_lens,
 ):  # fmt: skip
     """A row and a bad word per program. Arguments as in `exclude_bad_words`."""
@@ -140,6 +144,7 @@ def exclude_bad_words_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     if word >= tl.load(num_words + slot):
         return
+    parents += slot * slot_rows
     start = tl.load(offsets + slot * offsets_stride + word)
     last = tl.load(offsets + slot * offsets_stride + word + 1) - 1
     prompt = tl.load(prompt_lens + slot)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels.draft_inputs import aligned
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot, shape_row
 
 _BLOCK = 128
 
@@ -20,9 +21,10 @@ def place_nodes(
     *,
     rows: Tensor,
     cu_rows: Tensor,
+    slots: Tensor,
     shifts: Tensor,
     positions: Tensor,
-    context_lens: Tensor,
+    noted: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Moves the nodes of R trees from positions in a row to positions by depth.
 
@@ -32,26 +34,34 @@ def place_nodes(
         rows: int32 or int64 ``[T]``: where each node's position is.
         cu_rows: int32 ``[R + 1]``: nodes ``cu_rows[r]`` to ``cu_rows[r + 1]`` are
             request r's, in stored order, at most N.
-        shifts: int64 ``[N]``: depth of each node minus its index.
-        positions: int64, changed in place.
-        context_lens: int32 ``[>= R]``, written: position of each root; left alone for
-            requests without nodes.
+        slots: int32 or int64 ``[R]``: request slot of each.
+        shifts: int64 ``[N]``, or ``[S, N]`` by slot: depth of each node minus its index.
+        positions: int64 ``[tokens]``, or ``[axes, tokens]`` contiguous in its rows: those of
+            M-RoPE, which advance together in decoding. Changed in place.
+        noted: int32 and int64 ``[>= R]``, written: position of each root, and the slots; left alone
+            for requests without nodes. Only for positions of one axis.
     """
-    requests = len(cu_rows) - 1
+    requests, max_nodes = len(cu_rows) - 1, shifts.shape[-1]
     if requests == 0:
         return
-    place_nodes_kernel[(requests,)](
-        rows, cu_rows, shifts, len(shifts), positions, context_lens,
-        BLOCK=min(1024, triton.next_power_of_2(len(shifts))), num_warps=1,
+    axes = positions.view(-1, positions.shape[-1])
+    context_lens, noted_slots = noted or (rows, rows)  # not read
+    place_nodes_kernel[(requests, len(axes))](
+        rows, cu_rows, slots, shifts, rows_per_slot(shifts, 1), max_nodes, positions,
+        axes.stride(0), context_lens, noted_slots, NOTED=noted is not None,
+        BLOCK=min(1024, triton.next_power_of_2(max_nodes)), num_warps=1,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["max_nodes"])
+@triton.jit(do_not_specialize=["slot_rows", "max_nodes", "axis_stride"])
 def place_nodes_kernel(
-    rows, cu_rows, shifts, max_nodes, positions, context_lens, BLOCK: tl.constexpr
+    rows, cu_rows, slots, shifts, slot_rows, max_nodes, positions, axis_stride, context_lens,
+    noted_slots, NOTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One request per program. Arguments as in `place_nodes`."""
+    """One request and axis per program. Arguments as in `place_nodes`."""
     request = tl.program_id(0)
+    positions += tl.program_id(1).to(tl.int64) * axis_stride
+    shifts += shape_row(slots, request, slot_rows)
     first = tl.load(cu_rows + request)
     num_nodes = tl.minimum(tl.load(cu_rows + request + 1) - first, max_nodes)
     for start in range(0, num_nodes, BLOCK):
@@ -59,45 +69,13 @@ def place_nodes_kernel(
         exists = node < num_nodes
         row = tl.load(rows + first + node, mask=exists, other=0)
         position = tl.load(positions + row, mask=exists, other=0)
-        root = exists & (node == 0)
-        tl.store(context_lens + request + node, position.to(tl.int32), mask=root)
+        if NOTED:
+            root = exists & (node == 0)
+            tl.store(context_lens + request + node, position.to(tl.int32), mask=root)
+            slot = tl.load(slots + request).to(tl.int64)
+            tl.store(noted_slots + request + node, slot, mask=root)
         shift = tl.load(shifts + node, mask=exists, other=0)
         tl.store(positions + row, position + shift, mask=exists & (node > 0))
-
-
-def shift_nodes(*, rows: Tensor, cu_rows: Tensor, shifts: Tensor, positions: Tensor) -> None:
-    """Moves the nodes of R trees on every axis of M-RoPE, which advance together in decoding.
-
-    Waits for nothing on the device.
-
-    Args:
-        rows, cu_rows, shifts: See `place_nodes`.
-        positions: int64 ``[axes, tokens]``, contiguous in its rows; changed in place.
-    """
-    requests = len(cu_rows) - 1
-    if requests == 0:
-        return
-    shift_nodes_kernel[(requests, len(positions))](
-        rows, cu_rows, shifts, len(shifts), positions, positions.stride(0),
-        BLOCK=min(1024, triton.next_power_of_2(len(shifts))), num_warps=1,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["max_nodes", "axis_stride"])
-def shift_nodes_kernel(
-    rows, cu_rows, shifts, max_nodes, positions, axis_stride, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One request and axis per program. Arguments as in `shift_nodes`."""
-    request = tl.program_id(0)
-    axis = positions + tl.program_id(1).to(tl.int64) * axis_stride
-    first = tl.load(cu_rows + request)
-    num_nodes = tl.minimum(tl.load(cu_rows + request + 1) - first, max_nodes)
-    for start in range(0, num_nodes, BLOCK):
-        node = start + tl.arange(0, BLOCK)
-        exists = (node < num_nodes) & (node > 0)
-        row = tl.load(rows + first + node, mask=exists, other=0)
-        position = tl.load(axis + row, mask=exists, other=0)
-        tl.store(axis + row, position + tl.load(shifts + node, mask=exists, other=0), mask=exists)
 
 
 @dataclass(frozen=True)
@@ -111,6 +89,7 @@ class VerifierInputs:
         modes, root_positions, state_rows: int32 ``[R]``.
         temperatures: float32 ``[R]``.
         seeds: int64 ``[R]``.
+        slots: int32 or int64 ``[R]``: as given.
     """
 
     tokens: Tensor
@@ -121,10 +100,12 @@ class VerifierInputs:
     state_rows: Tensor
     temperatures: Tensor
     seeds: Tensor
+    slots: Tensor
 
     @staticmethod
-    def empty(rows: int, requests: int, device: torch.device) -> VerifierInputs:
-        """Memory for T rows and R requests."""
+    def empty(rows: int, slots: Tensor) -> VerifierInputs:
+        """Memory for T rows of requests in these R slots."""
+        requests, device = len(slots), slots.device
         # Rows of one piece of memory begin where it is aligned.
         int64 = torch.empty(3, aligned(max(rows, requests)), dtype=torch.int64, device=device)
         int32 = torch.empty(5, int64.shape[1], dtype=torch.int32, device=device)
@@ -139,13 +120,15 @@ class VerifierInputs:
             state_rows=state_rows[:requests],
             temperatures=temperatures[:requests].view(torch.float32),
             seeds=seeds[:requests],
+            slots=slots,
         )
 
     def part(self, requests: slice, rows: slice) -> VerifierInputs:
         """Inputs of these requests, which have these rows, as views."""
         by_row = (self.tokens, self.token_ids, self.positions)
         by_request = (
-            self.modes, self.root_positions, self.state_rows, self.temperatures, self.seeds
+            self.modes, self.root_positions, self.state_rows, self.temperatures, self.seeds,
+            self.slots,
         )  # fmt: skip
         return VerifierInputs(
             *(values[rows] for values in by_row), *(values[requests] for values in by_request)
@@ -189,7 +172,7 @@ def gather_for_verification(
         scored: int32 ``[R]`` with any stride, written: nodes that were drafted and scored.
     """
     num_rows, requests = len(rows), len(slots)
-    inputs = VerifierInputs.empty(num_rows, requests, rows.device)
+    inputs = VerifierInputs.empty(num_rows, slots)
     gather_for_verification_kernel[(triton.cdiv(max(num_rows, requests), _BLOCK),)](
         rows, row_slots, row_nodes, _nothing(rows.device) if invalid is None else invalid,
         0 if invalid is None else num_rows, input_ids, positions, slots, cu_rows,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sequoia_vllm.kernels import target_statistics as statistics
 from sequoia_vllm.kernels.traversal_kernels import NEVER, NUM_STATES, path_kernel, wave_kernel
+from sequoia_vllm.kernels.tree_shapes import only_shape
 from sequoia_vllm.kernels.verify import NUM_WARPS, TreesToVerify, lane_constants, match_trees
 
 # Tokens of the vocabulary that one program of a wave reads.
@@ -108,9 +109,10 @@ def traverse_trees(
         order: The order of the tree of ``trees.children``.
 
     Raises:
-        ValueError: See `TreesToVerify.check`.
+        ValueError: See `TreesToVerify.check`; or requests have trees of their own.
     """
     trees.check()
+    only_shape(trees.children, 2, "verification by traversal")
     if any_matched:
         match_trees(trees)
     if any_sampled and len(trees.num_sampled) > 0:

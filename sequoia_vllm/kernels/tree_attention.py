@@ -32,6 +32,7 @@ from sequoia_vllm.kernels.attention_tiles import (
     choose_tile,
 )
 from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 
 _WORD_BITS = 32
 _SPLITS_AT_ONCE = 16
@@ -121,8 +122,8 @@ class NodeMask:
     """The mask of a tree: which nodes see which. `tree_attention` takes it.
 
     Attributes:
-        words: int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`.
-        depths: int32 ``[N]``: of each node below its root.
+        words: int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`; or ``[S, ...]`` by request slot.
+        depths: int32 ``[N]``: of each node below its root; or ``[S, N]``.
         window: The window that the words are for: positions that a node sees, its own
             included; None: all.
         ahead: Nodes later than itself that a node may see at most: 0 in a tree.
@@ -137,9 +138,15 @@ class NodeMask:
     def of(cls, ancestors: Tensor, window: int | None = None) -> NodeMask:
         """Mask of a bool ``[N, N]`` for `pack_ancestors`, or of a block, whose nodes all see all.
 
+        Or the masks of ``[S, N, N]``.
+
         Raises:
             ValueError: See `pack_ancestors`.
         """
+        if ancestors.ndim == 3:
+            masks = [cls.of(tree, window) for tree in ancestors]
+            words = torch.stack([mask.words for mask in masks])
+            return cls(words, torch.stack([mask.depths for mask in masks]), window)
         nodes = len(ancestors)
         depths, within = within_window(ancestors, window or nodes)
         depths = depths.to(torch.int32)
@@ -156,11 +163,18 @@ class NodeMasks:
         self._made: dict[tuple[int, int | None], tuple[Tensor, NodeMask]] = {}
 
     def of(self, ancestors: Tensor, window: int | None = None) -> NodeMask:
-        """Mask of a bool ``[N, N]`` that does not change."""
+        """Mask of a bool ``[N, N]`` that does not change, or ``[S, N, N]``: see `repack`."""
         key = id(ancestors), window
         if key not in self._made:
             self._made[key] = ancestors, NodeMask.of(ancestors, window)
         return self._made[key][1]
+
+    def repack(self, slot: int) -> None:
+        """Makes a request slot's masks again, in place, after its trees have changed."""
+        for ancestors, mask in self._made.values():
+            if ancestors.ndim == 3:
+                own = NodeMask.of(ancestors[slot], mask.window)
+                mask.words[slot], mask.depths[slot] = own.words, own.depths
 
 
 def tree_attention(
@@ -172,6 +186,7 @@ def tree_attention(
     query_start_loc: Tensor,
     mask: NodeMask,
     *,
+    slots: Tensor,
     first_node: int,
     scale: float,
     key_scale: float | Tensor,
@@ -205,6 +220,7 @@ def tree_attention(
         query_start_loc: int32 ``[R + 1]``.
         mask: The tree's. Where it has a window, blocks that lie wholly before the root's
             are not read.
+        slots: int64 ``[R]``: request slot of each, -1 for padding.
         first_node: 0 for a whole tree; a level's first node where a level is drafted.
         scale: Softmax scale, positive.
         key_scale, value_scale: Factors of what an fp8 cache holds, positive: two
@@ -248,7 +264,8 @@ def tree_attention(
         raise ValueError(f"sinks are {list(sinks.shape)}; expected {[heads]}, contiguous")
     _, block_size, key_heads, _ = key_cache.shape
     requests, group = len(context_lens), heads // key_heads
-    queries = min(tokens, len(mask.words) - first_node)
+    nodes, words = mask.words.shape[-2:]
+    queries = min(tokens, nodes - first_node)
     if max_queries is not None:
         queries = min(queries, max_queries)
     if requests == 0 or queries <= 0:
@@ -267,8 +284,8 @@ def tree_attention(
         max_positions = min(max_positions, max_slots)
     window, most_read = 0, max_positions
     if mask.window is not None:
-        window = min(mask.window, max_positions + len(mask.words))  # in 32 bits
-        most_read = min(max_positions, window + len(mask.words) + tile.keys)
+        window = min(mask.window, max_positions + nodes)  # in 32 bits
+        most_read = min(max_positions, window + nodes + tile.keys)
     if max_keys is not None:
         most_read = min(most_read, max_keys)
     splits = 1
@@ -279,15 +296,16 @@ def tree_attention(
     shared = _shared_constants(group, head_size, tile.keys, mask.window is not None)
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
         query, key_cache, value_cache, block_table, context_lens, query_start_loc,
-        context_lens if written is None else written, mask.words,
-        mask.depths, key_scale, value_scale, partial_output, partial_lse, output,
+        context_lens if written is None else written,
+        slots, mask.words, mask.depths, key_scale, value_scale, partial_output, partial_lse, output,
         partial_lse if context_lse is None else context_lse, query if sinks is None else sinks,
         scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, first_node,
         splits, row_tiles, max_positions, int(written is None),
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
-        block_table.stride(0), mask.words.stride(0), output.stride(0), output.stride(1),
+        block_table.stride(0), rows_per_slot(mask.words, 2), mask.words.stride(-2),
+        output.stride(0), output.stride(1),
         0 if context_lse is None else context_lse.stride(0),
-        BLOCK_SIZE=block_size, WORDS=mask.words.shape[1], QUANTIZED=quantized,
+        BLOCK_SIZE=block_size, WORDS=words, QUANTIZED=quantized,
         SCALES_IN_MEMORY=isinstance(key_scale, Tensor), ROWS=tile.rows,
         ONLY_NODES=context_lse is not None, SOFT_CAPPED=bool(soft_cap),
         HAS_SINKS=sinks is not None, **shared,

@@ -20,6 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sequoia_vllm.kernels.tree_shapes import shape_row
+
 
 @triton.jit
 def _blocks_per_split(num_positions, splits, KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
@@ -131,22 +133,24 @@ def _attend_block(
 # compiled version.
 @triton.jit(
     do_not_specialize=[
-        "first_node", "splits", "row_tiles", "max_positions", "table_stride", "ancestors_stride",
-        "context_lse_stride", "window", "ahead", "all_written",
+        "first_node", "splits", "row_tiles", "max_positions", "table_stride", "slot_rows",
+        "ancestors_stride", "context_lse_stride", "window", "ahead", "all_written",
     ],
     do_not_specialize_on_alignment=[
-        "block_table", "context_lens", "query_start_loc", "written", "ancestors", "depths",
+        "block_table", "context_lens", "query_start_loc", "written", "slots", "ancestors", "depths",
         "key_scale", "value_scale", "context_lse", "sinks",
     ],
 )  # fmt: skip
 def tree_attention_kernel(
-    query, key_cache, value_cache, block_table, context_lens, query_start_loc, written, ancestors,
-    depths, key_scale, value_scale, partial_output, partial_lse, output, context_lse, sinks,
+    query, key_cache, value_cache, block_table, context_lens, query_start_loc, written, slots,
+    ancestors, depths, key_scale, value_scale, partial_output, partial_lse, output, context_lse,
+    sinks,
     scale, soft_cap, window, ahead, first_node, splits, row_tiles, max_positions, all_written,
     query_token_stride, query_head_stride,
     key_block_stride, key_slot_stride, key_head_stride,
     value_block_stride, value_slot_stride, value_head_stride,
-    table_stride, ancestors_stride, output_token_stride, output_head_stride, context_lse_stride,
+    table_stride, slot_rows, ancestors_stride, output_token_stride, output_head_stride,
+    context_lse_stride,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, QUANTIZED: tl.constexpr,
     SCALES_IN_MEMORY: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -195,7 +199,8 @@ def tree_attention_kernel(
         mask=row_exists[:, None] & is_channel[None, :],
         other=0.0,
     )
-    word_pointers = ancestors + (first_node + node) * ancestors_stride
+    mask_row = shape_row(slots, request, slot_rows) + first_node + node
+    word_pointers = ancestors + mask_row * ancestors_stride
     if QUANTIZED:
         scale *= tl.load(key_scale) if SCALES_IN_MEMORY else key_scale
 
@@ -211,7 +216,7 @@ def tree_attention_kernel(
     first_seen = tl.zeros([ROWS], dtype=tl.int32)
     lowest = 0
     if WINDOWED:
-        depth = tl.load(depths + first_node + node, mask=row_exists, other=0)
+        depth = tl.load(depths + mask_row, mask=row_exists, other=0)
         lowest = context - window + 1
         first_seen = lowest + depth
     blocks = block_table + request.to(tl.int64) * table_stride

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from sequoia_vllm.kernels import target_statistics as statistics
+from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 # A lane's rejected tokens are bits of an int64.
@@ -23,7 +24,7 @@ _STAGES, _STAGES_OF_MORE_LANES = 3, 1
 
 @dataclass(frozen=True)
 class TreesToVerify:
-    """R requests' trees: all of one shape, or the first nodes of it; and memory for results.
+    """R requests' trees: of one shape or each its own, or the first nodes; memory for results.
 
     Request r's rows are ``cu_num_logits[r]`` to ``cu_num_logits[r + 1]``, one per node, the
     root first. With one row it has no drafts and emits one token; with none, it emits nothing.
@@ -42,8 +43,9 @@ class TreesToVerify:
         modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
         positions: int32 ``[R]``: the root's position.
         seeds: int64 ``[R]``: of the request's random numbers.
-        children: int32 ``[N, b]``: the nodes below each node in draft order, then -1.
-        inner_index: int32 ``[N]``: where a node's draft logits are; -1 for leaves.
+        slots: int32 or int64 ``[R]``: request slot of each.
+        children: int32 ``[N, b]`` or ``[slots, N, b]``: nodes below each in draft order, then -1.
+        inner_index: int32 ``[N]`` or ``[slots, N]``: where a node's draft logits are; leaves: -1.
         draft_logits: ``[S, I, V]``, any of the types above: what children were drawn
             from.
         draft_stats: float32 ``[S, I, 2]``: maximum of logits / temperature, and sum
@@ -65,6 +67,7 @@ class TreesToVerify:
     modes: Tensor
     positions: Tensor
     seeds: Tensor
+    slots: Tensor
     children: Tensor
     inner_index: Tensor
     draft_logits: Tensor
@@ -85,7 +88,7 @@ class TreesToVerify:
         """Sizes and strides of what is read, in the kernels' order."""
         return (
             self.vocabulary, len(self.draft_logits), self.logits.stride(0),
-            self.children.shape[1], self.children.stride(0),
+            self.children.shape[-1], self.children.stride(-2),
             self.draft_logits.stride(0), self.draft_logits.stride(1),
             self.draft_stats.stride(0), self.draft_stats.stride(1),
         )  # fmt: skip
@@ -100,7 +103,7 @@ class TreesToVerify:
 
     def most_nodes(self, most: int | None) -> int:
         """Bound on the rows of a request: the smaller of ``most`` and the tree's nodes."""
-        all_nodes = len(self.children)
+        all_nodes = self.children.shape[-2]
         return min(most or all_nodes, all_nodes)
 
     def check(self) -> None:
@@ -184,9 +187,9 @@ def _walk(trees: TreesToVerify, looked_at: int, walks_sampled: bool) -> None:
         trees.tokens, trees.target_tokens, trees.cu_num_logits, trees.modes, trees.positions,
         trees.seeds, trees.children, trees.inner_index, trees.draft_logits, trees.draft_stats,
         trees.state_rows, trees.draft_temperatures,
-        trees.sampled_tokens, trees.num_sampled, trees.accepted,
-        *trees.sizes, *trees.result_sizes,
-        BRANCHES=triton.next_power_of_2(trees.children.shape[1]),
+        trees.slots, trees.sampled_tokens, trees.num_sampled, trees.accepted,
+        *trees.sizes, rows_per_slot(trees.children, 2), *trees.result_sizes,
+        BRANCHES=triton.next_power_of_2(trees.children.shape[-1]),
         **lane_constants(trees.vocabulary, trees.sampled_tokens.shape[1]), num_warps=NUM_WARPS,
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from sequoia_vllm.kernels.residual_kernels import (
     target_probability,
 )
 from sequoia_vllm.kernels.target_statistics import merge_statistics
+from sequoia_vllm.kernels.tree_shapes import shape_row
 
 _SAMPLED = tl.constexpr(draft_modes.SAMPLED)
 _SKIP = tl.constexpr(draft_modes.SKIP)
@@ -40,23 +41,23 @@ _SKIP = tl.constexpr(draft_modes.SKIP)
 @triton.jit(
     do_not_specialize=[
         "has_statistics", "walks_sampled", "num_states", "branches", "children_stride",
-        "stats_state_stride", "stats_inner_stride", "columns", "sampled_stride", "path_columns",
-        "accepted_stride",
+        "stats_state_stride", "stats_inner_stride", "slot_rows", "columns", "sampled_stride",
+        "path_columns", "accepted_stride",
     ],
     do_not_specialize_on_alignment=[
         "target_temperatures", "statistics", "tokens", "target_tokens", "cu_num_logits", "modes",
         "positions", "seeds", "children", "inner_index", "draft_stats", "state_rows",
-        "draft_temperatures", "sampled_tokens", "num_sampled", "accepted",
+        "draft_temperatures", "slots", "sampled_tokens", "num_sampled", "accepted",
     ],
 )  # fmt: skip
 def verify_kernel(
     logits, target_temperatures, statistics, has_statistics, walks_sampled,
     tokens, target_tokens, cu_num_logits, modes, positions, seeds, children,
-    inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
+    inner_index, draft_logits, draft_stats, state_rows, draft_temperatures, slots,
     sampled_tokens, num_sampled, accepted,
     vocabulary, num_states, logits_stride, branches, children_stride,
     draft_state_stride, draft_inner_stride, stats_state_stride, stats_inner_stride,
-    columns, sampled_stride, path_columns, accepted_stride,
+    slot_rows, columns, sampled_stride, path_columns, accepted_stride,
     LANES: tl.constexpr, STEPS: tl.constexpr, BRANCHES: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -83,13 +84,14 @@ def verify_kernel(
     state = tl.minimum(tl.maximum(state, 0), num_states - 1)
     sampled_row = sampled_tokens + request * sampled_stride
     accepted_row = accepted + request * accepted_stride
+    root = shape_row(slots, request, slot_rows)
 
     node = tl.minimum(num_nodes, 1) - 1  # the root, or -1: no node at all
     depth = tl.zeros_like(node)
     while node >= 0:
-        node_children = children + node * children_stride
+        node_children = children + (root + node) * children_stride
         if mode == _SAMPLED:
-            inner = tl.maximum(tl.load(inner_index + node), 0).to(tl.int64)
+            inner = tl.maximum(tl.load(inner_index + root + node), 0).to(tl.int64)
             child, token = _sample_step(
                 logits + (first_row + node) * logits_stride, target_temperature,
                 statistics, has_statistics, first_row + node,

@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.drafting.growth import NodeQueries
+from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables
 from sequoia_vllm.engine.v2.attention.other_rows import other_chains
 from sequoia_vllm.engine.v2.attention.scoring import OtherRows, TreeScoring
 from sequoia_vllm.tree import TokenTree
 
 pytestmark = pytest.mark.engine
 
+CPU = torch.device("cpu")
 TREE = TokenTree([-1, 0, 0, 1])
+TABLES = TreeTables(TREE, CPU)
 NUMBERS = torch.zeros(4, dtype=torch.int32)
 
 
@@ -24,7 +27,7 @@ NUMBERS = torch.zeros(4, dtype=torch.int32)
 def backend():
     from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 
-    return GPUTreeBackend(torch.from_numpy(TREE.ancestor_mask.copy()), "triton")
+    return GPUTreeBackend(TABLES.ancestors, "triton")
 
 
 def batch(lengths, drafts):
@@ -43,7 +46,7 @@ def batch(lengths, drafts):
 
 def test_contexts_are_split_for_the_longest_request_with_a_tree(backend):
     """Not for all that its blocks hold, nor for a prompt that is read beside it."""
-    scoring = TreeScoring(TREE, 4, torch.device("cpu"))
+    scoring = TreeScoring(TABLES, 4, CPU)
     trees = scoring.trees_of(batch([40, 300, 9000], [3, 3, 0]))
     alone = scoring.trees_of(batch([40, 300], [3, 3]))
     assert trees.max_keys == alone.max_keys == 300
@@ -52,10 +55,19 @@ def test_contexts_are_split_for_the_longest_request_with_a_tree(backend):
 
 
 def test_graphs_are_captured_for_the_longest_requests(backend):
-    scoring = TreeScoring(TREE, 4, torch.device("cpu"))
+    scoring = TreeScoring(TABLES, 4, CPU)
     captured = scoring.trees_to_capture(batch([8, 8], [3, 3]), 4, 131072)
     metadata = SimpleNamespace(block_table=torch.zeros(2, 8192, dtype=torch.int32))
     assert backend.scoring_queries(captured, metadata).max_keys == 131072
+
+
+def test_attention_on_cpus_takes_one_tree():
+    from sequoia_vllm.engine.v2.attention.backend_cpu import CPUTreeBackend
+
+    CPUTreeBackend(TABLES.ancestors, "triton")
+    own = TreeShapes(TREE, CPU, 4)
+    with pytest.raises(ValueError, match="attention on CPUs needs one tree for all requests"):
+        CPUTreeBackend(own.ancestors, "triton")
 
 
 @dataclass
@@ -87,16 +99,10 @@ def test_rows_beside_trees_keep_their_images():
 
 
 def test_levels_are_split_for_the_longest_request(backend):
-    queries = DraftQueries(
-        NUMBERS,
-        NUMBERS,
-        1,
-        2,
-        torch.from_numpy(TREE.ancestor_mask.copy()),
-        max_keys=77,
-        max_slots=4096,
-        **dict.fromkeys(("token_ids", "positions", "slots"), NUMBERS),
-    )
+    queries = NodeQueries(
+        request_slots=NUMBERS, context_lens=NUMBERS, query_start_loc=NUMBERS, first=1, width=2,
+        ancestors=TABLES.ancestors, max_keys=77, max_slots=4096,
+    )  # fmt: skip
     assert backend.draft_metadata(queries, NUMBERS[None], NUMBERS).tree.max_keys == 77
 
 

@@ -80,20 +80,24 @@ def test_committed_tokens(block_sizes, state_offset):
     assert inputs.last_rows.tolist() == [3, 4, 9, 15, 18, UNTOUCHED]
 
 
+# Columns of a level's nodes, for each request slot.
+OWN_NODES = torch.tensor([[2, 3, 5], [0, 0, 0], [1, 4, 8], [7, 8, 1], [3, 2, 6]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("by_slot", [OWN_NODES[2], OWN_NODES], ids=["one", "own"])
 @pytest.mark.parametrize("block_sizes", [(16,), (32,), (16, 32), (32, 16, 64)])
-def test_nodes_of_a_level(block_sizes):
+def test_nodes_of_a_level(block_sizes, by_slot):
     inputs = untouched_inputs(tables_of(block_sizes), rows=33)
     roots = torch.tensor([0, 14, 30, 0, MAX_LEN - 6], dtype=torch.int32)
     tokens = torch.arange(5 * 12).view(5, 12)[:, :9]
-    nodes = torch.tensor([1, 4, 8], dtype=torch.int32)
     first, depth, longest = 4, 2, 32
     inputs.read_level(
-        requests=REQUESTS, contexts=roots, tokens=tokens, nodes=nodes, first=first, depth=depth,
+        requests=REQUESTS, contexts=roots, tokens=tokens, nodes=by_slot, first=first, depth=depth,
         max_len=MAX_LEN, longest=longest,
     )  # fmt: skip
     expected = []
     for request, slot in enumerate(REQUESTS.tolist()):
-        for place, node in enumerate(nodes.tolist()):
+        for place, node in enumerate(by_slot.expand(5, 3)[slot].tolist()):
             cached = int(roots[request]) + first + place
             real = slot >= 0
             expected.append(

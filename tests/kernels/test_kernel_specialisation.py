@@ -5,6 +5,9 @@ an integer is 1 or a multiple of 16, whether a pointer is aligned to 16 bytes, a
 constants. The keys here are Triton's own, of launches that are recorded instead of run.
 """
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -111,6 +114,8 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
     for start in range(requests):
         for stop in range(start + 1, requests + 1):
             chunk, rows = slice(start, stop), slice(start * nodes, stop * nodes)
+            tree = torch.zeros(nodes, 3, dtype=torch.int32)  # of all, or each slot has its own
+            own = tree.repeat(requests, 1, 1)
             trees = TreesToVerify(
                 logits=logits[rows],
                 target_temperatures=torch.ones(requests)[chunk],
@@ -120,7 +125,8 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
                 modes=per_request[chunk],
                 positions=per_request[chunk],
                 seeds=per_request.long()[chunk],
-                children=torch.zeros(nodes, 3, dtype=torch.int32),
+                slots=per_request.long()[chunk],
+                children=tree,
                 inner_index=torch.zeros(nodes, dtype=torch.int32),
                 draft_logits=torch.zeros(requests, 2, vocabulary),
                 draft_stats=torch.zeros(requests, 2, 2),
@@ -131,6 +137,7 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
                 accepted=accepted[chunk],
             )
             verify.verify_trees(trees)
+            verify.verify_trees(replace(trees, children=own, inner_index=own[:, :, 0].contiguous()))
             for order in orders:
                 traversal.traverse_trees(trees, order)
             pays = target_statistics.pays_off((stop - start) * nodes, logits.device)
@@ -158,18 +165,21 @@ def test_tree_attention_has_a_version_per_tile_and_mask_width(record, blocks):
     most = max(BATCHES)
     table = torch.zeros(most + 1, blocks, dtype=torch.int32)
     lengths = torch.zeros(most + 2, dtype=torch.int32)
+    slots = torch.zeros(most + 2, dtype=torch.int64)
     scales = torch.ones(3)
     for nodes, first_node, width in (
         (1, 0, 1), (4, 0, 4), (33, 0, 33), (64, 0, 64), (64, 1, 7), (64, 8, 16), (64, 24, 1),
     ):  # fmt: skip
-        mask = tree_attention.NodeMask.of(torch.eye(nodes, dtype=torch.bool))
+        one_tree = torch.eye(nodes, dtype=torch.bool)
+        trees = (one_tree, one_tree.repeat(3, 1, 1))
+        masks = itertools.cycle([tree_attention.NodeMask.of(tree) for tree in trees])
         for requests in BATCHES:
             for skipped in (0, 1):  # rows of other requests come first
                 own = slice(skipped, skipped + requests)
                 packed = torch.zeros(requests * width + skipped, 12, 64, dtype=torch.bfloat16)
                 tree_attention.tree_attention(
                     packed[skipped:, :8], cache, cache, table[own], lengths[own],
-                    lengths[skipped : skipped + requests + 1], mask,
+                    lengths[skipped : skipped + requests + 1], next(masks), slots=slots[own],
                     first_node=first_node, scale=1.0, key_scale=scales[1], value_scale=scales[2],
                     workspace=workspace, output=torch.zeros_like(packed)[skipped:, :8],
                     max_queries=width,
@@ -196,11 +206,14 @@ def test_draws_have_a_version_per_branching(record):
     stats = torch.zeros(most, 9, 2)
     workspace = children.DrawWorkspace()
     numbers = torch.zeros(256, dtype=torch.int32)
+    slots = torch.zeros(most, dtype=torch.int64)
     for size in (16, 33, 64):  # of the tree
         tokens = torch.zeros(most, size, dtype=torch.int64)
         for depth, (width, branches) in enumerate(((1, 8), (3, 5), (16, 7))):
             for requests in BATCHES:
                 level = slice(depth, depth + width)  # of one tensor for all levels
+                # Of all requests, or each slot's own.
+                nodes = numbers[level] if requests % 2 else numbers[level].repeat(2, 1)
                 children.draw_children(
                     logits=torch.zeros(requests * width, vocabulary),
                     temperature=torch.ones(most)[:requests],
@@ -211,7 +224,8 @@ def test_draws_have_a_version_per_branching(record):
                     modes=torch.full((most,), SAMPLED, dtype=torch.int32)[:requests],
                     positions=numbers[:requests],
                     depth=depth,
-                    nodes=numbers[level],
+                    slots=slots[:requests],
+                    nodes=nodes,
                     counts=numbers[level],
                     columns=numbers[depth : depth + width * branches].view(width, branches),
                     tokens=tokens[:requests],

@@ -12,20 +12,32 @@ from tests.support.histories import Histories, penalised, with_bad_words
 #      │     └─ 4
 #      └─ 2 ─── 5
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 3))
+# Four requests' own trees.
+OWN = [
+    TokenTree(parents)
+    for parents in ((-1, 0, 1, 2, 0, 0, 3), (-1, 0, 0, 2), (-1,), (-1, 0, 0, 0, 3, 4, 3))
+]
 SLOTS = 5
 
 
-def histories(vocabulary: int, seed: int = 0) -> Histories:
+def histories(vocabulary: int, seed: int = 0, trees: list[TokenTree] | None = None) -> Histories:
     """Four requests: a whole tree, a prefix, none, and a whole one again."""
-    return Histories.random(TREE, [7, 4, 1, 7], vocabulary, seed)
+    return Histories.random(trees or TREE, [7, 4, 1, 7], vocabulary, seed)
 
 
-def rows_of(found: Histories, slots: list[int], dtype: torch.dtype) -> NodeRows:
+def rows_of(
+    found: Histories, slots: list[int], dtype: torch.dtype, trees: list[TokenTree] | None = None
+) -> NodeRows:
+    parents = torch.tensor(TREE.parents, dtype=torch.int32)
+    if trees is not None:
+        parents = torch.zeros(SLOTS, TREE.size, dtype=torch.int32)
+        for slot, tree in zip(slots, trees, strict=True):
+            parents[slot, : tree.size] = torch.tensor(tree.parents)
     return NodeRows(
         slots=torch.tensor([slots[request] for request in found.requests]).to(dtype),
         nodes=torch.tensor(found.nodes).to(dtype),
         token_ids=torch.tensor(found.token_ids, dtype=torch.int32),
-        parents=torch.tensor(TREE.parents, dtype=torch.int32),
+        parents=parents,
     )
 
 
@@ -35,11 +47,12 @@ def by_slot(values: list[float], slots: list[int], otherwise: float) -> torch.Te
     return found
 
 
+@pytest.mark.parametrize("trees", [None, OWN], ids=["one tree", "own trees"])
 @pytest.mark.parametrize("vocabulary", [50, 4100])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_penalties_are_by_path(vocabulary, dtype):
+def test_penalties_are_by_path(vocabulary, dtype, trees):
     """Each kind alone, and all together; one request has none, and keeps its logits to the bit."""
-    found, slots = histories(vocabulary), [3, 0, 4, 1]
+    found, slots = histories(vocabulary, trees=trees), [3, 0, 4, 1]
     repetition, frequency, presence = [1.3, 0.8, 1.0, 1.2], [0.0, 0.5, 0.0, -0.4], [0.0, 0, 0, 0.7]
     logits = torch.randn(len(found.nodes), vocabulary)
     expected = penalised(logits, found, repetition, frequency, presence)
@@ -50,7 +63,7 @@ def test_penalties_are_by_path(vocabulary, dtype):
         bits[slot, found.prompts[request]] = 1
     packed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     penalise_paths(
-        logits, rows_of(found, slots, dtype), repetition=by_slot(repetition, slots, 1.0),
+        logits, rows_of(found, slots, dtype, trees), repetition=by_slot(repetition, slots, 1.0),
         frequency=by_slot(frequency, slots, 0.0), presence=by_slot(presence, slots, 0.0),
         prompt_bits=torch.from_numpy(packed.copy()), output_counts=counts,
     )  # fmt: skip
@@ -60,11 +73,12 @@ def test_penalties_are_by_path(vocabulary, dtype):
     assert not torch.equal(logits[0], logits[1])
 
 
+@pytest.mark.parametrize("trees", [None, OWN], ids=["one tree", "own trees"])
 @pytest.mark.parametrize("seed", range(6))
-def test_bad_words_are_excluded_where_a_path_would_complete_them(seed):
+def test_bad_words_are_excluded_where_a_path_would_complete_them(seed, trees):
     """Words of one to six tokens, longer than paths and than what was generated."""
     vocabulary, slots = 3, [1, 2, 0, 4]
-    found = histories(vocabulary, seed)
+    found = histories(vocabulary, seed, trees)
     rng = np.random.default_rng(seed)
     bad_words = [
         [rng.integers(0, vocabulary, rng.integers(1, 7)).tolist() for _ in range(count)]
@@ -89,8 +103,9 @@ def test_bad_words_are_excluded_where_a_path_would_complete_them(seed):
         tokens[slot, : len(history)] = torch.tensor(history)
         lengths[:, slot] = torch.tensor([len(found.prompts[request]), len(history)])
     exclude_bad_words(
-        logits, rows_of(found, slots, torch.int32), words=words, offsets=offsets, num_words=numbers,
-        most_words=6, all_tokens=tokens, prompt_lens=lengths[0], total_lens=lengths[1],
+        logits, rows_of(found, slots, torch.int32, trees), words=words, offsets=offsets,
+        num_words=numbers, most_words=6, all_tokens=tokens, prompt_lens=lengths[0],
+        total_lens=lengths[1],
     )  # fmt: skip
     assert torch.equal(logits, expected)
     assert logits.isinf().any()

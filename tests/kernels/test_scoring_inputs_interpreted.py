@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
-from sequoia_vllm.kernels.scoring_inputs import gather_for_verification, place_nodes, shift_nodes
+from sequoia_vllm.kernels.scoring_inputs import gather_for_verification, place_nodes
 
 UNTOUCHED = -99
 # A tree of five nodes: depth minus index.
@@ -13,38 +13,47 @@ SHIFTS = torch.tensor([0, 0, -1, -2, -2])
 NODES = [3, 1, 5, 0, 2]
 CU_ROWS = torch.tensor([0, 3, 4, 9, 9, 11], dtype=torch.int32)
 ROWS = torch.tensor([0, 1, 2, 7, 8, 9, 10, 11, 12, 13, 14])  # 3 to 6 read a prompt
+SLOTS = torch.tensor([4, 1, 0, 5, 2])
 
 
+# Of a tree of five nodes, for each slot.
+OWN_SHIFTS = torch.tensor(
+    [[0, 0, -1, -1, -2], SHIFTS.tolist(), [0, 0, 0, -1, -1], [0] * 5, [0, 0, -1, -2, -3], [0] * 5]
+)
+
+
+@pytest.mark.parametrize("shifts", [SHIFTS, OWN_SHIFTS], ids=["one", "own"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_nodes_are_placed_by_depth(dtype):
+def test_nodes_are_placed_by_depth(dtype, shifts):
     positions = torch.arange(100, 118)
     context_lens = torch.full((6,), UNTOUCHED, dtype=torch.int32)
-    expected, contexts = positions.tolist(), context_lens.tolist()
+    noted_slots = context_lens.long()
+    expected, contexts, slots = positions.tolist(), context_lens.tolist(), noted_slots.tolist()
     for request, nodes in enumerate(NODES):
         rows = ROWS[CU_ROWS[request] : CU_ROWS[request] + nodes].tolist()
+        own = shifts.expand(6, 5)[SLOTS[request]]
         for node, row in enumerate(rows):
-            expected[row] += int(SHIFTS[node])
+            expected[row] += int(own[node])
         if rows:
-            contexts[request] = 100 + rows[0]
+            contexts[request], slots[request] = 100 + rows[0], int(SLOTS[request])
     place_nodes(
-        rows=ROWS.to(dtype), cu_rows=CU_ROWS, shifts=SHIFTS, positions=positions,
-        context_lens=context_lens,
+        rows=ROWS.to(dtype), cu_rows=CU_ROWS, slots=SLOTS.to(dtype), shifts=shifts,
+        positions=positions, noted=(context_lens, noted_slots),
     )  # fmt: skip
     assert positions.tolist() == expected
     assert context_lens.tolist() == contexts
+    assert noted_slots.tolist() == slots
     assert contexts[3] == contexts[5] == UNTOUCHED
 
 
-def test_nodes_are_shifted_on_every_axis():
+@pytest.mark.parametrize("shifts", [SHIFTS, OWN_SHIFTS], ids=["one", "own"])
+def test_nodes_are_shifted_on_every_axis(shifts):
     """By as much as on the one axis, whatever position an image has left each at."""
     starts = torch.tensor([100, 40, 7])
     axes = (starts[:, None] + torch.arange(19))[:, :18]
     one = torch.arange(18)
-    place_nodes(
-        rows=ROWS, cu_rows=CU_ROWS, shifts=SHIFTS, positions=one,
-        context_lens=torch.zeros(6, dtype=torch.int32),
-    )  # fmt: skip
-    shift_nodes(rows=ROWS, cu_rows=CU_ROWS, shifts=SHIFTS, positions=axes)
+    for positions in (one, axes):
+        place_nodes(rows=ROWS, cu_rows=CU_ROWS, slots=SLOTS, shifts=shifts, positions=positions)
     assert torch.equal(axes, starts[:, None] + one)
 
 
@@ -53,10 +62,10 @@ def test_a_large_tree_is_placed():
     size = 1500
     shifts = torch.arange(size) // 2 * -1
     positions = torch.arange(size) + 7
-    context_lens = torch.zeros(1, dtype=torch.int32)
+    context_lens, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     place_nodes(
-        rows=torch.arange(size), cu_rows=torch.tensor([0, size], dtype=torch.int32), shifts=shifts,
-        positions=positions, context_lens=context_lens,
+        rows=torch.arange(size), cu_rows=torch.tensor([0, size], dtype=torch.int32), slots=zero,
+        shifts=shifts, positions=positions, noted=(context_lens, zero),
     )  # fmt: skip
     assert torch.equal(positions, torch.arange(size) + 7 + shifts)
     assert context_lens.tolist() == [7]
@@ -64,10 +73,8 @@ def test_a_large_tree_is_placed():
 
 def test_no_trees_are_placed():
     positions = torch.arange(3)
-    place_nodes(
-        rows=torch.zeros(0, dtype=torch.int64), cu_rows=torch.zeros(1, dtype=torch.int32),
-        shifts=SHIFTS, positions=positions, context_lens=torch.zeros(1, dtype=torch.int32),
-    )  # fmt: skip
+    nothing, cu_rows = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    place_nodes(rows=nothing, cu_rows=cu_rows, slots=nothing, shifts=SHIFTS, positions=positions)
     assert positions.tolist() == [0, 1, 2]
 
 

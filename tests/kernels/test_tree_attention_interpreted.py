@@ -5,10 +5,17 @@ import itertools
 import pytest
 import torch
 
+from sequoia_vllm.kernels import tree_attention_kernels
 from sequoia_vllm.kernels.attention_tiles import choose_splits, choose_tile
-from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, pack_ancestors
+from sequoia_vllm.kernels.tree_attention import (
+    NodeMask,
+    NodeMasks,
+    TreeAttentionWorkspace,
+    pack_ancestors,
+)
 from tests.oracles.attention import random_ancestors
 from tests.support.attending import UNTOUCHED, Batch
+from tests.support.own_trees import row_of_the_first
 from tests.v2.launches import counted_launches
 
 
@@ -283,6 +290,45 @@ def test_a_wrong_mask_gives_another_answer():
     differs = (batch.run() - batch.run(ancestors=causal)).abs().amax(dim=(1, 2)) > 1e-3
     assert differs[:33].tolist() == (batch.ancestors != causal).any(dim=1).tolist()
     assert differs.any()
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 20}, {"continued": True}], ids=str)
+@pytest.mark.parametrize(("first_node", "processors"), [(0, 1), (32, 110)])
+def test_each_request_has_a_tree_of_its_own(first_node, processors, how, monkeypatch):
+    batch = Batch([600, 31, 5, 0], [33, 7, 0, 20], heads=(4, 2), first_node=first_node)
+    batch.give_own_trees()
+    expected = batch.expected(window=how.get("window"))
+    assert_close(batch.run(processors, **how), expected)
+    monkeypatch.setattr(tree_attention_kernels, "shape_row", row_of_the_first)
+    of_the_first = batch.run(processors, **how)
+    differ = ((of_the_first - expected).abs() > 1e-3).flatten(1).any(dim=1)
+    assert not differ[:33].any()
+    assert differ[33:40].any()
+    assert differ[40:60].any()
+
+
+def test_padding_takes_some_tree():
+    """A graph's requests that are not there have slot -1; the result is not used."""
+    batch = Batch([60, 0], [9, 9])
+    batch.give_own_trees()
+    batch.slots[1] = -1
+    expected = batch.expected()
+    assert_close(batch.run()[:9], expected[:9])
+
+
+def test_masks_follow_a_slots_tree():
+    """In place, as a CUDA graph expects; with each window that layers have."""
+    batch = Batch([600, 31], [33, 7])
+    batch.give_own_trees()
+    trees, masks, made = batch.ancestors.clone(), NodeMasks(), []
+    made = [masks.of(trees, window) for window in (None, 3)]
+    trees[1] = torch.eye(33, dtype=torch.bool)
+    masks.repack(1)
+    for mask, window in zip(made, (None, 3), strict=True):
+        expected = NodeMask.of(trees, window)
+        assert torch.equal(mask.words, expected.words)
+        assert torch.equal(mask.depths, expected.depths)
+        assert masks.of(trees, window) is mask
 
 
 def test_tight_bound_on_queries():

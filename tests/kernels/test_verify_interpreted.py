@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from sequoia_vllm.kernels import target_statistics, verify
+from sequoia_vllm.kernels import target_statistics, verify, verify_kernels
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.verify import TreesToVerify
 from tests.oracles.laws import assert_same_law
+from tests.support.own_trees import row_of_the_first
 from tests.support.verifying import (
     INF,
     KINDS,
@@ -168,6 +169,40 @@ def test_a_tree_may_be_cut_short(four_lanes):
     alone = random_request(rng, tree, 6, size=1)
     alone.draft_logits = None
     assert [path for path, _ in run(tree, [alone, alone])] == [[], []]
+
+
+@pytest.mark.parametrize("mode", [SAMPLED, GREEDY])
+def test_each_request_has_a_tree_of_its_own(four_lanes, few, mode, monkeypatch):
+    rng = np.random.default_rng(14)
+    trees = [random_tree(rng, 9) for _ in range(12)]
+    requests = [random_request(rng, tree, 6, seed=seed) for seed, tree in enumerate(trees)]
+    for request in requests:
+        request.mode, request.target_tokens = mode, rng.choice(6, 9).tolist()
+    found = run(trees, requests)
+    alone = [run(tree, [request])[0] for tree, request in zip(trees, requests, strict=True)]
+    assert found == alone
+    compared = 0
+    for tree, request, result in zip(trees, requests, found, strict=True):
+        if mode == GREEDY:
+            assert result == expected_match(tree, request)
+            continue
+        *expected, margin = expected_walk(tree, request, kernel_uniforms(tree, request), four_lanes)
+        if margin > 1e-5:
+            assert result == tuple(expected)
+            compared += 1
+    assert mode == GREEDY or compared >= 10
+    monkeypatch.setattr(verify_kernels, "shape_row", row_of_the_first)
+    wrong = run(trees, requests)
+    assert wrong[0] == found[0]
+    assert wrong != found
+
+
+def test_own_trees_have_no_order_of_one_tree(four_lanes):
+    rng = np.random.default_rng(15)
+    trees = [random_tree(rng, 5) for _ in range(3)]
+    requests = [random_request(rng, tree, 6) for tree in trees]
+    with pytest.raises(ValueError, match="by traversal needs one tree for all requests"):
+        run(trees, requests, method="traversal")
 
 
 def test_a_placeholder_ends_its_nodes_children(four_lanes):
@@ -383,7 +418,8 @@ def test_refuses_tensors_that_do_not_fit():
         name: torch.zeros(1, dtype=torch.int32)
         for name in (
             "target_temperatures", "tokens", "target_tokens", "cu_num_logits", "modes",
-            "positions", "seeds", "inner_index", "state_rows", "draft_temperatures", "num_sampled",
+            "positions", "seeds", "slots", "inner_index", "state_rows", "draft_temperatures",
+            "num_sampled",
         )
     } | {
         "logits": row, "children": row.int(), "draft_logits": row[None],

@@ -39,7 +39,8 @@ def tree_attention_reference(
         block_table: int ``[R, columns]``.
         context_lens: Committed tokens of each request.
         query_start_loc: R + 1 numbers: the rows of request r end where those of r + 1 begin.
-        ancestors: bool ``[N, N]``: whether the row's node sees the column's.
+        ancestors: bool ``[N, N]``: whether the row's node sees the column's; or ``[R, N, N]``, of
+            each request's own tree.
         first_node: Node of each request's first row.
         scale: Softmax scale.
         key_scale, value_scale: What stored keys and values are multiplied by.
@@ -62,10 +63,11 @@ def tree_attention_reference(
             gathered(cache, block_table[request], context + nodes.stop)
             for cache in (key_cache, value_cache)
         )
-        hidden = ~ancestors[nodes.start : nodes.stop, : nodes.stop]
+        sees = ancestors[request] if ancestors.ndim == 3 else ancestors
+        hidden = ~sees[nodes.start : nodes.stop, : nodes.stop]
         hidden = torch.cat([hidden.new_zeros(len(nodes), context), hidden], dim=1)
         if window is not None:
-            depths = ancestors[: nodes.stop].tril().sum(dim=1) - 1
+            depths = sees[: nodes.stop].tril().sum(dim=1) - 1
             positions = torch.cat([torch.arange(context).to(depths), context + depths])
             own = positions[context + nodes.start :]
             hidden |= (own[:, None] - positions[None, :]).abs() >= window

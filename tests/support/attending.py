@@ -23,6 +23,7 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         nodes = nodes or max([*sizes, 1]) + first_node
         self.ancestors = random_ancestors(nodes, generator)
+        self.slots = torch.arange(len(contexts))
         self.first_node = first_node
         self.contexts = torch.tensor(contexts, dtype=torch.int32)
         self.starts = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
@@ -43,6 +44,15 @@ class Batch:
         packed = torch.randn(tokens, heads[0] + 2, head_size, generator=generator)
         self.query = packed.to(dtype)[:, :-2]
         self.scale = head_size**-0.5
+
+    def give_own_trees(self, seed=1):
+        """Each request slot has a tree of its own, and requests have slots in any order."""
+        generator = torch.Generator().manual_seed(seed)
+        self.slots = torch.randperm(len(self.contexts) + 2, generator=generator)[:-2]
+        nodes = len(self.ancestors)
+        self.ancestors = torch.stack(
+            [random_ancestors(nodes, generator) for _ in range(len(self.slots) + 2)]
+        )
 
     def attend_to_contexts(self):
         """Attention over contexts alone, and its log-sum-exps ``[Hq, T]``, as of another kernel."""
@@ -69,8 +79,8 @@ class Batch:
         scales = {"key_scale": 1.0, "value_scale": 1.0}
         tree_attention(
             self.query, self.keys, self.values, self.table, self.contexts, self.starts, mask,
-            first_node=self.first_node, scale=self.scale, workspace=workspace, output=output,
-            **{**scales, **arguments},
+            slots=self.slots, first_node=self.first_node, scale=self.scale, workspace=workspace,
+            output=output, **{**scales, **arguments},
         )  # fmt: skip
         return output.float()
 
@@ -92,8 +102,9 @@ class Batch:
                     cache[row[position // size], position % size] = float("nan")
 
     def expected(self, **scales):
+        ancestors = self.ancestors if self.ancestors.ndim == 2 else self.ancestors[self.slots]
         return tree_attention_reference(
             self.query, self.keys, self.values, self.table, self.contexts.tolist(),
-            self.starts.tolist(), self.ancestors, self.first_node, self.scale,
+            self.starts.tolist(), ancestors, self.first_node, self.scale,
             elsewhere=UNTOUCHED, **scales,
         )  # fmt: skip

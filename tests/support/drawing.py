@@ -83,6 +83,7 @@ def draw(
         modes=torch.zeros(requests, dtype=torch.int32) + torch.as_tensor(modes, dtype=torch.int32),
         positions=every.int() if positions is None else positions,
         depth=depth,
+        slots=every,
         nodes=torch.arange(3, 3 + width, dtype=torch.int32) if nodes is None else nodes,
         counts=torch.tensor(counts, dtype=torch.int32),
         columns=columns,

@@ -32,18 +32,21 @@ class Histories:
     paths: list[list[int]]
 
     @classmethod
-    def random(cls, tree: TokenTree, sizes: list[int], vocabulary: int, seed: int) -> Histories:
-        """Trees of so many nodes; tokens repeat often."""
+    def random(
+        cls, tree: TokenTree | list[TokenTree], sizes: list[int], vocabulary: int, seed: int
+    ) -> Histories:
+        """So many nodes of one tree, or of each request's own; tokens repeat often."""
         rng = np.random.default_rng(seed)
         most = min(vocabulary, 9)
         found = cls([], [], [], [], [], [])
-        for request, size in enumerate(sizes):
+        trees = tree if isinstance(tree, list) else [tree] * len(sizes)
+        for request, (own, size) in enumerate(zip(trees, sizes, strict=True)):
             found.prompts.append(rng.integers(0, most, 6).tolist())
             found.outputs.append(rng.integers(0, most, rng.integers(1, 8)).tolist())
             tokens = [found.outputs[-1][-1], *rng.integers(0, most, size - 1).tolist()]
             paths: list[list[int]] = [[]]
             for node in range(1, size):
-                paths.append([*paths[tree.parents[node]], tokens[node]])
+                paths.append([*paths[own.parents[node]], tokens[node]])
             found.requests.extend([request] * size)
             found.nodes.extend(range(size))
             found.token_ids.extend(tokens)

@@ -87,8 +87,12 @@ def run(
     tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns=None, method="sequoia",
     **options,
 ):  # fmt: skip
-    """Each request's accepted nodes and emitted tokens, after checking the padding."""
-    inner = max(1, len(tree.inner))
+    """Each request's accepted nodes and emitted tokens, after checking the padding.
+
+    ``tree`` is of all requests, or a list with each one's own, of one size.
+    """
+    trees = tree if isinstance(tree, list) else [tree]
+    inner = max(1, *(len(one.inner) for one in trees))
     vocabulary = max(request.logits.shape[1] for request in requests)
     state_rows = [2 * i + 1 for i in range(len(requests))]  # rows between belong to nobody
     # One token wider: rows of a state need not lie end to end.
@@ -98,20 +102,21 @@ def run(
         if request.draft_logits is None:
             state_rows[i] = 10**6 if i % 2 else -1  # must not be read
         else:
-            draft_logits[state_rows[i], :, :-1] = torch.from_numpy(request.draft_logits)
-            draft_stats[state_rows[i]] = torch.from_numpy(request.draft_stats())
+            own = len(request.draft_logits)
+            draft_logits[state_rows[i], :own, :-1] = torch.from_numpy(request.draft_logits)
+            draft_stats[state_rows[i], :own] = torch.from_numpy(request.draft_stats())
     sizes = [len(request.tokens) for request in requests]
     rows = sum(sizes)
     targets = [token for r in requests for token in r.target_tokens or [-9] * len(r.tokens)]
-    children, inner_index = tree.tables()
-    depth = max(tree.depths)
+    children, inner_index, slots = shapes_of(trees, len(requests))
+    depth = max(max(one.depths) for one in trees)
     width = columns or depth + 1
     sampled = torch.full((len(requests), width), STALE)
     accepted = torch.full((len(requests), max(depth, 1)), STALE, dtype=torch.int32)
     accepted = accepted[:, :depth] if depth else accepted[:, :0]
     num_sampled = torch.full((len(requests),), STALE, dtype=torch.int32)
     logits = np.concatenate([request.logits for request in requests if len(request.tokens)])
-    trees = TreesToVerify(
+    to_verify = TreesToVerify(
         logits=torch.from_numpy(logits).to(dtype),
         target_temperatures=torch.tensor([r.target_temperature for r in requests]),
         tokens=torch.tensor([t for r in requests for t in r.tokens], dtype=token_dtype),
@@ -129,9 +134,10 @@ def run(
         sampled_tokens=sampled,
         num_sampled=num_sampled,
         accepted=accepted,
+        slots=slots,
     )
     found = method_of(method)
-    found.kernel_launcher()(trees, found.tree_tables(tree.parents, "cpu"), **options)
+    found.kernel_launcher()(to_verify, found.tree_tables(trees[0].parents, "cpu"), **options)
     assert rows == logits.shape[0]
     results = []
     for i, count in enumerate(num_sampled.tolist()):
@@ -141,6 +147,21 @@ def run(
         assert path[length:] == [-1] * (depth - length)
         results.append((path[:length], emitted[:count]))
     return results
+
+
+def shapes_of(trees, requests):
+    """Children and rows of Q of one tree, or of each slot's own; and slots of these requests."""
+    slots = torch.arange(requests).flip(0) + 1
+    if len(trees) == 1:
+        return *trees[0].tables(), slots
+    branches = max(tree.tables()[0].shape[1] for tree in trees)
+    children = torch.full((len(trees) + 2, trees[0].size, branches), STALE, dtype=torch.int32)
+    inner_index = torch.full(children.shape[:2], STALE, dtype=torch.int32)
+    for slot, tree in zip(slots.tolist(), trees, strict=True):
+        own, inner_index[slot] = tree.tables()
+        children[slot] = -1
+        children[slot, :, : own.shape[1]] = own
+    return children, inner_index, slots
 
 
 # -- references ----------------------------------------------------------------------

@@ -200,6 +200,7 @@ def _worst_row(
     tree_attention(
         query, keys, values, cache.block_table, contexts, query_start_loc,
         NodeMask.of(ancestors, case.window),
+        slots=torch.arange(len(contexts), device=device),
         first_node=case.first_node,
         scale=scale,
         key_scale=torch.tensor(scales[0], device=device),
@@ -306,6 +307,7 @@ def _time_shape(
     )
     starts = torch.arange(shape.batch_size + 1, dtype=torch.int32).to(device) * shape.nodes
     mask = NodeMask.of(some_ancestors(shape.nodes).to(device))
+    slots = torch.arange(shape.batch_size, device=device)
     workspace = TreeAttentionWorkspace(heads.head_size, device)
     scale = heads.head_size**-0.5
 
@@ -313,7 +315,7 @@ def _time_shape(
         keys, values = cache.keys_and_values(layer)
         tree_attention(
             query, keys, values, cache.block_table, context_lens, starts, mask,
-            first_node=0, scale=scale, key_scale=1.0, value_scale=1.0,
+            slots=slots, first_node=0, scale=scale, key_scale=1.0, value_scale=1.0,
             workspace=workspace, output=output, context_lse=context_lse,
         )  # fmt: skip
 

@@ -82,6 +82,7 @@ class TreeBatch:
             modes=requests.modes,
             positions=requests.roots,
             seeds=requests.seeds,
+            slots=requests.slots,
             children=self.tables.children,
             inner_index=self.tables.inner_rows,
             draft_logits=drafted.logits,

@@ -92,8 +92,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._trees: ScoringTreesV1 | None = None
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
-        self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
-        self._shifts = self._depths - torch.arange(self.tree.size, device=device)
 
     # -- model and cache -----------------------------------------------------------
 
@@ -220,12 +218,10 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             self.device,
         )
         if (trees := self._branching_trees) is not None:
-            depths = self._depths[: trees.tokens.shape[1]]
-            positions = trees.context_lens[:, None] + depths
+            shifts = self._tables.shifts[: trees.tokens.shape[1]].expand_as(trees.is_node)
             rows = trees.rows[trees.is_node]
-            self.positions[rows] = positions[trees.is_node]
+            self.positions[rows] += shifts[trees.is_node]
             if self.uses_mrope:
-                shifts = self._shifts[: len(depths)].expand_as(positions)
                 self.mrope_positions.gpu[:, rows] += shifts[trees.is_node]
         return prepared
 

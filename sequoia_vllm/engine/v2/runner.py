@@ -35,6 +35,7 @@ from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
 from sequoia_vllm.engine.v2.verification.path_edits import along_paths
 from sequoia_vllm.engine.v2.verification.verifier import TreeVerifierV2
+from sequoia_vllm.kernels.tree_shapes import only_shape
 
 
 class TreeRunner(GPUModelRunner):
@@ -57,7 +58,7 @@ class TreeRunner(GPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
-        tables = TreeTables(self.tree, device)
+        self._tables = tables = TreeTables(self.tree, device)
         self.tree_backend = self.backend_class(tables.ancestors, settings.context_attention)
 
         def ours(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
@@ -70,7 +71,7 @@ class TreeRunner(GPUModelRunner):
         self.lora_state = AdaptersOfNodes(self.max_num_reqs)
         self.stats = StepStats(self.tree)
         self._paths = PathCopies(device)
-        self._scoring = TreeScoring(self.tree, self.max_num_reqs, device)
+        self._scoring = TreeScoring(tables, self.max_num_reqs, device)
         self._trees: ScoringTreesV2 | None = None
         self._metadata: dict[str, Any] = {}
 
@@ -122,7 +123,7 @@ class TreeRunner(GPUModelRunner):
         # Penalties and bad words take the rows before a node for its history. Until: vLLM's sampler
         # is told each row's history.
         self.sampler.logits_processors = along_paths(
-            self.sampler.logits_processors, self.tree, self.device
+            self.sampler.logits_processors, self._tables.parents
         )
         self._plain_prepare_attn = self.model_state.prepare_attn
         # Attention metadata has no place for a tree; the class of the model's state is vLLM's
@@ -219,13 +220,15 @@ class TreeRunner(GPUModelRunner):
     def _model_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Replaces the model state's `prepare_inputs`: M-RoPE positions by depth, too."""
         inputs: dict[str, Any] = self._plain_model_inputs(input_batch, req_states)
-        self._scoring.place_on_axes(input_batch, self.model_state.rope_state.positions)
+        self._scoring.place(input_batch, self.model_state.rope_state.positions)
         return inputs
 
     # -- after it: verify and commit -------------------------------------------------
 
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
         """Calls vLLM's with our verifier as rejection sampler, then commits the accepted paths."""
+        if grammar_output is not None:  # the scheduler makes masks for the engine's tree
+            only_shape(self._tables.parents, 1, "a step with grammar masks")
         output = super().sample(hidden_states, input_batch, grammar_output)
         self.speculator.accepted = None
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:

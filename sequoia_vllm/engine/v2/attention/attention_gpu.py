@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
 from sequoia_vllm.engine.v2.attention.other_rows import OtherChains
 from sequoia_vllm.kernels.tree_attention import (
@@ -34,37 +35,23 @@ from sequoia_vllm.kernels.tree_attention import (
 )
 
 
-@dataclass(frozen=True)
-class GPUTreeQueries:
-    """Tree nodes of a forward pass, and what they attend to.
+@dataclass(frozen=True, kw_only=True)
+class GPUTreeQueries(NodeQueries):
+    """Tree nodes of a pass of draft or target, and what they attend to.
 
     Attributes:
-        query_start_loc: int32 ``[R + 1]``: first row of each request's nodes, then the end.
-        context_lens: int32 ``[R]``: tokens in the cache before node 0.
         block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
-        ancestors: bool ``[N, N]``: which nodes each node sees; one tensor per tree.
         masks: The kernel's form of ``ancestors``, made once for each window.
-        first_node: The node of each request's first row.
-        max_queries: The most nodes of any request.
         workspace: The kernel's buffers.
         others: The batch's other rows; None: it has none.
-        max_keys, written, max_slots: See `tree_attention`.
         flash_max_context: Longest context, if FlashAttention reads the contexts; None: our
             kernel reads them.
     """
 
-    query_start_loc: Tensor
-    context_lens: Tensor
     block_table: Tensor
-    ancestors: Tensor
     masks: NodeMasks
-    first_node: int
-    max_queries: int
     workspace: TreeAttentionWorkspace
-    max_keys: int
     others: OtherChains | None = None
-    written: Tensor | None = None
-    max_slots: int | None = None
     flash_max_context: int | None = None
 
     @property
@@ -118,13 +105,14 @@ class GPUTreeForward(TreeForward):
             tree.context_lens,
             tree.query_start_loc,
             tree.masks.of(tree.ancestors, window_of(self)),
-            first_node=tree.first_node,
+            slots=tree.request_slots,
+            first_node=tree.first,
             scale=self.scale,
             key_scale=layer._k_scale,
             value_scale=layer._v_scale,
             workspace=tree.workspace,
             output=output,
-            max_queries=tree.max_queries,
+            max_queries=tree.width,
             written=tree.written,
             max_slots=tree.max_slots,
             max_keys=tree.max_keys,
@@ -173,7 +161,7 @@ class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
             tree.block_table,
             tree.context_lens,
             tree.query_start_loc,
-            max_queries=tree.max_queries,
+            max_queries=tree.width,
             max_context=tree.flash_max_context,
             scale=self.scale,
             output=output,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sequoia_vllm.config import ContextAttention
-from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 
 
@@ -17,7 +17,7 @@ class TreeBackend(ABC):
     """Tree attention and commit on one kind of device.
 
     Args:
-        ancestors: bool ``[N, N]``, on the device: the engine's tree.
+        ancestors: bool ``[N, N]``, on the device: the engine's tree; or those of `TreeShapes`.
         context_attention: How the target attends to contexts, see `SequoiaConfig`.
     """
 
@@ -45,7 +45,7 @@ class TreeBackend(ABC):
             shared.tree = self.scoring_queries(trees, shared)
 
     @abstractmethod
-    def draft_metadata(self, queries: DraftQueries, block_table: Tensor, slots: Tensor) -> Any:
+    def draft_metadata(self, queries: NodeQueries, block_table: Tensor, slots: Tensor) -> Any:
         """Attention metadata of one draft pass.
 
         Args:

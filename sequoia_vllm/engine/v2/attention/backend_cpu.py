@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.config import ContextAttention
-from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends
 from sequoia_vllm.engine.runner.cpu_attention import (
     CPU_BACKENDS,
@@ -24,13 +24,14 @@ from sequoia_vllm.engine.runner.cpu_attention import (
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
+from sequoia_vllm.kernels.tree_shapes import only_shape
 
 
 class CPUTreeBackend(TreeBackend):
     """Tree attention in the compiled CPU kernel."""
 
     def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
-        self._ancestors = ancestors
+        only_shape(ancestors, 2, "attention on CPUs")
         self._caches: TargetCaches | None = None
 
     def replace_attention(self) -> AbstractContextManager[None]:
@@ -44,25 +45,25 @@ class CPUTreeBackend(TreeBackend):
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> TreeQueries:
         """Rows and masks of the trees."""
         lengths = trees.query_start_loc.diff()
-        offsets = torch.arange(trees.max_nodes)
+        offsets = torch.arange(trees.width)
         rows = trees.query_start_loc[:-1, None] + offsets
-        nodes = trees.max_nodes
         return TreeQueries(
             rows=torch.where(offsets < lengths[:, None], rows, -1).long(),
             block_table=metadata.block_table[: trees.num_requests],
             context_lens=trees.context_lens.long(),
             num_nodes=lengths.long(),
-            ancestors=self._ancestors[:nodes, :nodes],
+            ancestors=trees.ancestors[: trees.width, : trees.width],
             max_keys=trees.max_keys,
-            only_trees=trees.only_trees,
+            only_trees=trees.others is None,
         )
 
     def draft_metadata(
-        self, queries: DraftQueries, block_table: Tensor, slots: Tensor
+        self, queries: NodeQueries, block_table: Tensor, slots: Tensor
     ) -> CPUTreeAttentionMetadata:
         """Metadata whose rows are all tree nodes."""
         num_reqs, nodes = len(block_table), queries.first + queries.width
         context_lens = queries.context_lens.long()
+        assert queries.max_slots is not None
         num_nodes = (queries.max_slots - context_lens).clamp_(max=nodes)
         if queries.written is not None:
             num_nodes = torch.minimum(num_nodes, queries.first + queries.written)

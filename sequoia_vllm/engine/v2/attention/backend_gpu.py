@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.config import ContextAttention
-from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import (
     reason_of,
     replaced_backends,
@@ -27,10 +28,7 @@ from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.other_rows import other_chains
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
-from sequoia_vllm.kernels.tree_attention import (
-    NodeMasks,
-    TreeAttentionWorkspace,
-)
+from sequoia_vllm.kernels.tree_attention import NodeMasks, TreeAttentionWorkspace
 
 _MODULE = "sequoia_vllm.engine.v2.attention.attention_gpu"
 _CLASSES = {
@@ -42,13 +40,13 @@ _LARGEST_HEAD = 256
 
 
 class GPUTreeBackend(TreeBackend):
-    """Tree attention in Triton."""
+    """Tree attention in Triton; its ``masks`` are repacked where a slot's tree has changed."""
 
     def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
         self._context_attention = context_attention
         self._ancestors = ancestors
-        self._masks = NodeMasks()
-        self._masks.of(ancestors)  # here, not in a step: making one waits for the device
+        self.masks = NodeMasks()
+        self.masks.of(ancestors)  # here, not in a step: making one waits for the device
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
 
@@ -59,7 +57,7 @@ class GPUTreeBackend(TreeBackend):
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
         """Reason why our kernel cannot serve this layer; None: it can."""
         if isinstance(impl, GPUTreeForward):
-            self._masks.of(self._ancestors, window_of(impl))  # here, not in a step: see __init__
+            self.masks.of(self._ancestors, window_of(impl))  # here, not in a step: see __init__
         head_size = getattr(impl, "head_size", 0)
         by_flash = self._context_attention == "flash"
         flash = isinstance(impl, FlashTreeImpl) and impl.attends_to_contexts
@@ -76,39 +74,23 @@ class GPUTreeBackend(TreeBackend):
 
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> GPUTreeQueries:
         """The trees' rows, as views of buffers that stay in place for CUDA graphs."""
-        return GPUTreeQueries(
-            query_start_loc=trees.query_start_loc,
-            context_lens=trees.context_lens,
-            block_table=metadata.block_table[: trees.num_requests],
-            ancestors=self._ancestors,
-            masks=self._masks,
-            first_node=0,
-            max_queries=trees.max_nodes,
-            workspace=self._workspace,
-            max_keys=trees.max_keys,
+        return self._queries(
+            trees,
+            metadata.block_table[: trees.num_requests],
             others=other_chains(trees, metadata),
             flash_max_context=trees.max_keys if self._context_attention == "flash" else None,
         )
 
     def draft_metadata(
-        self, queries: DraftQueries, block_table: Tensor, slots: Tensor
+        self, queries: NodeQueries, block_table: Tensor, slots: Tensor
     ) -> DraftMetadata:
         """Metadata whose rows are all tree nodes."""
-        return DraftMetadata(
-            tree=GPUTreeQueries(
-                query_start_loc=queries.query_start_loc,
-                context_lens=queries.context_lens,
-                block_table=block_table,
-                ancestors=queries.ancestors,
-                masks=self._masks,
-                first_node=queries.first,
-                max_queries=queries.width,
-                workspace=self._workspace,
-                max_keys=queries.max_keys,
-                written=queries.written,
-                max_slots=queries.max_slots,
-            ),
-            slot_mapping=slots,
+        return DraftMetadata(tree=self._queries(queries, block_table), slot_mapping=slots)
+
+    def _queries(self, nodes: NodeQueries, block_table: Tensor, **more: Any) -> GPUTreeQueries:
+        known = {field.name: getattr(nodes, field.name) for field in fields(NodeQueries)}
+        return GPUTreeQueries(
+            **known, block_table=block_table, masks=self.masks, workspace=self._workspace, **more
         )
 
     def commit(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from sequoia_vllm.kernels.scoring_inputs import place_nodes, shift_nodes
-from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.drafting.growth import NodeQueries
+from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.kernels.scoring_inputs import place_nodes
 
 
 @dataclass(frozen=True)
@@ -28,33 +28,23 @@ class OtherRows:
     max_keys: int
 
 
-@dataclass(frozen=True)
-class ScoringTreesV2:
+@dataclass(frozen=True, kw_only=True)
+class ScoringTreesV2(NodeQueries):
     """The trees of a batch; vLLM sorts their requests first.
 
     `TreeScoring` makes it before the target's forward. The backend makes the attention's queries
     from it, and reads it again to commit the accepted paths.
 
     Attributes:
-        num_requests: Requests with trees, R.
-        max_nodes: Nodes of the largest tree, root included.
-        query_start_loc: int32 ``[R + 1]``: first row of each request's nodes, then the end.
-        context_lens: int32 ``[R]``: committed tokens before each root.
-        max_keys: Upper bound of the tokens of any request, nodes included.
         others: The rows that are not tree nodes; None: there are none.
     """
 
-    num_requests: int
-    max_nodes: int
-    query_start_loc: Tensor
-    context_lens: Tensor
-    max_keys: int
     others: OtherRows | None = None
 
     @property
-    def only_trees(self) -> bool:
-        """True if every row of the batch is a tree node."""
-        return self.others is None
+    def num_requests(self) -> int:
+        """Requests with trees, R."""
+        return len(self.context_lens)
 
 
 class TreeScoring:
@@ -68,33 +58,25 @@ class TreeScoring:
     RoPE position c + depth(i), where c is the context's length.
     """
 
-    def __init__(self, tree: TokenTree, max_num_reqs: int, device: torch.device) -> None:
-        self._shift = torch.from_numpy(tree.depths - np.arange(tree.size)).to(device)
+    def __init__(self, tables: TreeTables, max_num_reqs: int, device: torch.device) -> None:
+        self._tables = tables
         self.context_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.slots = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
 
-    def place(self, batch: InputBatch) -> None:
-        """Gives tree nodes the position of their depth, and notes their contexts' lengths.
+    def place(self, batch: InputBatch, axes: Tensor | None = None) -> None:
+        """Gives tree nodes the position of their depth, and notes contexts' lengths and slots.
 
-        It writes in place, on the device, to buffers that CUDA graphs read.
+        It writes in place, on the device, to buffers that CUDA graphs read. With ``axes``, M-RoPE's
+        positions ``[axes, tokens]``, it places nodes there and notes nothing.
         """
-        if batch.num_draft_tokens == 0:
-            return
-        place_nodes(
-            rows=batch.logits_indices,
-            cu_rows=batch.cu_num_logits,
-            shifts=self._shift,
-            positions=batch.positions,
-            context_lens=self.context_lens,
-        )
-
-    def place_on_axes(self, batch: InputBatch, positions: Tensor) -> None:
-        """`place` for the positions of M-RoPE, int64 ``[axes, tokens]``."""
         if batch.num_draft_tokens > 0:
-            shift_nodes(
+            place_nodes(
                 rows=batch.logits_indices,
                 cu_rows=batch.cu_num_logits,
-                shifts=self._shift,
-                positions=positions,
+                slots=batch.idx_mapping,
+                shifts=self._tables.shifts,
+                positions=batch.positions if axes is None else axes,
+                noted=(self.context_lens, self.slots) if axes is None else None,
             )
 
     def trees_of(self, batch: InputBatch) -> ScoringTreesV2 | None:
@@ -111,24 +93,31 @@ class TreeScoring:
                 max_rows=int(batch.num_scheduled_tokens[num_requests:].max()),
                 max_keys=int(lengths[num_requests:].max()),
             )
-        return ScoringTreesV2(
-            num_requests=num_requests,
-            max_nodes=int(drafts.max()) + 1,
-            query_start_loc=batch.query_start_loc[: num_requests + 1],
-            context_lens=self.context_lens[:num_requests],
-            max_keys=int(lengths[:num_requests].max()),
-            others=others,
-        )
+        max_keys = int(lengths[:num_requests].max())
+        return self._trees(batch, num_requests, int(drafts.max()) + 1, max_keys, others)
 
     def trees_to_capture(self, batch: InputBatch, nodes: int, max_keys: int) -> ScoringTreesV2:
         """The trees of a CUDA graph for a batch of ``nodes`` tokens per request.
 
         A replay has equally many requests, some perhaps without tokens.
         """
+        return self._trees(batch, batch.num_reqs, nodes, max_keys)
+
+    def _trees(
+        self,
+        batch: InputBatch,
+        requests: int,
+        nodes: int,
+        max_keys: int,
+        others: OtherRows | None = None,
+    ) -> ScoringTreesV2:
         return ScoringTreesV2(
-            num_requests=batch.num_reqs,
-            max_nodes=nodes,
-            query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],
-            context_lens=self.context_lens[: batch.num_reqs],
+            request_slots=self.slots[:requests],
+            context_lens=self.context_lens[:requests],
+            query_start_loc=batch.query_start_loc[: requests + 1],
+            first=0,
+            width=nodes,
+            ancestors=self._tables.ancestors,
             max_keys=max_keys,
+            others=others,
         )

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from sequoia_vllm.kernels.path_edits import NodeRows, exclude_bad_words, penalise_paths
-from sequoia_vllm.tree import TokenTree
 
 
-def along_paths(processors: list[Any], tree: TokenTree, device: torch.device) -> list[Any]:
+def along_paths(processors: list[Any], parents: Tensor) -> list[Any]:
     """vLLM's logits processors, with penalties and bad words by each node's own path.
 
     A request without a tree has only a root, and the same logits as from vLLM. Logit bias, allowed
-    tokens and ``min_tokens`` go by positions, which trees set by depth.
+    tokens and ``min_tokens`` go by positions, which trees set by depth. ``parents`` are those of
+    `TreeShapes`.
     """
-    parents = torch.from_numpy(tree.parents_array.copy()).to(device, torch.int32)
     by_kind: dict[type, Any] = {PenaltiesState: PathPenalties, BadWordsState: PathBadWords}
     return [by_kind[type(one)](one, parents) if type(one) in by_kind else one for one in processors]
 

@@ -145,7 +145,7 @@ class TreeVerifierV2(RejectionSampler):
         requests may need only their temperatures. Kernels then read logits in the model's dtype.
         """
         device = self._speculator.device
-        inputs = VerifierInputs.empty(1, 1, device)
+        inputs = VerifierInputs.empty(1, torch.zeros(1, dtype=torch.int64, device=device))
         for tensor in (inputs.tokens, inputs.root_positions, inputs.state_rows, inputs.seeds):
             tensor.zero_()
         inputs.modes.fill_(SAMPLED)
@@ -278,6 +278,7 @@ class TreeVerifierV2(RejectionSampler):
             sampled_tokens=verified.tokens,
             num_sampled=verified.num_sampled,
             accepted=verified.accepted,
+            slots=inputs.slots,
         )
         self._verify_trees(trees, self._tables_of_method, **known)
 
