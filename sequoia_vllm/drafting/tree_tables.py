@@ -205,7 +205,7 @@ class TreeShapes(TreeTables):
 
 
 def _tensors(tables: TreeTables) -> Iterator[Tensor]:
-    """Those of a tree and of its levels, in one order."""
+    """All tensors of a tree and of its levels, in one order."""
     parts: list[object] = [tables]
     for levels in tables._levels.values():
         parts += [levels, *levels.levels]
@@ -214,7 +214,7 @@ def _tensors(tables: TreeTables) -> Iterator[Tensor]:
 
 
 def picked(values: Tensor, places: Tensor, slots: Tensor) -> Tensor:
-    """Of each request's values ``[R, n, ...]`` those at m places, ``[R, m, ...]``.
+    """``[R, m, ...]``: of each request's values ``[R, n, ...]`` those at m places.
 
     ``places`` are int ``[m]``, or ``[S, m]`` by request slot; ``slots`` int64 ``[R]``, padding -1.
     """
