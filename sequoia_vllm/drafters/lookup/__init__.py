@@ -22,4 +22,9 @@ class Lookup(Drafter):
     is_head = False
     has_weights = False
     by_default = False
-    acceptance = (0.40, 0.12, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02)
+    # Rounded from 85 trees of this repository's pair, whose first child told where text repeats.
+    acceptance = (
+        (0.38, 0.07, 0.04, 0.04, 0.03, 0.02, 0.02, 0.01),
+        (0.55, 0.05, 0.04, 0.03, 0.02, 0.01, 0.01, 0.01),
+        (0.75, 0.03, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01),
+    )

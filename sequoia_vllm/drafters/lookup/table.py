@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+logger = logging.getLogger("vllm.sequoia")
 
 SUCCESSORS = 8
 """Tokens kept of each token's successors."""
@@ -38,6 +42,8 @@ class Successors:
         self._vocab_size = vocab_size
         kept = min(SUCCESSORS, vocab_size)
         self.table = torch.full((vocab_size + 1, kept), -1, dtype=torch.int32, device=device)
+        mib = self.table.nbytes / (1 << 20)
+        logger.info("Sequoia: the table of what follows each token takes %.1f MiB", mib)
         self._values = torch.tensor((MATCHED, *BY_RANK[:kept]), dtype=dtype, device=device)
 
     def learn(self, tokens: Tensor, logits: Tensor) -> None:

@@ -21,8 +21,6 @@ from sequoia_vllm.engine.frontend.tree_choice import (
 )
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
-from sequoia_vllm.tree import Acceptance
-from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
 _WORKERS = {
     "cpu": "sequoia_vllm.engine.worker.worker_cpu.SequoiaCPUWorker",
@@ -113,9 +111,8 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         )
     if not kind.has_weights:
         _check_keys(config, kind)
-    assumed = REFERENCE_ACCEPTANCE if kind.acceptance is None else Acceptance.of(kind.acceptance)
     choice = choose_engine_tree(
-        config, pair, facts.library, facts.max_model_len, facts.levels, assumed
+        config, pair, facts.library, facts.max_model_len, facts.levels, kind
     )
     _check_depth(choice, facts)
     settings = SequoiaSettings(

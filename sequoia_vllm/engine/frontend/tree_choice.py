@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec
+from sequoia_vllm.drafters.registry import Drafter
 from sequoia_vllm.hardware.choose import Schedule as StoredSchedule
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes
@@ -21,6 +22,7 @@ from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 USER = "user"  # names of trees that were tuned here begin so
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
+DEFAULT_TREE_WITHOUT_PASSES = TreeSpec(size=16, depth=8)
 # Where a pass waits for weights, scoring more nodes costs little.
 DEFAULT_TREE_OFFLOADED = TreeSpec(size=64, depth=8)
 # Requests near their longest length draft less, so trees must be small compared with it.
@@ -102,7 +104,7 @@ def choose_engine_tree(
     found: LibraryAnswer = None,
     max_model_len: int | None = None,
     levels: int | None = None,
-    assumed: Acceptance = REFERENCE_ACCEPTANCE,
+    kind: Drafter | None = None,
 ) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
@@ -110,12 +112,12 @@ def choose_engine_tree(
         max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
             it at most. None: any.
         levels: The draft drafts no more: a tree that we choose is no deeper. None: any number.
-        assumed: The acceptance where the user gives none and the library knows none.
+        kind: What drafts; it may have an acceptance vector of its own. None: a model.
 
     Raises:
         ConfigError: The given schedule has more drafts than the given tree.
     """
-    choice = _resolve(config, pair, found, levels, assumed)
+    choice = _resolve(config, pair, found, levels, kind)
     if max_model_len is not None and config.is_tree_chosen:
         choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
     if config.num_speculative_tokens is not None:
@@ -145,9 +147,12 @@ def _resolve(
     pair: PairKey,
     found: LibraryAnswer,
     levels: int | None,
-    assumed: Acceptance,
+    kind: Drafter | None,
 ) -> TreeChoice:
-    vector = assumed if config.acceptance is None else config.acceptance
+    vector = config.acceptance
+    if vector is None:
+        own = None if kind is None else kind.acceptance
+        vector = REFERENCE_ACCEPTANCE if own is None else Acceptance.of(own)
     assert isinstance(vector, Acceptance)  # by `SequoiaConfig.loaded`
     if isinstance(config.tree, TreeSpec):
         given = config.tree
@@ -156,6 +161,8 @@ def _resolve(
     if isinstance(config.tree, NamedTree):
         return TreeChoice(config.tree.tree, config.tree.title, gain=_gain_of(config.tree, pair))
     default_tree = DEFAULT_TREE if pair.offloading is None else DEFAULT_TREE_OFFLOADED
+    if kind is not None and not kind.has_weights:
+        default_tree = DEFAULT_TREE_WITHOUT_PASSES
     if levels is not None:
         default_tree = _of_depth(default_tree, min(default_tree.depth or levels, levels))
     if config.acceptance is not None:
