@@ -475,9 +475,12 @@ def test_errors_reach_the_user_of_llm():
 
 
 def test_unknown_pair_is_refused_with_the_json_to_write(tmp_path):
-    target = shutil.copytree(TARGET, tmp_path / "target")
+    """Where a draft model is asked for; else none is needed."""
+    target = str(shutil.copytree(TARGET, tmp_path / "target"))
     with pytest.raises(ConfigError, match='"model": "DRAFT"'):
-        engine_config(model=str(target), speculative_config="sequoia")
+        engine_config(model=target, speculative_config={"method": "sequoia", "drafter": "model"})
+    config = engine_config(model=target, speculative_config="sequoia").speculative_config
+    assert (config.model, SequoiaSettings.on(config).drafter) == (target, "lookup")
 
 
 def test_num_speculative_tokens_is_an_upper_bound():
