@@ -110,6 +110,7 @@ class SequoiaConfig(_Strict):
         default=None,
         description='What "model" is: a "model" of its own, or an "eagle3", "dflash" or "dspark" '
         'head; or "mtp", where none is given, as a layer of the target\'s own checkpoint drafts. '
+        '"lookup" drafts without a model from what followed before, also where none is known. '
         "None: recognised by its configuration.",
     )
     tree: str | TreeSpec | InstanceOf[NamedTree] | None = Field(

@@ -104,6 +104,9 @@ class Drafter:
         known: Published ones, preferred ones first.
         is_head: Whether it runs on its target's hidden states, embedding and tokens, and not
             alone. Heads bring no tokenizer.
+        has_weights: Whether there is a checkpoint of it. If not, it drafts from text for any target
+            (`TextDrafterV1`, `TextDrafter`), and is taken where no other is known.
+        acceptance: Acceptance vectors by depth that its trees are made for; None: a published one.
         in_one_pass: Whether one pass drafts all levels of a tree.
         is_targets_own: Whether it is a layer of the target's own checkpoint.
         by_default: Whether a known one is taken where the user names no kind and no draft.
@@ -122,6 +125,8 @@ class Drafter:
     signs: ClassVar[tuple[Sign, ...]] = ()
     known: ClassVar[tuple[KnownDrafter, ...]] = ()
     is_head: ClassVar[bool] = True
+    has_weights: ClassVar[bool] = True
+    acceptance: ClassVar[tuple[tuple[float, ...], ...] | None] = None
     in_one_pass: ClassVar[bool] = False
     is_targets_own: ClassVar[bool] = False
     by_default: ClassVar[bool] = True

@@ -32,7 +32,7 @@ from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.worker import worker_base
 from sequoia_vllm.hardware.support import kinds_of, refusal
 from sequoia_vllm.tree import TokenTree
-from tests.support.engines import running, sequoia
+from tests.support.engines import lookup_trees, running, sequoia
 from tests.support.models import DRAFT, TARGET, save_llama
 
 plugin.register()
@@ -141,6 +141,10 @@ def save_head(path: Path, **changes) -> Path:
     config.update({"num_hidden_layers": 1, "draft_vocab_size": 512, **changes})
     config.save_pretrained(path)
     return path
+
+
+def test_adapters_where_one_table_drafts_for_all():
+    refused("drop --enable-lora", speculative_config=lookup_trees(), enable_lora=True)
 
 
 def test_heads_on_model_runner_v1(tmp_path):
@@ -471,9 +475,12 @@ def test_errors_reach_the_user_of_llm():
 
 
 def test_unknown_pair_is_refused_with_the_json_to_write(tmp_path):
-    target = shutil.copytree(TARGET, tmp_path / "target")
+    """Where a draft model is asked for; else none is needed."""
+    target = str(shutil.copytree(TARGET, tmp_path / "target"))
     with pytest.raises(ConfigError, match='"model": "DRAFT"'):
-        engine_config(model=str(target), speculative_config="sequoia")
+        engine_config(model=target, speculative_config={"method": "sequoia", "drafter": "model"})
+    config = engine_config(model=target, speculative_config="sequoia").speculative_config
+    assert (config.model, SequoiaSettings.on(config).drafter) == (target, "lookup")
 
 
 def test_num_speculative_tokens_is_an_upper_bound():

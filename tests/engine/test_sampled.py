@@ -26,7 +26,7 @@ from sequoia_vllm.engine.v1 import draft_sampling, verifier
 from sequoia_vllm.verification import methods
 from tests.oracles.laws import assert_same_law
 from tests.support import target_only
-from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
+from tests.support.engines import lookup_trees, metric, running, sequoia, tokens_of, whole_trees
 from tests.support.histories import Histories, penalised
 from tests.support.models import next_probabilities, prompts, save_llama, save_word_tokenizer
 from tests.support.target_only import TARGET_ONLY
@@ -119,18 +119,20 @@ CUT = [{"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.2, "top_k": 4, "min
 
 
 @pytest.mark.parametrize(
-    ("length", "mixed", "seeded", "verification"),
+    ("length", "mixed", "seeded", "verification", "drafter"),
     [
-        (4, PLAIN, False, "sequoia"),
-        (3, CUT, False, "sequoia"),
-        (3, EDITED, False, "sequoia"),
-        (3, GRAMMARS, False, "sequoia"),
-        (3, PLAIN, True, "sequoia"),
-        (4, PLAIN, False, "traversal"),
+        (4, PLAIN, False, "sequoia", "model"),
+        (3, CUT, False, "sequoia", "model"),
+        (3, EDITED, False, "sequoia", "model"),
+        (3, GRAMMARS, False, "sequoia", "model"),
+        (3, PLAIN, True, "sequoia", "model"),
+        (4, PLAIN, False, "traversal", "model"),
+        # From a table that changes while others of the batch are verified.
+        (3, [*PLAIN, CUT[0]], False, "sequoia", "lookup"),
     ],
 )
 def test_completions_follow_the_exact_law(
-    tiny_pair, length, mixed, seeded, verification, monkeypatch
+    tiny_pair, length, mixed, seeded, verification, drafter, monkeypatch
 ):
     target, draft = tiny_pair
     replaced = accepted_stand_ins(monkeypatch)
@@ -143,6 +145,8 @@ def test_completions_follow_the_exact_law(
         for index in range(completions)
     ]  # fmt: skip
     config = sequoia(size=12, depth=3, draft=draft, verification=verification)
+    if drafter == "lookup":
+        config = lookup_trees(size=12, verification=verification)
     options = {**TINY, "skip_tokenizer_init": "structured_outputs" not in mixed[0]}
     with running(config, model=target, **options) as llm:
         requests = [{"prompt_token_ids": PROMPT}] * completions

@@ -4,14 +4,17 @@ import pytest
 from vllm import SamplingParams
 
 from tests.support.cores import needs_two_cores
-from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.engines import lookup_trees, metric, running, sequoia, tokens_of
 from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
 
 
 @needs_two_cores
-def test_two_ranks_give_the_tokens_of_one(plain_outputs, monkeypatch):
+@pytest.mark.parametrize(
+    "config", [sequoia(draft_vocabulary=3000), lookup_trees()], ids=["model", "lookup"]
+)
+def test_two_ranks_give_the_tokens_of_one(config, plain_outputs, monkeypatch):
     """In float32, where the order of the ranks' sums changes no token.
 
     The draft keeps 3,000 of 4,096 rows of its output layer, 2,048 of which the first rank had.
@@ -27,7 +30,7 @@ def test_two_ranks_give_the_tokens_of_one(plain_outputs, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with running(sequoia(draft_vocabulary=3000), **options) as llm:
+    with running(config, **options) as llm:
         found = tokens_of(llm.generate(texts, params + unseeded, use_tqdm=False))
         ranks = llm.collective_rpc("sequoia_stats")
         shown = metric(llm, "sequoia:trees")

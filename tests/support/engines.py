@@ -49,6 +49,13 @@ def whole_trees(size: int = 16, **keys) -> dict:
     return sequoia(size, num_speculative_tokens_per_batch_size=[[1, 1, size - 1]], **keys)
 
 
+def lookup_trees(**keys) -> dict:
+    """`whole_trees` that are drafted without a model."""
+    config = whole_trees(drafter="lookup", **keys)
+    del config["model"]
+    return config
+
+
 def tokens_of(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 

@@ -70,7 +70,7 @@ def echo():
 
 
 def test_the_package_has_a_folder_for_each_kind():
-    assert list(DRAFTERS) == ["dspark", "dflash", "eagle3", "mtp", "model"]
+    assert list(DRAFTERS) == ["dspark", "dflash", "eagle3", "mtp", "model", "lookup"]
     folders = {type(kind).__module__.rpartition(".")[2] for kind in DRAFTERS.values()}
     assert folders == set(DRAFTERS)
 
@@ -86,7 +86,9 @@ def names_in(file: Path) -> Iterator[str]:
 
 
 def test_nothing_else_knows_a_kind_by_its_name():
-    """But for "model", which is also a key of the configuration, and the default."""
+    """But for "model", which is also a key of the configuration, and the default; and "lookup",
+    which is also what adaptation calls drafts by batch size.
+    """
     package = Path(sequoia_vllm.__file__).parent
     others = [
         file
@@ -94,7 +96,9 @@ def test_nothing_else_knows_a_kind_by_its_name():
         if file.parent.parent != package / "drafters" or file.parent.name not in DRAFTERS
     ]
     assert len(others) > 200
-    known = {str(file): set(names_in(file)) & DRAFTERS.keys() - {"model"} for file in others}
+    known = {
+        str(file): set(names_in(file)) & DRAFTERS.keys() - {"model", "lookup"} for file in others
+    }
     assert {file: kinds for file, kinds in known.items() if kinds} == {}
 
 
@@ -143,7 +147,6 @@ def engine(kind: str) -> SimpleNamespace:
 
 @pytest.mark.usefixtures("echo")
 def test_one_registration_selects_the_drafter():
-    """`test_table_drafter` drafts with one."""
     pytest.importorskip("vllm")
     from sequoia_vllm.engine.v2 import runner
 
@@ -156,12 +159,13 @@ def test_one_registration_selects_the_drafter():
 @pytest.mark.parametrize("kind", DRAFTERS.values(), ids=DRAFTERS)
 def test_what_runs_each_kind_is_there(kind):
     pytest.importorskip("vllm")
-    from sequoia_vllm.engine.v1.proposer import DrafterV1
+    from sequoia_vllm.engine.v1.proposer import DrafterV1, TextDrafterV1
     from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 
     for path in (kind.on_v2, *kind.on_v2_by_architecture.values()):
         assert issubclass(resolve_name(path), TreeDrafter)
-    assert kind.is_head or issubclass(resolve_name(kind.on_v1), DrafterV1)
+    own = DrafterV1 if kind.has_weights else TextDrafterV1
+    assert kind.is_head or issubclass(resolve_name(kind.on_v1), own)
 
 
 @pytest.mark.parametrize(
@@ -186,5 +190,7 @@ def test_classes_that_do_not_fit_are_refused(changes, problem):
 
 
 def test_unknown_kinds_are_refused():
-    with pytest.raises(ValueError, match="Input should be 'dspark', 'dflash', 'eagle3', 'mtp' or"):
+    with pytest.raises(
+        ValueError, match="Input should be 'dspark', 'dflash', 'eagle3', 'mtp', 'model' or"
+    ):
         drafter("echo")

@@ -168,7 +168,7 @@ def test_heads_run_on_model_runner_v2(monkeypatch, is_cuda, chosen, heads):
     monkeypatch.setattr(drafts, "current_platform", platform)
     monkeypatch.setattr(drafts, "envs", SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=chosen))
     assert [kind.kind for kind in kinds_here()] == (
-        ["dspark", "dflash", "eagle3", "mtp", "model"] if heads else ["model"]
+        ["dspark", "dflash", "eagle3", "mtp", "model", "lookup"] if heads else ["model", "lookup"]
     )
 
 

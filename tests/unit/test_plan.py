@@ -35,6 +35,26 @@ def test_an_unknown_target_needs_one():
         resolved(target="nobody/knows-this")
 
 
+def test_without_a_model_the_target_is_named_to_vllm_and_nothing_is_loaded(caplog):
+    """Also where no draft is known, and the user names no kind."""
+    kinds, text = [DRAFTERS["model"], DRAFTERS["lookup"]], DRAFTERS["lookup"]
+    with caplog.at_level("INFO", logger="vllm.sequoia"):
+        assert find_draft(SequoiaConfig(), "nobody/knows-this", kinds, None) == ("lookup", text)
+    assert "as no draft model is known for the target 'nobody/knows-this'" in caplog.text
+    with pytest.raises(ConfigError, match="no draft model is known"):
+        find_draft(SequoiaConfig(drafter="model"), "nobody/knows-this", kinds, None)
+    config = SequoiaConfig(drafter="lookup")
+    assert find_draft(config, TARGET, kinds, None) == ("lookup", text)
+    pair = PairKey("cpu", TARGET, "lookup", "bfloat16")
+    found = planned(config, pair, "lookup")
+    assert found.speculative_config["model"] == TARGET
+    assert found.choice.tree != planned(config, pair).choice.tree  # made for its own vector
+    with pytest.raises(ConfigError, match=r'"lookup" drafts without a model.*leave "model" out'):
+        find_draft(SequoiaConfig(drafter="lookup", model="a/draft"), TARGET, kinds, None)
+    with pytest.raises(ConfigError, match=r"loads no draft, and revision would be .*leave it out"):
+        planned(SequoiaConfig(drafter="lookup", revision="main"), pair, "lookup")
+
+
 def test_settings_are_those_of_the_chosen_tree():
     found = resolved(tree={"parents": [-1, 0, 0, 1]}, context_attention="flash")
     assert found.speculates

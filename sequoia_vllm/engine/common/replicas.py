@@ -7,6 +7,8 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.compat.versions import cpus_can_gather
 
 
@@ -35,7 +37,9 @@ def fault_of_lock_step(vllm_config: Any) -> str | None:
     """
     if not in_lock_step(vllm_config):
         return None
-    if vllm_config.speculative_config.draft_model_config.is_moe:
+    speculative = vllm_config.speculative_config
+    has_passes = drafter(SequoiaSettings.on(speculative).drafter).has_weights
+    if has_passes and speculative.draft_model_config.is_moe:
         return "which drafting passes do not, and the draft has experts, too"
     if current_platform.is_cpu() and not cpus_can_gather():
         return "which vLLM cannot do on CPUs (plain vLLM ends in the first request)"

@@ -29,12 +29,14 @@ def find_draft(
 ) -> tuple[str, Drafter]:
     """The draft that the configuration names, or the best known one of the target.
 
+    Where none is known and the user asks for no kind, a kind without weights drafts.
+
     Args:
         kinds: What the engine can draft with, where the drafter is left to us.
         kind_of: Reads what a draft of this name is; see `DraftReader.kind`.
 
     Returns:
-        Its name, and what it is.
+        Its name (of one without weights the kind's), and what it is.
 
     Raises:
         ConfigError: No draft is given, and none is known for this target; or a folder is
@@ -52,6 +54,13 @@ def find_draft(
             f'"drafter": "{asked.kind}": {asked.name} needs vLLM\'s Model Runner V2, which GPUs '
             'use: leave "drafter" out here'
         )
+    if asked is not None and not asked.has_weights:
+        if config.model is not None:
+            raise ConfigError(
+                f'"drafter": "{asked.kind}" drafts without a model, and "model" is '
+                f'{config.model!r}: leave "model" out, or "drafter"'
+            )
+        return asked.kind, asked
     if asked is not None and asked.is_targets_own:
         if config.model not in (None, target):
             raise ConfigError(
@@ -61,7 +70,14 @@ def find_draft(
         return found(target)
     if config.model:
         return found(config.model)
-    candidates = known_drafts(target, kinds, asked)
+    try:
+        candidates = known_drafts(target, kinds, asked)
+    except ConfigError as error:
+        fallback = next((kind for kind in kinds if not kind.has_weights), None)
+        if asked is not None or fallback is None:
+            raise
+        logger.info("Sequoia: drafting with %s, as %s", fallback.name, error)
+        return fallback.kind, fallback
     for known in candidates:
         try:
             draft = found(known.name)

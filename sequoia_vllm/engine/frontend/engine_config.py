@@ -30,10 +30,11 @@ from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method, draft
 from sequoia_vllm.engine.frontend.plan import Facts, Plan, plan
 from sequoia_vllm.engine.frontend.refusals import refuse_model, refuse_unsupported
 from sequoia_vllm.engine.frontend.request import sequoia_request, short_in_commands
-from sequoia_vllm.engine.frontend.tree_choice import look_up
+from sequoia_vllm.engine.frontend.tree_choice import LibraryAnswer, look_up
 from sequoia_vllm.engine.offload.settings import choose_offloading, with_offload
 from sequoia_vllm.engine.offload.weight_source import OffloadedLayers, weight_source, with_streamed
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
+from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE, reason_not_to_keep
 
@@ -143,6 +144,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
     source = weight_source(args)
     reader = DraftReader(target, config)
     name, kind = find_draft(config, target.model, kinds_here(), reader.kind)
+    found: LibraryAnswer = LibraryError("the library has trees for models and heads")
     pair = PairKey(
         device=current_device_name(),
         target=target.model,
@@ -151,14 +153,18 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
         tensor_parallel_size=parallel.tensor_parallel_size,
         offloading=source.name if source else None,
     )
-    shapes = reader.shapes(name, kind) if config.is_tree_chosen else None
-    if shapes is not None and isinstance(source, OffloadedLayers):
-        shapes = with_streamed(shapes, source, pair.dtype, pair.device, pair.tensor_parallel_size)
+    if kind.has_weights:
+        shapes = reader.shapes(name, kind) if config.is_tree_chosen else None
+        if shapes is not None and isinstance(source, OffloadedLayers):
+            shapes = with_streamed(
+                shapes, source, pair.dtype, pair.device, pair.tensor_parallel_size
+            )
+        found = look_up(config, pair, shapes)
     return Facts(
         pair,
         kind,
         reader.levels(name, kind),
-        look_up(config, pair, shapes),
+        found,
         max_model_len=target.max_model_len,
         file_name=pair.file_name,
         on_cpu=current_platform.is_cpu(),
@@ -188,7 +194,10 @@ def apply(
         args.additional_config = {**(args.additional_config or {}), DECLINED: True}
         return None
     translated = copy(args)
-    translated.speculative_config = planned.speculative_config
+    translated.speculative_config = dict(planned.speculative_config)
+    if not planned.drafter.has_weights:  # vLLM reads the target's configuration once more
+        revisions = {"revision": args.revision, "code_revision": args.code_revision}
+        translated.speculative_config.update(revisions)
     try:
         with to_be_tagged():
             speculative_config = create(translated, target, parallel)
@@ -196,9 +205,10 @@ def apply(
         raise ConfigError(draft_problem(planned.draft, error)) from error
     check_method(planned.drafter, planned.draft, speculative_config.method)
     draft = speculative_config.draft_model_config
-    refuse_model(draft, "draft")
-    settings = planned.settings
-    if not planned.drafter.is_head:  # heads bring no tokenizer
+    kind, settings = planned.drafter, planned.settings
+    if kind.has_weights:
+        refuse_model(draft, "draft")
+    if kind.has_weights and not kind.is_head:  # heads bring no tokenizer
         settings = _with_vocabulary(settings, planned.config.draft_vocabulary, target, draft)
     settings.store(speculative_config)
     if args.enable_lora:

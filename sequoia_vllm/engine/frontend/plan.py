@@ -109,7 +109,11 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
             f'"draft_vocabulary" trims draft models, and {pair.draft!r} is {kind.name}, which has '
             "the output layer it was trained with: leave the key out"
         )
-    choice = choose_engine_tree(config, pair, facts.library, facts.max_model_len, facts.levels)
+    if not kind.has_weights:
+        _check_keys(config, kind)
+    choice = choose_engine_tree(
+        config, pair, facts.library, facts.max_model_len, facts.levels, kind
+    )
     _check_depth(choice, facts)
     settings = SequoiaSettings(
         tree=choice.tree,
@@ -124,9 +128,23 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         keeps=facts.not_kept is None,
     )
     worker_cls = _worker(facts, choice.tree.num_speculative_tokens > 0)
-    chain = _as_chain(config, pair.draft, kind, choice)
+    chain = _as_chain(config, pair, kind, choice)
     notes = list(_notes(config, facts, choice))
     return Plan(config, pair.draft, kind, choice, settings, worker_cls, chain, notes)
+
+
+def _check_keys(config: SequoiaConfig, kind: Drafter) -> None:
+    """Checks that nothing is said of a draft's checkpoint where there is none.
+
+    Raises:
+        ConfigError: Something is; names the keys, and the fix.
+    """
+    keys = {"draft_vocabulary", "quantization", "revision", "code_revision", "draft_load_config"}
+    if given := sorted(key for key in keys if getattr(config, key) is not None):
+        raise ConfigError(
+            f'"drafter": "{kind.kind}" loads no draft, and {", ".join(given)} would be the '
+            f"draft's: leave {'it' if len(given) == 1 else 'them'} out"
+        )
 
 
 def _check_depth(choice: TreeChoice, facts: Facts) -> None:
@@ -158,18 +176,20 @@ def _worker(facts: Facts, speculates: bool) -> str:
 
 
 def _as_chain(
-    config: SequoiaConfig, draft: str, kind: Drafter, choice: TreeChoice
+    config: SequoiaConfig, pair: PairKey, kind: Drafter, choice: TreeChoice
 ) -> dict[str, Any]:
     """The same as a speculative configuration of vLLM's own method for this kind of drafter.
 
     That method's scheduling is what trees need: as many look-ahead slots as drafts
     (`TreeScheduling`), and the draft's layers in the KV cache; for heads also the target's
     auxiliary hidden states, and a prefix cache that leaves out what they read with a later
-    block's token.
+    block's token. A kind without weights goes as the target: nothing of it is loaded.
     """
     drafts = choice.tree.num_speculative_tokens
     # vLLM knows where the target's own layers lie, and that they are quantized alike.
-    model = {} if kind.is_targets_own else {"model": draft}
+    model = {"model": pair.draft if kind.has_weights else pair.target}
+    if kind.is_targets_own:
+        model = {}
     return {
         **config.draft_keys(),
         **model,
@@ -200,8 +220,11 @@ def _notes(config: SequoiaConfig, facts: Facts, choice: TreeChoice) -> Iterator[
     if choice.tree.num_speculative_tokens == 0:
         yield logging.INFO, f"not speculating, as plain decoding is faster ({choice.source})"
         return
+    draft = facts.drafter.short_name
+    if facts.drafter.has_weights:
+        draft = f"{draft} {facts.pair.draft}"
     yield gain_line(
-        choice.gain, f"{facts.drafter.short_name} {facts.pair.draft}", choice.tree.size,
+        choice.gain, draft, choice.tree.size,
         choice.tree.depth, adapts=config.adapts, on_cpu=facts.on_cpu,
     )  # fmt: skip
     yield logging.DEBUG, f"the tree was chosen so: {choice.source}"

@@ -125,6 +125,18 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
 
 def _drafter_reasons(vllm_config: Any) -> list[str]:
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)
+    if not kind.has_weights:
+        model = vllm_config.model_config
+        fix = f'give "model" a draft model instead of "drafter": "{kind.kind}"'
+        return _present(
+            {
+                f"adapters change what follows a token, and {kind.name} has one table for all: "
+                f"drop --enable-lora, or {fix}": vllm_config.lora_config is not None,
+                f"{kind.name} drafts for targets that read text alone: {fix}": (
+                    model.is_multimodal_model or model.uses_mrope
+                ),
+            }
+        )
     if not kind.is_head:
         return []
     return _present(

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec
+from sequoia_vllm.drafters.registry import Drafter
 from sequoia_vllm.hardware.choose import Schedule as StoredSchedule
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes
@@ -21,6 +22,7 @@ from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 USER = "user"  # names of trees that were tuned here begin so
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
+DEFAULT_TREE_WITHOUT_PASSES = TreeSpec(size=16, depth=8)
 # Where a pass waits for weights, scoring more nodes costs little.
 DEFAULT_TREE_OFFLOADED = TreeSpec(size=64, depth=8)
 # Requests near their longest length draft less, so trees must be small compared with it.
@@ -102,6 +104,7 @@ def choose_engine_tree(
     found: LibraryAnswer = None,
     max_model_len: int | None = None,
     levels: int | None = None,
+    kind: Drafter | None = None,
 ) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
@@ -109,11 +112,12 @@ def choose_engine_tree(
         max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
             it at most. None: any.
         levels: The draft drafts no more: a tree that we choose is no deeper. None: any number.
+        kind: What drafts; it may have an acceptance vector of its own. None: a model.
 
     Raises:
         ConfigError: The given schedule has more drafts than the given tree.
     """
-    choice = _resolve(config, pair, found, levels)
+    choice = _resolve(config, pair, found, levels, kind)
     if max_model_len is not None and config.is_tree_chosen:
         choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
     if config.num_speculative_tokens is not None:
@@ -139,28 +143,39 @@ def _given_schedule(config: SequoiaConfig, tree: TokenTree) -> Schedule:
 
 
 def _resolve(
-    config: SequoiaConfig, pair: PairKey, found: LibraryAnswer, levels: int | None
+    config: SequoiaConfig,
+    pair: PairKey,
+    found: LibraryAnswer,
+    levels: int | None,
+    kind: Drafter | None,
 ) -> TreeChoice:
+    vector = config.acceptance
+    if vector is None:
+        own = None if kind is None else kind.acceptance
+        vector = REFERENCE_ACCEPTANCE if own is None else Acceptance.of(own)
+    assert isinstance(vector, Acceptance)  # by `SequoiaConfig.loaded`
     if isinstance(config.tree, TreeSpec):
         given = config.tree
         deepest = levels if given.depth is None else given.depth
-        return _optimal(config, _of_depth(given, deepest), "optimal for the given size")
+        return _optimal(vector, _of_depth(given, deepest), "optimal for the given size")
     if isinstance(config.tree, NamedTree):
         return TreeChoice(config.tree.tree, config.tree.title, gain=_gain_of(config.tree, pair))
     default_tree = DEFAULT_TREE if pair.offloading is None else DEFAULT_TREE_OFFLOADED
+    if kind is not None and not kind.has_weights:
+        default_tree = DEFAULT_TREE_WITHOUT_PASSES
     if levels is not None:
         default_tree = _of_depth(default_tree, min(default_tree.depth or levels, levels))
     if config.acceptance is not None:
-        return _optimal(config, default_tree, "optimal for the given acceptance")
+        return _optimal(vector, default_tree, "optimal for the given acceptance")
     if not isinstance(found, Selection):
-        return _optimal(config, default_tree, f"default size; {found}")
+        return _optimal(vector, default_tree, f"default size; {found}")
     choice = _of_library(pair, found)
     if levels is not None and choice.tree.depth > levels:
         why = f"default size; the draft drafts {levels} levels at most, fewer than {choice.source}"
-        return _optimal(config, default_tree, why)
+        return _optimal(vector, default_tree, why)
     if choice.tree.size == 1 and config.tree is None:
         default = _optimal(
-            config,
+            vector,
             default_tree,
             f'default size; speculation is expected not to pay here ("tree": "{AUTO}" turns it '
             f"off): {choice.source}",
@@ -218,9 +233,7 @@ def _of_depth(spec: TreeSpec, depth: int | None) -> TreeSpec:
     return spec.model_copy(update={"depth": depth})
 
 
-def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:
-    acceptance = REFERENCE_ACCEPTANCE if config.acceptance is None else config.acceptance
-    assert isinstance(acceptance, Acceptance)  # by `SequoiaConfig.loaded`
+def _optimal(acceptance: Acceptance, spec: TreeSpec, why: str) -> TreeChoice:
     tree = optimize_tree(acceptance, spec.size, spec.depth, spec.branch)
     expected = tree.expected_tokens(acceptance)
     return TreeChoice(

@@ -75,6 +75,49 @@ class DrafterV1(ABC):
         """
 
 
+class TextDrafterV1(ABC):
+    """A draft without a model on the V1 runner: it runs no passes, and reads the target's logits.
+
+    What it predicts may depend on the target's logits and on committed text, but not on other
+    nodes of the tree. Else a tree would not have the law that it is verified against.
+    """
+
+    @abstractmethod
+    def prepare(self, vllm_config: VllmConfig, max_requests: int) -> None:
+        """Allocates what it needs."""
+
+    @abstractmethod
+    def learn(self, tokens: Tensor, logits: Tensor) -> None:
+        """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]`` of one step."""
+
+    @abstractmethod
+    def read(self, committed: CommittedTokens, texts: Tensor) -> Tensor:
+        """Reads what a step committed; returns logits ``[R, V]`` after each request's last token.
+
+        Args:
+            committed: New tokens of R requests.
+            texts: int32 ``[R, L]``: the tokens of each request, the new ones included. Behind them
+                they mean nothing.
+        """
+
+    @abstractmethod
+    def logits(self, tokens: Tensor, requests: Tensor, depth: int) -> Tensor:
+        """Logits ``[B * m, V]`` after nodes of one depth.
+
+        Args:
+            tokens: int64 ``[B, m]``: the nodes' tokens.
+            requests: int64 ``[B]``: indices of their requests in the batch.
+            depth: 1 for the root's children.
+        """
+
+
+class WithoutModel(torch.nn.Module):
+    """In the place of vLLM's model where nothing is loaded."""
+
+    def forward(self, **inputs: Any) -> None:
+        """Does nothing: vLLM's warm-up runs it."""
+
+
 class TreeProposerV1(DraftModelProposer):
     """Grows trees with vLLM's draft-model proposer (loading, KV cache, compilation).
 
@@ -91,7 +134,7 @@ class TreeProposerV1(DraftModelProposer):
         self.draft_max_len = self.draft_model_config.max_model_len
         kind = drafter(SequoiaSettings.of(vllm_config).drafter)
         assert kind.on_v1 is not None, f"{kind.name} needs vLLM's Model Runner V2"
-        self.drafter: DrafterV1 = resolve_name(kind.on_v1)()
+        self.drafter: DrafterV1 | TextDrafterV1 = resolve_name(kind.on_v1)()
         self._rows = torch.arange(runner.max_num_tokens)
 
     # Until: vLLM asks a multimodal target for an image's token only where a head reads images.
@@ -103,7 +146,10 @@ class TreeProposerV1(DraftModelProposer):
 
     def _get_model(self) -> torch.nn.Module:
         """Lets the drafter load."""
-        return self.drafter.load(self)
+        if isinstance(self.drafter, DrafterV1):
+            return self.drafter.load(self)
+        self.drafter.prepare(self.vllm_config, self.runner.max_num_reqs)
+        return WithoutModel()
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
         """Calls vLLM's; a draft without layers takes slots of the target's, and fills none."""
@@ -130,6 +176,9 @@ class TreeProposerV1(DraftModelProposer):
             Draft logits ``[R, V]`` after each request's last committed token.
         """
         requests, counts, last = committed.requests, committed.counts, committed.last
+        if isinstance(self.drafter, TextDrafterV1):
+            with self.runner.stats.timed("draft", len(counts), len(counts)):
+                return self.drafter.read(committed, self._texts(committed))
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
         starts[1:] = last + 1
         seq_lens = committed.positions[last] + 1
@@ -154,6 +203,19 @@ class TreeProposerV1(DraftModelProposer):
         tokens = torch.from_numpy(committed.tokens.astype(np.int32))
         rows = torch.from_numpy(last) if len(tokens) > len(counts) else None
         return self._forward(tokens, positions, slots, metadata, len(counts), rows)
+
+    def _texts(self, committed: CommittedTokens) -> Tensor:
+        """Committed tokens of the requests, as `TextDrafterV1.read` takes them."""
+        longest = int(committed.positions[committed.last].max()) + 1
+        texts = self.runner.input_batch.token_ids_cpu[committed.requests, :longest]
+        rows = np.repeat(np.arange(len(committed.counts)), committed.counts)
+        texts[rows, committed.positions] = committed.tokens  # vLLM notes new ones later
+        return torch.from_numpy(texts)
+
+    def learn(self, scored: Tensor, logits: Tensor) -> None:
+        """Shows a draft without a model the target's logits after these rows of the step."""
+        if isinstance(self.drafter, TextDrafterV1):
+            self.drafter.learn(self.runner.input_ids.gpu[scored], logits)
 
     def _leave_out_before_windows(self, slots: Tensor, committed: CommittedTokens) -> None:
         """Takes away the slots, in place, of tokens that no later token's sliding window reaches.
@@ -199,7 +261,7 @@ class TreeProposerV1(DraftModelProposer):
         for level in levels.levels:
             if level.depth > 0:
                 parents = tokens.index_select(1, level.nodes)
-                logits = self._level_forward(parents, inner, levels, level)
+                logits = self._level_logits(parents, requests, inner, levels, level)
             drawn = sampling.children(logits, level)
             tokens.index_copy_(1, level.columns.flatten().long(), drawn.flatten(1))
         # Set last: column 0 collects what nodes drew beyond their own children.
@@ -226,17 +288,26 @@ class TreeProposerV1(DraftModelProposer):
             max_keys=int((root_positions + num_nodes).max()),
         )
 
-    def _level_forward(
-        self, tokens: Tensor, inner: InnerNodes, levels: DraftLevels, level: Level
+    def _level_logits(
+        self,
+        tokens: Tensor,
+        requests: NDArray[np.int64],
+        inner: InnerNodes,
+        levels: DraftLevels,
+        level: Level,
     ) -> Tensor:
-        """Runs one forward; returns the draft's logits ``[B * m, V]`` at a level's m inner nodes.
+        """Computes the draft's logits ``[B * m, V]`` at a level's m inner nodes, in one forward.
 
         Args:
             tokens: int64 ``[B, m]``: the tokens of the nodes.
+            requests: int64 ``[B]``: the indices of the requests in the batch.
             inner: Positions and slots of all levels' inner nodes.
             levels: The tree.
             level: The level.
         """
+        if isinstance(self.drafter, TextDrafterV1):
+            with self.runner.stats.timed("draft", len(tokens), tokens.numel()):
+                return self.drafter.logits(tokens, torch.from_numpy(requests), level.depth)
         rows = self._rows[: tokens.numel()].view(tokens.shape)
         nodes = slice(level.first, level.first + level.width)
         # Contiguous: vLLM's kernels read them without looking at strides.
@@ -280,6 +351,7 @@ class TreeProposerV1(DraftModelProposer):
         rows: Tensor | None = None,
     ) -> Tensor:
         """Runs one forward over all tokens; see `DrafterV1.logits`."""
+        assert isinstance(self.drafter, DrafterV1)
         with (
             self.runner.stats.timed("draft", num_reqs, len(tokens)),
             set_forward_context(

@@ -273,6 +273,10 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         """
         assert logits is not None
         trees, branching, self._trees = self._trees, self._branching_trees, None
+        if self.speculative_config is not None:
+            ends = self.query_start_loc.gpu[1 : self.input_batch.num_reqs + 1]
+            scored = spec_decode_metadata.logits_indices if spec_decode_metadata else ends - 1
+            self.drafter.learn(scored, logits)
         if self.input_batch.thinking_budget_state_holder is not None:
             # The sampler gets one row per request, not one per draft.
             # Requests with a budget have no drafts, and in a step without any the holder counts no

@@ -36,6 +36,7 @@ from sequoia_vllm.engine.v2.drafting.draft_progress import (
 from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, HeadDrafter, TreeDrafter
 from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
 from sequoia_vllm.engine.v2.drafting.target_states import TargetStates
+from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
 from sequoia_vllm.engine.v2.drafting.tree_memory import (
     allocate_drafted,
     has_soft_cap,
@@ -174,10 +175,11 @@ class TreeProposerV2(DraftModelSpeculator):
         read_sizes = {w: sizes for w, sizes in self.plan.read_sizes.items() if w <= widest}
         graphs_of = partial(DraftGraphs, self.vllm_config, self.device, cudagraph_mode)
         growth, longest = self._growth, self.max_model_len
-        self._read_graphs = graphs_of(
-            lambda requests, width: growth.read_committed(requests, width, longest),
-            "Capturing what the draft reads", read_sizes,
-        )  # fmt: skip
+        if not isinstance(self.drafter, TextDrafter):
+            self._read_graphs = graphs_of(
+                lambda requests, width: growth.read_committed(requests, width, longest),
+                "Capturing what the draft reads", read_sizes,
+            )  # fmt: skip
         self._growth_graphs = graphs_of(
             lambda requests, drafts: growth.grow(requests, self.tables.levels_of(drafts), longest),
             "Capturing tree growth", growth_sizes,
@@ -308,11 +310,14 @@ class TreeProposerV2(DraftModelSpeculator):
     ) -> None:
         num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
-        width = self._reader.width(batch, reads, num_trees, levels, self._read_graphs)
+        has_passes, width = not isinstance(self.drafter, TextDrafter), None
+        if has_passes:
+            width = self._reader.width(batch, reads, num_trees, levels, self._read_graphs)
         bounds = begin(levels, num_reqs if width is None else num_trees, num_trees)
         self._has_trees = True
         self._last_grown, self._last_width = levels, width
-        self._reader.read(batch, bounds, num_trees, width, self._read_graphs)
+        if has_passes:
+            self._reader.read(batch, bounds, num_trees, width, self._read_graphs)
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
             self._growth.grow(num_trees, levels, max_keys(batch))
 
@@ -371,10 +376,11 @@ class TreeProposerV2(DraftModelSpeculator):
     def _run_dummy(self, batch: InputBatch, is_profile: bool) -> None:
         """Runs the largest forward; for memory profiling also takes the target's logits."""
         rows = batch.num_tokens
-        states = None if self._target_states is None else self._target_states.dummy(rows)
-        largest = DraftPass(batch.input_ids[:rows], batch.positions[:rows], states)
-        ran = self.drafter.run(largest)
-        self.drafter.compute_logits(ran.hidden[: min(rows, self.plan.widest_level)])
+        if not isinstance(self.drafter, TextDrafter):
+            states = None if self._target_states is None else self._target_states.dummy(rows)
+            largest = DraftPass(batch.input_ids[:rows], batch.positions[:rows], states)
+            ran = self.drafter.run(largest)
+            self.drafter.compute_logits(ran.hidden[: min(rows, self.plan.widest_level)])
         if is_profile:
             take_logits_memory(
                 self.most_scored, self.tree.size, self.drafter.vocab_size,

@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
+from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
 from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
@@ -116,6 +117,8 @@ class TreeVerifierV2(RejectionSampler):
             draft_logits: Not used; the proposer keeps them by node.
             invalid_drafts: bool ``[rows]``: drafts that a grammar excludes.
         """
+        if isinstance(drafter := self._speculator.drafter, TextDrafter):
+            drafter.learn(input_batch.input_ids[input_batch.logits_indices], logits)
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         processed: list[Tensor] | None = [] if self._reports_processed(input_batch) else None
         verified = self._verify_batch(logits, input_batch, invalid_drafts, processed)

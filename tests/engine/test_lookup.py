@@ -1,0 +1,77 @@
+"""Drafts without a model, on both runners: what followed before tells what follows."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.engines import lookup_trees, metric, running
+from tests.support.generating import TINY, generate, random_prompts, save_related_pair
+from tests.support.models import prompts
+from tests.support.on_v2 import call_on_v2
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def generate_all() -> dict[str, Any]:
+    """Answers of plain vLLM, and of trees: greedy, seeded and penalised requests."""
+    from vllm import SamplingParams
+
+    common = {"max_tokens": 24, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0, **common), SamplingParams(temperature=0.7, seed=4, **common),
+        SamplingParams(temperature=0, repetition_penalty=1.2, **common),
+    ]  # fmt: skip
+    texts = [3 * text for text in prompts(3)]
+    plain = generate(None, texts, params)
+    trees = generate(lookup_trees(size=12), texts, params)
+    return {"plain": plain["tokens"], "trees": trees["tokens"], "counts": trees["counts"]}
+
+
+@pytest.fixture(scope="module", params=["V1", "V2"])
+def answers(request, tmp_path_factory):
+    if request.param == "V2":
+        return call_on_v2(generate_all, tmp_path_factory.mktemp("lookup"))
+    return generate_all()
+
+
+def test_tokens_are_those_of_plain_vllm(answers):
+    assert answers["trees"] == answers["plain"]
+
+
+def test_what_followed_before_is_accepted(answers):
+    assert answers["counts"]["tokens_per_tree"] > 1.3
+
+
+def answers_of_arriving(llm: Any, texts: list[Any]) -> dict[str, list[int]]:
+    """Tokens of requests that begin every other step; the second leaves."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
+    engine, found, step = llm.llm_engine, {}, 0
+    while step < 2 * len(texts) or engine.has_unfinished_requests():
+        if step % 2 == 0 and step < 2 * len(texts):
+            engine.add_request(str(step // 2), texts[step // 2], params)
+        if step == 7:
+            engine.abort_request(["1"])
+        for output in engine.step():
+            if output.finished and output.outputs[0].finish_reason == "length":
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+    return found
+
+
+def test_requests_that_arrive_leave_are_preempted_and_share_prefixes(tmp_path):
+    options = {
+        "model": save_related_pair(tmp_path)[0], **TINY, "max_num_batched_tokens": 96,
+        "enable_prefix_caching": True,
+    }  # fmt: skip
+    texts = random_prompts([200, 90, 37, 5, 150, 120, 33])
+    texts.insert(5, texts[0])
+    with running(None, **options) as llm:
+        plain = answers_of_arriving(llm, texts)
+    with running(lookup_trees(), **options, kv_cache_memory_bytes=160 << 10) as llm:
+        assert answers_of_arriving(llm, texts) == plain
+        assert metric(llm, "vllm:num_preemptions") > 0
+        assert metric(llm, "vllm:prefix_cache_hits") > 0
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 50
+    assert len(plain) == len(texts) - 1

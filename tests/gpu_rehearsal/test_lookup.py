@@ -1,0 +1,46 @@
+"""Trees drafted without a model on vLLM's GPU engine: started, captured, replayed."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.engines import lookup_trees
+from tests.support.generating import random_prompts, save_related_pair
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+
+pytestmark = pytest.mark.engine
+
+
+def start_and_generate(target: str) -> dict[str, Any]:
+    """Answers of plain vLLM, and of trees for batches of three and of one."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    texts = random_prompts([5, 9, 20])
+    with rehearsing(None, model=target) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, texts, params)}
+    with rehearsing(lookup_trees(size=8), model=target) as llm:
+        answers["trees"] = generate_with_trees(llm, texts, params)
+        answers["alone"] = generate_with_trees(llm, texts[:1], params)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("lookup")
+    return call_on_gpu(start_and_generate, directory, target=save_related_pair(directory)[0])
+
+
+@pytest.mark.parametrize("name", ["trees", "alone"])
+def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
+    found = answers[name]
+    assert found["tokens"] == answers["plain"]["tokens"][: len(found["tokens"])]
+    assert found["eager growth"] == []
+    # All steps but those that read prompts are replayed.
+    assert found["graphs"]["DraftGraphs"] >= found["counts"]["steps"] - 3
+    assert found["graphs"]["TreeGraphManager"] >= found["counts"]["steps"] - 3
+
+
+def test_what_followed_before_is_accepted(answers):
+    assert answers["trees"]["counts"]["tokens_per_tree"] > 1.05
