@@ -347,6 +347,6 @@ def test_the_shape_of_an_engines_head():
 
 def test_the_key_is_ours_and_strict():
     assert SequoiaConfig(drafter="eagle3").draft_keys() == {}
-    kinds = "'dspark', 'dflash', 'eagle3', 'mtp' or 'model'"
+    kinds = "'dspark', 'dflash', 'eagle3', 'mtp', 'model' or 'lookup'"
     with pytest.raises(ConfigError, match=f"drafter: Input should be {kinds}"):
         SequoiaConfig.parse({"method": "sequoia", "drafter": "eagle"})

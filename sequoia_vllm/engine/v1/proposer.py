@@ -269,10 +269,7 @@ class TreeProposerV1(DraftModelProposer):
         return sampling.finish(tokens)
 
     def _inner_nodes(
-        self,
-        levels: DraftLevels,
-        requests: NDArray[np.int64],
-        root_positions: NDArray[np.int64],
+        self, levels: DraftLevels, requests: NDArray[np.int64], root_positions: NDArray[np.int64]
     ) -> InnerNodes:
         # The scheduler trims nodes past the model's length. Until then they must not write
         # outside the request's blocks, nor read outside the RoPE table.
@@ -289,13 +286,9 @@ class TreeProposerV1(DraftModelProposer):
         )
 
     def _level_logits(
-        self,
-        tokens: Tensor,
-        requests: NDArray[np.int64],
-        inner: InnerNodes,
-        levels: DraftLevels,
+        self, tokens: Tensor, requests: NDArray[np.int64], inner: InnerNodes, levels: DraftLevels,
         level: Level,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Computes the draft's logits ``[B * m, V]`` at a level's m inner nodes, in one forward.
 
         Args:
