@@ -7,7 +7,7 @@ import pytest
 from tests.support.generating import random_prompts
 from tests.support.heads import save_mimo
 from tests.support.on_gpu import call_on_gpu
-from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+from tests.support.rehearsing import check_replayed, plain_and_trees
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
@@ -22,12 +22,7 @@ def start_and_generate(target: str) -> dict[str, Any]:
 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     texts = random_prompts([5, 9, 20])
-    with rehearsing(None, model=target) as llm:
-        answers: dict[str, Any] = {"plain": generate(llm, texts, params)}
-    with rehearsing(TREES, model=target) as llm:
-        answers["trees"] = generate_with_trees(llm, texts, params)
-        answers["alone"] = generate_with_trees(llm, texts[:1], params)
-    return answers
+    return plain_and_trees(TREES, target, texts, params)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +33,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["trees", "alone"])
 def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
-    found = answers[name]
-    assert found["tokens"] == answers["plain"]["tokens"][: len(found["tokens"])]
-    assert found["eager growth"] == []
-    # All steps but those that read prompts are replayed.
-    assert found["graphs"]["DraftGraphs"] >= found["counts"]["steps"] - 3
-    assert found["graphs"]["TreeGraphManager"] >= found["counts"]["steps"] - 3
+    check_replayed(answers[name], answers["plain"])
 
 
 def test_drafts_are_accepted(answers):

@@ -107,6 +107,24 @@ def generate(llm: Any, requests: list[Any], params: Any) -> dict[str, Any]:
     return {"tokens": tokens, "graphs": since(before)["replayed"], "eager growth": eager}
 
 
+def plain_and_trees(config: dict, model: str, texts: list[Any], params: Any) -> dict[str, Any]:
+    """Answers of plain vLLM, and of trees for the whole batch and for its first request."""
+    with rehearsing(None, model=model) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, texts, params)}
+    with rehearsing(config, model=model) as llm:
+        answers["trees"] = generate_with_trees(llm, texts, params)
+        answers["alone"] = generate_with_trees(llm, texts[:1], params)
+    return answers
+
+
+def check_replayed(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Tokens are plain vLLM's, and graphs ran all steps but those that read prompts."""
+    assert found["tokens"] == plain["tokens"][: len(found["tokens"])]
+    assert found["eager growth"] == []
+    assert found["graphs"]["DraftGraphs"] >= found["counts"]["steps"] - 3
+    assert found["graphs"]["TreeGraphManager"] >= found["counts"]["steps"] - 3
+
+
 def generate_with_trees(llm: Any, requests: list[Any], params: Any) -> dict[str, Any]:
     """`generate`, with what became of the trees."""
     return {**generate(llm, requests, params), "counts": counted(llm)}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sequoia_vllm.drafters.lookup.table import Successors, continuations
 from sequoia_vllm.drafting.growth import TreeGrowth
-from sequoia_vllm.drafting.tree_tables import DraftLevels
+from sequoia_vllm.drafting.tree_tables import DraftLevels, picked
 from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
 
 
@@ -21,12 +21,13 @@ class LookupGrowth(TreeGrowth):
     def grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
         """See `TreeGrowth.grow`."""
         batch, texts = self._batch, self._token_ids
-        rows, roots = batch.slots[:num_reqs].clamp(min=0), batch.roots[:num_reqs]
+        slots, roots = batch.slots[:num_reqs], batch.roots[:num_reqs]
+        rows = slots.clamp(min=0)
         told = continuations(texts, rows, roots + 1, levels.tree.depth)
         tokens = texts[rows, roots.clamp(max=texts.shape[1] - 1).long()].long()[:, None]
         for level in levels.levels:
             if level.depth > 0:
-                tokens = self._drafted.tokens[:num_reqs].index_select(1, level.nodes)
+                tokens = picked(self._drafted.tokens[:num_reqs], level.nodes, slots)
             logits = self._model.successors.logits(tokens, told, level.depth)
             self._drafted.draw(batch, num_reqs, levels, level, logits)
 

@@ -236,7 +236,7 @@ def _plain_cache(model: Any) -> str:
 
 
 def _cache_dtypes() -> tuple[str, ...]:
-    """Those that trees read here: also e4m3, where the GPU has it, with a scale for a layer."""
+    """Names the caches that trees read here: e4m3 too, where the GPU can convert it."""
     whole = ("auto", "bfloat16", "float16")
     has_fp8 = current_platform.is_cuda() and current_platform.has_device_capability(_FP8_CAPABILITY)
     return (*whole, "fp8", "fp8_e4m3") if has_fp8 else whole
