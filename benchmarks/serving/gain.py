@@ -38,6 +38,7 @@ def gain(
     clients: Annotated[str, typer.Option(help="Requests at once, each a case.")] = "1,4",
     seconds: Annotated[float, typer.Option(help="Of each server's turn, about.")] = 5.0,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each server, and one before.")] = 6,
+    opt_out: Annotated[bool, typer.Option(help="Requests want no drafts: both are plain.")] = False,
 ) -> None:
     """Compare the gain that Sequoia reports with the gain of its clients."""
     cases = [(int(t), int(c)) for t in tokens.split(",") for c in clients.split(",")]
@@ -53,15 +54,13 @@ def gain(
             for log, more in (("plain", ()), ("ours", (f"--speculative-config={speculative}",)))
         )
         for length, at_once in cases:
-            found = _case(model, plain, ours, length, at_once, seconds, rounds)
+            client = _Client(model, length, at_once, opt_out)
+            found = _case(client, plain, ours, seconds, rounds)
             print(json.dumps(found), flush=True)
 
 
-def _case(
-    model: str, plain: str, ours: str, tokens: int, clients: int, seconds: float, rounds: int
-) -> dict[str, Any]:
+def _case(each: _Client, plain: str, ours: str, seconds: float, rounds: int) -> dict[str, Any]:
     """The gain by the client's clock and by the metric, medians and ranges over rounds."""
-    each = _Client(model, tokens, clients)
     each.run(plain, 2)
     count = max(1, round(seconds / each.run(plain, 4) * 4))
     for _ in range(2):  # it learns
@@ -78,7 +77,7 @@ def _case(
         times.append(found[plain] / found[ours])
     shown = [gauge for gauge in gauges if gauge is not None]
     return {
-        "tokens": tokens, "clients": clients, "answers": count * clients,
+        "tokens": each.tokens, "clients": each.clients, "answers": count * each.clients,
         "client": _spread(times), "metric": _spread(shown) if shown else None,
         "metric_over_client": round(median(shown) / median(times), 3) if shown else None,
         "trees_of_each_turn": drafted,
@@ -100,8 +99,12 @@ def _metric(url: str, pattern: re.Pattern[str]) -> float | None:
 class _Client:
     """Sends the same requests again and again, some of them at once."""
 
-    def __init__(self, model: str, tokens: int, clients: int) -> None:
-        self._model, self._tokens, self._clients = model, tokens, clients
+    def __init__(self, model: str, tokens: int, clients: int, opt_out: bool) -> None:
+        self.tokens, self.clients = tokens, clients
+        self._body = {
+            "model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            **({"vllm_xargs": {"sequoia_max_drafts": 0}} if opt_out else {}),
+        }  # fmt: skip
         self._prompts = [ids[:32] for ids in encoded_prompts(200)]
         assert clients <= BATCH
 
@@ -117,16 +120,14 @@ class _Client:
             await self._ask(client, 0, 1)  # connects
             begun = time.perf_counter()
             await asyncio.gather(
-                *(self._ask(client, number * count, count) for number in range(self._clients))
+                *(self._ask(client, number * count, count) for number in range(self.clients))
             )
             return time.perf_counter() - begun
 
     async def _ask(self, client: Any, first: int, count: int) -> None:
         for number in range(first, first + count):
-            answer = await client.post("/v1/completions", json={
-                "model": self._model, "prompt": self._prompts[number % len(self._prompts)],
-                "max_tokens": self._tokens, "temperature": 0, "ignore_eos": True,
-            })  # fmt: skip
+            prompt = self._prompts[number % len(self._prompts)]
+            answer = await client.post("/v1/completions", json={**self._body, "prompt": prompt})
             answer.raise_for_status()
 
 

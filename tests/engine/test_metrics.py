@@ -125,6 +125,26 @@ def test_metrics_are_exact_when_idle_and_current_without_another_step():
         time.sleep(0.05)
 
 
+def test_a_front_end_is_told_what_is_new_and_once_a_second_that_the_engine_runs():
+    """A report takes both processes longer than a small target's step has to spare."""
+    scheduler = SimpleNamespace(running=["a"], _reported=None, _report_again=0.0)
+
+    def is_told(now: float, drafts: int = 3, **report: object) -> bool:
+        return bool(TreeScheduling._is_news(scheduler, StepReport(drafts, **report), now))
+
+    assert is_told(5.0, paths=b"")
+    assert not is_told(5.5, paths=b"")
+    assert is_told(5.6, paths=b"", drafts=0)
+    assert is_told(5.7, paths=b"", drafts=0, speedup=0.9)
+    assert [is_told(5.8, paths=b"tree") for _ in range(2)] == [True, True]
+    assert [is_told(5.9, paths=b"", undrafted=["asked"]) for _ in range(2)] == [True, True]
+    assert is_told(6.0, paths=b"")
+    assert not is_told(6.9, paths=b"")
+    assert is_told(7.1, paths=b"")
+    scheduler.running = []
+    assert is_told(7.2, paths=b"")
+
+
 def scheduler_with(alive: str) -> SimpleNamespace:
     """A scheduler that knows requests a to c, of which only these have not ended."""
     requests = {

@@ -33,6 +33,8 @@ from sequoia_vllm.metrics.prometheus import Reason
 
 logger = logging.getLogger("vllm.sequoia")
 
+_SECONDS_OF_REPORT = 1.0  # then the front end is told again: it takes a silent engine for idle
+
 
 class DraftsAtMost:
     """A table of drafts by batch size, cut to what there are slots for.
@@ -79,6 +81,8 @@ class TreeScheduling(Scheduler):
         self.configured: list[int] | None = None
         self.draft_limit: int | None = None
         self._has_said_too_long = False
+        self._reported: StepReport | None = None
+        self._report_again = 0.0
         self.adapter = new_adapter(self.vllm_config, self.dynamic_sd_lookup)
         if self.adapter is not None:
             self.dynamic_sd_lookup = self.adapter.controller.lookup  # changed in place
@@ -182,9 +186,17 @@ class TreeScheduling(Scheduler):
                 requests=requests,
             )
             stats = [one.scheduler_stats for one in outputs.values() if one.scheduler_stats]
-            for found in stats[:1]:  # vLLM gives them to one front end
-                setattr(found, REPORT, report)
+            if stats and self._is_news(report, started):  # vLLM gives them to one front end
+                setattr(stats[0], REPORT, report)
         return outputs
+
+    def _is_news(self, report: StepReport, now: float) -> bool:
+        """Whether the front end needs a report: it knows what is as in the last one."""
+        counts = report.paths or report.undrafted or not self.running
+        if counts or report != self._reported or now > self._report_again:
+            self._reported, self._report_again = report, now + _SECONDS_OF_REPORT
+            return True
+        return False
 
     def take_drafts(self) -> Any:
         """vLLM's `DraftTokenIds` that the last step's output brought, once; None: it had none."""

@@ -46,19 +46,21 @@ class TreeForward(ABC):
         Raises:
             KeysAreWritten: Where the metadata is `KEYS_ONLY`.
         """
-        if attn_metadata is KEYS_ONLY:
-            raise KeysAreWritten
         tree = getattr(attn_metadata, "tree", None)
-        if tree is None or not tree.only_trees:
-            chains = query, attn_metadata, output
-            if tree is not None:
-                chains = self._chains(tree, *chains)
-            super().forward(  # type: ignore[misc]
-                layer, chains[0], key, value, kv_cache, *chains[1:],
+        if tree is None:
+            if attn_metadata is KEYS_ONLY:
+                raise KeysAreWritten
+            return super().forward(  # type: ignore[misc, no-any-return]
+                layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
-        if tree is not None:
-            self._forward_trees(layer, query, kv_cache, tree, output)
+        if not tree.only_trees:
+            queries, others, rows = self._chains(tree, query, attn_metadata, output)
+            super().forward(  # type: ignore[misc]
+                layer, queries, key, value, kv_cache, others, rows,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        self._forward_trees(layer, query, kv_cache, tree, output)
         return output
 
     def _chains(
