@@ -1,6 +1,7 @@
 """Real engines end with their command, at whatever moment it is interrupted.
 
-Two moments run in CI. ``SEQUOIA_VLLM_MOMENTS=10`` adds ten random ones, with compilation.
+``SEQUOIA_VLLM_MOMENTS=10`` adds ten random moments, with compilation, of all commands that start
+engines.
 """
 
 import os
@@ -22,10 +23,18 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 RANDOM_MOMENTS = int(os.environ.get("SEQUOIA_VLLM_MOMENTS", "0"))
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
-COMMAND = (
-    Path(sys.executable).with_name("sequoia-vllm"), "tune", "--only", "acceptance",
-    "--model", TARGET, "--draft-model", DRAFT, "--dtype", "float32", "--kv-cache-gib", "0.1",
-)  # fmt: skip
+OURS = str(Path(sys.executable).with_name("sequoia-vllm"))
+PAIR = "--model", TARGET, "--draft-model", DRAFT
+OF_ENGINE = "--dtype", "float32", "--kv-cache-gib", "0.1"
+# What follows the last word of each is a place in a folder of the test's.
+COMMANDS = {
+    "tune": (OURS, "tune", "--only", "acceptance", *PAIR, *OF_ENGINE, "--output"),
+    "bench": (OURS, "bench", *PAIR, *OF_ENGINE, "--output"),
+    "demo": (OURS, "demo", *PAIR, "--prompts"),
+    "draft-data": (
+        sys.executable, "examples/train_drafter", "draft-data", "--target", TARGET, "--out",
+    ),
+}  # fmt: skip
 WITH_A_WORKER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 SECONDS_TO_END = 10.0
 SECONDS_TO_BEGIN = 400.0
@@ -68,14 +77,16 @@ def wait_for(moment: str, process: psutil.Process, output: Path) -> None:
 
 
 def interrupt(
-    folder: Path, moment: str, seconds: float, number: signal.Signals, *options: str
+    command: str, folder: Path, moment: str, seconds: float, number: signal.Signals, *options: str
 ) -> float:
     """Interrupts the command so long after the moment; seconds until all of it had ended."""
-    output, mark = folder / "acceptance.json", f"SEQUOIA_TEST_{uuid.uuid4().hex}"
+    output, mark = folder / "output.jsonl", f"SEQUOIA_TEST_{uuid.uuid4().hex}"
+    if command == "demo":
+        output.write_text(Path(ROOT, "examples/models/prompts.jsonl").read_text())
     caches = {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")}
     with (folder / "log").open("wb") as log:
         process = psutil.Popen(
-            [*COMMAND, "--output", output, *options],
+            [*COMMANDS[command], output, *options],
             cwd=ROOT, env={**environment(), **WITH_A_WORKER, **caches, mark: ""},
             stdout=log, stderr=log, preexec_fn=in_the_background,
         )  # fmt: skip
@@ -98,15 +109,17 @@ def interrupt(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_while_an_engine_starts(tmp_path, number):
-    interrupt(tmp_path, "worker", 0.5, number, "--eager")
+    interrupt("tune", tmp_path, "worker", 0.5, number, "--eager")
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_MOMENTS))
 def test_random_moments(tmp_path, seed):
     rng = random.Random(seed)
-    moment, number = list(MOMENTS)[seed % len(MOMENTS)], rng.choice(SIGNALS)
-    seconds = rng.uniform(0, 5)
-    took = interrupt(tmp_path, moment, seconds, number)
-    print(f"{moment} + {seconds:.1f} s, {number.name}: all ended after {took:.1f} s")
+    command, number = list(COMMANDS)[seed % len(COMMANDS)], rng.choice(SIGNALS)
+    # Only tune's output tells that it measures; others do within 20 seconds of their worker.
+    moment = rng.choice(list(MOMENTS)[: 5 if command == "tune" else 3])
+    seconds = rng.uniform(0, 5 if command == "tune" else 20)
+    took = interrupt(command, tmp_path, moment, seconds, number)
+    print(f"{command}, {moment} + {seconds:.1f} s, {number.name}: all ended after {took:.1f} s")
     # A compiler ends by itself after its engine was killed.
     assert took < SECONDS_TO_END or (moment == "compilation" and number == signal.SIGKILL)
