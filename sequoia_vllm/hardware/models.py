@@ -68,7 +68,9 @@ class ModelShape(FileModel):
         gt=0,
         description="Bytes of a weight in the layers, where quantized; none: the model's type.",
     )
-
+    kv_value_bytes: float | None = Field(
+        default=None, gt=0, description="Bytes of a number in the KV cache; none: as of weights."
+    )
     experts: Experts | None = Field(default=None, description="None: all layers are dense.")
     head: HeadShape | None = Field(
         default=None, description="Of a drafter that reads the target's hidden states."

@@ -221,7 +221,8 @@ class _Forward:
             outside = streamed.bytes_per_pass - streamed.from_device_bytes
             moved = max(0.0, moved - outside * self._devices)
         products = self._roofline(moved, 2 * shape.matmul_parameters * rows)
-        kv_bytes = batch * context * shape.kv_values_per_token * self._value_bytes
+        kv_value_bytes = shape.kv_value_bytes or self._value_bytes
+        kv_bytes = batch * context * shape.kv_values_per_token * kv_value_bytes
         attention = self._roofline(
             kv_bytes * shape.kv_copies(self._devices),
             4 * shape.layers * shape.heads * shape.head_size * (context + tokens) * rows,

@@ -149,6 +149,8 @@ def test_shapes_of_both_models(tmp_path):
     assert not shapes.quantized
     quantized = DraftReader(target, SequoiaConfig(quantization="fp8")).shapes(DRAFT, MODEL)
     assert quantized.draft.layer_weight_bytes == 1.0
+    in_fp8 = DraftReader(target, SequoiaConfig()).shapes(DRAFT, MODEL, has_fp8_cache=True)
+    assert (in_fp8.target.kv_value_bytes, in_fp8.draft.kv_value_bytes) == (1.0, 1.0)
     missing = DraftReader(target, SequoiaConfig()).shapes(str(tmp_path / "nowhere"), MODEL)
     assert missing.target == shapes.target
     assert missing.draft is None
@@ -156,7 +158,7 @@ def test_shapes_of_both_models(tmp_path):
 
 
 def test_shapes_are_read_only_where_the_tree_depends_on_them(monkeypatch):
-    def read(reader, draft, kind):
+    def read(*_):
         raise AssertionError("read")
 
     def configure(**keys):

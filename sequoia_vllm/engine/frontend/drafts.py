@@ -108,14 +108,15 @@ class DraftReader:
         except _UNREADABLE:
             return None
 
-    def shapes(self, draft: str, kind: Drafter) -> PairShapes:
+    def shapes(self, draft: str, kind: Drafter, has_fp8_cache: bool = False) -> PairShapes:
         """Shapes of the target and of this draft, and which of them are not known."""
         problems: list[str] = []
+        cache = {"kv_value_bytes": 1.0} if has_fp8_cache else {}
         target, quantization = self.target, self.config.draft_keys().get("quantization")
 
         def found(shape: Callable[[], ModelShape]) -> ModelShape | None:
             try:
-                return shape()
+                return shape().model_copy(update=cache)
             except ShapeError as error:
                 problems.append(str(error))
                 return None

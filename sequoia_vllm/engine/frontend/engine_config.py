@@ -28,7 +28,11 @@ from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method, draft_problem, kinds_here
 from sequoia_vllm.engine.frontend.plan import Facts, Plan, plan
-from sequoia_vllm.engine.frontend.refusals import refuse_model, refuse_unsupported
+from sequoia_vllm.engine.frontend.refusals import (
+    asks_for_fp8_cache,
+    refuse_model,
+    refuse_unsupported,
+)
 from sequoia_vllm.engine.frontend.request import sequoia_request, short_in_commands
 from sequoia_vllm.engine.frontend.tree_choice import LibraryAnswer, look_up
 from sequoia_vllm.engine.offload.settings import choose_offloading, with_offload
@@ -154,7 +158,8 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
         offloading=source.name if source else None,
     )
     if kind.has_weights:
-        shapes = reader.shapes(name, kind) if config.is_tree_chosen else None
+        has_fp8_cache = args.kv_cache_dtype.startswith("fp8") or asks_for_fp8_cache(target)
+        shapes = reader.shapes(name, kind, has_fp8_cache) if config.is_tree_chosen else None
         if shapes is not None and isinstance(source, OffloadedLayers):
             shapes = with_streamed(
                 shapes, source, pair.dtype, pair.device, pair.tensor_parallel_size
