@@ -34,8 +34,15 @@ def attention_variants() -> list[Variant]:
     shapes += [
         _Shape("bf16", "bf16", 96, 128, 4, 16, 8),  # padded
         _Shape("fp16", "fp16", 128, 64, 1, 16, 2),
-        *(_Shape("fp32", "fp32", head_size, 16, 4, 16, 2) for head_size in (64, 128, 256)),
+        *(_Shape("fp32", "fp32", head_size, 16, 4, 16, 2) for head_size in (64, 128, 256, 512)),
     ]
+    # As Gemma 4's layers without a window.
+    shapes += [
+        _Shape("bf16", cache, 512, rows, 8, 16, 2)
+        for cache in ("bf16", "fp8e4nv")
+        for rows in (16, 128)
+    ]
+    shapes.append(_Shape("bf16", "bf16", 512, tree_attention._ROWS_OF_NODES, 8, 16, 2, True))
     # As Mistral, Gemma 2 (heads of 256, windows in every other layer) and gpt-oss have it.
     shapes += [
         _Shape("bf16", "bf16", head_size, rows, 4, 16, 2, False, *features)
@@ -118,7 +125,13 @@ def _merge_variants() -> list[Variant]:
                 "SPLITS_AT_ONCE": tree_attention._SPLITS_AT_ONCE,
             },
         )
-        for head_size, windowed in ((64, False), (128, True), (128, False), (256, False))
+        for head_size, windowed in (
+            (64, False),
+            (128, True),
+            (128, False),
+            (256, False),
+            (512, False),
+        )
     ]
 
 

@@ -238,6 +238,17 @@ def test_checkpoints_that_ask_for_a_quantized_cache(role, monkeypatch):
     assert refusals._feature_reasons(config) == []
 
 
+def test_shared_keys_of_two_sizes_on_cpus(monkeypatch):
+    """As Gemma 4 E2B has them: vLLM's runner asks for a layer that no cache group describes."""
+    config = engine_config()
+    text = config.model_config.hf_text_config
+    monkeypatch.setattr(text, "num_kv_shared_layers", 2, raising=False)
+    assert refusals._feature_reasons(config) == []
+    monkeypatch.setattr(text, "global_head_dim", 512, raising=False)
+    [reason] = refusals._feature_reasons(config)
+    assert "heads of two sizes: serve it without Sequoia" in reason
+
+
 def test_routed_experts_of_rows_that_are_not_a_path():
     config = engine_config()
     config.aux_output_config.enable_return_routed_experts = True
@@ -370,22 +381,34 @@ def test_attention_that_cannot_leave_contexts_to_flash_attention(kind, version, 
     assert GPUTreeBackend(ancestors, "triton").unsupported_attention("a", impl) is None
 
 
-def test_flashinfer_is_passed_over_and_refused_by_name(monkeypatch):
-    """Where vLLM prefers it, as on B200; there it was found out once all weights were loaded."""
+@pytest.mark.parametrize(
+    ("preferred", "capability", "images", "taken"),
+    [
+        ("FLASHINFER", 10, False, "FlashTreeBackend"),
+        ("TRITON_FLASHINFER", 10, True, "TritonTreeBackend"),
+        ("TRITON_FLASH_ATTN", 9, True, "TritonTreeBackend"),
+    ],
+)
+def test_backends_are_passed_over_and_refused_by_name(
+    preferred, capability, images, taken, monkeypatch
+):
+    """Where vLLM prefers them, as on B200; there it was found out once all weights were loaded."""
     monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("of the GPU build"))
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     monkeypatch.setattr(
-        CudaPlatformBase, "get_device_capability", lambda device_id=0: DeviceCapability(10, 0)
+        CudaPlatformBase,
+        "get_device_capability",
+        lambda device_id=0: DeviceCapability(capability, 0),
     )
-    layer = AttentionSelectorConfig(64, torch.bfloat16, "auto", 16)
+    layer = AttentionSelectorConfig(256, torch.bfloat16, "auto", 16, use_mm_prefix=images)
     ask = CudaPlatformBase.get_attn_backend_cls
     with GPUTreeBackend(torch.ones(1, 1, dtype=torch.bool), "triton").replace_attention():
-        assert "FlashTreeBackend" in ask(None, layer) or "TritonTreeBackend" in ask(None, layer)
+        assert taken in ask(None, layer)
         with pytest.raises(ValueError, match="trees cannot use it: leave --attention-backend out"):
-            ask(AttentionBackendEnum.FLASHINFER, layer)
+            ask(AttentionBackendEnum[preferred], layer)
 
 
 @pytest.mark.parametrize("kind", ["FlashTreeImpl", "TritonTreeImpl"])

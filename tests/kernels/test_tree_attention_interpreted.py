@@ -60,7 +60,7 @@ def test_query_heads_share_key_heads(heads, block_size):
     assert_close(batch.run(), batch.expected())
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256, 512])
 def test_head_sizes(head_size):
     batch = Batch([40], [9], heads=(2, 1), head_size=head_size, block_size=48)
     assert_close(batch.run(), batch.expected())
@@ -459,7 +459,7 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_workspace_suffices_for_every_launch(capability, head_size, element_size):
     processors = 132

@@ -43,10 +43,10 @@ CONFIGS = {
         hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCABULARY, laurel_rank=8,
         altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4,
     ),
-    # Heads of two sizes.
+    # Heads of two sizes, and embeddings of each layer.
     "gemma4": Gemma4TextConfig(
-        **_COMMON, sliding_window=_WINDOW, layer_types=_EVERY_OTHER, global_head_dim=64,
-        hidden_size_per_layer_input=0,
+        **_COMMON, sliding_window=_WINDOW, layer_types=_EVERY_OTHER, global_head_dim=512,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCABULARY,
     ),
     # A window in every other layer, sinks in all, and experts.
     "gpt_oss": GptOssConfig(

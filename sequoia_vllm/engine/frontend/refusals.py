@@ -179,8 +179,8 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
     draft = vllm_config.speculative_config.draft_model_config
     return _present(
         {
-            "KV transfer connectors would ship uncommitted tree nodes: drop "
-            f"{_asks_for_transfer(cache)}": vllm_config.kv_transfer_config is not None,
+            "KV transfer connectors would ship uncommitted tree nodes (on GPUs OffloadingConnector "
+            f"does not): drop {_asks_for_transfer(cache)}": _ships_uncommitted(vllm_config),
             "encoder-cache transfer is not supported: drop --ec-transfer-config": (
                 vllm_config.ec_transfer_config is not None
             ),
@@ -195,6 +195,9 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
                 cache.kv_sharing_fast_prefill
             ),
+            "on CPUs vLLM cannot divide a KV cache beside a draft where layers share keys and have "
+            "heads of two sizes: serve it without Sequoia": not vllm_config.use_v2_model_runner
+            and _shares_keys_of_two_sizes(model),
             "vLLM's V1 runner moves what follows a pruned video after trees have their positions: "
             "drop --video-pruning-rate": not vllm_config.use_v2_model_runner
             and _prunes_videos(model),
@@ -219,9 +222,25 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
     )
 
 
+def _shares_keys_of_two_sizes(model: Any) -> bool:
+    config = model.hf_text_config
+    is_shared = getattr(config, "num_kv_shared_layers", 0)
+    return bool(is_shared) and getattr(config, "global_head_dim", None) is not None
+
+
 def _prunes_videos(model: Any) -> bool:
     images = model.multimodal_config
     return images is not None and bool(images.is_multimodal_pruning_enabled())
+
+
+def _ships_uncommitted(vllm_config: Any) -> bool:
+    """Whether a KV transfer connector may take rows that hold no confirmed token.
+
+    OffloadingConnector, which vLLM has on GPUs only, stores blocks whose tokens are all the
+    request's (its `num_tokens`).
+    """
+    transfer, on_gpu = vllm_config.kv_transfer_config, vllm_config.use_v2_model_runner
+    return transfer is not None and not (on_gpu and transfer.kv_connector == "OffloadingConnector")
 
 
 def _asks_for_transfer(cache: Any) -> str:
@@ -247,13 +266,21 @@ def _asks_for_other_cache(model: Any) -> bool:
 
     This is about compressed-tensors. Other formats have set the cache's dtype already.
     """
+    if _cache_scheme(model) is None:
+        return False
+    return not (asks_for_fp8_cache(model) and "fp8" in _cache_dtypes())
+
+
+def asks_for_fp8_cache(model: Any) -> bool:
+    """Whether a checkpoint asks for a KV cache in e4m3 with a scale per layer."""
+    scheme = _cache_scheme(model) or {}
+    stated = scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy")
+    return stated == ("float", 8, "tensor")
+
+
+def _cache_scheme(model: Any) -> dict[str, Any] | None:
     config = getattr(model.hf_config, "quantization_config", None) or {}
-    scheme = config.get("kv_cache_scheme") if isinstance(config, dict) else None
-    is_fp8 = scheme is not None and (
-        (scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy"))
-        == ("float", 8, "tensor")
-    )
-    return scheme is not None and not (is_fp8 and "fp8" in _cache_dtypes())
+    return config.get("kv_cache_scheme") if isinstance(config, dict) else None
 
 
 def _size_reasons(vllm_config: Any) -> list[str]:

@@ -206,7 +206,7 @@ class FlashTreeBackend(FlashAttentionBackend):
 
 
 class NoTreesBackend:
-    """Registered for FLASHINFER: where vLLM prefers that (Blackwell), it takes the next backend.
+    """Registered for FlashInfer and composites: where vLLM prefers these, it takes the next one.
 
     Selection happens before loading, and calls only `validate_configuration` of this class.
     """

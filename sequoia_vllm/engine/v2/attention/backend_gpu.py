@@ -34,9 +34,12 @@ _MODULE = "sequoia_vllm.engine.v2.attention.attention_gpu"
 _CLASSES = {
     AttentionBackendEnum.FLASH_ATTN: f"{_MODULE}.FlashTreeBackend",
     AttentionBackendEnum.TRITON_ATTN: f"{_MODULE}.TritonTreeBackend",
+    # Preferred on Blackwell; the others where images attend in both directions.
     AttentionBackendEnum.FLASHINFER: f"{_MODULE}.NoTreesBackend",
+    AttentionBackendEnum.TRITON_FLASHINFER: f"{_MODULE}.NoTreesBackend",
+    AttentionBackendEnum.TRITON_FLASH_ATTN: f"{_MODULE}.NoTreesBackend",
 }
-_LARGEST_HEAD = 256
+_LARGEST_HEAD = 512  # Gemma 4's layers without a window
 
 
 class GPUTreeBackend(TreeBackend):
@@ -51,7 +54,7 @@ class GPUTreeBackend(TreeBackend):
         self._layers: list[tuple[str, CacheLayers]] = []
 
     def replace_attention(self) -> AbstractContextManager[None]:
-        """Replaces the backends that our classes extend, and one that trees cannot use."""
+        """Replaces the backends that our classes extend, and those that trees cannot use."""
         return replaced_backends(_CLASSES)
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
