@@ -1,7 +1,5 @@
 """``python -m examples.smollm2``: without a network; and the real model, where it is cached."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zipfile
