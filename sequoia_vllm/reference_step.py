@@ -179,13 +179,9 @@ def commit(
 
 
 def step(
-    target: Model,
-    draft: Model,
-    request: Request,
-    parents: Sequence[int],
-    temperature: float,
+    target: Model, draft: Model, request: Request, parents: Sequence[int], temperature: float,
     rng: torch.Generator,
-) -> int:
+) -> int:  # fmt: skip
     """Grows, scores, verifies and commits one tree.
 
     Args:

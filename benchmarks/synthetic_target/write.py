@@ -157,12 +157,9 @@ def _dtype_name(config: dict[str, Any], checkpoint: SourceCheckpoint) -> str:
 
 
 def _tensors(
-    checkpoint: SourceCheckpoint,
-    own: SourceShape,
-    shape: SyntheticShape,
-    dtype: str,
+    checkpoint: SourceCheckpoint, own: SourceShape, shape: SyntheticShape, dtype: str,
     report: Report | None,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """Yields every tensor of the synthetic target, layer by layer."""
     import torch
 

@@ -60,12 +60,9 @@ class ChainSearch:
 
 
 def search_chains(
-    settings: BenchSettings,
-    plain: BenchEngine,
-    most: int,
-    open_engine: Callable[[Method], AbstractContextManager[BenchEngine]],
-    report: Progress,
-) -> ChainSearch:
+    settings: BenchSettings, plain: BenchEngine, most: int,
+    open_engine: Callable[[Method], AbstractContextManager[BenchEngine]], report: Progress,
+) -> ChainSearch:  # fmt: skip
     """Measures the longest chain with each sampling, and chooses at most ``most`` chains.
 
     Args:

@@ -138,12 +138,9 @@ def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
 
 
 def _measure_case(
-    settings: BenchSettings,
-    case: EngineCase,
-    methods: Sequence[Method],
-    engines: Mapping[str, BenchEngine],
-    turns: Turns,
-) -> list[MethodRuns]:
+    settings: BenchSettings, case: EngineCase, methods: Sequence[Method],
+    engines: Mapping[str, BenchEngine], turns: Turns,
+) -> list[MethodRuns]:  # fmt: skip
     where = f"T={case.temperature:g}, batch {case.batch_size}"
     runs: dict[str, MethodRuns] = {}
     for method in methods:

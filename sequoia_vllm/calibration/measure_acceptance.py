@@ -22,13 +22,10 @@ from sequoia_vllm.prompts import source_name
 
 
 def measure_acceptance(
-    task: AcceptanceTask,
-    previous: CalibrationState | None = None,
-    progress: Progress | None = None,
-    save: Callable[[AcceptanceFile], None] | None = None,
-    *,
+    task: AcceptanceTask, previous: CalibrationState | None = None,
+    progress: Progress | None = None, save: Callable[[AcceptanceFile], None] | None = None, *,
     checkpoint_seconds: float = 1.0,
-) -> AcceptanceFile:
+) -> AcceptanceFile:  # fmt: skip
     """Runs the engine with a wide tree and counts accepted nodes.
 
     Args:

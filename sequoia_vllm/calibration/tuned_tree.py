@@ -101,12 +101,9 @@ def check_profile(pair: PairKey, profile: Profile) -> None:
 
 
 def tuned_entry(
-    vector: AcceptanceFile,
-    profile: Profile,
-    context_length: int,
-    max_size: int,
+    vector: AcceptanceFile, profile: Profile, context_length: int, max_size: int,
     tree: TokenTree | None = None,
-) -> TreeEntry:
+) -> TreeEntry:  # fmt: skip
     """The fastest tree and schedule by these measurements.
 
     Args:

@@ -31,12 +31,9 @@ SMALLEST_TREE = 4
 
 
 def fit_to_budget(
-    schedule: Sequence[tuple[int, int, int]],
-    drafts: int,
-    max_num_seqs: int,
-    budget: int,
+    schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int, budget: int,
     offloaded: bool = False,
-) -> Ranges:
+) -> Ranges:  # fmt: skip
     """A schedule whose trees leave room for prompts at every batch size.
 
     Where a batch's trees take more than their share, each request drafts the

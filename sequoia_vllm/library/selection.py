@@ -29,13 +29,9 @@ OFFLOADED = "-offloaded"
 
 
 def make_entry(
-    name: str,
-    model_class: str,
-    profile: Profile,
-    reference: ProfileReference,
-    vector: AcceptanceFile,
-    schedule: Schedule,
-) -> TreeEntry:
+    name: str, model_class: str, profile: Profile, reference: ProfileReference,
+    vector: AcceptanceFile, schedule: Schedule,
+) -> TreeEntry:  # fmt: skip
     """Puts a chosen tree, and what it was chosen from, into one entry."""
     return TreeEntry(
         name=name,

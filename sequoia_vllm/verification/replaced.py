@@ -31,14 +31,10 @@ from sequoia_vllm.verification.walk import true_indices
 
 
 def verify_replaced(
-    verify: Callable[..., VerifyResult],
-    target_at: DistributionAt,
-    draft_at: DistributionAt,
-    drawn: Tensor,
-    scored: Tensor,
-    parents: Tensor | Topology,
+    verify: Callable[..., VerifyResult], target_at: DistributionAt, draft_at: DistributionAt,
+    drawn: Tensor, scored: Tensor, parents: Tensor | Topology,
     generator: torch.Generator | None = None,
-) -> VerifyResult:
+) -> VerifyResult:  # fmt: skip
     """Verifies trees whose scored tokens are not all the drawn ones.
 
     The emitted tokens have the law of `verify`, whatever tokens are chosen, under three

@@ -61,13 +61,9 @@ CONFIGS = {
 
 
 def save_architecture(
-    path: Path,
-    name: str,
-    seed: int = 0,
-    layers: int | None = None,
-    full: Sequence[int] | None = None,
-    noise: float = 0.0,
-) -> Path:
+    path: Path, name: str, seed: int = 0, layers: int | None = None,
+    full: Sequence[int] | None = None, noise: float = 0.0,
+) -> Path:  # fmt: skip
     """A random model of ``CONFIGS[name]`` whose choices depend on far and near tokens.
 
     `layers`: the first so many of its layers alone; `full`: those of them without a window;

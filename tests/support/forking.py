@@ -46,12 +46,9 @@ class Forker:
     """
 
     def __init__(
-        self,
-        environment: dict[str, str],
-        directory: Path,
-        modules: tuple[str, ...] = MODULES,
+        self, environment: dict[str, str], directory: Path, modules: tuple[str, ...] = MODULES,
         shared: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._environment = environment
         self._directory = directory
         self._modules = modules
@@ -61,13 +58,9 @@ class Forker:
         self._line: _Line | None = None
 
     def call(
-        self,
-        function: Callable[..., Any],
-        directory: Path,
-        environment: dict[str, str],
-        timeout: float,
-        **arguments: Any,
-    ) -> Any:
+        self, function: Callable[..., Any], directory: Path, environment: dict[str, str],
+        timeout: float, **arguments: Any,
+    ) -> Any:  # fmt: skip
         """What `function(**arguments)` returns in a process of its own.
 
         As `call_in_process`, to which this is the same but for what is imported already:

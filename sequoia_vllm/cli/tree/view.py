@@ -208,12 +208,9 @@ def _layout(tree: TokenTree) -> tuple[NDArray[np.float64], int]:
 
 
 def _draw_edges(
-    axes: Axes,
-    tree: TokenTree,
-    x: NDArray[np.float64],
-    y: NDArray[np.float64],
+    axes: Axes, tree: TokenTree, x: NDArray[np.float64], y: NDArray[np.float64],
     values: NDArray[np.float64],
-) -> None:
+) -> None:  # fmt: skip
     from matplotlib.collections import LineCollection
 
     parents = tree.parents_array[1:]

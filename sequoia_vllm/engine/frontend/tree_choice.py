@@ -97,13 +97,9 @@ def look_up(
 
 
 def choose_engine_tree(
-    config: SequoiaConfig,
-    pair: PairKey,
-    found: LibraryAnswer = None,
-    max_model_len: int | None = None,
-    levels: int | None = None,
-    kind: Drafter | None = None,
-) -> TreeChoice:
+    config: SequoiaConfig, pair: PairKey, found: LibraryAnswer = None,
+    max_model_len: int | None = None, levels: int | None = None, kind: Drafter | None = None,
+) -> TreeChoice:  # fmt: skip
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
     Args:
@@ -141,12 +137,9 @@ def _given_schedule(config: SequoiaConfig, tree: TokenTree) -> Schedule:
 
 
 def _resolve(
-    config: SequoiaConfig,
-    pair: PairKey,
-    found: LibraryAnswer,
-    levels: int | None,
+    config: SequoiaConfig, pair: PairKey, found: LibraryAnswer, levels: int | None,
     kind: Drafter | None,
-) -> TreeChoice:
+) -> TreeChoice:  # fmt: skip
     vector = config.acceptance
     if vector is None:
         own = None if kind is None else kind.acceptance

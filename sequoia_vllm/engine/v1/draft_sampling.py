@@ -80,13 +80,9 @@ class DraftSampling:
 
     @classmethod
     def of(
-        cls,
-        requests: NDArray[np.int64],
-        metadata: SamplingMetadata,
-        generators: Mapping[int, torch.Generator],
-        truncation: Truncation,
-        depth: int,
-    ) -> DraftSampling:
+        cls, requests: NDArray[np.int64], metadata: SamplingMetadata,
+        generators: Mapping[int, torch.Generator], truncation: Truncation, depth: int,
+    ) -> DraftSampling:  # fmt: skip
         """Sampling that these requests of a batch ask for."""
         if metadata.temperature is None:
             return cls.greedy(len(requests))

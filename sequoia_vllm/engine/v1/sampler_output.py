@@ -32,14 +32,9 @@ def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) 
 
 
 def combine_outputs(
-    sampler: Sampler,
-    trees: ScoringTreesV1,
-    result: VerifyResult,
-    logits: Tensor,
-    target: TargetDistribution,
-    metadata: SamplingMetadata,
-    num_reqs: int,
-) -> SamplerOutput:
+    sampler: Sampler, trees: ScoringTreesV1, result: VerifyResult, logits: Tensor,
+    target: TargetDistribution, metadata: SamplingMetadata, num_reqs: int,
+) -> SamplerOutput:  # fmt: skip
     """vLLM's sampler output for the whole batch: verified trees and sampled tokens.
 
     Args:
