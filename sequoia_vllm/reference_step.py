@@ -179,9 +179,13 @@ def commit(
 
 
 def step(
-    target: Model, draft: Model, request: Request, parents: Sequence[int], temperature: float,
+    target: Model,
+    draft: Model,
+    request: Request,
+    parents: Sequence[int],
+    temperature: float,
     rng: torch.Generator,
-) -> int:  # fmt: skip
+) -> int:
     """Grows, scores, verifies and commits one tree.
 
     Args:

@@ -95,9 +95,13 @@ def sampling(tokens: int, **more: Any) -> Any:
 
 @contextmanager
 def started(
-    run: ItemRun, pair: str, speculative: dict[str, Any] | None, *,
-    head_positions: int = HEAD_POSITIONS, **options: Any,
-) -> Iterator[Engine]:  # fmt: skip
+    run: ItemRun,
+    pair: str,
+    speculative: dict[str, Any] | None,
+    *,
+    head_positions: int = HEAD_POSITIONS,
+    **options: Any,
+) -> Iterator[Engine]:
     """An engine with vLLM's defaults and its steps recorded; what its start took is kept.
 
     Args:

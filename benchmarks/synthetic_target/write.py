@@ -157,9 +157,12 @@ def _dtype_name(config: dict[str, Any], checkpoint: SourceCheckpoint) -> str:
 
 
 def _tensors(
-    checkpoint: SourceCheckpoint, own: SourceShape, shape: SyntheticShape, dtype: str,
+    checkpoint: SourceCheckpoint,
+    own: SourceShape,
+    shape: SyntheticShape,
+    dtype: str,
     report: Report | None,
-) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields every tensor of the synthetic target, layer by layer."""
     import torch
 

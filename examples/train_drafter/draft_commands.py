@@ -148,9 +148,12 @@ def evaluate_draft(
 
 
 def _train(
-    train: Callable[[Path, Path, Listener], dict[str, Any]], data: Path, out: Path, device: str,
+    train: Callable[[Path, Path, Listener], dict[str, Any]],
+    data: Path,
+    out: Path,
+    device: str,
     threads: int,
-) -> None:  # fmt: skip
+) -> None:
     """Trains a drafter, measures it, and writes its record and its card."""
     if (out / "config.json").is_file() and not (out / CHECKPOINT).is_file():
         raise PairError(f"{out} has a trained drafter; choose a new folder")

@@ -63,9 +63,12 @@ def reduced_tokenizer(target: Any, counts: NDArray[np.int64], size: int) -> PreT
 
 
 def _closed_set(
-    vocabulary: dict[str, int], merges: list[tuple[str, ...]], added: set[str],
-    counts: NDArray[np.int64], size: int,
-) -> set[str]:  # fmt: skip
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, ...]],
+    added: set[str],
+    counts: NDArray[np.int64],
+    size: int,
+) -> set[str]:
     """Special tokens, characters, and the most frequent tokens with all that they are made of."""
     parts: dict[str, tuple[str, ...]] = {}
     for pair in merges:

@@ -166,9 +166,12 @@ def _optimizers(
 
 
 def _save_checkpoint(
-    path: Path, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], schedule: Schedule,
+    path: Path,
+    model: nn.Module,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    schedule: Schedule,
     points: list[ValidationPoint],
-) -> None:  # fmt: skip
+) -> None:
     """All that a later run needs; whole or not at all."""
     state = {
         "model": model.state_dict(), "optimizers": [one.state_dict() for one in optimizers],

@@ -90,9 +90,15 @@ class TreeAttentionBatch:
     """
 
     def __init__(
-        self, shape: AttentionShape, rows: Tensor, block_table: Tensor, context_lens: Tensor,
-        num_nodes: Tensor, ancestors: Tensor, max_keys: int,
-    ) -> None:  # fmt: skip
+        self,
+        shape: AttentionShape,
+        rows: Tensor,
+        block_table: Tensor,
+        context_lens: Tensor,
+        num_nodes: Tensor,
+        ancestors: Tensor,
+        max_keys: int,
+    ) -> None:
         batch, queries = rows.shape
         depths = context_lens.new_empty(0)
         if shape.window is not None:
@@ -118,9 +124,13 @@ class TreeAttentionBatch:
         ))  # fmt: skip
 
     def attend(
-        self, kernels: Kernels, query: Tensor, kv_cache: Tensor, output: Tensor,
+        self,
+        kernels: Kernels,
+        query: Tensor,
+        kv_cache: Tensor,
+        output: Tensor,
         sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Writes the attention of every node into its row of ``output``.
 
         Args:

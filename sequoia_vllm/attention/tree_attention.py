@@ -33,9 +33,12 @@ def within_window(ancestors: Tensor, window: int) -> tuple[Tensor, Tensor]:
 
 
 def tree_attention_mask(
-    context_lens: Tensor, ancestors: Tensor, num_keys: int, dtype: torch.dtype,
+    context_lens: Tensor,
+    ancestors: Tensor,
+    num_keys: int,
+    dtype: torch.dtype,
     window: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Additive attention mask for a batch of trees.
 
     Args:
@@ -67,9 +70,14 @@ def tree_attention_mask(
 
 
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, soft_cap: float = 0.0,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
     sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Masked attention of tree nodes over gathered keys and values.
 
     Args:
@@ -98,9 +106,14 @@ def tree_attention(
 
 
 def _attend_by_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, soft_cap: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    soft_cap: float,
     sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`tree_attention`, step by step in float32: soft caps and sinks, which torch's own function
     lacks.
     """

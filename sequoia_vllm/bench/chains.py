@@ -60,9 +60,12 @@ class ChainSearch:
 
 
 def search_chains(
-    settings: BenchSettings, plain: BenchEngine, most: int,
-    open_engine: Callable[[Method], AbstractContextManager[BenchEngine]], report: Progress,
-) -> ChainSearch:  # fmt: skip
+    settings: BenchSettings,
+    plain: BenchEngine,
+    most: int,
+    open_engine: Callable[[Method], AbstractContextManager[BenchEngine]],
+    report: Progress,
+) -> ChainSearch:
     """Measures the longest chain with each sampling, and chooses at most ``most`` chains.
 
     Args:

@@ -138,9 +138,12 @@ def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
 
 
 def _measure_case(
-    settings: BenchSettings, case: EngineCase, methods: Sequence[Method],
-    engines: Mapping[str, BenchEngine], turns: Turns,
-) -> list[MethodRuns]:  # fmt: skip
+    settings: BenchSettings,
+    case: EngineCase,
+    methods: Sequence[Method],
+    engines: Mapping[str, BenchEngine],
+    turns: Turns,
+) -> list[MethodRuns]:
     where = f"T={case.temperature:g}, batch {case.batch_size}"
     runs: dict[str, MethodRuns] = {}
     for method in methods:

@@ -112,9 +112,12 @@ Predict = Callable[[MethodRuns, EngineCase], PredictedSpeed | None]
 
 
 def run_bench(
-    settings: BenchSettings, basis: PredictionBasis | None, described: dict[str, Any],
-    progress: Progress | None = None, opener: Opener | None = None,
-) -> BenchReport:  # fmt: skip
+    settings: BenchSettings,
+    basis: PredictionBasis | None,
+    described: dict[str, Any],
+    progress: Progress | None = None,
+    opener: Opener | None = None,
+) -> BenchReport:
     """Measures, and compares with the cost model.
 
     Args:
@@ -181,9 +184,13 @@ def _rates(runs: MethodRuns) -> list[float]:
 
 
 def _result(
-    case: EngineCase, runs: MethodRuns, plain: MethodRuns, predicted: PredictedSpeed | None,
-    note: str | None, best_chain: bool,
-) -> Result:  # fmt: skip
+    case: EngineCase,
+    runs: MethodRuns,
+    plain: MethodRuns,
+    predicted: PredictedSpeed | None,
+    note: str | None,
+    best_chain: bool,
+) -> Result:
     rates = _rates(runs)
     speedup = Spread.of([rate / base for rate, base in zip(rates, _rates(plain), strict=True)])
     steady = pooled([one.steady for one in runs.rounds])

@@ -22,10 +22,13 @@ from sequoia_vllm.prompts import source_name
 
 
 def measure_acceptance(
-    task: AcceptanceTask, previous: CalibrationState | None = None,
-    progress: Progress | None = None, save: Callable[[AcceptanceFile], None] | None = None, *,
+    task: AcceptanceTask,
+    previous: CalibrationState | None = None,
+    progress: Progress | None = None,
+    save: Callable[[AcceptanceFile], None] | None = None,
+    *,
     checkpoint_seconds: float = 1.0,
-) -> AcceptanceFile:  # fmt: skip
+) -> AcceptanceFile:
     """Runs the engine with a wide tree and counts accepted nodes.
 
     Args:

@@ -126,9 +126,12 @@ def measure_profile(
 
 
 def _profile(
-    settings: ProfileSettings, curves: list[BatchCurves], dtype: str, prompts_hash: str,
+    settings: ProfileSettings,
+    curves: list[BatchCurves],
+    dtype: str,
+    prompts_hash: str,
     draft: ModelShape | None,
-) -> Profile:  # fmt: skip
+) -> Profile:
     """The profile of these curves; ``draft`` is a head's shape, None for a model."""
     from sequoia_vllm.engine.common.device_name import current_device_name
 
@@ -236,9 +239,13 @@ class Rounds:
     """Runs both engines in rounds and collects the times."""
 
     def __init__(
-        self, settings: ProfileSettings, encoded: list[list[int]], ladder: Ladder,
-        engines: tuple[Any, Any], report: Progress,
-    ) -> None:  # fmt: skip
+        self,
+        settings: ProfileSettings,
+        encoded: list[list[int]],
+        ladder: Ladder,
+        engines: tuple[Any, Any],
+        report: Progress,
+    ) -> None:
         self._settings = settings
         self._encoded = encoded
         self._ladder = ladder

@@ -101,9 +101,12 @@ def check_profile(pair: PairKey, profile: Profile) -> None:
 
 
 def tuned_entry(
-    vector: AcceptanceFile, profile: Profile, context_length: int, max_size: int,
+    vector: AcceptanceFile,
+    profile: Profile,
+    context_length: int,
+    max_size: int,
     tree: TokenTree | None = None,
-) -> TreeEntry:  # fmt: skip
+) -> TreeEntry:
     """The fastest tree and schedule by these measurements.
 
     Args:

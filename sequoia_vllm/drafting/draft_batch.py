@@ -52,11 +52,26 @@ class DraftBatch:
         return self._multiples[step]
 
     def begin(
-        self, *, requests: Tensor, computed: Tensor, num_sampled: Tensor, bounds: Tensor,
-        read: Tensor, modes: Tensor, most_nodes: Tensor, temperature: Tensor, top_k: Tensor,
-        top_p: Tensor, min_p: Tensor, seeds: Tensor, drafted_nodes: Tensor, drafted_rows: Tensor,
-        levels: DraftLevels, longest: int, max_trees: int,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        requests: Tensor,
+        computed: Tensor,
+        num_sampled: Tensor,
+        bounds: Tensor,
+        read: Tensor,
+        modes: Tensor,
+        most_nodes: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        drafted_nodes: Tensor,
+        drafted_rows: Tensor,
+        levels: DraftLevels,
+        longest: int,
+        max_trees: int,
+    ) -> None:
         """Takes one batch of R requests, and notes which request slots will have trees.
 
         It does not wait for the device. `begin_drafting_kernel` says which requests get trees.

@@ -32,9 +32,14 @@ class DraftPlan:
     """
 
     def __init__(
-        self, tree: TokenTree, drafts_by_batch: Sequence[int], most_rows: int,
-        others: Sequence[int] = (), least_rows: int = 1, most_by_batch: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        tree: TokenTree,
+        drafts_by_batch: Sequence[int],
+        most_rows: int,
+        others: Sequence[int] = (),
+        least_rows: int = 1,
+        most_by_batch: Sequence[int] = (),
+    ) -> None:
         self._tree = tree
         self._inner_rows = inner_rows(tree)
         self._least_rows = least_rows

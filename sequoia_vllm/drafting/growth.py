@@ -144,10 +144,16 @@ class TreeGrowth:
     """
 
     def __init__(
-        self, batch: DraftBatch, drafted: DraftedTrees, model: DraftModel, inputs: DraftInputs,
-        token_ids: Tensor, max_lens: tuple[int, int], depth: int,
+        self,
+        batch: DraftBatch,
+        drafted: DraftedTrees,
+        model: DraftModel,
+        inputs: DraftInputs,
+        token_ids: Tensor,
+        max_lens: tuple[int, int],
+        depth: int,
         target_states: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._batch = batch
         self._drafted = drafted
         self._model = model
@@ -242,9 +248,13 @@ class TreeGrowth:
             states = self.grow_level(num_reqs, levels, level, max_keys, recurrent_states)
 
     def grow_level(
-        self, num_reqs: int, levels: DraftLevels, level: Level, max_keys: int,
+        self,
+        num_reqs: int,
+        levels: DraftLevels,
+        level: Level,
+        max_keys: int,
         recurrent_states: Tensor | None = None,
-    ) -> DraftStates:  # fmt: skip
+    ) -> DraftStates:
         """One forward pass over the nodes of a level below the roots, and their children.
 
         Args:
@@ -276,9 +286,15 @@ class TreeGrowth:
         return states
 
     def _forward(
-        self, context_lens: Tensor, first: int, width: int, ancestors: Tensor, max_keys: int,
-        recurrent_states: Tensor | None, written: Tensor | None = None,
-    ) -> DraftStates:  # fmt: skip
+        self,
+        context_lens: Tensor,
+        first: int,
+        width: int,
+        ancestors: Tensor,
+        max_keys: int,
+        recurrent_states: Tensor | None,
+        written: Tensor | None = None,
+    ) -> DraftStates:
         """The states of the ``R * width`` rows that `_inputs` holds."""
         num_reqs, inputs = len(context_lens), self._inputs
         rows = num_reqs * width

@@ -31,9 +31,12 @@ SMALLEST_TREE = 4
 
 
 def fit_to_budget(
-    schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int, budget: int,
+    schedule: Sequence[tuple[int, int, int]],
+    drafts: int,
+    max_num_seqs: int,
+    budget: int,
     offloaded: bool = False,
-) -> Ranges:  # fmt: skip
+) -> Ranges:
     """A schedule whose trees leave room for prompts at every batch size.
 
     Where a batch's trees take more than their share, each request drafts the

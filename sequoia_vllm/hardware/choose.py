@@ -73,9 +73,14 @@ class Schedule:
 
 
 def choose_tree(
-    acceptance: Acceptance | ArrayLike, profile: Profile, batch_size: int = 1, max_size: int = 128,
-    max_depth: int = MAX_DEPTH, max_branch: int | None = None, context_length: int | None = None,
-) -> TokenTree:  # fmt: skip
+    acceptance: Acceptance | ArrayLike,
+    profile: Profile,
+    batch_size: int = 1,
+    max_size: int = 128,
+    max_depth: int = MAX_DEPTH,
+    max_branch: int | None = None,
+    context_length: int | None = None,
+) -> TokenTree:
     """The tree with the most expected tokens per second at this batch size.
 
     The optimal trees of every depth and size are searched (`Frontier`); above 128 nodes, of every
@@ -106,10 +111,14 @@ def choose_tree(
 
 
 def choose_schedule(
-    acceptance: Acceptance | ArrayLike, profile: Profile,
-    batch_sizes: Iterable[int] = range(1, 257), max_size: int = 128,
-    context_length: int | None = None, tolerance: float = TOLERANCE, tree: TokenTree | None = None,
-) -> Schedule:  # fmt: skip
+    acceptance: Acceptance | ArrayLike,
+    profile: Profile,
+    batch_sizes: Iterable[int] = range(1, 257),
+    max_size: int = 128,
+    context_length: int | None = None,
+    tolerance: float = TOLERANCE,
+    tree: TokenTree | None = None,
+) -> Schedule:
     """One stored tree, and how many of its drafts to use at each batch size.
 
     Each request of a batch drafts a prefix of the one tree, which is what vLLM's trimming of
@@ -166,9 +175,14 @@ def choose_schedule(
 
 
 def _search(
-    acceptance: Acceptance, profile: Profile, context_length: int | None, batch_sizes: list[int],
-    max_size: int, max_depth: int = MAX_DEPTH, max_branch: int | None = None,
-) -> TreeSearch:  # fmt: skip
+    acceptance: Acceptance,
+    profile: Profile,
+    context_length: int | None,
+    batch_sizes: list[int],
+    max_size: int,
+    max_depth: int = MAX_DEPTH,
+    max_branch: int | None = None,
+) -> TreeSearch:
     if profile.head is not None and profile.head.levels is not None:
         max_depth = min(max_depth, profile.head.levels)
     cost = CostModel(profile, context_length)

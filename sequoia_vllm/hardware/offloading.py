@@ -33,10 +33,16 @@ _CAUTIOUS_LINK: LinkName = "pcie5"
 
 
 def streamed_layers(
-    target: ModelShape, size: float, bytes_per_second: float, source: str, *,
-    value_bytes: float = 2.0, devices: int = 1, backend: OffloadBackend = "prefetch",
+    target: ModelShape,
+    size: float,
+    bytes_per_second: float,
+    source: str,
+    *,
+    value_bytes: float = 2.0,
+    devices: int = 1,
+    backend: OffloadBackend = "prefetch",
     buffers: int = OVERLAPPING_BUFFERS,
-) -> StreamedWeights:  # fmt: skip
+) -> StreamedWeights:
     """A number of bytes of a target's layers, offloaded as vLLM does.
 
     Args:

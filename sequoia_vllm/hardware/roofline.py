@@ -48,11 +48,17 @@ BYTES_PER_VALUE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, 
 
 
 def roofline_profile(
-    device: DeviceSpec, target: ModelShape, draft: ModelShape, dtype: str = "bfloat16",
-    tensor_parallel_size: int = 1, context_length: int = 1024,
-    assumptions: Assumptions | None = None, tokens: Sequence[int] | None = None,
-    batch_sizes: Sequence[int] = BATCH_SIZES, streamed: StreamedWeights | None = None,
-) -> Profile:  # fmt: skip
+    device: DeviceSpec,
+    target: ModelShape,
+    draft: ModelShape,
+    dtype: str = "bfloat16",
+    tensor_parallel_size: int = 1,
+    context_length: int = 1024,
+    assumptions: Assumptions | None = None,
+    tokens: Sequence[int] | None = None,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    streamed: StreamedWeights | None = None,
+) -> Profile:
     """The profile that datasheet values predict.
 
     Args:
@@ -162,9 +168,12 @@ def _tokens_to_time(streamed: StreamedWeights | None, batch: int) -> list[int]:
 
 
 def _check_draft_fits(
-    device: DeviceSpec, draft: ModelShape, value_bytes: float, devices: int,
+    device: DeviceSpec,
+    draft: ModelShape,
+    value_bytes: float,
+    devices: int,
     streamed: StreamedWeights,
-) -> None:  # fmt: skip
+) -> None:
     """Checks that the draft and the buffers leave some memory.
 
     Raises:
@@ -195,9 +204,13 @@ class _Forward:
         self._assumed = assumed
 
     def seconds(
-        self, shape: ModelShape, tokens: int, batch: int, context: int,
+        self,
+        shape: ModelShape,
+        tokens: int,
+        batch: int,
+        context: int,
         streamed: StreamedWeights | None = None,
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Time for ``tokens`` tokens of each of ``batch`` requests."""
         rows = tokens * batch
         moved = shape.matmul_bytes(self._value_bytes, rows)

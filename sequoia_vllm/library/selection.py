@@ -29,9 +29,13 @@ OFFLOADED = "-offloaded"
 
 
 def make_entry(
-    name: str, model_class: str, profile: Profile, reference: ProfileReference,
-    vector: AcceptanceFile, schedule: Schedule,
-) -> TreeEntry:  # fmt: skip
+    name: str,
+    model_class: str,
+    profile: Profile,
+    reference: ProfileReference,
+    vector: AcceptanceFile,
+    schedule: Schedule,
+) -> TreeEntry:
     """Puts a chosen tree, and what it was chosen from, into one entry."""
     return TreeEntry(
         name=name,

@@ -142,8 +142,11 @@ def _children_of(tree: TokenTree) -> NDArray[np.int64]:
 
 
 def interval_line(
-    tree: TokenTree, counts: TreeCounts, load: tuple[int, int] | None, speedup: float | None = None,
-) -> str | None:  # fmt: skip
+    tree: TokenTree,
+    counts: TreeCounts,
+    load: tuple[int, int] | None,
+    speedup: float | None = None,
+) -> str | None:
     """Describes the trees of an interval; None if none was verified.
 
     Shares "by depth": of the paths that reached a node with children, how many went on. Shares "by

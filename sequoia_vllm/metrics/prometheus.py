@@ -107,9 +107,14 @@ class TreeMetrics:
     """
 
     def __init__(
-        self, tree: TokenTree, source: str, model_name: str, engines: Sequence[int],
-        kinds: PrometheusKinds | None = None, expected_speedup: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        tree: TokenTree,
+        source: str,
+        model_name: str,
+        engines: Sequence[int],
+        kinds: PrometheusKinds | None = None,
+        expected_speedup: float | None = None,
+    ) -> None:
         self._kinds = kinds or PrometheusKinds()
         self._lock = threading.Lock()
         self._pending = {engine: TreeCounts.zeros(tree) for engine in engines}
@@ -134,9 +139,13 @@ class TreeMetrics:
                 expected.labels(*labels).set(expected_speedup)
 
     def observe(
-        self, engine: int, counts: TreeCounts | None, drafts: int | None,
-        undrafted: Sequence[Reason] = (), speedup: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: int,
+        counts: TreeCounts | None,
+        drafts: int | None,
+        undrafted: Sequence[Reason] = (),
+        speedup: float | None = None,
+    ) -> None:
         """Takes one step's report.
 
         Args:

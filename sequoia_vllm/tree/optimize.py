@@ -35,9 +35,12 @@ _MAX_CELLS = 1 << 28
 
 
 def optimize_tree(
-    acceptance: Acceptance | ArrayLike, size: int, max_depth: int | None = None,
-    max_branch: int | None = None, progress: Progress | None = None,
-) -> TokenTree:  # fmt: skip
+    acceptance: Acceptance | ArrayLike,
+    size: int,
+    max_depth: int | None = None,
+    max_branch: int | None = None,
+    progress: Progress | None = None,
+) -> TokenTree:
     """The tree of ``size`` nodes with the most expected tokens per step.
 
     The result has exactly ``size`` nodes wherever the limits leave room for
@@ -89,9 +92,12 @@ class Frontier:
 
     @classmethod
     def of(
-        cls, acceptance: Acceptance | ArrayLike, max_size: int, max_depth: int,
+        cls,
+        acceptance: Acceptance | ArrayLike,
+        max_size: int,
+        max_depth: int,
         max_branch: int | None = None,
-    ) -> Frontier:  # fmt: skip
+    ) -> Frontier:
         """Runs the DP; arguments are as in `optimize_tree`.
 
         Raises:

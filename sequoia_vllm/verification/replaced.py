@@ -31,10 +31,14 @@ from sequoia_vllm.verification.walk import true_indices
 
 
 def verify_replaced(
-    verify: Callable[..., VerifyResult], target_at: DistributionAt, draft_at: DistributionAt,
-    drawn: Tensor, scored: Tensor, parents: Tensor | Topology,
+    verify: Callable[..., VerifyResult],
+    target_at: DistributionAt,
+    draft_at: DistributionAt,
+    drawn: Tensor,
+    scored: Tensor,
+    parents: Tensor | Topology,
     generator: torch.Generator | None = None,
-) -> VerifyResult:  # fmt: skip
+) -> VerifyResult:
     """Verifies trees whose scored tokens are not all the drawn ones.
 
     The emitted tokens have the law of `verify`, whatever tokens are chosen, under three

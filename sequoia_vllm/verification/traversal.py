@@ -25,9 +25,12 @@ Traverse = Callable[[ctypes.Structure], None]
 
 
 def traverse_tree(
-    target_at: DistributionAt, draft_at: DistributionAt, tokens: Tensor, parents: Tensor | Topology,
+    target_at: DistributionAt,
+    draft_at: DistributionAt,
+    tokens: Tensor,
+    parents: Tensor | Topology,
     generator: torch.Generator | None = None,
-) -> VerifyResult:  # fmt: skip
+) -> VerifyResult:
     """Visits the nodes depth first, and tries each after the last of its children.
 
     The emitted tokens have the law of sampling the target one token at a time, under the
@@ -63,9 +66,15 @@ def traverse_tree(
 
 
 def _traverse(
-    traverse: Traverse, target_at: DistributionAt, draft_at: DistributionAt, requests: Tensor,
-    tokens: Tensor, topology: Topology, has_children: Tensor, uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    traverse: Traverse,
+    target_at: DistributionAt,
+    draft_at: DistributionAt,
+    requests: Tensor,
+    tokens: Tensor,
+    topology: Topology,
+    has_children: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
     """The last nodes that these requests accept, and the target's tokens after them."""
     inner = has_children[requests]
     owner, nodes = inner.nonzero(as_tuple=True)
@@ -136,9 +145,14 @@ def load_traversal() -> Traverse | None:
 
 
 def traverse_rows(
-    traverse: Traverse, target: Tensor, draft: Tensor, rows: Tensor, tokens: Tensor,
-    children: Tensor, uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    traverse: Traverse,
+    target: Tensor,
+    draft: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    children: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
     """The end of each request's accepted path, with the decisions of `traverse_tree`.
 
     Args:

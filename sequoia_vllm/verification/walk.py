@@ -20,9 +20,12 @@ Choice = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 def walk_tree(
-    target_at: DistributionAt, draft_at: DistributionAt, tokens: Tensor, parents: Tensor | Topology,
+    target_at: DistributionAt,
+    draft_at: DistributionAt,
+    tokens: Tensor,
+    parents: Tensor | Topology,
     generator: torch.Generator | None = None,
-) -> VerifyResult:  # fmt: skip
+) -> VerifyResult:
     """Algorithm 2, asking for the distributions of the visited nodes only.
 
     The emitted tokens have the law of sampling the target one token at a time. For that the

@@ -13,11 +13,22 @@ from torch import Tensor
 
 
 def tree_attention_reference(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
-    context_lens: Sequence[int], query_start_loc: Sequence[int], ancestors: Tensor, first_node: int,
-    scale: float, key_scale: float = 1.0, value_scale: float = 1.0, elsewhere: float = float("nan"),
-    window: int | None = None, soft_cap: float = 0.0, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Sequence[int],
+    query_start_loc: Sequence[int],
+    ancestors: Tensor,
+    first_node: int,
+    scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    elsewhere: float = float("nan"),
+    window: int | None = None,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of nodes to their request's committed tokens, their ancestors and themselves.
 
     Args:
@@ -64,9 +75,14 @@ def tree_attention_reference(
 
 
 def dense_attention(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor | None = None,
-    soft_cap: float = 0.0, sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    hidden: Tensor | None = None,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of one request, computed in the dtype of its keys.
 
     Args:

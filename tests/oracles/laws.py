@@ -142,9 +142,13 @@ def expected_tokens(emitted: dict[Tokens, Number]) -> Number:
 
 
 def exact_law(
-    target: Model, draft: Model, parents: list[int], vocabulary: int, length: int,
+    target: Model,
+    draft: Model,
+    parents: list[int],
+    vocabulary: int,
+    length: int,
     verifier: Verifier = algorithm_2,
-) -> dict[Tokens, Number]:  # fmt: skip
+) -> dict[Tokens, Number]:
     """Probability of each ``length`` tokens by a step with a tree, and then the target.
 
     Args:

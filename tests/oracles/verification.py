@@ -151,9 +151,12 @@ def draft_tree(draft: Model, parents: Sequence[int], chance: Chance) -> list[int
 
 
 def algorithm_2(
-    target: Callable[[int], Weights], draft: Callable[[int], Weights], tokens: Sequence[int],
-    children: Sequence[Sequence[int]], chance: Chance,
-) -> tuple[list[int], list[int]]:  # fmt: skip
+    target: Callable[[int], Weights],
+    draft: Callable[[int], Weights],
+    tokens: Sequence[int],
+    children: Sequence[Sequence[int]],
+    chance: Chance,
+) -> tuple[list[int], list[int]]:
     """The paper's Algorithm 2: a walk down one tree.
 
     Args:
@@ -208,9 +211,12 @@ def chance_after_rejection(
 
 
 def traversal(
-    target: Callable[[int], Weights], draft: Callable[[int], Weights], tokens: Sequence[int],
-    children: Sequence[Sequence[int]], chance: Chance,
-) -> tuple[list[int], list[int]]:  # fmt: skip
+    target: Callable[[int], Weights],
+    draft: Callable[[int], Weights],
+    tokens: Sequence[int],
+    children: Sequence[Sequence[int]],
+    chance: Chance,
+) -> tuple[list[int], list[int]]:
     """Traversal verification (arXiv 2505.12398): all of a tree, leaves first.
 
     A node is tried after the last of its children was rejected. What is passed down to a

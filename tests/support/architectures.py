@@ -61,9 +61,13 @@ CONFIGS = {
 
 
 def save_architecture(
-    path: Path, name: str, seed: int = 0, layers: int | None = None,
-    full: Sequence[int] | None = None, noise: float = 0.0,
-) -> Path:  # fmt: skip
+    path: Path,
+    name: str,
+    seed: int = 0,
+    layers: int | None = None,
+    full: Sequence[int] | None = None,
+    noise: float = 0.0,
+) -> Path:
     """A random model of ``CONFIGS[name]`` whose choices depend on far and near tokens.
 
     `layers`: the first so many of its layers alone; `full`: those of them without a window;

@@ -15,9 +15,13 @@ from tests.support.serving import has_ended
 
 
 def call_in_process(
-    function: Callable[..., Any], directory: Path, environment: dict[str, str], timeout: float,
-    working_directory: Path, **arguments: Any,
-) -> Any:  # fmt: skip
+    function: Callable[..., Any],
+    directory: Path,
+    environment: dict[str, str],
+    timeout: float,
+    working_directory: Path,
+    **arguments: Any,
+) -> Any:
     """What `function(**arguments)` returns in a process of its own.
 
     The function is imported there by its module and name, so it stands at the

@@ -46,9 +46,12 @@ class Forker:
     """
 
     def __init__(
-        self, environment: dict[str, str], directory: Path, modules: tuple[str, ...] = MODULES,
+        self,
+        environment: dict[str, str],
+        directory: Path,
+        modules: tuple[str, ...] = MODULES,
         shared: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._environment = environment
         self._directory = directory
         self._modules = modules
@@ -58,9 +61,13 @@ class Forker:
         self._line: _Line | None = None
 
     def call(
-        self, function: Callable[..., Any], directory: Path, environment: dict[str, str],
-        timeout: float, **arguments: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        function: Callable[..., Any],
+        directory: Path,
+        environment: dict[str, str],
+        timeout: float,
+        **arguments: Any,
+    ) -> Any:
         """What `function(**arguments)` returns in a process of its own.
 
         As `call_in_process`, to which this is the same but for what is imported already:

@@ -59,9 +59,12 @@ class Histories:
 
 
 def penalised(
-    logits: Tensor, histories: Histories, repetition: list[float], frequency: list[float],
+    logits: Tensor,
+    histories: Histories,
+    repetition: list[float],
+    frequency: list[float],
     presence: list[float],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A copy of the logits ``[rows, V]`` with penalties, given by request."""
     found = logits.clone()
     for row, request in enumerate(histories.requests):

@@ -40,9 +40,12 @@ def _forker() -> Forker:
 
 
 def call_on_v2(
-    function: Callable[..., Any], directory: Path, timeout: float = 580,
-    gpu_attention: bool = False, **arguments: Any,
-) -> Any:  # fmt: skip
+    function: Callable[..., Any],
+    directory: Path,
+    timeout: float = 580,
+    gpu_attention: bool = False,
+    **arguments: Any,
+) -> Any:
     """What `function(**arguments)` returns in a process of its own, on V2 (`Forker.call`).
 
     For `gpu_attention` see `v2_environment`.

@@ -11,9 +11,12 @@ from sequoia_vllm.library.pair_key import PairKey
 
 
 def planned(
-    config: SequoiaConfig, pair: PairKey, kind: str = "model", shapes: PairShapes | None = None,
+    config: SequoiaConfig,
+    pair: PairKey,
+    kind: str = "model",
+    shapes: PairShapes | None = None,
     **facts: Any,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The plan for a pair whose draft is of this kind."""
     found = look_up(config, pair, shapes)
     facts = {"file_name": pair.file_name, **facts}

@@ -109,9 +109,12 @@ def save_renumbered(source: str | Path, path: Path, number_of: Tensor, size: int
 
 
 def _save_with_rows(
-    source: str | Path, path: Path, size: int, take: Callable[[Tensor], Tensor],
+    source: str | Path,
+    path: Path,
+    size: int,
+    take: Callable[[Tensor], Tensor],
     roles: tuple[int, int],
-) -> Path:  # fmt: skip
+) -> Path:
     """A Llama with other rows ``[size, H]``, taken from its own, at both ends.
 
     `roles` are the numbers that begin and end a sequence.

@@ -19,9 +19,12 @@ _SHOWN = ("rate", "ttft_ms", "tpot_ms", "e2e_ms", "mixed", "decoding", "steps_by
 
 
 def compare_side_by_side(
-    settings: BenchSettings, questions: Sequence[list[int]], rates: Sequence[float],
-    arriving: float, out: Path,
-) -> None:  # fmt: skip
+    settings: BenchSettings,
+    questions: Sequence[list[int]],
+    rates: Sequence[float],
+    arriving: float,
+    out: Path,
+) -> None:
     """Writes a line of ``bench.jsonl`` for each case, and of ``arrivals.jsonl``."""
     out.mkdir(parents=True, exist_ok=True)
     sizes = replace(ON_A_GPU, arriving=arriving, arriving_tokens=settings.max_tokens)

@@ -208,9 +208,12 @@ def _layout(tree: TokenTree) -> tuple[NDArray[np.float64], int]:
 
 
 def _draw_edges(
-    axes: Axes, tree: TokenTree, x: NDArray[np.float64], y: NDArray[np.float64],
+    axes: Axes,
+    tree: TokenTree,
+    x: NDArray[np.float64],
+    y: NDArray[np.float64],
     values: NDArray[np.float64],
-) -> None:  # fmt: skip
+) -> None:
     from matplotlib.collections import LineCollection
 
     parents = tree.parents_array[1:]

@@ -105,9 +105,13 @@ def ends_with(sampling_params: Any, tokens: Sequence[int]) -> bool:
 
 
 def requests_to_read(
-    sampling_params: Sequence[Any], thinks_first: bool, prompt_tokens: NDArray[np.int64],
-    longest: int, committed: NDArray[np.int64], sampled: NDArray[np.int64],
-) -> NDArray[np.bool_]:  # fmt: skip
+    sampling_params: Sequence[Any],
+    thinks_first: bool,
+    prompt_tokens: NDArray[np.int64],
+    longest: int,
+    committed: NDArray[np.int64],
+    sampled: NDArray[np.int64],
+) -> NDArray[np.bool_]:
     """Which requests get a tree, now or later, bool ``[requests]``: the draft reads no others.
 
     Args:

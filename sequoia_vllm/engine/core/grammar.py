@@ -135,9 +135,13 @@ class TreeGrammars:
 
 
 def fill_nodes(
-    grammar: Any, request_id: str, tree: TokenTree, tokens: Sequence[int], masks: NDArray[np.int32],
+    grammar: Any,
+    request_id: str,
+    tree: TokenTree,
+    tokens: Sequence[int],
+    masks: NDArray[np.int32],
     stand_ins: StandIns | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Fills the masks of a tree's nodes, and leaves the grammar's state as it was.
 
     Args:

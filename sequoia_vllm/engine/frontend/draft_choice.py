@@ -141,9 +141,12 @@ def _asked_for(kind: Drafter) -> str:
 
 
 def _why(
-    kind: Drafter, known: KnownDrafter, better: _Fitting, kinds: Collection[Drafter],
+    kind: Drafter,
+    known: KnownDrafter,
+    better: _Fitting,
+    kinds: Collection[Drafter],
     taken: Collection[Drafter],
-) -> str:  # fmt: skip
+) -> str:
     """Says which draft was chosen and why, and why one expected to be faster was not."""
     words = f"{kind.name}, {known.note}"
     if kind.is_head:

@@ -97,9 +97,13 @@ def look_up(
 
 
 def choose_engine_tree(
-    config: SequoiaConfig, pair: PairKey, found: LibraryAnswer = None,
-    max_model_len: int | None = None, levels: int | None = None, kind: Drafter | None = None,
-) -> TreeChoice:  # fmt: skip
+    config: SequoiaConfig,
+    pair: PairKey,
+    found: LibraryAnswer = None,
+    max_model_len: int | None = None,
+    levels: int | None = None,
+    kind: Drafter | None = None,
+) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
     Args:
@@ -137,9 +141,12 @@ def _given_schedule(config: SequoiaConfig, tree: TokenTree) -> Schedule:
 
 
 def _resolve(
-    config: SequoiaConfig, pair: PairKey, found: LibraryAnswer, levels: int | None,
+    config: SequoiaConfig,
+    pair: PairKey,
+    found: LibraryAnswer,
+    levels: int | None,
     kind: Drafter | None,
-) -> TreeChoice:  # fmt: skip
+) -> TreeChoice:
     vector = config.acceptance
     if vector is None:
         own = None if kind is None else kind.acceptance

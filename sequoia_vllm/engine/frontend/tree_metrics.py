@@ -117,9 +117,13 @@ class TreeStatLogger(AggregateStatLoggerBase):
     """
 
     def __init__(
-        self, tree: TokenTree, engine_indexes: Sequence[int], metrics: TreeMetrics, logs: bool,
+        self,
+        tree: TokenTree,
+        engine_indexes: Sequence[int],
+        metrics: TreeMetrics,
+        logs: bool,
         aggregate: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._tree = tree
         self._metrics = metrics
         self._logs = logs
@@ -132,9 +136,12 @@ class TreeStatLogger(AggregateStatLoggerBase):
         self._failed: set[int] = set()  # engines whose draft has failed
 
     def record(
-        self, scheduler_stats: SchedulerStats | None, iteration_stats: Any,
-        mm_cache_stats: Any = None, engine_idx: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
         """Takes what one engine's step sent."""
         report = getattr(scheduler_stats, REPORT, None)
         if report is None or engine_idx not in self._interval:

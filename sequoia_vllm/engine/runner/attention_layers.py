@@ -24,10 +24,17 @@ class TreeForward(ABC):
     """Tree attention for one of vLLM's implementations; subclasses derive from both, this first."""
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
-        attn_metadata: Any, output: Tensor, output_scale: Tensor | None = None,
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Runs attention like vLLM's implementation, but masks each tree node to its ancestors.
 
         vLLM's kernels take no mask and treat every request as a chain. Their output for tree rows

@@ -28,9 +28,12 @@ def around(
 
 
 def around_marks(
-    owner: Any, name: str, mark: Callable[[], Mark], before: Callable[..., None] | None,
+    owner: Any,
+    name: str,
+    mark: Callable[[], Mark],
+    before: Callable[..., None] | None,
     after: Callable[[Mark, Mark], None],
-) -> Callable[[], None]:  # fmt: skip
+) -> Callable[[], None]:
     """Wraps calls like `around`; ``after`` gets the marks made before and after each call."""
     method = getattr(owner, name)
     is_own = name in vars(owner)

@@ -120,10 +120,15 @@ class ScoringTreesV1:
 
 
 def schedule_trees(
-    tree: TokenTree, scheduled_drafts: dict[str, list[int]], drafts: dict[str, Draft],
-    request_index: dict[str, int], follows_grammar: Callable[[str], bool], query_ends: np.ndarray,
-    seq_lens: np.ndarray, device: torch.device,
-) -> ScoringTreesV1 | None:  # fmt: skip
+    tree: TokenTree,
+    scheduled_drafts: dict[str, list[int]],
+    drafts: dict[str, Draft],
+    request_index: dict[str, int],
+    follows_grammar: Callable[[str], bool],
+    query_ends: np.ndarray,
+    seq_lens: np.ndarray,
+    device: torch.device,
+) -> ScoringTreesV1 | None:
     """Matches the drafts that the scheduler sent back with the trees that were grown.
 
     Args:

@@ -86,9 +86,14 @@ class DraftProgressV1:
         self._blocks.forget(request_id)
 
     def take(
-        self, request_ids: Sequence[str], token_ids: np.ndarray, known: np.ndarray,
-        sampled: np.ndarray, num_sampled: np.ndarray, reads: np.ndarray,
-    ) -> CommittedTokens | None:  # fmt: skip
+        self,
+        request_ids: Sequence[str],
+        token_ids: np.ndarray,
+        known: np.ndarray,
+        sampled: np.ndarray,
+        num_sampled: np.ndarray,
+        reads: np.ndarray,
+    ) -> CommittedTokens | None:
         """Chooses the tokens to read now, and counts them as read.
 
         Args:

@@ -80,9 +80,13 @@ class DraftSampling:
 
     @classmethod
     def of(
-        cls, requests: NDArray[np.int64], metadata: SamplingMetadata,
-        generators: Mapping[int, torch.Generator], truncation: Truncation, depth: int,
-    ) -> DraftSampling:  # fmt: skip
+        cls,
+        requests: NDArray[np.int64],
+        metadata: SamplingMetadata,
+        generators: Mapping[int, torch.Generator],
+        truncation: Truncation,
+        depth: int,
+    ) -> DraftSampling:
         """Sampling that these requests of a batch ask for."""
         if metadata.temperature is None:
             return cls.greedy(len(requests))

@@ -49,9 +49,13 @@ class PathEdits:
         self._paths = torch.from_numpy(_paths(tree)).to(device)
 
     def edited(
-        self, logits: Tensor, trees: ScoringTreesV1, metadata: SamplingMetadata,
-        sampling_params: Sequence[Any], batch: InputBatch,
-    ) -> Tensor:  # fmt: skip
+        self,
+        logits: Tensor,
+        trees: ScoringTreesV1,
+        metadata: SamplingMetadata,
+        sampling_params: Sequence[Any],
+        batch: InputBatch,
+    ) -> Tensor:
         """Edits the logits of all tree nodes by their requests' parameters.
 
         Args:

@@ -158,9 +158,12 @@ class TreeProposerV1(DraftModelProposer):
         self.block_size = self.runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 
     def dummy_run(
-        self, num_tokens: int, use_cudagraphs: bool = True, is_graph_capturing: bool = False,
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
         slot_mappings: dict[str, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Runs one dummy forward; vLLM runs one per speculative token."""
         super().dummy_run(num_tokens, use_cudagraphs, True, slot_mappings)
 
@@ -231,9 +234,14 @@ class TreeProposerV1(DraftModelProposer):
         return freed_behind(group.kv_cache_spec)
 
     def grow(
-        self, levels: DraftLevels, root_logits: Tensor, root_tokens: NDArray[np.int64],
-        root_positions: NDArray[np.int64], requests: NDArray[np.int64], sampling: DraftSampling,
-    ) -> DraftedTreesV1:  # fmt: skip
+        self,
+        levels: DraftLevels,
+        root_logits: Tensor,
+        root_tokens: NDArray[np.int64],
+        root_positions: NDArray[np.int64],
+        requests: NDArray[np.int64],
+        sampling: DraftSampling,
+    ) -> DraftedTreesV1:
         """Grows one tree per request, level by level.
 
         Args:
@@ -322,9 +330,14 @@ class TreeProposerV1(DraftModelProposer):
         )
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, metadata: dict[str, Any],
-        num_reqs: int, rows: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        metadata: dict[str, Any],
+        num_reqs: int,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Runs one forward over all tokens; see `DrafterV1.logits`."""
         assert isinstance(self.drafter, DrafterV1)
         with (

@@ -337,9 +337,12 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         return common_attn_metadata is not None
 
     def propose_draft_token_ids(
-        self, scheduler_output: SchedulerOutput, sampled_token_ids: Tensor,
-        sampling_metadata: SamplingMetadata, *unused: Any,
-    ) -> list[list[int]]:  # fmt: skip
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Tensor,
+        sampling_metadata: SamplingMetadata,
+        *unused: Any,
+    ) -> list[list[int]]:
         """Replaces vLLM's: the draft reads the committed tokens and grows trees.
 
         A draft that fails is not run again: see `survive_draft`.

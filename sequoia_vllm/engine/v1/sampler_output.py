@@ -32,9 +32,14 @@ def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) 
 
 
 def combine_outputs(
-    sampler: Sampler, trees: ScoringTreesV1, result: VerifyResult, logits: Tensor,
-    target: TargetDistribution, metadata: SamplingMetadata, num_reqs: int,
-) -> SamplerOutput:  # fmt: skip
+    sampler: Sampler,
+    trees: ScoringTreesV1,
+    result: VerifyResult,
+    logits: Tensor,
+    target: TargetDistribution,
+    metadata: SamplingMetadata,
+    num_reqs: int,
+) -> SamplerOutput:
     """vLLM's sampler output for the whole batch: verified trees and sampled tokens.
 
     Args:

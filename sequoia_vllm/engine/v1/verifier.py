@@ -86,9 +86,12 @@ class TreeVerifierV1:
         return match_nodes(target_tokens, tokens, topology_of(take_rows(trees.parents, chosen)))
 
     def _verify_seeded(
-        self, trees: ScoringTreesV1, chosen: Tensor, target: TargetDistribution,
+        self,
+        trees: ScoringTreesV1,
+        chosen: Tensor,
+        target: TargetDistribution,
         generators: dict[int, torch.Generator],
-    ) -> VerifyResult:  # fmt: skip
+    ) -> VerifyResult:
         requests_in_batch = trees.requests[chosen]
         own = [generators[request] for request in requests_in_batch.tolist()]
         seeds = torch.stack([peek_seeds(generator, trees.tokens.shape[1]) for generator in own])
