@@ -1,7 +1,5 @@
 """The pair in ``examples/models``, and its prompts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TARGET, DRAFT = "examples/models/target", "examples/models/draft"

@@ -14,8 +14,6 @@ The device table and the model classes come from the package. Nothing is generat
 input that covers it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.memory import memory_fit
+from benchmarks.scaling import weights_bytes
 from sequoia_vllm.cli.common import friendly_errors, progress_bar
 from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
 from sequoia_vllm.hardware.models import ModelClass, model_classes
@@ -131,7 +129,6 @@ def generate_library(
     """Computes the content of every library file.
 
     Args:
-        inputs: Directory with ``acceptance/`` and ``profiles/``.
         progress: Called with (job, jobs done, jobs in all).
         devices: Only these; None: all.
 
@@ -211,7 +208,7 @@ def _offloaded(device: DeviceSpec, model_class: ModelClass) -> Profile:
 
     for layers in range(1, model_class.target.layers + 1):
         weights = streamed(layers)
-        if memory_fit(device, *pair, streamed=weights).weights_share <= _WEIGHTS_SHARE:
+        if weights_bytes(*pair, streamed=weights) <= _WEIGHTS_SHARE * device.memory_bytes:
             return roofline_profile(device, *pair, streamed=weights)
     raise LibraryError(f"{model_class.id} does not fit {device.id}, all of its layers offloaded")
 
@@ -257,7 +254,7 @@ def _roofline(device: DeviceSpec, model_class: ModelClass) -> Profile | None:
     """Predicts times on the fewest devices that hold the weights; None if eight do not."""
     pair = model_class.target, model_class.draft
     devices = 1
-    while memory_fit(device, *pair, tensor_parallel_size=devices).weights_share > _WEIGHTS_SHARE:
+    while weights_bytes(*pair, devices) > _WEIGHTS_SHARE * device.memory_bytes:
         devices *= 2
         if devices > _MAX_TENSOR_PARALLEL:
             return None

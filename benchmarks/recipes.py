@@ -4,8 +4,6 @@
 leaves out models of vLLM-Omni and embedding models. A model's name tells its family.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -3,111 +3,42 @@
     python -m benchmarks.scaling
     python -m benchmarks.scaling --interconnect-gb-s 64 --interconnect-kind bus
 
-Nothing is measured: the roofline predicts every time.
+Nothing is measured: the roofline predicts every time, in bfloat16, at contexts of 1,024 tokens.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+import math
+from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import typer
 
-from benchmarks.memory import memory_fit
-from benchmarks.options import ClassOption, ContextOption, DtypeOption, JsonOption, markdown_table
-from benchmarks.predicted import (
-    BackendOption,
-    KindOption,
-    LinkOption,
-    Offload,
-    OffloadOption,
-    RateOption,
-    class_of,
-    device_of,
-    offload_of,
-    predict,
-)
-from sequoia_vllm.cli.common import friendly_errors, print_json
+from sequoia_vllm.cli.common import friendly_errors
 from sequoia_vllm.cli.measuring import numbers
 from sequoia_vllm.hardware.choose import choose_tree
-from sequoia_vllm.hardware.cost import CostModel, check_batch_sizes
-from sequoia_vllm.hardware.device import DeviceSpec
-from sequoia_vllm.hardware.models import ModelClass
-from sequoia_vllm.hardware.roofline import largest_tree
-from sequoia_vllm.hardware.streaming import StreamedWeights
+from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.device import DeviceError, DeviceSpec, InterconnectKind, identify
+from sequoia_vllm.hardware.models import ModelShape, every_class
+from sequoia_vllm.hardware.offloading import OffloadBackend, host_link, streamed_layers
+from sequoia_vllm.hardware.roofline import largest_tree, roofline_profile
+from sequoia_vllm.hardware.streaming import LINKS, LinkName, StreamedWeights
 from sequoia_vllm.library.tree_reference import find_vector
-from sequoia_vllm.tree.acceptance import Acceptance
 
 _COLUMNS = (
     "device", "TP", "batch", "plain, ms", "draft level, ms", "nodes", "depth", "tokens per step",
     "speedup",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TreePrediction:
-    """The fastest tree at one batch size.
-
-    Attributes:
-        batch_size: Requests in a step.
-        plain_seconds: Time of a plain step, which is the time per token of each request.
-        draft_level_seconds: Time of a draft pass over one node of each request. For a head that
-            drafts all levels in one pass: time to draw one level.
-        size: Nodes of the tree, root included; 1: plain decoding is faster.
-        depth: Its edges from the root to the deepest leaf.
-        expected_tokens: Tokens per request and step.
-        seconds_per_token: Time per token of each request, with this tree.
-        speedup: Ratio to plain decoding on the same devices.
-    """
-
-    batch_size: int
-    plain_seconds: float
-    draft_level_seconds: float
-    size: int
-    depth: int
-    expected_tokens: float
-    seconds_per_token: float
-    speedup: float
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """What a table shows of it."""
-        return (
-            str(self.batch_size), f"{1e3 * self.plain_seconds:.1f}",
-            f"{1e3 * self.draft_level_seconds:.2f}", str(self.size), str(self.depth),
-            f"{self.expected_tokens:.2f}", f"{self.speedup:.2f}x",
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ScalingRow:
-    """One device type and tensor parallel size.
-
-    Attributes:
-        problem: Why it cannot be served so; None: it can.
-        predictions: By batch size; none where there is a problem.
-        streamed: Weights of the target that are not in the devices' memory; None: all are.
-    """
-
-    device: DeviceSpec
-    tensor_parallel_size: int
-    problem: str | None
-    predictions: list[TreePrediction]
-    streamed: StreamedWeights | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the row as a JSON object."""
-        return {
-            "device": self.device.id,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "problem": self.problem,
-            "predictions": [asdict(prediction) for prediction in self.predictions],
-        }
+_CONTEXT = 1024
+_VALUE_BYTES = 2
+# vLLM's default for `--gpu-memory-utilization`.
+_UTILIZATION = 0.92
+# Assumed for activations, CUDA graphs and the CUDA context of each device.
+_RUNTIME_BYTES = 3 * 2**30
 
 
 def scaling(
-    model_class: ClassOption = "70b-1b",
+    model_class: Annotated[
+        str, typer.Option("--class", help="Model class: <target size>-<draft size>.")
+    ] = "70b-1b",
     devices: Annotated[
         str, typer.Option(help="Comma-separated driver names or ids.")
     ] = "h100-sxm,h200",
@@ -116,102 +47,107 @@ def scaling(
     acceptance: Annotated[
         str, typer.Option(help="Vector: a file, or the name of one of the library.")
     ] = "shipped",
-    interconnect_gb_s: RateOption = None,
-    interconnect_kind: KindOption = None,
-    offload_gb: OffloadOption = None,
-    link: LinkOption = None,
-    offload_backend: BackendOption = "prefetch",
-    dtype: DtypeOption = "bfloat16",
-    context_length: ContextOption = 1024,
-    as_json: JsonOption = False,
+    interconnect_gb_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Rate between devices in one direction, 10^9 bytes/s, where it is not the "
+            "datasheet's: PCIe 5.0 x16 has 64, NVLink 4 has 450 (printed as 900)."
+        ),
+    ] = None,
+    interconnect_kind: Annotated[
+        InterconnectKind | None, typer.Option(help="How links lead to the other devices.")
+    ] = None,
+    offload_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="GiB of the target's layers on each device that lie in the host's memory, "
+            "counted as by vLLM's --cpu-offload-gb; more than there are: all."
+        ),
+    ] = None,
+    link: Annotated[
+        LinkName | None, typer.Option(help="What they are read over; default: the device's own.")
+    ] = None,
+    offload_backend: Annotated[OffloadBackend, typer.Option()] = "prefetch",
 ) -> None:
-    """Predict what more devices do for a pair: a Markdown table, or JSON."""
+    """Predict what more devices do for a pair, as a Markdown table."""
     with friendly_errors():
-        sizes = numbers("--tensor-parallel-sizes", tensor_parallel_sizes)
+        pair, vector = every_class()[model_class], find_vector(acceptance)
         batches = numbers("--batch-sizes", batch_sizes)
-        pair, vector = class_of(model_class), find_vector(acceptance)
-        specs = [
-            device_of(name.strip(), interconnect_gb_s, interconnect_kind, max(sizes))
-            for name in devices.split(",")
-        ]
-        offload = offload_of(offload_gb, link, offload_backend)
-        rows = scaling_rows(specs, pair, vector, sizes, batches, dtype, context_length, offload)
-        if not as_json:
-            typer.echo(markdown_table(_COLUMNS, _cells(rows)))
-            return
-        print_json(
-            {
-                "source": "roofline",
-                "model_class": pair.id,
-                "target": pair.target.name,
-                "draft": pair.draft.name,
-                "acceptance": vector.to_list(),
-                "dtype": dtype,
-                "context_length": context_length,
-                "rows": [row.to_dict() for row in rows],
-            }
-        )
+        rows = []
+        for name in devices.split(","):
+            device = with_interconnect(device_of(name), interconnect_gb_s, interconnect_kind)
+            for size in numbers("--tensor-parallel-sizes", tensor_parallel_sizes):
+                streamed = None
+                if offload_gb is not None:
+                    own, words = host_link(device.id)
+                    streamed = streamed_layers(
+                        pair.target, offload_gb * 2**30, LINKS[link or own].bytes_per_second,
+                        words, devices=size, backend=offload_backend,
+                    )  # fmt: skip
+                models = pair.target, pair.draft
+                profile = roofline_profile(
+                    device, *models, "bfloat16", size, _CONTEXT, streamed=streamed
+                )
+                most, cost = largest_tree(profile), CostModel(profile)
+                tokens = batches[-1] * (_CONTEXT + most)
+                if problem := memory_problem(device, *models, tokens, size, streamed):
+                    rows.append((device.id, str(size), "", problem, *[""] * 5))
+                    continue
+                for batch in batches:
+                    tree = choose_tree(vector, profile, batch, most)
+                    estimate = cost.estimate(tree, vector, batch)
+                    rows.append((
+                        device.id, str(size), str(batch), f"{1e3 * cost.plain_seconds(batch):.1f}",
+                        f"{1e3 * float(cost.draft_seconds(1, batch)):.2f}", str(tree.size),
+                        str(tree.depth), f"{estimate.expected_tokens:.2f}",
+                        f"{estimate.speedup:.2f}x",
+                    ))  # fmt: skip
+        typer.echo(markdown_table(_COLUMNS, rows))
 
 
-def scaling_rows(
-    devices: Sequence[DeviceSpec], pair: ModelClass, acceptance: Acceptance,
-    tensor_parallel_sizes: Sequence[int] = (1, 2, 4, 8), batch_sizes: Sequence[int] = (1, 16),
-    dtype: str = "bfloat16", context_length: int = 1024, offload: Offload | None = None,
-) -> list[ScalingRow]:  # fmt: skip
-    """Finds the fastest tree of each device type, tensor parallel size and batch size.
-
-    Args:
-        pair: Target and draft, both split over the devices.
-        acceptance: p[k] or p[d][k] of the pair.
-        batch_sizes: Requests in a step; all must fit the memory with their context and trees.
-        dtype: Weight and KV cache type.
-        context_length: Committed tokens of each request.
-        offload: What of the target is not in the devices' memory; None: nothing.
-
-    Returns:
-        Rows by device, then by tensor parallel size, in the given order.
-    """
-    batches = check_batch_sizes(list(batch_sizes))
-    rows = []
-    for device in devices:
-        for size in tensor_parallel_sizes:
-            profile = predict(device, pair, size, dtype, context_length, offload)
-            memory = memory_fit(device, pair.target, pair.draft, dtype, size, profile.streamed)
-            most_nodes = largest_tree(profile)
-            problem = memory.problem(batches[-1] * (context_length + most_nodes))
-            cost = CostModel(profile)
-            predictions = [
-                _predict(cost, acceptance, batch, most_nodes) for batch in batches if not problem
-            ]
-            rows.append(ScalingRow(device, size, problem, predictions, profile.streamed))
-    return rows
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table, as in `benchmarks/predictions.md`."""
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _predict(
-    cost: CostModel, acceptance: Acceptance, batch_size: int, most_nodes: int
-) -> TreePrediction:
-    tree = choose_tree(acceptance, cost.profile, batch_size, most_nodes)
-    estimate = cost.estimate(tree, acceptance, batch_size)
-    return TreePrediction(
-        batch_size=batch_size,
-        plain_seconds=cost.plain_seconds(batch_size),
-        draft_level_seconds=float(cost.draft_seconds(1, batch_size)),
-        size=tree.size,
-        depth=tree.depth,
-        expected_tokens=estimate.expected_tokens,
-        seconds_per_token=estimate.seconds / estimate.expected_tokens,
-        speedup=estimate.speedup,
-    )
+def device_of(name: str) -> DeviceSpec:
+    """Returns the datasheet of the device with this name."""
+    if (spec := identify(name.strip()).spec) is None:
+        raise DeviceError(f"no datasheet values for {name!r}")
+    return spec
 
 
-def _cells(rows: list[ScalingRow]) -> Iterator[tuple[str, ...]]:
-    """Yields the lines of the table: one for each prediction, or one with the problem."""
-    for row in rows:
-        head = row.device.id, str(row.tensor_parallel_size)
-        if row.problem is not None:
-            yield (*head, "", row.problem, "", "", "", "", "")
-        for entry in row.predictions:
-            yield *head, *entry.cells
+def with_interconnect(
+    device: DeviceSpec, gb_s: float | None = None, kind: InterconnectKind | None = None
+) -> DeviceSpec:
+    """The same device in a box with other links; None: as in the datasheet."""
+    links = {"interconnect_gb_s": gb_s, "interconnect_kind": kind}
+    return device.model_copy(update={name: value for name, value in links.items() if value})
+
+
+def weights_bytes(
+    target: ModelShape, draft: ModelShape, devices: int = 1, streamed: StreamedWeights | None = None
+) -> float:
+    """Bytes of both models' weights in the memory of one device of so many, with buffers."""
+    weights = sum(shape.weights_bytes(_VALUE_BYTES) for shape in (target, draft)) / devices
+    return weights + (streamed.buffer_bytes - streamed.bytes_per_pass if streamed else 0)
+
+
+def memory_problem(
+    device: DeviceSpec, target: ModelShape, draft: ModelShape, tokens: int, devices: int = 1,
+    streamed: StreamedWeights | None = None,
+) -> str | None:  # fmt: skip
+    """Why ``tokens`` tokens of all requests do not fit so many devices; None: they do."""
+    weights = weights_bytes(target, draft, devices, streamed)
+    if weights > device.memory_bytes:
+        return "does not fit"
+    values = sum(each.kv_values_per_token * each.kv_copies(devices) for each in (target, draft))
+    left = _UTILIZATION * device.memory_bytes - _RUNTIME_BYTES - weights
+    room = max(0, math.floor(left * devices / (values * _VALUE_BYTES)))
+    if room < tokens:
+        return f"KV cache for {room} tokens only" if room else "no room for a KV cache"
+    return None
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 ``python -m benchmarks.speed_picture benchmarks/speeds/h100.json docs/h100.svg``
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@
 of 16 nodes, float32. "Without" is every forbidden draft scored as it is, and rejected.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -207,10 +207,8 @@ def main(
 ) -> None:
     """Answer all prompts of a file that have no answer yet."""
     sampling = {
-        "temperature": temperature,
-        "max_tokens": max_tokens,
-        **json.loads(sampling_options),
-    }
+        "temperature": temperature, "max_tokens": max_tokens, **json.loads(sampling_options),
+    }  # fmt: skip
     if temperature > 0:
         sampling["seed"] = seed
     options = json.loads(engine_options)

@@ -11,30 +11,13 @@ starts on this machine, until Ctrl-C.
 import json
 import logging
 import signal
-from enum import StrEnum
 from typing import Annotated, Any
 
 import ray
 import typer
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
-
-from sequoia_vllm.tree import TokenTree
-
-
-class Device(StrEnum):
-    GPU = "gpu"
-    CPU = "cpu"
-
-
-def speculative_config(draft_model: str, tree: str | None) -> dict[str, Any]:
-    """What each replica's engine gets; a tree file is read here, as other nodes may not have it."""
-    config: dict[str, Any] = {"method": "sequoia", "model": draft_model}
-    if tree is None:
-        return config
-    if tree.endswith(".json"):
-        return {**config, "tree": {"parents": list(TokenTree.load(tree).parents)}}
-    return {**config, "tree": json.loads(tree) if tree.startswith("{") else tree}
+from ray_batch import Device, speculative_config
 
 
 def placement(device: Device, cpus: int, tensor_parallel_size: int) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Finds a checkout of this repository, which has more than the installed package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent

@@ -1,7 +1,5 @@
 """C++ that belongs to the package, compiled on the machine it runs on."""
 
-from __future__ import annotations
-
 import logging
 from ctypes import CDLL
 from pathlib import Path

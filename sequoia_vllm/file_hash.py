@@ -1,7 +1,5 @@
 """SHA-256 of files, such as a model's weights."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache
 from pathlib import Path

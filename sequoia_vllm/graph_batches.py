@@ -1,7 +1,5 @@
 """Batch sizes that CUDA graphs are captured for besides the schedule's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """The versions of the Python distributions that are installed here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 

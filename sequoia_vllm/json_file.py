@@ -1,7 +1,5 @@
 """JSON files as pydantic models: reading with errors a user can act on, and writing."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 Without pydantic, which not every machine has that runs a GPU check.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ def read_json(path: Path, what: str, error: type[ValueError]) -> Any:
     """The JSON value in ``path``.
 
     Args:
-        path: File to read; ``~`` is the user's home.
         what: What the file should be, for the message ("profile").
         error: Exception class to raise.
 

@@ -1,7 +1,5 @@
 """Why a model cannot be had, and what to do: the same words in all commands and the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +38,6 @@ def hub_problem(model: str, error: BaseException) -> str:
     """Says in one line why the Hub does not give a model, and the fix.
 
     Args:
-        model: Its name.
         error: Raised by huggingface_hub, or by transformers or vLLM because of such an error.
     """
     from huggingface_hub import constants

@@ -4,8 +4,6 @@ vLLM's workers notice the death of their engine core, but only once they are rea
 cores notice nothing. What a user's own ``vllm serve`` starts is left alone.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

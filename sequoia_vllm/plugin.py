@@ -1,7 +1,5 @@
 """Entry point of group ``vllm.general_plugins``: vLLM calls `register` in every process."""
 
-from __future__ import annotations
-
 import logging
 
 logger = logging.getLogger("vllm.sequoia")

@@ -175,7 +175,6 @@ def encode_prompts(
     its model was trained to answer such.
 
     Args:
-        prompts: Texts and conversations.
         tokenizer: The target's, as `transformers` gives it.
         raw: Encode bare prompts as they are, also where there is a template.
 

@@ -10,8 +10,6 @@ Letters are the paper's: P is the target's distribution, Q the draft's, R what i
 rejections, D what is left of Q.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -192,7 +190,6 @@ def step(
 
     Args:
         target, draft: Models of one vocabulary.
-        request: Changed in place.
         parents: Shape of the tree, see `GrownTree`.
         temperature: 0 is greedy.
         rng: Draws children, and decides what is accepted.

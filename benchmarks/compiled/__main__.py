@@ -1,7 +1,5 @@
 """``python -m benchmarks.compiled``: prints what kernels take, and records it."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """How tree attention's kernels are compiled for the models that we name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from benchmarks.compiled.variant import CAPABILITIES, Variant

@@ -1,7 +1,5 @@
 """Compiles variants down to machine code, and reads there what they take."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import subprocess
@@ -23,9 +21,7 @@ class Resources:
 
     Attributes:
         capability: Compute capability times ten.
-        registers: Per thread.
         spilled_bytes: Local memory per thread; 0 if all fits into registers.
-        shared_bytes: Shared memory per block of threads.
     """
 
     name: str

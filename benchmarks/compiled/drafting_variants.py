@@ -1,7 +1,5 @@
 """How the kernels of a drafting pass are compiled for large vocabularies."""
 
-from __future__ import annotations
-
 import triton
 
 from benchmarks.compiled.variant import Variant
@@ -43,11 +41,9 @@ def draft_input_variants() -> list[Variant]:
         "first", "depth", "mask_token", "slot_rows",
     )  # fmt: skip
     signature = {
-        **dict.fromkeys(int32, "*i32"),
-        **dict.fromkeys(int64, "*i64"),
-        **dict.fromkeys(numbers, "i32"),
-        "slots_stride": "i32:16",
-    }
+        **dict.fromkeys(int32, "*i32"), **dict.fromkeys(int64, "*i64"),
+        **dict.fromkeys(numbers, "i32"), "slots_stride": "i32:16",
+    }  # fmt: skip
     return [
         Variant(
             f"draft inputs, {name}, {groups} groups",
@@ -70,12 +66,10 @@ def target_state_variants() -> list[Variant]:
     int32 = ("query_start_loc", "accepted", "offsets")
     numbers = ("num_requests", "accepted_stride", "trees", "depth")
     signature = {
-        **dict.fromkeys((*layers, "states"), "*bf16"),
-        **dict.fromkeys(int32, "*i32"),
-        "requests": "*i64",
-        **dict.fromkeys(numbers, "i32"),
+        **dict.fromkeys((*layers, "states"), "*bf16"), **dict.fromkeys(int32, "*i32"),
+        "requests": "*i64", **dict.fromkeys(numbers, "i32"),
         **dict.fromkeys(("layer_stride", "states_stride", "hidden"), "i32:16"),
-    }
+    }  # fmt: skip
     return [
         Variant(
             f"target states, {count} layers",

@@ -21,8 +21,6 @@ class Page:
     """What one Triton makes of the kernels.
 
     Attributes:
-        triton_version: Such as "3.9.0".
-        table: What each variant takes on each device.
         sources: `source_hashes` of the kernels that were compiled.
     """
 

@@ -1,7 +1,5 @@
 """Hashes of what kernels are compiled from, whatever the Triton: records are of that source."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """One way in which a kernel is compiled, and the devices that it is compiled for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,16 +18,12 @@ class Variant:
     """One way a kernel is compiled.
 
     Attributes:
-        name: Unique, for the report.
-        kernel: The function, from `triton.jit`.
         signature: Triton type of each argument that is no constexpr, by name:
             ``"*bf16"``, ``"fp32"``, ``"i32"``, ... With ``":16"`` at its end it is a
             multiple of 16, as Triton finds for itself when a kernel is called;
             pointers without it are taken to be aligned so, as torch's memory is,
             unless the kernel is not specialised on that. Names left out that have a
             value in ``constexprs`` are constants; others than the kernel's do nothing.
-        constexprs: Values of the arguments known when compiling, by name.
-        num_warps, num_stages: As in a launch.
         max_registers: Per thread, ``maxnreg`` of a launch.
         capabilities: Devices that it is meant for, of `CAPABILITIES`.
     """

@@ -1,7 +1,5 @@
 """All variants of the engine's kernels, and those of them to compile."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """How the kernels of a verified step are compiled: scoring inputs, verification, commit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton
@@ -30,12 +28,10 @@ def scoring_input_variants() -> list[Variant]:
         "scored_stride",
     )  # fmt: skip
     signature = {
-        **dict.fromkeys(int32, "*i32"),
-        **dict.fromkeys(int64, "*i64"),
+        **dict.fromkeys(int32, "*i32"), **dict.fromkeys(int64, "*i64"),
         **dict.fromkeys(("temperatures", "temperatures_out"), "*fp32"),
-        **dict.fromkeys(numbers, "i32"),
-        "invalid": "*i1",
-    }
+        **dict.fromkeys(numbers, "i32"), "invalid": "*i1",
+    }  # fmt: skip
     place, gather = (
         scoring_inputs.place_nodes_kernel,
         scoring_inputs.gather_for_verification_kernel,
@@ -62,12 +58,9 @@ def path_edit_variants() -> list[Variant]:
         "tokens_stride",
     )  # fmt: skip
     signature = {
-        **rows,
-        **dict.fromkeys(int32, "*i32"),
-        **dict.fromkeys(strides, "i32"),
-        **dict.fromkeys(("repetition", "frequency", "presence"), "*fp32"),
-        "vocabulary": "i32:16",
-    }
+        **rows, **dict.fromkeys(int32, "*i32"), **dict.fromkeys(strides, "i32"),
+        **dict.fromkeys(("repetition", "frequency", "presence"), "*fp32"), "vocabulary": "i32:16",
+    }  # fmt: skip
     penalise, exclude = path_edits.penalise_paths_kernel, path_edits.exclude_bad_words_kernel
     return [
         Variant(

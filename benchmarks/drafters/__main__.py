@@ -7,8 +7,6 @@ Tokens per step do not depend on how long a step takes: this needs no GPU. Nothi
 says anything about speed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

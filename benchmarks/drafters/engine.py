@@ -1,7 +1,5 @@
 """Tokens per step of one drafter's engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ def tokens_per_step(
         how: "chain" (vLLM's, drafting what is likeliest), "drawn chain" (vLLM's, drawing its
             drafts) or "tree".
         depth: Drafts of a chain, levels of a tree.
-        count: Prompts.
         tokens: Generated for each; chats may end before.
     """
     from vllm import SamplingParams

@@ -3,8 +3,6 @@
 Results are written after every number. The same command goes on where the last one ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """An engine of real shapes whose weights are made up, and requests for it."""
 
-from __future__ import annotations
-
 import random
 import re
 import time
@@ -107,7 +105,6 @@ def started(
     """An engine with vLLM's defaults and its steps recorded; what its start took is kept.
 
     Args:
-        pair: Model class of the library.
         speculative: Keys of ``speculative_config`` besides method and model; None: plain vLLM.
         head_positions: Longest context of a head.
         options: Arguments of `vllm.LLM` besides the defaults.

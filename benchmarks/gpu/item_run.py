@@ -1,7 +1,5 @@
 """Runs one item in a process of its own."""
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os
@@ -23,12 +21,7 @@ _SECONDS_TO_END = 3.0
 
 
 class ItemRun:
-    """One item while it runs.
-
-    Attributes:
-        folder: Of the results, the log and everything else that is written.
-        tiny: Whether this is a rehearsal.
-    """
+    """One item while it runs."""
 
     def __init__(self, name: str, folder: Path, tiny: bool) -> None:
         self.folder = folder

@@ -1,7 +1,5 @@
 """What is measured, the most valuable first. Standard library only."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -16,8 +14,6 @@ class Item:
     """One measurement, which runs in a process of its own.
 
     Attributes:
-        name: For the command line and the results.
-        what: One line for the table.
         measure: Function that measures it, ``module:function``, called with an `ItemRun` and
             ``options``.
         minutes: What it takes on an H100; all but the first engine's are estimates. It is ended

@@ -5,8 +5,6 @@ is loaded where weights are made up. A level would then read 1.05 GB for the 128
 Llama 3 instead of 0.26 GB for the 32,000 of its head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -5,8 +5,6 @@ weights. What depends on logits means nothing: they are nearly flat, and drafts 
 chance. The shapes are those of `sequoia_vllm.hardware.models`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,9 @@ from sequoia_vllm.hardware.models import ModelClass, ModelShape, every_class
 HEAD_POSITIONS = 2048
 """Longest context of the published EAGLE-3 head."""
 _LLAMA_3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
-}
+}  # fmt: skip
 _TINY = {"layers": 2, "hidden": 32, "intermediate": 32, "heads": 2, "kv_heads": 1, "head_size": 16,
          "vocab": 256}  # fmt: skip
 _TINY_OUTPUT = 128
@@ -93,11 +89,9 @@ def _eagle3(shape: ModelShape, tiny: bool, positions: int) -> dict[str, Any]:
     """
     assert shape.head is not None
     own: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "max_position_embeddings": positions,
-        "draft_vocab_size": shape.head.output_vocab,
-        "rope_theta": 10000.0,
-    }
+        "architectures": ["LlamaForCausalLMEagle3"], "max_position_embeddings": positions,
+        "draft_vocab_size": shape.head.output_vocab, "rope_theta": 10000.0,
+    }  # fmt: skip
     # vLLM's default layers to read do not exist in a target this small.
     read = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
     return {**own, **read, "eagle_config": read} if tiny else own

@@ -3,8 +3,6 @@
 What `sequoia-vllm tune` measures on a trained pair, here on made-up weights: times are the same.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Mapping
 from typing import Any

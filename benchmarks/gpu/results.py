@@ -4,8 +4,6 @@ A run that ends at any moment keeps what it has, and the next run goes on after 
 only.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +24,7 @@ class ItemResults:
 
     Attributes:
         parts: Values of each part that was measured, by its name; "start" is the engine's start.
-        errors: Parts that failed in the last run, and why.
-        has_begun: Whether it ever ran.
         state: How its last run ended; None: it did not, or never began.
-        seconds: What its last run took.
         skipped: Why it cannot run here; "" if it can.
     """
 
@@ -43,9 +38,6 @@ class ItemResults:
 
 class Results:
     """Results of one machine and one commit, in a folder.
-
-    Attributes:
-        items: By name, in the order in which they first ran.
 
     Args:
         file: The file; it need not be there.

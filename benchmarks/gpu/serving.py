@@ -1,7 +1,5 @@
 """Requests that come while others run: adaptation, and what vLLM's monitors say meanwhile."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -1,7 +1,5 @@
 """How much is measured: on a GPU, and in a rehearsal without one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
@@ -10,11 +8,8 @@ class Sizes:
     """Sizes of all measurements on engines.
 
     Attributes:
-        batches: Requests at once.
-        drafts: Drafts per request, ascending.
         beside: Decoders beside which prompts are read.
         some_drafts: Drafts in mixed steps, while kernels are recorded, and while requests arrive.
-        changing: Drafts that alternate.
         contexts: Prompts' lengths where contexts are compared, ascending.
         most_context_tokens: Of a batch, where contexts are compared.
         context: Prompts' length otherwise, where whole steps are timed.
@@ -23,7 +18,6 @@ class Sizes:
         rounds: Times that is done; the last one counts.
         outputs: Steps of each other measurement.
         turns: Changes of the number of drafts, with ``outputs / turns`` steps each.
-        rates: Requests a second, where they arrive at random.
         arriving: Seconds in which requests arrive.
         arriving_tokens: Tokens of each of them.
         watched: Batches of requests of all kinds, for vLLM's monitors.

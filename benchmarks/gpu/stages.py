@@ -1,7 +1,5 @@
 """Items without made-up weights: the machine, the kernels, and methods side by side."""
 
-from __future__ import annotations
-
 import json
 
 from benchmarks.gpu.item_run import ItemRun

@@ -1,7 +1,5 @@
 """Medians of recorded steps, in milliseconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -20,8 +18,6 @@ class StepTimes:
     Attributes:
         step_ms: From one step's start to the next one's, by the host's clock.
         target_ms, sampling_ms, drafting_ms: Spans of the step on the device, see `PARTS`.
-        gaps_ms: The rest of the step.
-        passes: The draft's forward passes of a step.
     """
 
     steps: int
@@ -41,8 +37,6 @@ def times_of(
     """Times of the steps that are wanted.
 
     Args:
-        records: Consecutive steps, as `Engine.take_steps` gives them.
-        is_wanted: Whether a step counts.
         is_next_wanted: What the step after it must be; None: any.
     """
     found = [

@@ -1,7 +1,5 @@
 """Step times inside one engine: by batch and drafts, with prompts, after changes, by kernels."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Results as short plain tables: what went wrong first. Standard library only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

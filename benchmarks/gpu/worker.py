@@ -1,7 +1,5 @@
 """Methods that the engines measured here have on their workers."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``python -m benchmarks.serving``: see the package."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The loads that every server gets, and the prompts that they send."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -22,11 +20,8 @@ class Load:
     """Requests that arrive by a Poisson process, or all at once.
 
     Attributes:
-        key: Short name, for files.
-        title: What the table calls it.
         rate: Arrivals per second; infinite: all at once.
         running: Requests that the warm-up keeps running, as the load will.
-        prompts: A key of `PROMPT_TOKENS`.
     """
 
     key: str

@@ -1,7 +1,5 @@
 """A folder of results: what it lacks is measured, and what it holds becomes the table."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """One ``vllm serve``, from its start to its end, and ``vllm bench serve`` against it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

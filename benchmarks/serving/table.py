@@ -1,12 +1,10 @@
 """The table: medians over rounds, their spread, and what is faster than what."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.options import markdown_table
+from benchmarks.scaling import markdown_table
 from sequoia_vllm.bench.report import MOST_SPREAD, Spread
 
 Rounds = Mapping[int, Mapping[str, Any]]

@@ -1,7 +1,5 @@
 """What random requests ask a model: chats in its own template, or the embedded pair's prompts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import AutoTokenizer

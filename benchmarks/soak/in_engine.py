@@ -1,7 +1,5 @@
 """Random requests through an engine in this process, which is driven step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,20 +11,11 @@ from benchmarks.soak.random_requests import RandomRequest
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 
 _SAME_LOGPROB = 1e-3
-_EDITS = {
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "allowed_token_ids", "bad_words", "min_tokens",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One of a request's outputs.
-
-    Attributes:
-        ended_by: Finish reason, and what stopped it.
-        logprobs: Of each token, if they were asked for.
-    """
+    """One of a request's outputs."""
 
     tokens: tuple[int, ...]
     text: str
@@ -107,30 +96,6 @@ def differences(
         if not same(request, found.get(request.number), plain[request.number])
         and not same(request, answers(llm, [request]).get(request.number), plain[request.number])
     ]
-
-
-def first_difference(ours: Answer, plain: Answer) -> tuple[int, int] | None:
-    """Which output is the first with other tokens, and how many of them are the same."""
-    for index, one in sorted(plain.items()):
-        found = ours[index].tokens
-        if found != one.tokens:
-            pairs = zip(found, one.tokens, strict=False)
-            same = [mine == other for mine, other in pairs]
-            return index, (same.index(False) if False in same else len(same))
-    return None
-
-
-def lead_of_the_best(
-    llm: LLM, request: RandomRequest, plain: Answer, index: int, place: int
-) -> float | None:
-    """How far the likeliest token leads the next one, in nats; None if more decides than logits."""
-    if request.structured or request.parameters["temperature"] or _EDITS & {*request.parameters}:
-        return None
-    read = llm.get_tokenizer()(request.prompt).input_ids + list(plain[index].tokens[:place])
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
-    [output] = llm.generate({"prompt_token_ids": read}, params, use_tqdm=False)
-    best, second = sorted(one.logprob for one in output.outputs[0].logprobs[0].values())[:-3:-1]
-    return best - second
 
 
 def kv_cache_usage(llm: LLM) -> float:

@@ -1,7 +1,5 @@
 """Random requests to a server, as its clients send them: at once, streamed or not, some leave."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -30,9 +28,6 @@ class Tally:
     """What became of the requests.
 
     Attributes:
-        answered: Requests whose answers were compared.
-        left: Requests whose clients left.
-        different: Requests with another answer than plain vLLM's.
         hung: Requests that got none within `HANGS_AFTER` seconds.
         tokens: Returned, of the requests whose clients stayed.
     """

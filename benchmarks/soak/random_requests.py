@@ -1,7 +1,5 @@
 """Requests drawn at random, by a seed: they can be printed, and sent again."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -25,12 +23,10 @@ class RandomRequest:
     """One request.
 
     Attributes:
-        number: Its place among the others, and its name.
         arrives: The engine's step before which it comes.
         leaves: Tokens after which its client is gone; None: it stays.
         parameters: Of its sampling, by the names that `vllm.SamplingParams` and the completions
             endpoint have in common.
-        structured: `vllm.sampling_params.StructuredOutputsParams`, if it has any.
         most_drafts: ``sequoia_max_drafts``, if it says so.
     """
 

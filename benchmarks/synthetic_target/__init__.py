@@ -14,11 +14,6 @@ from benchmarks.synthetic_target.write import (
 )
 
 __all__ = [
-    "SourceShape",
-    "SyntheticShape",
-    "SyntheticTarget",
-    "SyntheticTargetError",
-    "check_synthetic_target",
-    "shape_for_parameters",
-    "write_synthetic_target",
-]
+    "SourceShape", "SyntheticShape", "SyntheticTarget", "SyntheticTargetError",
+    "check_synthetic_target", "shape_for_parameters", "write_synthetic_target",
+]  # fmt: skip

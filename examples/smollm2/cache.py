@@ -1,7 +1,5 @@
 """Where the model lies in the user's cache directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import platformdirs

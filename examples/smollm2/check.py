@@ -1,7 +1,5 @@
 """Whether a folder holds the model that was measured: its weights, and what it answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From GGUF, a folder or a name on the Hugging Face Hub to bfloat16 safetensors."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 from pathlib import Path

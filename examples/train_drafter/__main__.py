@@ -3,8 +3,6 @@
 A draft model, an EAGLE-3 head or a DFlash head for any Llama-like target.
 """
 
-from __future__ import annotations
-
 import typer
 from draft_commands import draft_data, evaluate_draft, train_draft_model, train_head_of_target
 from errors import PairError

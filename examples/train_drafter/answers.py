@@ -1,7 +1,5 @@
 """The target's answers as what drafters learn from: tokens, and the law of each next one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -93,7 +91,6 @@ def cross_entropies(
     Args:
         logits: The drafter's, ``[N, vocabulary]``.
         likely: The drafter's numbers of the target's likeliest tokens, ``[N, 16]``.
-        shares: Their probabilities, ``[N, 16]``.
     """
     logits = logits.float()
     of_likely = logits.gather(1, likely.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)

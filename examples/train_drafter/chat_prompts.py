@@ -5,8 +5,6 @@ subject that was learnt from. Every second prompt can be left to the target: cha
 write questions as well as answers.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -29,8 +27,6 @@ class Prompt:
     """One question or conversation, and its kind.
 
     Attributes:
-        kind: Such as "code".
-        text: The question.
         messages: A conversation, instead of a question.
         line: Its line in the user's file, from 1; 0: there is none.
     """
@@ -75,19 +71,15 @@ def _arithmetic(word: Callable[[str], str], number: Callable[[int], int]) -> str
 
 
 KINDS = {
-    "chat": _chat,
-    "summary": _summary,
-    "code": _code,
-    "translation": _translation,
+    "chat": _chat, "summary": _summary, "code": _code, "translation": _translation,
     "arithmetic": _arithmetic,
-}
+}  # fmt: skip
 
 
 def prompts(held_out: bool, count: int, seed: int, own: bool = False) -> list[Prompt]:
     """Returns ``count`` prompts, the kinds in turn; the same for the same arguments.
 
     Args:
-        held_out: Whether they are for validation.
         own: Whether every second one is an empty prompt of kind `OWN`, for the target to write.
     """
     source = random.Random(f"{seed} {held_out}")
@@ -115,7 +107,6 @@ def read_prompts(path: Path, held_out: bool, count: int, seed: int) -> list[Prom
     Args:
         path: Lines of ``{"prompt": …}`` or ``{"messages": …}``, perhaps with a ``"kind"``.
         held_out: Whether every eighth line is wanted, or the others.
-        count: At most as many; all of them if there are fewer.
 
     Raises:
         PairError: If a line is wrong, whether it is wanted or not; names it.

@@ -1,7 +1,5 @@
 """What the commands share: options, torch's set-up, progress on the terminal, files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ states alone. The block's queries are the text's last token, which the target
 has not read yet, and mask tokens; each mask becomes the draft of its position.
 """
 
-from __future__ import annotations
-
 import torch
 from answers import cross_entropies, split
 from frozen_target import FrozenTarget
@@ -102,7 +100,6 @@ class DFlash(nn.Module):
 
         Args:
             tokens: The text, shape ``[length]``.
-            count: Drafts in a block.
 
         Returns:
             Shape ``[length - 1, count]``: row s drafts the tokens from s + 2 on, with
@@ -123,7 +120,6 @@ class DFlash(nn.Module):
 
         Args:
             target: The head's, for the embedding.
-            tokens: The texts, ``[batch, length]``.
             features: The target's states of them, ``[batch, length, layers × hidden]``.
             anchors: Positions of the blocks' first tokens, ``[batch, blocks]``. A
                 block sees the target's states of the positions before.

@@ -1,7 +1,5 @@
 """From the target's answers to a small Llama that drafts for it, as vLLM loads it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The card of a drafter: what it was trained on, for how long, and how good it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The commands for one target: let it write, train a draft model or a head, measure either."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -44,9 +44,6 @@ class DraftDataRecipe:
 
     Attributes:
         prompts: A file of prompts; None: those written here.
-        answer: Most tokens of an answer.
-        seed: Decides prompts and answers.
-        dtype: vLLM's, of the target.
         target_sha256: Of the target's weights; None: data of an earlier version.
         prompts_sha256: Of the file of prompts; None: there is none, or data of an earlier version.
     """
@@ -100,10 +97,8 @@ def write_draft_data(
     """Writes answers that are not there yet; returns numbers of tokens and hours.
 
     Args:
-        recipe: What decides the answers. Data that is there must have the same.
         texts: Answers to learn from; a sixteenth of them is added for validation, or 30.
         out: Folder of the shards. A run that was stopped goes on where it was.
-        listener: Told of every shard.
 
     Raises:
         PairError: If the folder has data of another recipe, or a prompt cannot be asked.

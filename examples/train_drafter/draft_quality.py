@@ -1,7 +1,5 @@
 """How often the target accepts a drafter's tokens, on held-out answers, by kind of prompt."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,10 +25,8 @@ class DraftQuality:
     """On the answers to one kind of prompt.
 
     Attributes:
-        greedy_tokens: Tokens of greedy answers.
         greedy: Share of them that is the drafter's likeliest token: acceptance of the first child.
         tokens_per_step: Of greedy chains of four drafts, the target's own token included.
-        sampled_tokens: Tokens of answers at temperature 1.
         sampled: Mean Σ min(P, Q) there, over the target's 16 likeliest tokens: acceptance of one
             draft that is drawn from Q. What lies beyond the 16 is left out.
     """

@@ -5,8 +5,6 @@ gets the target's most frequent ones. The engine matches tokens of two tokenizer
 (docs/vocabularies.md), so that such a draft needs nothing of its own to be served.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -29,9 +27,7 @@ def reduced_tokenizer(target: Any, counts: NDArray[np.int64], size: int) -> PreT
     merged from; they come with it.
 
     Args:
-        target: The target's tokenizer.
         counts: How often each of its tokens was seen, ``[vocabulary]``.
-        size: Tokens to keep, at most.
     """
     backend = getattr(target, "backend_tokenizer", None)
     described = json.loads(backend.to_str()) if backend is not None else {}

@@ -7,8 +7,6 @@ hidden state is a map of the target's; further on it is what the layer itself
 gave one position before.
 """
 
-from __future__ import annotations
-
 import torch
 from answers import cross_entropies, split
 from frozen_target import FrozenTarget
@@ -112,7 +110,6 @@ class Eagle3(nn.Module):
 
         Args:
             tokens: The text, shape ``[length]``.
-            count: Drafts in a chain.
 
         Returns:
             Shape ``[length - 1, count]``: row s drafts the tokens from s + 2 on, with

@@ -1,7 +1,5 @@
 """The target that a head learns from: its hidden states, embedding and output layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

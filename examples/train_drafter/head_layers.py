@@ -1,7 +1,5 @@
 """What both kinds of head are made of: linear maps, a gated MLP and rotary embeddings."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

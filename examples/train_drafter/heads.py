@@ -1,7 +1,5 @@
 """From the target's answers to a folder with a trained head, as vLLM reads it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +31,6 @@ class HeadRecipe:
         mlp: Size of a layer's MLP; 0 is the target's.
         tokens: Tokens that can be drafted, if the kind has a vocabulary of its own; 0: all.
         sequence_length: Tokens of a text that are read; the rest is left out.
-        muon: Whether matrices learn by Muon and not by AdamW.
         schedule: ``steps`` 0 is one pass over the texts.
     """
 

@@ -1,7 +1,5 @@
 """What was run, when and with what: written beside every measurement."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import sys

@@ -62,10 +62,7 @@ class Schedule:
     """How long and how fast a model learns.
 
     Attributes:
-        steps: Optimizer steps.
         warmup: Steps of linear warm-up; at most a tenth of the steps are used.
-        batch_size: Sequences in a step.
-        validate_every: Steps between two validation losses; the last step has one too.
         seed: Decides the order of the sequences.
     """
 
@@ -91,12 +88,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ValidationPoint:
-    """Mean cross-entropy over the validation windows, nats per token.
-
-    Attributes:
-        step: Steps before it.
-        hours: Of training until then, all runs together.
-    """
+    """Mean cross-entropy over the validation windows, nats per token."""
 
     step: int
     loss: float
@@ -182,11 +174,9 @@ def _save_checkpoint(
 ) -> None:
     """All that a later run needs; whole or not at all."""
     state = {
-        "model": model.state_dict(),
-        "optimizers": [one.state_dict() for one in optimizers],
-        "schedule": asdict(schedule),
-        "points": [asdict(point) for point in points],
-    }
+        "model": model.state_dict(), "optimizers": [one.state_dict() for one in optimizers],
+        "schedule": asdict(schedule), "points": [asdict(point) for point in points],
+    }  # fmt: skip
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
     partial.replace(path)

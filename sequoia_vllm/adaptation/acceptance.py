@@ -1,7 +1,5 @@
 """Counts acceptance while an engine serves; the latest trees weigh most."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

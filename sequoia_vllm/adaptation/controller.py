@@ -1,7 +1,5 @@
 """Decides how much of the tree an engine drafts, from what it measures while it serves."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

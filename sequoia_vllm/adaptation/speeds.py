@@ -1,7 +1,5 @@
 """Estimates an engine's speed with each number of drafts from its past steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from math import inf
 from typing import get_args
@@ -30,8 +28,6 @@ class Speeds:
     """Tokens per second of a request, from acceptance and step times.
 
     Attributes:
-        acceptance: Acceptance by workload.
-        times: Step times by number of drafts and batch size.
         gain: Speed relative to plain decoding in the last seconds; None: not known. It compares
             each step with plain decoding's time for the same tokens and prompts.
     """

@@ -1,7 +1,5 @@
 """The file in which an engine keeps what it learned about its drafts for its next start."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

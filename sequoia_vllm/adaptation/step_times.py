@@ -1,7 +1,5 @@
 """Fits a model of step times to an engine's steps while it serves."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
@@ -35,8 +33,6 @@ class _Kind:
     """Steps with one number of drafts, in one octave of batch sizes.
 
     Attributes:
-        drafts: Drafts per request.
-        samples: The latest steps.
         level: Seconds of a step without what the prices explain; None: not known.
         evidence: Steps that this engine took; those that read prompts count less.
         batch_size: Mean batch size.
@@ -69,15 +65,7 @@ class StepTimes:
     def add(
         self, drafts: int, batch_size: int, seconds: float, prompts: int = 0, context: int = 0
     ) -> None:
-        """Notes one step.
-
-        Args:
-            drafts: Drafts per request.
-            batch_size: Requests.
-            seconds: The step's time.
-            prompts: Prompt tokens that it read.
-            context: Context tokens of all its requests.
-        """
+        """Notes one step."""
         key = drafts, batch_size.bit_length()
         kind = self._kinds.get(key) or self._kinds.setdefault(key, _Kind(drafts))
         kind.samples.append((batch_size, prompts, context, seconds))

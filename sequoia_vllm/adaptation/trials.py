@@ -1,7 +1,5 @@
 """What a controller keeps for each octave of batch sizes: its trials, and what they found."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import inf
 
@@ -21,15 +19,12 @@ class Step:
     """One step of an engine.
 
     Attributes:
-        batch_size: Requests in it.
         drafts: Drafts per request, in this step and the one before; None: the number has just
             changed.
         seconds: Time since the step before, or since it was scheduled if the engine was idle;
             None: not known.
-        workload: Whether its requests are greedy.
         paths: Its verified trees, as bytes (`TreeCounts.from_bytes`).
         prompts: Prompt tokens that it read.
-        context: Context tokens of all its requests.
         preempted: Requests that lost their KV cache before it, for want of memory.
         gained: Tokens that requests received beyond one each: accepted ones, less those that were
             cut off at a request's end.

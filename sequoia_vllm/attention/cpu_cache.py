@@ -7,8 +7,6 @@ Within a block and head the first half of the memory holds the keys
 cache-update op for every dtype and head size.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 SUPPORTED_ISA = ("vec", "vec16")
@@ -28,7 +26,6 @@ def gather_context(kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tenso
     """Keys and values of whole requests, in slot order.
 
     Args:
-        kv_cache: One layer's cache.
         block_table: int ``[B, blocks]``: the blocks to read, per request.
 
     Returns:
@@ -49,7 +46,6 @@ def move_tokens(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) ->
     """Copies tokens' keys and values between slots of one layer's cache, in place.
 
     Args:
-        kv_cache: One layer's cache.
         source_slots, target_slots: int64 ``[M]``; target slots are distinct.
             A slot may be both source and target: all reads come first.
     """

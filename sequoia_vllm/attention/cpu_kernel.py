@@ -79,7 +79,6 @@ class TreeAttentionBatch:
     """The trees of one forward pass, ready to be attended layer after layer.
 
     Args:
-        shape: The layers' shape.
         rows: int64 ``[B, Q]``: row of each node in the flat tokens; -1: padding.
         block_table: int32 ``[B, blocks]``, or a view that is contiguous in its rows.
         context_lens: int64 ``[B]``: slots below are context; node j is in slot
@@ -135,7 +134,6 @@ class TreeAttentionBatch:
         """Writes the attention of every node into its row of ``output``.
 
         Args:
-            kernels: From `load_kernels`.
             query, output: ``[tokens, heads * head_size]`` or ``[tokens, heads,
                 head_size]``, contiguous within a token.
             kv_cache: One layer's cache, contiguous, in the layout of `cpu_cache`.

@@ -7,8 +7,6 @@ j belongs to node j.
 Where a layer has a sliding window, it counts positions: node i's is ``c + depth(i)``.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
@@ -87,7 +85,6 @@ def tree_attention(
         key, value: ``[B, num_kv_heads, L, head_size]``; head h of the query
             uses key head ``h // (num_heads // num_kv_heads)``.
         mask: ``[B, 1, Q, L]``, from `tree_attention_mask`.
-        scale: Softmax scale.
         soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
         sinks: float32 ``[num_heads]``: a score of each head that takes its share of the
             softmax and adds nothing to the output.

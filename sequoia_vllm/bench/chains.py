@@ -6,8 +6,6 @@ chain. We assume that every draft adds the same time to a step. Predictions only
 each reported result was measured with an engine of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,11 +38,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class PredictedChain:
-    """A chain's predicted speed in a case.
-
-    Attributes:
-        tokens_per_second: Tokens of the whole batch per second.
-    """
+    """A chain's predicted speed in a case."""
 
     chain: Chain
     tokens_per_step: float
@@ -75,7 +69,6 @@ def search_chains(
     """Measures the longest chain with each sampling, and chooses at most ``most`` chains.
 
     Args:
-        plain: A running engine without speculation.
         report: Called with (what is done, engines done, known engines in all).
 
     Raises:
@@ -134,7 +127,6 @@ def accepted_share(step_tokens: Sequence[int], drafts: int) -> float:
 
     Args:
         step_tokens: Tokens that each request got in each step: its accepted drafts and one more.
-        drafts: Number of drafts, at least 1.
     """
     return sum(tokens > drafts for tokens in step_tokens) / max(1, len(step_tokens))
 

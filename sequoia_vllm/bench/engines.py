@@ -6,8 +6,6 @@ A waiting engine disturbs the others for a second after its last step (see
 and steps were as fast as with one engine.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -66,7 +64,6 @@ class Generation:
     """One batch of completions.
 
     Attributes:
-        token_ids, texts: Completion of each request.
         arrivals: New tokens of each step, until every request has all its tokens.
     """
 

@@ -1,7 +1,5 @@
 """Ways to decode, each with the configuration of its engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -54,7 +52,6 @@ class Method:
 
     Attributes:
         speculative_config: Argument of ``vllm.LLM``; None: plain decoding.
-        most_drafts: The most drafts per request and step.
     """
 
     name: str

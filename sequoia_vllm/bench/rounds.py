@@ -1,7 +1,5 @@
 """Settings of a comparison, and one round: all prompts through one engine, once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import cycle, islice
@@ -146,7 +144,6 @@ class RoundRun:
     Attributes:
         steady: Steps in which whole batches decode.
         request_seconds: Mean time of a batch from start to end.
-        token_ids, texts: Completions, one for each prompt.
         parts: `part_seconds`.
         counters: Sequoia's (`StepStats.to_dict`); None: another method.
     """

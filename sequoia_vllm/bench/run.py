@@ -122,7 +122,6 @@ def run_bench(
 
     Args:
         basis: Measurements to predict from; None: those of `tune` for this pair, if any.
-        described: Settings as the report shows them.
 
     Raises:
         BenchError, CalibrationError, ProfileError, AcceptanceError: If something

@@ -244,21 +244,15 @@ class AcceptanceTask:
                 "give shorter prompts, or a smaller --max-tokens"
             )
         measures = {
-            "target": engine.target,
-            "draft": engine.draft,
+            "target": engine.target, "draft": engine.draft,
             "target_sha256": model_hashes(engine.target),
-            "draft_sha256": model_hashes(engine.draft),
-            "prompts": source_name(settings.prompts),
-            "prompts_sha256": prompts_sha256(prompts),
-            "prompts_used": len(fitting),
-            "raw_prompts": settings.raw_prompts,
-            "temperature": settings.temperature,
+            "draft_sha256": model_hashes(engine.draft), "prompts": source_name(settings.prompts),
+            "prompts_sha256": prompts_sha256(prompts), "prompts_used": len(fitting),
+            "raw_prompts": settings.raw_prompts, "temperature": settings.temperature,
             "top_p": settings.top_p if settings.temperature > 0 else None,
-            "max_tokens": settings.max_tokens,
-            "branch": settings.branch,
-            "depth": settings.depth,
+            "max_tokens": settings.max_tokens, "branch": settings.branch, "depth": settings.depth,
             "dtype": engine.dtype,
-        }
+        }  # fmt: skip
         if settings.tree is None:
             measures["tail"] = tail
         else:

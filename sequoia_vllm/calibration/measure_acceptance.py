@@ -1,7 +1,5 @@
 """Counts how often the verifier accepts drafts on a live engine."""
 
-from __future__ import annotations
-
 import datetime
 import time
 from collections import deque

@@ -73,7 +73,6 @@ class ProfileSettings:
             size and context `Ladder.goes_on` decides where to end.
         contexts: Tokens of each request in the middle of its completion.
         rounds: How often to measure everything; the middle round counts.
-        temperature: Temperature of every request; 0 is greedy.
         enough_seconds: No round begins after so much time: slow steps vary little. None: no
             limit.
     """

@@ -1,7 +1,5 @@
 """Chooses a pair's tree from its measured acceptance and times, and saves it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -112,8 +110,6 @@ def tuned_entry(
     """The fastest tree and schedule by these measurements.
 
     Args:
-        context_length: Which of the profile's contexts to use.
-        max_size: Largest tree, root included.
         tree: The tree to schedule; None: search for the best one.
 
     Returns:

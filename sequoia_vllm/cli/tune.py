@@ -63,9 +63,7 @@ class Budget:
             its depth, is above this.
         counted: Tokens per completion for counting acceptance. Few tokens of many prompts tell
             more than many tokens of few, as acceptance varies most between prompts.
-        batch_sizes, tokens, context: See the options.
         timed: Tokens per completion for timing steps.
-        rounds: Rounds; the middle one counts.
         enough_seconds: See `ProfileSettings`.
     """
 

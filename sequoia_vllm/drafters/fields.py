@@ -1,7 +1,5 @@
 """Fields of a model's configuration, by Hugging Face's names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

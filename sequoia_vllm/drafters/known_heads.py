@@ -1,7 +1,5 @@
 """Targets that published heads were made for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Recognises the kind of a drafter by its checkpoint's configuration."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,10 +70,6 @@ def _recognised(kind: Drafter, sign: Sign, said: str, config: Fields) -> Recogni
 
 def target_differences(head: Fields, target: Fields) -> list[str]:
     """Lists how a head's configuration describes its target differently from this target.
-
-    Args:
-        head: The head's configuration.
-        target: The configuration of the target's text model.
 
     Returns:
         Each in words; empty if the head may have been made for it.

@@ -28,7 +28,6 @@ class Sign:
     """Something in a configuration that tells what a checkpoint is.
 
     Attributes:
-        place: Which part of a configuration has it.
         pattern: Pattern of the whole architecture's name, or of the whole model type, or a
             field's name.
         name: What it tells, in words with an article; None: the kind that lists the sign.
@@ -148,12 +147,7 @@ class Drafter:
         return None
 
     def target_problem(self, target: Any, layers: Any) -> str | None:
-        """The reason why a target's own layers do not draft trees; None: they do.
-
-        Args:
-            target: vLLM's configuration of the target model.
-            layers: Its Hugging Face configuration, as vLLM reads it for a draft.
-        """
+        """The reason why a target's own layers do not draft trees; None: they do."""
         return None
 
     def levels(self, config: Fields) -> int | None:

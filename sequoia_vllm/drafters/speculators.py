@@ -1,7 +1,5 @@
 """Heads in the format of vllm-project/speculators: the same fields as others have."""
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Some related drafters correct what the pass predicts by the tokens that were dra
 Then Q at a node depends on the node's token, too.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The buffers that a drafting pass reads: they stay where they are, so CUDA graphs may."""
 
-from __future__ import annotations
-
 import torch
 import triton
 from torch import Tensor
@@ -25,11 +23,6 @@ class DraftBatch:
         top_k, top_p, min_p: int32, float32, float32.
         seeds: int64.
         state_offset: 0 or 1: the draft reads a token at its position less this.
-
-    Args:
-        max_num_reqs: Rows.
-        device: Where they are.
-        state_offset: See above.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device, state_offset: int = 0) -> None:

@@ -4,8 +4,6 @@ The plan needs no vLLM and no device. CUDA graphs to capture and memory for draf
 and can be looked at for any server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -26,7 +24,6 @@ class DraftPlan:
     model accepts no more. In a larger batch only the first requests get trees in this step.
 
     Args:
-        tree: The engine's tree.
         drafts_by_batch: Drafts per request of batches of 1, 2, ... requests; 0: none.
         most_rows: Most rows of a pass (vLLM's ``max_num_batched_tokens``).
         others: Other numbers of drafts that batches may change over to.
@@ -167,7 +164,6 @@ def rows_per_tree(prefix: TokenTree, rows: Sequence[int]) -> int:
     that have no children in the prefix. The next request must not begin in them.
 
     Args:
-        prefix: The prefix.
         rows: `inner_rows` of the whole tree.
     """
     inner = (rows[node] for node, children in enumerate(prefix.children) if children)

@@ -45,10 +45,7 @@ class DraftedTrees:
             slots: Request slots of the engine; no batch has more requests.
             rows: Nodes with children, of all trees of a batch.
             inner: Nodes with children of the largest tree.
-            size: Its nodes, N.
             vocab_size: The draft's.
-            dtype: Type of its logits.
-            device: Where it all is.
         """
         logits = torch.zeros(rows + inner - 1, vocab_size, dtype=dtype, device=device)
         stats = torch.ones(rows + inner - 1, 2, dtype=torch.float32, device=device)
@@ -66,10 +63,7 @@ class DraftedTrees:
         """Draws the children of one level's nodes, and keeps the Q that they are drawn from.
 
         Args:
-            batch: The requests.
             num_reqs: R: its first R requests have trees.
-            levels: The tree.
-            level: The level, of m nodes.
             logits: ``[R * m, V]``: the draft's at these nodes, request after request.
         """
         draw_children(

@@ -1,7 +1,5 @@
 """Index tables of a tree, with which a device drafts, scores and verifies; made once per tree."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

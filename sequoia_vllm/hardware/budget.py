@@ -6,8 +6,6 @@ other and no prompt is read. So trees get a share of the budget, and larger
 batches draft a smaller prefix of the tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
@@ -46,9 +44,7 @@ def fit_to_budget(
     sizes share CUDA graph sizes, and there are few of them.
 
     Args:
-        schedule: What to draft where it fits.
         drafts: Nodes of the tree without its root.
-        budget: Tokens per step that the scheduler hands out.
         offloaded: Whether weights of the target lie in the host's memory.
 
     Returns:
@@ -81,7 +77,6 @@ def rungs(scheduled: Iterable[int], between: bool = False) -> list[int]:
     own.
 
     Args:
-        scheduled: Numbers of drafts that the schedule has, in any order.
         between: Also put one between each and the next. For engines without CUDA graphs.
 
     Returns:

@@ -90,7 +90,6 @@ def choose_tree(
     Args:
         acceptance: p[k] or p[d][k].
         profile: Times of the device and model pair.
-        batch_size: Requests in a step.
         max_size: Largest tree, root included; never more than the profile
             timed at this batch size.
         max_depth: Most edges from the root to a leaf; never more than the draft has levels.

@@ -1,7 +1,5 @@
 """Devices: their datasheet values, the names drivers give them, and nearest neighbours."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import platform
@@ -192,9 +190,6 @@ def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tu
     time. It also depends on bandwidth: the faster the target is, the more the launches of a draft
     level count. Both are compared as ratios. A device that is not known gets the candidate with the
     fewest operations per byte: the smallest, safest trees.
-
-    Args:
-        spec: The device's datasheet; None: nothing is known of it.
 
     Returns:
         Candidate id and the reason in words.

@@ -6,8 +6,6 @@ smaller ones. The smaller ones occur while requests finish, as drafts are then s
 larger batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -73,7 +71,6 @@ def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
 
     Args:
         tokens_by_batch: See `decode_shapes`.
-        budget: Tokens per step that the scheduler hands out.
     """
     by_batch = list(enumerate(tokens_by_batch, start=1))
     decoding = max((b * tokens for b, tokens in by_batch if b * tokens <= MOST_TOKENS), default=1)
@@ -84,12 +81,7 @@ def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
 
 
 def first_beyond(tokens_by_batch: Sequence[int], most_tokens: int) -> int | None:
-    """The smallest batch whose trees have more tokens than any graph; None: there is none.
-
-    Args:
-        tokens_by_batch: See `decode_shapes`.
-        most_tokens: Tokens of the largest step that is captured.
-    """
+    """The smallest batch whose trees have more tokens than any graph; None: there is none."""
     by_batch = enumerate(tokens_by_batch, start=1)
     return next((b for b, tokens in by_batch if tokens > 1 and b * tokens > most_tokens), None)
 

@@ -29,8 +29,6 @@ Not modelled: reduction inside the switch (NVLink SHARP) and fusing the reductio
 the normalization after it, both of which make large reductions cheaper than said here.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from sequoia_vllm.hardware.device import DeviceSpec

@@ -1,7 +1,5 @@
 """A model's shape, read from its configuration as Hugging Face names things."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

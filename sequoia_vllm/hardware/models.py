@@ -1,7 +1,5 @@
 """Model shapes and the model classes (target size / draft size) of the library."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

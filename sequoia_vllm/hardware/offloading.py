@@ -14,8 +14,6 @@ Both stream layers only: embeddings and the output matrix stay where they are. T
 to be resident, since it runs many times in a step.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

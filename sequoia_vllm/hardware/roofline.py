@@ -25,8 +25,6 @@ Figures that no datasheet has are in `Assumptions`, and are copied into the prof
 checks that the models fit the memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -66,7 +64,6 @@ def roofline_profile(
     Args:
         dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`. Shapes may say that their
             layers' weights are smaller.
-        context_length: Committed tokens of each request.
         assumptions: What the datasheet does not say; None: the defaults.
         tokens: Tokens per request to compute times for, increasing, from 1; None: up to the
             largest tree that is looked for (`largest_tree`).
@@ -271,10 +268,6 @@ class _Forward:
         Errors are in passes over one token, root mean square. P-norms with p of 1.8 to 2.5 miss
         these measurements by 3.6 to 4.2 %, and the longer of both by 7.4 %. With p = 2 no
         constant is fitted to one device.
-
-        Args:
-            moved: Bytes read, on all devices together.
-            operations: Multiplications and additions, on all devices together.
         """
         reading = moved / self._bytes_per_second
         computing = operations / self._operations_per_second

@@ -15,8 +15,6 @@ of its middle round: the quietest round would flatter a size that was lucky once
 interquartile range of all rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,7 +34,6 @@ class StepRecord:
     """One step of an engine; times in seconds.
 
     Attributes:
-        start: When it started, by the worker's clock.
         requests: Requests in it.
         fewest, most: Tokens of the request that has fewest, and most, in it.
         target: The target's forward passes, LM head included.
@@ -45,7 +42,6 @@ class StepRecord:
             all of verification and commit.
         verify: Walking the trees; 0 in a plain engine of Model Runner V1.
         commit: Moving accepted keys and values; 0 in a plain engine.
-        drafting: All of the drafting.
         drawing: The part of it outside the draft's forward passes, where that can be told.
         passes: The draft's forward passes: (tokens of all requests, seconds).
             The first is over what the last step committed, each other one over
@@ -128,11 +124,7 @@ def measuring_tree(size: int) -> TokenTree:
 def steady_steps(
     records: Iterable[Mapping[str, Any]], batch_size: int, size: int
 ) -> list[TimedStep]:
-    """The steps in which every request scores a tree of ``size`` nodes, and so does the next.
-
-    Args:
-        size: Tokens of each; 1 is plain decoding.
-    """
+    """The steps in which every request scores a tree of ``size`` nodes, and so does the next."""
     steps = [StepRecord(**record) for record in records]
 
     def is_wanted(step: StepRecord) -> bool:
@@ -171,7 +163,6 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
     """Curves and overheads at one batch size and context length.
 
     Args:
-        times: What was measured.
         first_pass: Which of a step's draft passes is the first that counts as a level. 0: the pass
             over what the last step committed counts, too, for trees that have no other.
 

@@ -24,11 +24,9 @@ Seconds = Annotated[float, Field(gt=0, le=1e5)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 ProfileSource = Literal["measured", "warm-up", "roofline", "scaled"]
 HOW_TIMED: dict[ProfileSource, str] = {
-    "measured": "measured",
-    "warm-up": "measured in an earlier start's warm-up",
-    "roofline": "roofline, not measured",
-    "scaled": "scaled from measurements of other models",
-}
+    "measured": "measured", "warm-up": "measured in an earlier start's warm-up",
+    "roofline": "roofline, not measured", "scaled": "scaled from measurements of other models",
+}  # fmt: skip
 """Words for times, by their source."""
 
 

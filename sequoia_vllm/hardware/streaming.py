@@ -8,8 +8,6 @@ Any source with a number of bytes and a rate can be described: the host's memory
 disk. How vLLM offloads is in `sequoia_vllm.hardware.offloading`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The key that trees are chosen and tuned for, and whether the library knows its pair."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
@@ -23,9 +21,7 @@ class PairKey:
     Attributes:
         device: Name that the driver gives ("NVIDIA H200"); of a CPU its model
             name, or "cpu".
-        target, draft: Model names or paths.
         dtype: vLLM's, resolved: never "auto".
-        tensor_parallel_size: Devices the target is split over.
         offloading: One word for how much of the target lies outside the devices' memory, and how it
             is read; None: nothing does. Trees, times and learned acceptance with such weights are
             kept apart from those without.

@@ -1,7 +1,5 @@
 """Which of a device's stored trees serves a model pair, and the entry made where none does."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math
@@ -240,7 +238,6 @@ def computed_entry(
 
     Args:
         device: Id of the device, or of the device whose datasheet is used.
-        spec: The datasheet.
 
     Returns:
         The entry, and what it was computed from.

@@ -5,8 +5,6 @@ file per device type. Trees of the user's own, written by the tune command, lie
 in `user_directory` and take precedence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -71,7 +69,6 @@ class TreeLibrary:
         shipped, user: Their directories; None: the default ones.
 
     Attributes:
-        shipped: Directory of the shipped trees.
         readable: Directory of the user's own trees; None: this user has none, and reading needs
             none.
 
@@ -132,12 +129,6 @@ class TreeLibrary:
 
     def save_user_tree(self, pair: PairKey, entry: TreeEntry) -> Path:
         """Stores a tuned tree so that `select` prefers it from now on.
-
-        Args:
-            entry: The tree; its name and what the key says are replaced by the key's.
-
-        Returns:
-            The file written.
 
         Raises:
             LibraryError: If it cannot be; names the fix.

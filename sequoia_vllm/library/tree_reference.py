@@ -1,7 +1,5 @@
 """Reads a tree that a user names: a file, or a name in the library."""
 
-from __future__ import annotations
-
 import os.path
 from dataclasses import dataclass
 from pathlib import Path

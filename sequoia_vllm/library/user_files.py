@@ -4,8 +4,6 @@ An engine may run where it cannot look or write. Its user may have no home or ma
 the disk is read-only. It then runs without such files.
 """
 
-from __future__ import annotations
-
 import datetime
 import logging
 import os
@@ -98,11 +96,7 @@ def learned_acceptance(path: Path, pair: PairKey) -> AcceptanceFile | None:
 
 @dataclass(frozen=True)
 class TunedFiles:
-    """The files that a user's own tree was made from.
-
-    Attributes:
-        directory: Where both files lie; it may not exist.
-    """
+    """The files that a user's own tree was made from."""
 
     directory: Path
 

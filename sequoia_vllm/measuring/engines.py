@@ -36,8 +36,6 @@ class EngineSpec:
     """Settings that all engines of one measurement share.
 
     Attributes:
-        dtype: vLLM's ``dtype`` of weights and activations.
-        kv_cache_gib: KV cache of each engine, GiB.
         offload: How the target's layers are read from a disk (`OffloadSpec`); None: from memory.
     """
 
@@ -95,7 +93,6 @@ def room_for(length: int, requests: int, nodes: int) -> dict[str, Any]:
 
     Args:
         length: Tokens of the longest request, including a tree after its last token.
-        requests: Requests at once.
         nodes: Size of the largest tree, root included.
     """
     length = max(length, warm_up_length(nodes))

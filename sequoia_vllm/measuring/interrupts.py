@@ -3,8 +3,6 @@
 SIGINT and SIGTERM end a program within ten seconds, whatever its main thread does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

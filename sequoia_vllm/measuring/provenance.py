@@ -1,7 +1,5 @@
 """Provenance of a measurement: arguments, versions, device, and hashes of models."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

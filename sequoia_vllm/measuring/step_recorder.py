@@ -4,8 +4,6 @@ An engine takes it as ``worker_extension_cls``. It costs some microseconds per s
 before `StepRecorder.sequoia_record_steps`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from sequoia_vllm.engine.v1.recording import RecordingV1

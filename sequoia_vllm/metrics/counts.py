@@ -21,7 +21,6 @@ def paths_of(
     """The outcome of verification for each tree, in one small array that is counted later.
 
     Args:
-        tree: The engine's tree.
         accepted_nodes: int ``[B, D]``, -1 padded; D at most the tree's depth.
         num_nodes: int ``[B]``: size of each tree as scored, root included.
 
@@ -155,8 +154,6 @@ def interval_line(
     child, at how many it was taken.
 
     Args:
-        tree: The engine's tree.
-        counts: What the interval counted.
         load: Drafts of each request in the latest step, and its requests; None: not known.
         speedup: Measured against plain decoding; None: not known.
     """

@@ -1,7 +1,5 @@
 """Prometheus metrics of the trees of one or more engines."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
@@ -151,11 +149,8 @@ class TreeMetrics:
         """Takes one step's report.
 
         Args:
-            engine: Its index.
-            counts: What the step counted; None: no tree was verified.
             drafts: Nodes drafted per request; None: no request was scheduled.
             undrafted: The reason of each request that began and has no drafts.
-            speedup: Against no drafts, as measured; None: not known.
         """
         labels = self._labels[engine]
         with self._lock:

@@ -1,7 +1,5 @@
 """Keeps metrics current where no step does it: between steps, and after the last one."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -5,10 +5,5 @@ from sequoia_vllm.tree.optimize import Frontier, optimize_tree
 from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 
 __all__ = [
-    "Acceptance",
-    "AcceptanceError",
-    "Frontier",
-    "TokenTree",
-    "TreeError",
-    "optimize_tree",
-]
+    "Acceptance", "AcceptanceError", "Frontier", "TokenTree", "TreeError", "optimize_tree",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """Published acceptance vectors."""
 
-from __future__ import annotations
-
 from sequoia_vllm.tree.acceptance import Acceptance
 
 REFERENCE_ACCEPTANCE = Acceptance.of(

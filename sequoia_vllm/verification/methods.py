@@ -5,8 +5,6 @@ nor Triton. A plugin of vLLM's group ``vllm.general_plugins``, which vLLM loads 
 adds a method by `register`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -18,7 +16,6 @@ class VerificationMethod:
     """One way to verify sampled trees. Each part of its code is given as "module:name".
 
     Attributes:
-        name: What users write as ``"verification"``.
         host: Verifies on the host (Model Runner V1); called as `walk.walk_tree` is.
         kernel: Launches the kernels (Model Runner V2); called as `kernels.verify.verify_trees`.
         compiled: Called once at start, compiles what ``host`` runs; None: nothing is compiled.

@@ -74,7 +74,6 @@ def draft_distribution(
         logits: ``[R, V]``, any floating type. A row needs one finite entry, and has neither NaN nor
             +inf: this is not checked, as the host would wait for the device. Such a row's Q is NaN.
         temperature: float32 ``[R]``, above 0.
-        truncation: The R rows' own; what lies outside is lowered.
 
     Returns:
         float32 ``[R, V]``; what is too small for a normal float32 is zero.
@@ -182,7 +181,6 @@ def lower_outside(scaled: Tensor, truncation: Truncation) -> Tensor:
 
     Args:
         scaled: float32 ``[R, V]``: logits over temperature.
-        truncation: The R rows' own.
 
     Returns:
         float32 ``[R, V]``; ``scaled`` itself without any parameters.

@@ -3,8 +3,6 @@
 On CPUs, by compiled code: see ``traversal.cpp``. GPUs have `sequoia_vllm.kernels.traversal`.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import cache

@@ -5,8 +5,6 @@ the target's distribution P; ``draft`` is D, which starts as the draft's Q;
 ``token`` is the child's x̂.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

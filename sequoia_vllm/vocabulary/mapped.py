@@ -1,7 +1,5 @@
 """Tokens and logits from one vocabulary into another, on the engine's device."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,10 +24,6 @@ class MappedVocabulary(SharedVocabulary):
 
     Nothing here waits for the device, and shapes depend on those of arguments alone: a CUDA
     graph may hold it.
-
-    Args:
-        matching: Which tokens mean the same.
-        device: Where tokens and logits are.
     """
 
     def __init__(self, matching: Matching, device: torch.device) -> None:

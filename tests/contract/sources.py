@@ -54,12 +54,7 @@ class Definition:
 
 
 def source_differences(root: Path, expectations: Iterable[Expected]) -> list[str]:
-    """How the sources differ from what we expect; empty if they fit.
-
-    Args:
-        root: The directory that holds the package, as ``site-packages`` does.
-        expectations: What is expected of it, see `contract.contract`.
-    """
+    """How the sources differ from what we expect; empty if they fit."""
     sources = Sources(root)
     found = []
     for expected in expectations:

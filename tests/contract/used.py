@@ -10,8 +10,6 @@ What a variable holds is not known: `watched.json` names the classes whose insta
 us. Of those everything counts that any module of the place reads under such a name.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

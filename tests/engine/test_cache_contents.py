@@ -47,11 +47,9 @@ class Contents:
 def after_random_requests():
     """Both models' blocks, looked at amid requests that come, leave and are preempted."""
     options = {
-        "kv_cache_memory_bytes": 9 << 20,
-        "block_size": BLOCK,
-        "max_num_batched_tokens": 96,
+        "kv_cache_memory_bytes": 9 << 20, "block_size": BLOCK, "max_num_batched_tokens": 96,
         "enable_prefix_caching": True,
-    }
+    }  # fmt: skip
     config = sequoia(num_speculative_tokens_per_batch_size=RESTING)
     with running(config, **options) as llm:
         cache = PrefixCache(llm)

@@ -7,13 +7,7 @@ served, amid preemptions and beside chunks of prompts. Rare parameters meet in f
 
 import pytest
 
-from benchmarks.soak.in_engine import (
-    Completion,
-    answers,
-    differences,
-    first_difference,
-    kv_cache_usage,
-)
+from benchmarks.soak.in_engine import answers, differences, kv_cache_usage
 from benchmarks.soak.random_requests import random_requests
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import prompts
@@ -47,12 +41,3 @@ def test_random_requests(plain, verification):
         assert metric(llm, "vllm:num_preemptions") > 10
         assert metric(llm, "vllm:prefix_cache_hits") > 1000
         assert metric(llm, "sequoia:trees") > 1000
-
-
-def test_where_answers_differ():
-    plain = {index: Completion((1, 2, 3), "", ("length", None), None) for index in range(2)}
-    other = Completion((1, 2, 4), "", ("length", None), None)
-    shorter = Completion((1,), "", ("stop", 1), None)
-    assert first_difference(plain, plain) is None
-    assert first_difference({**plain, 1: other}, plain) == (1, 2)
-    assert first_difference({0: shorter, 1: other}, plain) == (0, 1)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.engines import lookup_trees, metric, running
 from tests.support.generating import TINY, generate, random_prompts, save_related_pair
@@ -14,8 +15,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 def generate_all() -> dict[str, Any]:
     """Answers of plain vLLM, and of trees: greedy, seeded and penalised requests."""
-    from vllm import SamplingParams
-
     common = {"max_tokens": 24, "ignore_eos": True}
     params = [
         SamplingParams(temperature=0, **common), SamplingParams(temperature=0.7, seed=4, **common),
@@ -44,8 +43,6 @@ def test_what_followed_before_is_accepted(answers):
 
 def answers_of_arriving(llm: Any, texts: list[Any]) -> dict[str, list[int]]:
     """Tokens of requests that begin every other step; the second leaves."""
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
     engine, found, step = llm.llm_engine, {}, 0
     while step < 2 * len(texts) or engine.has_unfinished_requests():

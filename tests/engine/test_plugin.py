@@ -204,11 +204,9 @@ def printed(tmp_path_factory) -> dict[str, list[str]]:
     lines = {}
     for plugins, script in (("sequoia", PLAIN), ("none", PLAIN + RECEIVE)):
         env = {
-            **os.environ,
-            "VLLM_PLUGINS": plugins,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            **os.environ, "VLLM_PLUGINS": plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": "1",
-        }
+        }  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-c", script, TARGET, json.dumps(prompts(3)), file],
             env=env, capture_output=True, text=True, timeout=300,

@@ -181,19 +181,12 @@ def test_draft_longer_than_allowed():
     ("message", "options"),
     [
         ("accepted paths would have to reach every stage", {"pipeline_parallel_size": 2}),
-        (
-            "draft_tensor_parallel_size",
-            {
-                "speculative_config": sequoia(draft_tensor_parallel_size=1),
-                "tensor_parallel_size": 2,
-            },
-        ),
+        ("draft_tensor_parallel_size",
+         {"speculative_config": sequoia(draft_tensor_parallel_size=1), "tensor_parallel_size": 2}),
         ("use --kv-cache-dtype auto", {"kv_cache_dtype": "fp8", "dtype": "float32"}),
         ("use --kv-cache-dtype bfloat16", {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}),
-        (
-            "context_attention is for GPUs",
-            {"speculative_config": sequoia(context_attention="flash")},
-        ),
+        ("context_attention is for GPUs",
+         {"speculative_config": sequoia(context_attention="flash")}),
         ("drop --cpu-offload-gb and --offload-group-size", {"cpu_offload_gb": 1}),
         ("drop --cpu-offload-gb and --offload-group-size", {"offload_group_size": 2}),
         ("drop --kv-transfer-config", {"kv_transfer_config": "kv"}),
@@ -201,16 +194,12 @@ def test_draft_longer_than_allowed():
         ("drop --enable-prompt-embeds", {"enable_prompt_embeds": True}),
         ("drop --use-fp64-gumbel", {"use_fp64_gumbel": True}),
         ("leave it at 'auto'", {"worker_cls": "some.Worker"}),
-        (
-            "does not fit in max_num_batched_tokens=64",
-            {"speculative_config": sequoia(size=64), "max_num_batched_tokens": 64},
-        ),
-        (
-            "does not fit in max_model_len=48",
-            {"speculative_config": sequoia(size=64), "max_model_len": 48},
-        ),
+        ("does not fit in max_num_batched_tokens=64",
+         {"speculative_config": sequoia(size=64), "max_num_batched_tokens": 64}),
+        ("does not fit in max_model_len=48",
+         {"speculative_config": sequoia(size=64), "max_model_len": 48}),
     ],
-)
+)  # fmt: skip
 def test_engine_options(message, options):
     if options.get("kv_transfer_config"):
         from vllm.config import KVTransferConfig

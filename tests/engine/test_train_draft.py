@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import TARGET, next_probabilities
@@ -101,8 +102,6 @@ def test_a_trained_draft_serves(data, shard, tmp_path):
     expected = [
         shard.tokens[starts[i] + shard.prompt_lengths[i] : shard.ends[i]].tolist() for i in greedy
     ]
-    from vllm import SamplingParams
-
     with running(sequoia(draft=str(tmp_path / "draft"))) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],

@@ -311,14 +311,3 @@ def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch, caplog):
     [line] = [m for m in caplog.messages if "without CUDA graphs" in m]
     assert "from 17 requests on" in line
     assert "more than 1024 tokens" in line
-
-
-def test_schedule_reaches_vllm():
-    schedule = [[1, 2, 15], [3, 8, 0]]
-    args = EngineArgs(
-        model=TARGET,
-        speculative_config=sequoia(num_speculative_tokens_per_batch_size=schedule),
-        max_model_len=256,
-    )
-    config = args.create_engine_config().speculative_config
-    assert [list(r) for r in config.num_speculative_tokens_per_batch_size] == schedule

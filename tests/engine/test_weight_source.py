@@ -1,7 +1,5 @@
 """What vLLM's offloading options come to: bytes of a pass, the name they are kept under, trees."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

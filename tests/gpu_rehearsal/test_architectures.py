@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.architectures import VOCABULARY, save_architecture
+from tests.support.calling import called_once
 from tests.support.engines import cache_kinds, leave_nan, runner_of, sequoia
 from tests.support.generating import random_prompts
 from tests.support.on_gpu import call_on_gpu
@@ -23,8 +25,6 @@ NAMES = ("mistral", "gemma2", "gemma4")
 
 def start_and_generate(models: str, names: list[str]) -> dict[str, Any]:
     """Answers of plain vLLM, and of each model that drafts for itself."""
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     requests = random_prompts(LENGTHS, VOCABULARY)
     answers = {}
@@ -49,10 +49,7 @@ def start_and_generate(models: str, names: list[str]) -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("architectures")
-    return call_on_gpu(start_and_generate, directory, models=str(directory), names=NAMES)
+generated = called_once(call_on_gpu, start_and_generate, names=NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,8 +5,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from vllm import SamplingParams
 
 from sequoia_vllm.measuring.step_recorder import EXTENSION
+from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
@@ -27,14 +29,10 @@ EDITS = {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}, "_bad_words_token_id
 
 
 def greedy() -> Any:
-    from vllm import SamplingParams
-
     return SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
 
 def sampled(**options: Any) -> Any:
-    from vllm import SamplingParams
-
     return SamplingParams(
         temperature=0.8, max_tokens=TOKENS, ignore_eos=True, detokenize=False, **options
     )
@@ -121,10 +119,7 @@ def settings(llm: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("rehearsal")
-    return call_on_gpu(start_and_generate, directory, models=str(directory))
+generated = called_once(call_on_gpu, start_and_generate)
 
 
 def test_the_engine_starts_with_the_defaults_of_gpus(generated):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import random_prompts, save_related_pair
@@ -16,8 +17,6 @@ BACKENDS = ["FLASH_ATTN", "TRITON_ATTN"]
 
 
 def params() -> list[Any]:
-    from vllm import SamplingParams
-
     common = {"max_tokens": 12, "ignore_eos": True, "detokenize": False}
     return [
         SamplingParams(temperature=0, **common), SamplingParams(temperature=0, **common),

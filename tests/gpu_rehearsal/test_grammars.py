@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
+from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.models import TARGET, prompts
 from tests.support.on_gpu import call_on_gpu
@@ -29,7 +30,6 @@ SCHEMA = {
 
 def params() -> list[Any]:
     """With a grammar: greedy, seeded, edited, without drafts; and without one. Two have to wait."""
-    from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
@@ -87,9 +87,7 @@ def recording_masks() -> Iterator[list[dict[str, Any]]]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return call_on_gpu(run, Path(tmp_path_factory.mktemp("grammars")))
+answers = called_once(call_on_gpu, run)
 
 
 def test_grammars_are_followed_along_each_path(answers):

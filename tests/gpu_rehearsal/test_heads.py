@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
+from tests.support.calling import called_once
 from tests.support.engines import leave_nan, sequoia
 from tests.support.generating import completions, counted
 from tests.support.heads import DFLASH, EAGLE3
@@ -24,8 +26,6 @@ PAUSE = range(3, 7)  # steps that ask for no drafts
 
 
 def greedy(tokens: int = 12) -> Any:
-    from vllm import SamplingParams
-
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
@@ -70,9 +70,7 @@ def pause(llm: Any, texts: list[Any]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return call_on_gpu(start_and_generate, tmp_path_factory.mktemp("heads"))
+answers = called_once(call_on_gpu, start_and_generate)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 alone", "dflash", "dflash alone"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import VOCAB, random_prompts
@@ -22,8 +23,6 @@ REQUESTS, NODES, TOKENS = 6, 8, 5
 
 def run_many(models: str) -> dict[str, Any]:
     """Six requests with a DFlash head, where four trees' nodes fill a step."""
-    from vllm import SamplingParams
-
     target = str(save_llama(Path(models) / "target", seed=3, vocab_size=6))
     config = sequoia(
         size=NODES,
@@ -62,8 +61,6 @@ def start(models: str) -> dict[str, Any]:
     Then requests run to the longest that may be: their last trees are trimmed to any size. In
     half precision tiles of the tree attention kernel differ by it.
     """
-    from vllm import SamplingParams
-
     sizes = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 1}
     target = str(save_llama(Path(models) / "target", seed=3, **sizes))
     # With heads of another size: what it compiles is of no use to the target.

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.engines import lookup_trees
 from tests.support.generating import random_prompts, save_related_pair
@@ -14,8 +15,6 @@ pytestmark = pytest.mark.engine
 
 def start_and_generate(target: str) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees for batches of three and of one."""
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     texts = random_prompts([5, 9, 20])
     return plain_and_trees(lookup_trees(size=8), target, texts, params)

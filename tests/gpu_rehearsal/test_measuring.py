@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.calling import called_once
 from tests.support.generating import save_related_pair
 from tests.support.models import save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
@@ -45,10 +46,7 @@ def measure_pair(models: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("measured")
-    return call_on_gpu(measure_pair, directory, models=str(directory))
+measured = called_once(call_on_gpu, measure_pair)
 
 
 def test_bench_times_the_parts_of_steps_and_outputs_are_plain(measured):

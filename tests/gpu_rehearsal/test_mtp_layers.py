@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.generating import random_prompts
 from tests.support.heads import save_mimo
@@ -18,8 +19,6 @@ TREES = {
 
 def start_and_generate(target: str) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees for batches of three and of one."""
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     texts = random_prompts([5, 9, 20])
     return plain_and_trees(TREES, target, texts, params)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
+from tests.support.calling import called_once
 from tests.support.engines import sequoia
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
@@ -79,8 +81,6 @@ def run(models: str) -> dict[str, Any]:
 
 def counts(target: str, *mistakes: Any) -> dict[str, Any]:
     """Children offered and accepted, of an engine that is made and run with these mistakes."""
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
     with ExitStack() as stack:
         for mistake in mistakes:
@@ -105,10 +105,7 @@ def error_of(target: str, mistake: Any) -> str:
     return ""
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("mutants")
-    return call_on_gpu(run, directory, models=str(directory))
+answers = called_once(call_on_gpu, run)
 
 
 def test_all_that_the_target_drafts_itself_is_accepted(answers):

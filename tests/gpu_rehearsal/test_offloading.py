@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
+from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import VOCAB, random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
@@ -26,8 +28,6 @@ KEPT = [token for token in range(VOCAB) if token % 4]
 
 def start_and_generate(models: str) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees with each offloader."""
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
     target, draft = save_related_pair(Path(models), num_hidden_layers=LAYERS)
     # The second prompt is longer than any graph; the first has one, in pieces.
@@ -39,11 +39,9 @@ def start_and_generate(models: str) -> dict[str, Any]:
     for name, options in (("prefetch", PREFETCH), ("uva", UVA)):
         with logged() as lines, rehearsing(config, **engine, **options) as llm:
             answers[name] = {
-                "log": lines,
-                "together": generate_with_trees(llm, requests, params),
-                "alone": generate_with_trees(llm, requests[:1], params),
-                **offloaded(llm),
-            }
+                "log": lines, "together": generate_with_trees(llm, requests, params),
+                "alone": generate_with_trees(llm, requests[:1], params), **offloaded(llm),
+            }  # fmt: skip
     for name, options in (("prefetch", PREFETCH), ("uva", UVA)):
         answers[f"mutant, {name}"] = with_the_draft_offloaded(config, {**engine, **options})
     answers["mutant, no wait"] = without_waiting_before_replays(config, requests, params, engine)
@@ -118,10 +116,7 @@ def offloaded(llm: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("offloading")
-    return call_on_gpu(start_and_generate, directory, models=str(directory))
+generated = called_once(call_on_gpu, start_and_generate)
 
 
 @pytest.mark.parametrize("backend", ["prefetch", "uva"])

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.cores import needs_two_cores
 from tests.support.engines import sequoia
@@ -22,8 +23,6 @@ NO_STAGE_BEFORE = "assert intermediate_tensors is not None"
 
 def generate(config: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
     """Greedy tokens on an engine of its own."""
-    from vllm import SamplingParams
-
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     with rehearsing(config, **options) as llm:
         outputs = llm.generate(PROMPTS, greedy, use_tqdm=False)

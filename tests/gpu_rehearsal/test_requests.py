@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from sequoia_vllm.engine.common.patched import patched
+from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
     completions,
@@ -68,12 +69,10 @@ def run(models: str) -> dict[str, Any]:
     # Blocks for two or three requests; eight nodes at once of each, of 26 at most.
     parents = [-1, *[0] * 8, *range(1, 9)]
     wide = {
-        "method": "sequoia",
-        "model": draft,
-        "tree": {"parents": parents},
+        "method": "sequoia", "model": draft, "tree": {"parents": parents},
         "num_speculative_tokens_per_batch_size": [[1, 4, len(parents) - 1]],
         "context_attention": "flash",
-    }
+    }  # fmt: skip
     flash_attention.attended.clear()
     with rehearsing(
         wide, model=target, max_model_len=80, num_gpu_blocks_override=8,
@@ -164,10 +163,7 @@ def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("requests")
-    return call_on_gpu(run, directory, models=str(directory))
+answers = called_once(call_on_gpu, run)
 
 
 def test_tiers_of_a_schedule_are_replayed(answers):

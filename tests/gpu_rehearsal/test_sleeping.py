@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.support.architectures import VOCABULARY, save_architecture
+from tests.support.calling import called_once
 from tests.support.engines import sequoia
 from tests.support.generating import counted, random_prompts
 from tests.support.models import save_word_tokenizer
@@ -25,8 +27,6 @@ TOKENS = 10
 
 def requests() -> list[Any]:
     """The sampled one's nucleus is a single token: its tokens are known, too."""
-    from vllm import SamplingParams
-
     common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
     return [
         SamplingParams(temperature=0.8, top_p=1e-6, **common),
@@ -74,10 +74,7 @@ def generate_and_sleep(models: str) -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("sleeping")
-    return call_on_gpu(generate_and_sleep, directory, models=str(directory))
+answers = called_once(call_on_gpu, generate_and_sleep)
 
 
 def test_nothing_of_ours_is_lost_with_the_weights(answers):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.block_heads import save_dflash2
+from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
     completions,
@@ -141,10 +142,7 @@ def watched_slots(scheduler: Any) -> list[list[int]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("slots")
-    return call_on_gpu(run, directory, models=str(directory))
+answers = called_once(call_on_gpu, run)
 
 
 @pytest.mark.parametrize("which", ["trees", "decided", "pressed"])
@@ -172,10 +170,7 @@ def test_what_is_written_elsewhere_would_be_found(answers):
     assert answers["mistake"]["failed"]
 
 
-@pytest.fixture(scope="module")
-def of_heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("heads")
-    return call_on_gpu(run_heads, directory, models=str(directory))
+of_heads = called_once(call_on_gpu, run_heads)
 
 
 @pytest.mark.parametrize("name", ["DFlash", "DFlash2"])

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.quick_start.quick_imports import FORK_ENGINES
 from tests.support.cores import needs_two_cores
@@ -28,8 +29,6 @@ def graphs_of(worker: Any) -> dict[str, Any]:
 
 def generate_on_ranks(target: str, draft: str, kept: list[int] | None = None) -> dict[str, Any]:
     """Greedy, seeded and unseeded requests: of trees on two ranks and on one."""
-    from vllm import SamplingParams
-
     common = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
     params = [
         SamplingParams(temperature=0, **common),

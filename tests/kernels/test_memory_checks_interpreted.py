@@ -1,7 +1,5 @@
 """The memory checks find what these kernels, each wrong in one way, do; and nothing else."""
 
-import gc
-
 import pytest
 import torch
 import triton
@@ -10,7 +8,6 @@ import triton.language as tl
 from tests.support.memory_checks import (
     MemoryCheckError,
     MemoryChecks,
-    install,
     memory_checks,
     uninstall,
 )
@@ -22,13 +19,6 @@ def checks(memory_checked):
     uninstall()
     with memory_checks(MemoryChecks(own=(__name__,))) as installed:
         yield installed
-
-
-@pytest.fixture
-def others(checks):
-    """This module's kernels are somebody else's: findings are kept and raise nothing."""
-    checks.own = ("somebody.else",)
-    return checks
 
 
 @triton.jit
@@ -63,35 +53,6 @@ def test_a_block_table_is_read_past_its_row(checks, name):
         read_blocks(table, masked=False)
 
 
-def test_others_kernels_may_read_all_of_a_storage(others):
-    """And no more; what lies outside is not touched, and the launch goes on."""
-    read_blocks(TABLES["into a wider table"], masked=False)
-    assert not others.findings
-    ending = torch.arange(3, dtype=torch.int32)[None]
-    assert torch.equal(read_blocks(ending, masked=False), ending)
-    assert "read outside of table" in others.report()
-
-
-@triton.jit
-def _double(values, output, size, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    loaded = tl.load(values + place, mask=place < size, other=0.0)
-    if MASKED:
-        tl.store(output + place, loaded * 2, mask=place < size)
-    else:
-        tl.store(output + place, loaded * 2)
-
-
-def test_a_store_without_a_mask(checks):
-    memory = torch.full((16,), 7.0)
-    output = memory[:6]
-    _double[(2,)](torch.arange(6.0), output, 6, 4, True)
-    assert memory.tolist() == [0, 2, 4, 6, 8, 10] + [7] * 10
-    with pytest.raises(MemoryCheckError, match=r"write outside of output.* byte 24 of 24"):
-        _double[(2,)](torch.arange(6.0), output, 6, 4, False)
-    assert memory[6:].tolist() == [7] * 10  # found before it was done
-
-
 @triton.jit
 def _scatter(slots, output, ATOMIC: tl.constexpr):
     program = tl.program_id(0)
@@ -116,12 +77,6 @@ def test_several_atomic_operations_on_one_slot_are_none(checks):
     assert output.tolist() == [0, 0, 3, 0]
 
 
-def test_writers_of_one_value_can_be_named(checks):
-    checks.same_value_writers = {"_scatter": "as an example"}
-    _scatter[(2,)](torch.tensor([1, 1]), torch.zeros(4, dtype=torch.int32), False)
-    assert not checks.findings
-
-
 @triton.jit
 def _shift(values, step):
     """Each program moves its value on: where another one reads, unless in a wide step."""
@@ -144,21 +99,6 @@ def test_conflicts_between_accesses_of_different_widths(checks):
     _two_widths[(2,)](memory.view(torch.int32), memory, 4)
     with pytest.raises(MemoryCheckError, match="write conflict"):
         _two_widths[(2,)](memory.view(torch.int32), memory, 3)
-
-
-def test_a_read_that_is_narrower_than_the_write(checks):
-    memory = torch.zeros(16, dtype=torch.uint8)
-    _wide_write[(2,)](memory.view(torch.int32), memory, 8)
-    with pytest.raises(MemoryCheckError, match=r"read conflict of octets: .* byte 7"):
-        _wide_write[(2,)](memory.view(torch.int32), memory, 7)
-
-
-@triton.jit
-def _wide_write(words, octets, place):
-    if tl.program_id(0) == 0:
-        tl.store(words + 1, 1)
-    else:
-        tl.store(octets + 12, tl.load(octets + place))
 
 
 @triton.jit
@@ -206,16 +146,6 @@ def test_addresses_in_a_table(checks):
         _fill_at[(2,)](addresses, 9, 16)
 
 
-def test_addresses_of_tensors_that_the_collector_was_told_to_forget(checks):
-    tensor = torch.zeros(8)
-    gc.freeze()
-    try:
-        _fill_at[(1,)](torch.tensor([tensor.data_ptr()]), 8, 16)
-    finally:
-        gc.unfreeze()
-    assert tensor.tolist() == list(range(8))
-
-
 def test_an_address_that_is_not_a_multiple_of_the_width(checks):
     """GPUs refuse such an access; the interpreter and CPUs do not mind."""
     tensor = torch.zeros(8)
@@ -230,31 +160,3 @@ def test_an_address_of_memory_that_was_freed(checks):
     del gone
     with pytest.raises(MemoryCheckError, match="where no live tensor is"):
         _fill_at[(1,)](addresses, 8, 16)
-
-
-@triton.jit
-def _first(values):
-    return tl.load(values)
-
-
-@triton.jit
-def _through_a_function(values, output):
-    tl.store(output, _first(values - 1))
-
-
-def test_the_error_names_the_kernel_from_inside_a_function(checks):
-    with pytest.raises(MemoryCheckError, match=r"^[\w.]+\._through_a_function: read outside"):
-        _through_a_function[(1,)](torch.arange(4)[2:], torch.zeros(1))
-    # The next launch is checked on its own.
-    _shift[(1,)](torch.arange(8), 4)
-
-
-def test_installing_twice_is_refused_and_uninstalling_restores(checks):
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
-
-    with pytest.raises(RuntimeError, match="already"):
-        install()
-    uninstall()
-    assert not hasattr(GridExecutor.__call__, "__wrapped__")
-    assert not hasattr(InterpreterBuilder.create_masked_load, "__wrapped__")
-    uninstall()

@@ -6,8 +6,6 @@ lies in block ``block_table[r, p // block_size]`` at ``p % block_size``: committ
 0, 1, ..., c - 1, and node i of its tree at ``c + i``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -37,12 +35,10 @@ def tree_attention_reference(
         query: ``[T, Hq, D]``: rows of all requests, in node order.
         key_cache, value_cache: ``[blocks, block_size, Hkv, D]``.
         block_table: int ``[R, columns]``.
-        context_lens: Committed tokens of each request.
         query_start_loc: R + 1 numbers: the rows of request r end where those of r + 1 begin.
         ancestors: bool ``[N, N]``: whether the row's node sees the column's; or ``[R, N, N]``, of
             each request's own tree.
         first_node: Node of each request's first row.
-        scale: Softmax scale.
         key_scale, value_scale: What stored keys and values are multiplied by.
         elsewhere: What rows hold that are no request's.
         window: Positions that a node sees, its own included; a node's is its depth after the

@@ -8,8 +8,6 @@ That a rule of verification is lossless is an equation in fractions::
 and that an implementation follows it is `assert_same_law` of the counts of what it emitted.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
@@ -122,13 +120,7 @@ def autoregressive_law(target: Model, vocabulary: int, length: int) -> dict[Toke
 def emitted_law(
     target: Model, draft: Model, parents: list[int], verifier: Verifier = algorithm_2
 ) -> dict[Tokens, Number]:
-    """Probability of everything that a step can emit, by drafting a tree and verifying it.
-
-    Args:
-        target, draft: P and Q after each path.
-        parents: Of the tree's nodes.
-        verifier: The rule.
-    """
+    """Probability of everything that a step can emit, by drafting a tree and verifying it."""
 
     def experiment(chance: Chance) -> Tokens:
         tokens = draft_tree(draft, parents, chance)
@@ -160,12 +152,8 @@ def exact_law(
     """Probability of each ``length`` tokens by a step with a tree, and then the target.
 
     Args:
-        target, draft: P and Q after each path.
-        parents: Of the tree's nodes.
-        vocabulary: V.
         length: At least one more than the tree is deep; what is emitted is continued up
             to it by sampling the target.
-        verifier: The rule.
     """
     law: dict[Tokens, Number] = dict.fromkeys(
         product(range(vocabulary), repeat=length), Fraction(0)
@@ -219,7 +207,6 @@ def chi_square(counts: ArrayLike, expected: ArrayLike, fewest: float = 10.0) -> 
     """Compares counts of outcomes with what is expected of each.
 
     Args:
-        counts: Any shape.
         expected: Of the same shape and sum.
         fewest: Outcomes expected less often are taken together, as few counts are not
             chi-square distributed; if they are too few still, with the rarest other one.

@@ -4,8 +4,6 @@ A number is a function of the request's seed and of what it is for: token, posit
 purpose. Words are integers below 2**32, held as uint64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,11 +24,9 @@ def philox(seed: int, tokens: Tokens, position: int, node: int, purpose: int) ->
     for _ in range(10):
         one, other = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
         words = [
-            (other >> _32_BITS) ^ words[1] ^ low,
-            other & _LOW,
-            (one >> _32_BITS) ^ words[3] ^ high,
+            (other >> _32_BITS) ^ words[1] ^ low, other & _LOW, (one >> _32_BITS) ^ words[3] ^ high,
             one & _LOW,
-        ]
+        ]  # fmt: skip
         low = (low + np.uint64(0x9E3779B9)) & _LOW
         high = (high + np.uint64(0xBB67AE85)) & _LOW
     return np.stack(words, axis=-1)

@@ -15,8 +15,6 @@ A verifier of your own is right if it takes the same decisions from the same num
     )
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -123,7 +121,6 @@ def draw_without_replacement(
     Args:
         distribution: Q, ``[V]``.
         count: Tokens to draw, at most V; see `without` for more than Q makes possible.
-        draw: Draws one token by the law it is given.
     """
     drawn: list[int] = []
     remaining = np.asarray(distribution)
@@ -134,13 +131,7 @@ def draw_without_replacement(
 
 
 def draft_tree(draft: Model, parents: Sequence[int], chance: Chance) -> list[int]:
-    """Tokens of the tree's nodes; the root's, which nothing depends on, is 0.
-
-    Args:
-        draft: Q after each path.
-        parents: Of each node, which come before it.
-        chance: Draws the tokens.
-    """
+    """Tokens of the tree's nodes; the root's, which nothing depends on, is 0."""
     tokens = [0] * len(parents)
     for node, children in enumerate(children_of(parents)):
         if children:

@@ -30,14 +30,10 @@ def two_nodes(folder: Path, *configs: dict) -> Iterator[list[Server]]:
     try:
         for rank, config in enumerate(configs):
             options = [
-                "--tensor-parallel-size=2",
-                "--distributed-executor-backend=mp",
-                "--nnodes=2",
-                f"--node-rank={rank}",
-                "--master-addr=127.0.0.1",
-                f"--master-port={port}",
+                "--tensor-parallel-size=2", "--distributed-executor-backend=mp", "--nnodes=2",
+                f"--node-rank={rank}", "--master-addr=127.0.0.1", f"--master-port={port}",
                 f"--speculative-config={json.dumps(config)}",
-            ]
+            ]  # fmt: skip
             log = folder / f"node-{rank}.log"
             nodes.append(Server(log, *options, *["--headless"] * (rank > 0), forks=True))
         yield nodes

@@ -4,6 +4,7 @@ It is started from the shorthand, and the last test ends it.
 """
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -329,7 +330,8 @@ def test_random_requests(servers):
     """More than fit in a batch; all tokens are counted, and nothing of the requests stays."""
     ours, plain = (Endpoint(server.url, server.model) for server in servers)
     wait_until_idle(servers[0])
-    requests = random_requests(prompts(32), 80, seed=7, vocabulary=4096)
+    count = int(os.environ.get("SEQUOIA_VLLM_SOAK", "80"))
+    requests = random_requests(prompts(32), count, seed=7, vocabulary=4096)
     requests = [replace(request, leaves=None) for request in requests]
     # What a stop string cuts off a step's tokens, vLLM counts, and does not return.
     cut = [request for request in requests if "stop" in request.parameters]

@@ -1,7 +1,5 @@
 """What an engine's prefix cache says that its blocks hold, and what they do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,6 @@
 """Calls functions of the tests in processes of their own, with an environment of their own."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.support.serving import has_ended
 
@@ -60,3 +62,19 @@ def checked_answer(function: Callable[..., Any], status: int | str, result: Path
         tail = log.read_text(errors="replace")[-8000:]
         raise AssertionError(f"{function.__name__} ended with status {status}:\n{tail}")
     return json.loads(result.read_text())
+
+
+def called_once(call: Callable[..., Any], function: Callable[..., Any], **arguments: Any) -> Any:
+    """A module's fixture: what the function gives in a process of its own.
+
+    A parameter that is not given and has no default gets the folder of the call.
+    """
+
+    @pytest.fixture(scope="module")
+    def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+        folder = tmp_path_factory.mktemp("called")
+        parameters = inspect.signature(function).parameters.values()
+        names = [one.name for one in parameters if one.default is one.empty]
+        return call(function, folder, **{**dict.fromkeys(names, str(folder)), **arguments})
+
+    return answers

@@ -33,8 +33,6 @@ def converse(llm: Any, pieces: Any, params: Any, at_once: bool) -> list[list[lis
     """What each of some sessions answers to each of its pieces.
 
     Args:
-        pieces: Of each session.
-        params: Of each session.
         at_once: All pieces are there from the start, else each comes after the last answer.
     """
     sessions = {

@@ -1,8 +1,8 @@
 """Requests whose logits are edited, so that it shows in what they would give."""
 
-from __future__ import annotations
-
 from typing import Any
+
+from vllm import SamplingParams
 
 # Nodes on the likeliest path have others before them that are not on it.
 SIBLINGS_FIRST = [-1, 0, 0, 0, 1, 1, 4, 4, 6, 6]
@@ -37,8 +37,6 @@ def edits_against(tokens: list[int], vocabulary: int) -> dict[str, dict[str, Any
 
 def edited_params(plain: list[int], max_tokens: int, vocabulary: int) -> dict[str, Any]:
     """Greedy and seeded `SamplingParams` of each of `edits_against`, by name."""
-    from vllm import SamplingParams
-
     found = {}
     for name, edit in edits_against(plain, vocabulary).items():
         common = {

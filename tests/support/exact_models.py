@@ -55,15 +55,11 @@ def pair(target, draft):
 
 
 KINDS = {
-    "dense": pair(dense, dense),
-    "zeros in Q": pair(dense, sparse),
-    "zeros in both": pair(sparse, sparse),
-    "one-hot Q": pair(dense, one_hot),
-    "one-hot P": pair(one_hot, dense),
-    "top-p P": pair(top_p, dense),
-    "Q = P": same,
+    "dense": pair(dense, dense), "zeros in Q": pair(dense, sparse),
+    "zeros in both": pair(sparse, sparse), "one-hot Q": pair(dense, one_hot),
+    "one-hot P": pair(one_hot, dense), "top-p P": pair(top_p, dense), "Q = P": same,
     "disjoint": disjoint,
-}
+}  # fmt: skip
 
 TREES = {
     "single": [-1],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.support.engines import metric, runner_of, running, whole_trees
 from tests.support.models import save_llama
@@ -48,8 +49,6 @@ def random_prompts(lengths: list[int], vocab: int = VOCAB) -> list[dict[str, lis
 
 def greedy_and_seeded(count: int, max_tokens: int) -> list[Any]:
     """Parameters of greedy and of seeded requests in turn."""
-    from vllm import SamplingParams
-
     common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
     return [
         SamplingParams(temperature=0.9 * (index % 2), seed=index if index % 2 else None, **common)

@@ -36,12 +36,10 @@ def save_eagle3(
         "d2t": torch.tensor(tokens) - torch.arange(len(tokens)),
     }
     own = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "draft_vocab_size": len(tokens),
-        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
+        "draft_vocab_size": len(tokens), "eagle_aux_hidden_state_layer_ids": list(layers),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
-    }
+    }  # fmt: skip
     return save_head(directory, {**config, **own}, weights)
 
 
@@ -68,12 +66,9 @@ def dflash_parts(
         weights |= _layer(random, config, name, read=hidden)
         weights |= {f"{name}.self_attn.{n}_norm.weight": torch.ones(head_dim) for n in "qk"}
     own = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "num_hidden_layers": layers,
-        "block_size": 8,
-        "dflash_config": {"mask_token_id": 0, "target_layer_ids": [0]},
-    }
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": layers,
+        "block_size": 8, "dflash_config": {"mask_token_id": 0, "target_layer_ids": [0]},
+    }  # fmt: skip
     return {**config, **own}, weights
 
 
@@ -121,15 +116,13 @@ def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06, vocab: i
     mtp = "model.mtp_layers.0"
     state_and_token = torch.cat([noise * torch.eye(hidden), torch.eye(hidden)], 1)
     weights = {
-        "model.embed_tokens.weight": embedding,
-        "lm_head.weight": output,
+        "model.embed_tokens.weight": embedding, "lm_head.weight": output,
         "model.norm.weight": torch.ones(hidden),
         f"{mtp}.token_layernorm.weight": torch.ones(hidden),
         f"{mtp}.hidden_layernorm.weight": torch.ones(hidden),
         f"{mtp}.final_layernorm.weight": torch.ones(hidden),
-        f"{mtp}.input_proj.weight": state_and_token,
-        **layer(mtp),
-    }
+        f"{mtp}.input_proj.weight": state_and_token, **layer(mtp),
+    }  # fmt: skip
     for index in range(layers):
         weights |= layer(f"model.layers.{index}")
     config = {

@@ -32,14 +32,9 @@ import numpy as np
 from tests.support.memory_launch import ADDRESS_BITS, Finding, MemoryCheckError, MemoryChecks
 
 __all__ = [
-    "Finding",
-    "MemoryCheckError",
-    "MemoryChecks",
-    "install",
-    "memory_checks",
-    "uninstall",
+    "Finding", "MemoryCheckError", "MemoryChecks", "install", "memory_checks", "uninstall",
     "wanted",
-]
+]  # fmt: skip
 
 VARIABLE = "KERNEL_MEMORY_CHECKS"
 

@@ -23,18 +23,11 @@ def prompts(count: int) -> list[str]:
 def save_llama(path: Path, seed: int, scale: float = 1.0, **config) -> Path:
     """A random Llama; ``scale`` multiplies its output weights (a sharper distribution)."""
     settings = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        **config,
-    }
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": 0,
+        "eos_token_id": 1, **config,
+    }  # fmt: skip
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**settings))
     with torch.no_grad():

@@ -4,8 +4,6 @@ It drafts well without training: noise decides how well. It costs as much as the
 shows whether outputs are right, and never what a draft gains.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

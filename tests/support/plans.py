@@ -1,7 +1,5 @@
 """Plans and trees of engines that are not started."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sequoia_vllm.config import SequoiaConfig

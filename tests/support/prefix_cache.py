@@ -6,8 +6,6 @@ tested says what the draft reads; the engine then looks whether all that this pa
 attends to was written, for these very tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol

@@ -81,12 +81,10 @@ def save_quantised(path: Path, model: str, how: str) -> str:
     shutil.copytree(model, path)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": method.format,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "format": method.format,
+        "quantization_status": "compressed", "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], **method.scheme}},
-    }
+    }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(path / "model.safetensors").items():

@@ -69,10 +69,7 @@ def _philox(words: list[np.ndarray], rounds: int) -> list[np.ndarray]:
     for _ in range(rounds):
         left, right = b * c2, a * c0
         c0, c1, c2, c3 = (
-            (left >> _BITS) ^ c1 ^ k0,
-            left & _WORD,
-            (right >> _BITS) ^ c3 ^ k1,
-            right & _WORD,
-        )
+            (left >> _BITS) ^ c1 ^ k0, left & _WORD, (right >> _BITS) ^ c3 ^ k1, right & _WORD,
+        )  # fmt: skip
         k0, k1 = (k0 + np.uint64(_KEYS[0])) & _WORD, (k1 + np.uint64(_KEYS[1])) & _WORD
     return [word.astype(np.uint32) for word in (c0, c1, c2, c3)]

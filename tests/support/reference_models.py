@@ -39,8 +39,6 @@ def accepted_by_depth(prompts: list[list[int]], parents: Sequence[int], trees: i
     """Greedy trees of the embedded pair, by how many of their nodes were accepted.
 
     Args:
-        prompts: Token ids of requests that are answered one after the other.
-        parents: Shape of each tree.
         trees: How many trees there are for each request.
     """
     rng = torch.Generator()

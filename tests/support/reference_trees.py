@@ -1,8 +1,5 @@
 """Slow, obvious references for trees, and strategies that make them."""
 
-from __future__ import annotations
-
-import heapq
 import json
 from functools import cache
 from pathlib import Path
@@ -73,24 +70,6 @@ def brute_force(
         if allowed.any():
             best = max(best, float(values[allowed].sum(axis=1).max()))
     return best
-
-
-def heap_optimum(acceptance: Acceptance, size: int, max_depth: int | None) -> float:
-    """Takes the most valuable node ``size`` times: optimal where p falls from child to child."""
-    heap = [(-1.0, 0, 0, 1.0)]  # -value, depth, child rank, value of the parent
-    total = 0.0
-    for _ in range(size):
-        if not heap:
-            break
-        negative, depth, rank, parent_value = heapq.heappop(heap)
-        total -= negative
-        if max_depth is None or depth < max_depth:
-            value = -negative * acceptance.probability(0, depth)
-            heapq.heappush(heap, (-value, depth + 1, 0, -negative))
-        if depth:
-            value = parent_value * acceptance.probability(rank + 1, depth - 1)
-            heapq.heappush(heap, (-value, depth, rank + 1, parent_value))
-    return total
 
 
 def simulate(

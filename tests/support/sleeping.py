@@ -27,12 +27,10 @@ def lost_of_ours(llm: Any, allocator: Any) -> list[str]:
     models = [runner.get_model(), runner.get_draft_model()]
     loaded = {_address(one) for model in models for one in (*model.parameters(), *model.buffers())}
     roots = {
-        "speculator": runner.speculator,
-        "verifier": runner.rejection_sampler,
-        "backend": runner.tree_backend,
-        "scoring": runner._scoring,
+        "speculator": runner.speculator, "verifier": runner.rejection_sampler,
+        "backend": runner.tree_backend, "scoring": runner._scoring,
         "processors": runner.sampler.logits_processors,
-    }
+    }  # fmt: skip
     return sorted(
         place
         for place, tensor in _tensors("", roots, set())

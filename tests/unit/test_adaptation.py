@@ -42,7 +42,6 @@ class Engine:
     noise: float = 0.05
     workload: str = "greedy"
     with_trees: float = 1.0  # share of the requests
-    cold: int = 0  # steps; plain ones among the first so many take 1.5 times as long
     reading: int = 0  # steps that take five times as long, before the first drafts of a while
     unread: int = 0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -78,8 +77,6 @@ class Engine:
         for _ in range(steps):
             drafts = self.controlled.lookup[self.batch_size]
             seconds = self.time_of(drafts) * self.rng.lognormal(0, self.noise)
-            if drafts == 0 and len(self.history) < self.cold:
-                seconds *= 1.5
             if drafts > 0 and self.last == 0:
                 self.unread = self.reading
             self.gained = 0
@@ -201,31 +198,6 @@ def test_what_the_draft_reads_first_is_not_the_time_of_its_drafts_but_lost(batch
     engine.acceptance = CODE
     engine.run(15_000)
     assert engine.controlled.lookup[batch_size] > 0
-
-
-@pytest.mark.parametrize("sizes", [SIZES, FINER])
-def test_what_the_first_steps_took_is_not_believed_for_long(sizes):
-    """Then speculation seems to pay that does not."""
-    acceptance = (0.2, 0.08, 0.04)
-    for seed in range(8):
-        rng = np.random.default_rng(seed)
-        engine = Engine(controller(5, sizes=sizes), acceptance, cold=40, rng=rng)
-        assert engine.fastest() == engine.speed_of(0)
-        engine.run(250).run(300)
-        assert engine.speed > 0.97 * engine.fastest()
-
-
-def test_a_workload_that_drifts_moves_the_tree():
-    engine = Engine(controller(), CODE, slope=0.06).run(2000)
-    code = engine.controlled.state().lookup[1]  # but for a trial
-    engine.acceptance = (0.3, 0.05, 0.02)
-    engine.run(4000)
-    prose = engine.controlled.state().lookup[1]
-    assert prose < code
-    assert engine.speed_of(prose) > 0.95 * engine.fastest()
-    engine.acceptance = CODE
-    engine.run(6000)
-    assert engine.controlled.state().lookup[1] > prose
 
 
 def test_greedy_and_sampled_requests_are_known_apart():
@@ -526,15 +498,6 @@ def test_children_that_were_never_offered_are_assumed():
         assert fading.estimate().probability(1) == pytest.approx(assumed, abs=0.01)
 
 
-def test_times_that_were_not_seen_lie_on_a_line():
-    times = StepTimes()
-    for drafts, seconds in [(0, 1.0), (5, 1.5)]:
-        for _ in range(6):
-            times.add(drafts, 1, seconds)
-    assert times.likely(2, 1) == pytest.approx(1.2, rel=0.01)
-    assert times.likely(15, 1) == pytest.approx(2.0, rel=0.01)  # half as steep
-
-
 @pytest.mark.parametrize("answer", [2, 3, 8, 20, 100])
 @pytest.mark.parametrize("machine", [GPU, CPU])
 def test_the_speedup_is_what_clients_see(machine, answer):
@@ -560,21 +523,6 @@ def test_the_speedup_is_what_clients_see(machine, answer):
     shown = np.average(gains[1:], weights=np.diff(times))
     assert shown == pytest.approx(clients, rel=0.05)
     assert clients > 0.98
-
-
-def test_steps_that_read_prompts_are_learned_from():
-    """Every step reads a part of a prompt."""
-    controlled, last = controller(), 15
-    for _ in range(300):
-        drafts = controlled.lookup[4]
-        paths = nothing_accepted(4, drafts)
-        seconds = 1.0 + 0.4 * (drafts > 0) + 0.01 * 100
-        steady = drafts if drafts == last else None
-        controlled.observe(
-            Step(4, steady, seconds, "greedy", paths if drafts else b"", 100, 4 * 200)
-        )
-        last = drafts
-    assert controlled.lookup[4] == 0
 
 
 def test_where_drafts_cause_preemptions_trees_shrink_first():
@@ -725,19 +673,6 @@ def test_a_file_that_is_no_state_is_named(tmp_path):
 
 
 # -- parts --------------------------------------------------------------------------------------
-
-
-def test_acceptance_fades():
-    fading = FadingAcceptance(TREE)
-    one = np.full((500, TREE.depth), -1)
-    one[:, 0] = TREE.children[0][0]
-    sizes = np.full(500, TREE.size)
-    fading.add(TreeCounts.of_paths(TREE, [paths_of(TREE, one, sizes)]))
-    assert fading.estimate().probability(0) > 0.95
-    nothing = np.full((3000, TREE.depth), -1)
-    fading.add(TreeCounts.of_paths(TREE, [paths_of(TREE, nothing, np.full(3000, TREE.size))]))
-    assert fading.estimate().probability(0) < 0.1
-    assert fading.expected_tokens()[0] == 1.0
 
 
 def test_expected_tokens_are_those_of_the_vector():

@@ -27,7 +27,7 @@ from sequoia_vllm.bench.methods import (
     sequoia,
     usable_samplings,
 )
-from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, run_round, steady_part
+from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, run_round
 from sequoia_vllm.bench.run import results, searched
 from sequoia_vllm.measuring.engines import EngineSpec
 
@@ -125,18 +125,6 @@ def test_a_sampling_that_the_runner_lacks():
 
 
 # -- predictions -----------------------------------------------------------------------------
-
-
-def test_what_each_request_got_in_each_steady_step():
-    arrivals = [
-        Arrival(1.0, (1, 0), False),
-        Arrival(2.0, (3, 1), False),
-        Arrival(3.0, (2, 4), False),
-        Arrival(4.0, (0, 1), False),  # the first was preempted
-        Arrival(5.0, (1, 1), True),
-        Arrival(6.0, (1, 1), True),
-    ]
-    assert steady_part(arrivals).step_tokens == [2, 4, 1, 1, 1]
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """From counts to acceptance vectors, and runs that stop and go on, without an engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,8 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from sequoia_vllm.calibration import measure_acceptance as acceptance_module
@@ -160,36 +156,9 @@ def test_precision_is_the_widest_half_width_by_reach():
     assert precision(steep) == pytest.approx((high - low) / 2 * 0.5, abs=1e-5)
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=2, max_size=2),
-    st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=2, max_size=2),
-)
-def test_counts_add_up(first, second):
-    assert np.array_equal(add_counts(first, second), np.array(first) + np.array(second))
-    assert add_counts([], second) == second
-    assert add_counts(first, []) == first
-
-
-def test_shares_of_trimmed_trees_stay_a_vector():
-    found = estimate_acceptance([[100, 50]], [[80, 20]])
-    assert sum(found.acceptance[0]) == pytest.approx(1.0)
-    Acceptance.of(found.acceptance)
-
-
 def test_no_tree_at_all():
     with pytest.raises(CalibrationError, match="no tree was verified"):
         estimate_acceptance([[0, 0]], [[0, 0]])
-
-
-def test_the_interval_covers_the_truth():
-    truth = np.array([0.6, 0.1, 0.05, 0.01])
-    rng = np.random.default_rng(0)
-    covered = []
-    for _ in range(500):
-        taken = rng.multinomial(400, [*truth, 1 - truth.sum()])[:4]
-        found = estimate_acceptance([[400] * 4], [taken.tolist()])
-        covered.append((np.array(found.low[0]) <= truth) & (truth <= np.array(found.high[0])))
-    assert 0.92 < np.mean(covered) < 0.98
 
 
 # -- which completions run -------------------------------------------------------

@@ -1,7 +1,5 @@
 """From recorded steps to the curves of a profile, and the profile command, without an engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -66,12 +64,6 @@ def measured(batch: int, sizes=(2, 4, 8)) -> BatchTimes:
         return [steady_steps(records(batch, size, slower=x), batch, size) for x in (0.5, 1.0, 3.0)]
 
     return BatchTimes(batch, 128, rounds(1), {size: rounds(size) for size in sizes})
-
-
-def test_measuring_tree_has_levels_of_many_widths():
-    assert measuring_tree(8).parents == (-1, 0, 0, 1, 1, 2, 2, 3)
-    uniform = Acceptance.of([0.5, 0.5])
-    assert Prefixes.of(measuring_tree(64), uniform).widths[-1].tolist() == [2, 4, 8, 16, 1, 0]
 
 
 def test_curves_are_those_of_the_middle_round():
@@ -210,14 +202,6 @@ def test_what_is_not_timed_was_not_the_answer(slope):
     assert best <= last or speed(best) < 1 / 0.103
 
 
-def test_any_vector_may_need_larger_trees():
-    poor = Acceptance.of([[0.1, 0.02]])
-    slow = lambda n: 0.1 + 0.003 * n  # noqa: E731
-    alone = [climbed(Ladder.of([one], 64), slow)[-1] for one in (poor, USUAL)]
-    assert alone[0] < alone[1]
-    assert climbed(Ladder.of([poor, USUAL], 64), slow)[-1] == alone[1]
-
-
 def test_a_slow_moment_does_not_end_the_ladder():
     ladder = Ladder.of([USUAL], 64)
     timed = TimedStep(
@@ -249,12 +233,6 @@ def profile_of_records() -> Profile:
         draft_level=[c.draft for c in found], verification=[c.verification for c in found],
         overhead=[c.overhead for c in found],
     )  # fmt: skip
-
-
-def test_profile_files_keep_all_of_it(tmp_path):
-    profile = profile_of_records()
-    profile.save(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == profile
 
 
 def test_table(capsys):

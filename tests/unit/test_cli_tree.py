@@ -1,7 +1,5 @@
 """``sequoia-vllm tree``: output, files, pictures, errors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

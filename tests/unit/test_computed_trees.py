@@ -1,7 +1,5 @@
 """Trees computed from the shapes of a pair that the library has none for."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

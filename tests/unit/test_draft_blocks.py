@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
-from sequoia_vllm.engine.v1 import draft_progress as v1_progress
 from sequoia_vllm.engine.v2.drafting import draft_progress
 from tests.support.prefix_cache import (
     BLOCK,
     DEPTH,
     DRAFTS,
-    LONGEST,
     SLOTS,
     Engine,
     Request,
@@ -77,54 +75,7 @@ def test_null_blocks_before_a_window_count_as_filled():
     assert blocks.filled_tokens("second", 12) == 12
 
 
-# -- both runners, against an engine that knows what the draft's cache holds ------------------
-
-
-class V1Reader:
-    """The V1 `ModelDraftProgress` among the requests of an `Engine`."""
-
-    def __init__(self):
-        self.progress = v1_progress.DraftProgressV1(0, DraftBlocks({0: BLOCK}))
-
-    def start(self, request):
-        self.progress.start(request.name, request.computed, [request.blocks])
-
-    def extend(self, request, blocks):
-        self.progress.extend(request.name, [blocks])
-
-    def finish(self, request):
-        self.progress.forget(request.name)
-
-    def read(self, batch, drafting, budget):
-        if not (batch and drafting):
-            return {}
-        self.progress.budget = budget
-        names = [scheduled.request.name for scheduled in batch]
-        known = [s.request.computed - max(len(s.sampled) - 1, 0) for s in batch]
-        sampled = np.full((len(batch), DEPTH + 1), -1)
-        tokens = np.zeros((len(batch), LONGEST + 8), dtype=np.int64)
-        for row, scheduled in enumerate(batch):
-            sampled[row, : len(scheduled.sampled)] = scheduled.sampled
-            tokens[row, : known[row]] = scheduled.request.tokens[: known[row]]
-        counts = np.array([len(scheduled.sampled) for scheduled in batch], dtype=np.int64)
-        known = np.array(known, dtype=np.int64)
-        most = np.array([scheduled.request.most for scheduled in batch])
-        taken = self.progress.take(
-            names, tokens, known, sampled, counts, reads=most >= known + counts
-        )
-        if taken is None:
-            return {}
-        assert taken.counts.sum() <= budget
-        reads = {}
-        ends = taken.counts.cumsum()
-        for row, end, count in zip(taken.requests, ends, taken.counts, strict=True):
-            positions = taken.positions[end - count : end]
-            request = batch[row].request
-            assert taken.tokens[end - count : end].tolist() == [
-                request.tokens[position] for position in positions
-            ]
-            reads[request.name] = (int(positions[0]), int(positions[-1]) + 1)
-        return reads
+# -- V2, against an engine that knows what the draft's cache holds. (V1: test_cache_contents.py)
 
 
 class Staged:
@@ -206,9 +157,6 @@ def starting(name, prompt, cached, blocks, slot):
     return request, Scheduled(request, cached, 0, True, 0, [0])
 
 
-READERS = {"V1": V1Reader, "V2": V2Reader}
-
-
 @pytest.fixture(autouse=True, scope="module")
 def no_kernels():
     with pytest.MonkeyPatch.context() as patch:
@@ -216,11 +164,10 @@ def no_kernels():
         yield
 
 
-@pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("budget", [40, 12, 8])
-def test_a_prompt_that_two_requests_share_is_read_once(name, budget):
+def test_a_prompt_that_two_requests_share_is_read_once(budget):
     """The second finds blocks that the first gets, computes and fills in the same step."""
-    reader = READERS[name]()
+    reader = V2Reader()
     both = [starting("a", 9, 0, [1, 2, 3], 1), starting("b", 10, 8, [1, 2, 4], 0)]
     for request, _ in both:
         reader.start(request)
@@ -236,19 +183,17 @@ def test_a_prompt_that_two_requests_share_is_read_once(name, budget):
     )
 
 
-@pytest.mark.parametrize("name", READERS)
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_no_pass_attends_to_keys_that_were_not_written(name, seed):
-    engine = Engine(Random(seed), READERS[name]())
+def test_no_pass_attends_to_keys_that_were_not_written(seed):
+    engine = Engine(Random(seed), V2Reader())
     for _ in range(40):
         engine.step()
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_requests_that_can_use_no_tree_are_not_read(name):
+def test_requests_that_can_use_no_tree_are_not_read():
     """What they leave in the prefix cache is read for the first that drafts."""
-    reader = READERS[name]()
+    reader = V2Reader()
     undrafted, scheduled = starting("a", 9, 0, [1, 2, 3], 1)
     drafted, later = starting("b", 10, 8, [1, 2, 4], 0)
     undrafted.most = 0

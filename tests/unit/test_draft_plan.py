@@ -89,25 +89,12 @@ def test_short_prompts_of_few_requests_are_read_in_graphs():
     assert list(nearly.read_sizes) == [13, 64]
 
 
-def test_a_schedule_may_be_exceeded_where_that_is_planned():
-    most = [6] * 8 + [3] * 24 + [1] * 84
-    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, 2048, [6, 3, 1], most_by_batch=most)
-    assert plan.graph_sizes(6) == [1, 2, 3, 4, 6, 8]
-    assert plan.graph_sizes(3)[-1] == 32
-    assert plan.most_requests(6) == 8
-
-
 def test_logits_are_kept_for_the_largest_product_of_batch_and_nodes():
     plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [1] * 9, most_rows=2048)
     # 3 nodes with children for 4 requests; 2 for 16; 1 for 25.
     assert plan.logits_rows == 32
     assert plan.most_requests(6) == 4
     assert plan.most_requests(5) == 16  # a limit that a tool sets: as many as can be kept
-
-
-def test_the_widest_level_of_any_batch():
-    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048)
-    assert plan.widest_level == 16  # the roots of 16; 2 nodes of 4 requests are fewer
 
 
 def test_a_schedule_that_drafts_nothing_has_a_plan():

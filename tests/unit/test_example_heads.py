@@ -1,7 +1,5 @@
 """The example heads, and the script that trains such heads: what it computes and what it saves."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -25,14 +25,12 @@ def line(gain, size=16, adapts=True, on_cpu=False):
 @pytest.mark.parametrize(
     ("gain", "words"),
     [
-        (
-            ExpectedGain(2.118, "measured", 3.0),
-            "expected 2.12x plain decoding, one request (measured)",
-        ),
+        (ExpectedGain(2.118, "measured", 3.0),
+         "expected 2.12x plain decoding, one request (measured)"),
         (ExpectedGain(tokens=3.0), "expected 3.00 tokens per step, if acceptance is as assumed"),
         (ExpectedGain(), "what it brings is not known before it runs"),
     ],
-)
+)  # fmt: skip
 def test_what_is_expected(gain, words):
     assert line(gain) == (logging.INFO, f"{words}; {ADAPTS}")
     assert line(gain, adapts=False) == (logging.INFO, words)

@@ -1,7 +1,5 @@
 """Device names as drivers give them, and nearest neighbours."""
 
-from __future__ import annotations
-
 import pytest
 
 from sequoia_vllm.hardware.device import (

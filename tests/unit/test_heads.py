@@ -1,7 +1,5 @@
 """Shapes and times of heads, and the trees that they call for."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The library: valid, reproducible, found by device name, and extended by measured files."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.memory import memory_fit
+from benchmarks.scaling import weights_bytes
 from sequoia_vllm.hardware.device import known_devices
 from sequoia_vllm.hardware.model_config import ShapeError, read_shape
 from sequoia_vllm.hardware.models import model_classes
@@ -190,5 +190,5 @@ def test_quantized_weights_are_read_faster():
         for target in (plain, small)
     ]
     assert 0.25 < times[1] / times[0] < 0.5
-    weights = [memory_fit(device, target, shape(QWEN_3)).weights_bytes for target in (plain, small)]
+    weights = [weights_bytes(target, shape(QWEN_3)) for target in (plain, small)]
     assert weights[0] - weights[1] == plain.layer_parameters * 1.5

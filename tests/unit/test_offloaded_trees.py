@@ -1,7 +1,5 @@
 """Trees with and without offloading are kept apart."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

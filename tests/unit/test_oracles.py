@@ -8,14 +8,12 @@ import torch
 from scipy import stats
 
 from tests.oracles.attention import (
-    commit_reference,
-    dense_attention,
     random_ancestors,
     tree_attention_reference,
 )
-from tests.oracles.laws import ChiSquare, assert_same_law, chi_square, outcomes, plackett_luce
-from tests.oracles.random_numbers import philox, race_scores
-from tests.oracles.verification import Uniforms, algorithm_2, children_of, match, normalized
+from tests.oracles.laws import ChiSquare, assert_same_law, chi_square, plackett_luce
+from tests.oracles.random_numbers import philox
+from tests.oracles.verification import Uniforms, algorithm_2, children_of
 
 # -- chi-square ----------------------------------------------------------------------
 
@@ -25,15 +23,6 @@ from tests.oracles.verification import Uniforms, algorithm_2, children_of, match
 def test_p_values_are_scipys(freedom, share):
     found = ChiSquare(share * freedom, freedom).p_value
     assert found == pytest.approx(stats.chi2.sf(share * freedom, freedom), rel=1e-8, abs=1e-300)
-
-
-def test_rare_outcomes_are_taken_together():
-    found = chi_square([90, 4, 4, 2], [85, 5, 6, 4], fewest=10)
-    assert (found.statistic, found.freedom) == (pytest.approx(25 / 85 + 25 / 15), 1)
-    assert chi_square([90, 4, 4, 2], [85, 5, 6, 4], fewest=0).freedom == 3
-    # Together they are still too few: they join the rarest of the others.
-    found = chi_square([60, 31, 6, 3], [50, 41, 5, 4], fewest=10)
-    assert (found.statistic, found.freedom) == (pytest.approx(100 / 50 + 100 / 50), 1)
 
 
 def test_what_is_impossible_must_not_come_up():
@@ -75,22 +64,6 @@ def test_a_walk_by_hand():
     assert walk(0.9, 0.51, 0.0) == ([], [2])  # R is (0, 0, 1): the second child is impossible
 
 
-def test_matching_takes_the_first_of_twins():
-    given = [5, 7, 8, 9]
-    children = children_of([-1, 0, 0, 2])
-    assert match(lambda node, depth: given[node], [0, 5, 5, 8], children) == ([1], [5, 7])
-    assert match(lambda node, depth: given[node], [0, 4, 5, 8], children) == ([2, 3], [5, 8, 9])
-
-
-def test_outcomes_follow_every_branch():
-    def experiment(chance):
-        first = chance.draw(normalized([Fraction(1), Fraction(2)]), 0)
-        return first, chance.accepts(Fraction(1), Fraction(4), 1) if first else None
-
-    law = outcomes(experiment)
-    assert law == {(0, None): Fraction(1, 3), (1, True): Fraction(1, 6), (1, False): Fraction(1, 2)}
-
-
 # -- random numbers ------------------------------------------------------------------
 
 
@@ -101,16 +74,6 @@ def test_philox_is_philox():
     assert philox(-1, [ones], ones, ones, ones).tolist() == [
         [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
     ]
-
-
-def test_races_draw_without_replacement():
-    draft = np.array([0.5, 0.3, 0.0, 0.2])
-    arrivals = np.random.default_rng(0).exponential(size=(40_000, 4))
-    order = np.argsort(-race_scores(draft, arrivals), axis=1)
-    assert (order[:, 3] == 2).all()
-    law = plackett_luce(draft, 2)
-    counts = np.bincount(4 * order[:, 0] + order[:, 1], minlength=16)
-    assert_same_law([counts[4 * one + other] for one, other in law], list(law.values()))
 
 
 # -- attention and commit ------------------------------------------------------------
@@ -157,35 +120,3 @@ def test_tree_attention_is_that_of_loops(first_node):
                 for share, k in zip(shares, seen, strict=True)
             )
             torch.testing.assert_close(found[row, head], expected.float(), atol=1e-5, rtol=1e-5)
-
-
-def test_attention_to_nothing():
-    query, keys = torch.randn(2, 2, 4), torch.randn(3, 1, 4)
-    hidden = torch.tensor([[True, True, True], [False, True, True]])
-    output, lse = dense_attention(query, keys, keys, 1.0, hidden)
-    assert (output[0] == 0).all()
-    assert (lse[:, 0] == float("-inf")).all()
-    torch.testing.assert_close(output[1], keys[0].expand(2, -1))
-    output, lse = dense_attention(query, keys[:0], keys[:0], 1.0)
-    assert (output == 0).all()
-    assert (lse == float("-inf")).all()
-
-
-def test_a_hidden_key_that_is_not_a_number_is_not_seen_but_a_visible_one_is():
-    query, keys = torch.randn(1, 1, 4), torch.randn(2, 1, 4)
-    keys[1] = float("nan")
-    hidden = torch.tensor([[False, True]])
-    output, _ = dense_attention(query, keys, torch.ones(2, 1, 4), 1.0, hidden)
-    assert torch.equal(output, torch.ones(1, 1, 4))
-    output, _ = dense_attention(query, keys, torch.ones(2, 1, 4), 1.0)
-    assert output.isnan().all()
-
-
-def test_accepted_nodes_follow_the_root():
-    tokens = [torch.arange(12.0).view(12, 1, 1), 100 + torch.arange(12.0).view(12, 1, 1)]
-    table = torch.tensor([[2, 0, 4], [1, 5, 3]])
-    cache = paged(tokens, table, 4, 6).transpose(1, 2)
-    commit_reference([cache], table, [3, 6], torch.tensor([[2, 3, 7], [1, 4, -1]]))
-    read = [cache.transpose(1, 2)[row].flatten().tolist() for row in table]
-    assert read[0] == [0, 1, 2, 3, 5, 6, 10, 7, 8, 9, 10, 11]
-    assert read[1] == [100, 101, 102, 103, 104, 105, 106, 107, 110, 109, 110, 111]

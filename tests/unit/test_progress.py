@@ -51,14 +51,6 @@ def test_a_line_says_what_is_done_and_what_is_left(lines):
     assert lines.line().endswith("about 2:00 left")
 
 
-def test_time_left_when_fewer_steps_are_needed_after_all(lines):
-    lines, clock = lines
-    lines.report("trees", 0, 400)
-    clock.after(100)
-    lines.report("trees", 50, 200)
-    assert lines.line().endswith("50 of 200 done, about 5:00 left")
-
-
 def test_nothing_is_left_after_the_last_step(lines):
     """What follows it is not counted; once it showed as a negative time."""
     lines, clock = lines
@@ -67,17 +59,6 @@ def test_nothing_is_left_after_the_last_step(lines):
     lines.report("trees", 10, 10)
     clock.after(30)
     assert lines.line() == "profile: trees; 2:10 so far, 10 of 10 done"
-
-
-def test_every_phase_is_judged_by_itself(lines):
-    lines, clock = lines
-    lines.report("first", 0, 10)
-    clock.after(100)
-    lines.report("first", 9, 10)
-    lines.report("second", 0, 10)
-    clock.after(8)
-    lines.report("second", 4, 10)
-    assert lines.line().endswith("4 of 10 done, about 0:12 left")
 
 
 def printed_after(text, count, capfd, seconds=10.0):
@@ -101,13 +82,6 @@ def test_lines_go_to_standard_error_while_a_step_takes_long(capfd, monkeypatch):
     capfd.readouterr()
     time.sleep(0.05)
     assert capfd.readouterr() == ("", "")
-
-
-def test_lines_end_with_an_error(monkeypatch):
-    monkeypatch.setattr(common, "LINE_SECONDS", 0.01)
-    with pytest.raises(RuntimeError, match="broken"), progress_bar("bench:"):
-        raise RuntimeError("broken")
-    assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):

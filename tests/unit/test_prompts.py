@@ -1,7 +1,5 @@
 """Prompt files, and their token ids with and without a chat template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

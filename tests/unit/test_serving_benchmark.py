@@ -1,7 +1,5 @@
 """``python -m benchmarks.serving``, on a recorded result of ``vllm bench serve``."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from pathlib import Path

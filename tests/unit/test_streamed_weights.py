@@ -1,14 +1,12 @@
 """Targets whose weights are streamed: times, trees, memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.memory import memory_fit
+from benchmarks.scaling import memory_problem, weights_bytes
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify, known_devices
@@ -136,16 +134,13 @@ def test_profiles_say_what_they_took_to_be_streamed(tmp_path):
 
 
 def test_what_is_streamed_leaves_room():
-    whole = memory_fit(L40, PAIR.target, PAIR.draft)
-    assert whole.problem() == "does not fit"
+    models = PAIR.target, PAIR.draft
+    assert memory_problem(L40, *models, 1) == "does not fit"
     weights = streamed()
-    fit = memory_fit(L40, PAIR.target, PAIR.draft, streamed=weights)
     saved = weights.bytes_per_pass - weights.buffer_bytes
-    assert whole.weights_bytes - fit.weights_bytes == pytest.approx(saved)
-    assert fit.problem(2048) is None
-    too_little = streamed(60e9)
-    fit = memory_fit(L40, PAIR.target, PAIR.draft, streamed=too_little)
-    assert fit.problem(2048) is not None
+    assert weights_bytes(*models) - weights_bytes(*models, streamed=weights) == pytest.approx(saved)
+    assert memory_problem(L40, *models, 2048, streamed=weights) is None
+    assert memory_problem(L40, *models, 2048, streamed=streamed(60e9)) is not None
 
 
 def test_the_draft_must_fit():

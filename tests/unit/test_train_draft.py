@@ -1,7 +1,5 @@
 """``python examples/train_drafter``: drafters distilled from a tiny target, in seconds."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Every kind of bad input has its own message, which says what to mend."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -165,30 +163,17 @@ def changed(path: str, value: object) -> dict:
 PROFILES = [
     (changed("schema", "x"), "\"schema\" is 'x'; this version reads"),
     (changed("schema", ...), '"schema" is None'),
-    (
-        changed("source", "guessed"),
-        "source: Input should be 'measured', 'warm-up', 'roofline' or 'scaled'",
-    ),
     (changed("source", "roofline"), "must carry the datasheet values"),
-    (changed("date", "yesterday"), "date: "),
-    (changed("device", ""), "device: "),
     (changed("target", ...), "target: Field required"),
-    (changed("batch", 3), "batch: Extra inputs are not permitted"),
-    (changed("target_parameters", 0), "target_parameters: .*greater than 0"),
-    (changed("target_forward", []), "target_forward: "),
-    (changed("target_forward.0.batch_size", 0), "target_forward.0.batch_size: "),
     (changed("target_forward.0.tokens", [8, 1]), "tokens must increase"),
     (changed("target_forward.0.tokens", [1, 1]), "tokens must increase"),
     (changed("target_forward.0.tokens", [2, 8]), "must start at 1 token"),
     (changed("target_forward.0.seconds", [0.01]), "seconds has 1 values for 2 token counts"),
     (changed("target_forward.0.seconds.0", -1), "seconds.0: .*greater than 0.*got -1"),
-    (changed("target_forward.0.seconds.0", 0), "seconds.0: "),
     (changed("target_forward.0.seconds.0", nan), "is not JSON: NaN is no number"),
     (changed("target_forward.0.spread", [0.1]), "spread has 1 values"),
     (changed("target_forward", good_profile()["target_forward"] * 2), "two curves for the same"),
     (changed("overhead", good_profile()["overhead"] * 2), "overhead has two entries"),
-    (changed("overhead.0.tree_seconds", -1), "tree_seconds: "),
-    (changed("tensor_parallel_size", 0), "tensor_parallel_size: "),
     ([1, 2], "must hold one JSON object"),
 ]
 
@@ -239,12 +224,8 @@ def good_acceptance_file() -> dict:
         ({"acceptance": [0.9, 0.9]}, "acceptance: .*sum to 1.8"),
         ({"acceptance": [[0.5], [0.1, 0.2]]}, "acceptance: .*equally long"),
         ({"trials": [3]}, "trials must have the shape of acceptance"),
-        ({"low": [0.1, -0.2]}, "low"),
         ({"target": None}, "must name its target and its draft"),
         ({"name": "My Vector!"}, "name: String should match"),
-        ({"temperature": -1}, "temperature: "),
-        ({"top_p": 0}, "top_p: "),
-        ({"source": "felt"}, "source: "),
         ({"surprise": 1}, "surprise: Extra inputs"),
         ({"schema": None}, '"schema" is None'),
     ],
@@ -268,7 +249,6 @@ def library_with(tmp_path, text: str) -> TreeLibrary:
         (lambda file: "[]", "must hold one JSON object"),
         (lambda file: file | {"schema": "v0"}, "\"schema\" is 'v0'"),
         (lambda file: file | {"device": "h100"}, "does not belong to device h100"),
-        (lambda file: file | {"entries": []}, "entries: "),
         (lambda file: file | {"entries": file["entries"][:1] * 2}, "two entries are named"),
         (lambda file: entry(file, tree={"size": 9}), "tree: .*"),
         (lambda file: parents(file, [-1, 3]), "node 1 has parent 3"),
@@ -276,9 +256,7 @@ def library_with(tmp_path, text: str) -> TreeLibrary:
         (lambda file: entry(file, schedule=[[2, 9, 1]]), r"\[2, 9\] should start at 1"),
         (lambda file: entry(file, schedule=[[1, 4, 1], [6, 9, 0]]), "should start at 5"),
         (lambda file: entry(file, schedule=[[1, 9, 999]]), "999 drafts from a tree of"),
-        (lambda file: entry(file, schedule=[]), "schedule: "),
         (lambda file: entry(file, acceptance=[0.8, 0.8]), "sum to 1.6"),
-        (lambda file: entry(file, estimates=[]), "estimates: "),
     ],
 )
 def test_library_files(tmp_path, change, message):

@@ -1,7 +1,5 @@
 """TokenTree: order, masks, trimming and JSON, over random trees."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From measurements given as files to the tree that "auto" picks, without an engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -219,14 +217,12 @@ def test_measurements_are_found_once_both_are_there(library):
     ("changes", "message"),
     [
         ({"device": "another machine"}, "profile file is of device 'another machine'"),
-        (
-            {"dtype": "bfloat16"},
-            "of dtype 'bfloat16', not 'float32'.*sequoia-vllm tune --only times",
-        ),
+        ({"dtype": "bfloat16"},
+         "of dtype 'bfloat16', not 'float32'.*sequoia-vllm tune --only times"),
         ({"draft": "org/d"}, "of draft 'org/d'"),
         ({"tensor_parallel_size": 2}, "of tensor_parallel_size 2, not 1"),
     ],
-)
+)  # fmt: skip
 def test_profiles_of_something_else(changes, message):
     with pytest.raises(CalibrationError, match=message):
         check_profile(HERE, PAYS.model_copy(update=changes))

@@ -1,13 +1,11 @@
 """Versions of vLLM: stated once, and known to one room of the engine."""
 
-import ast
 import io
 import re
 import tokenize
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 from sequoia_vllm import __version__
@@ -80,53 +78,10 @@ def names_of_versions(source: str) -> list[str]:
     ]
 
 
-def questions_about_versions(source: str) -> list[str]:
-    """Code whose answer depends on vLLM's version.
-
-    A comparison or test of a version, and a question what a name imported from vLLM has.
-    """
-    tree = ast.parse(source)
-    imported, found = set(), []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-            imported |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            imported |= {a.asname or "vllm" for a in node.names if a.name.split(".")[0] == "vllm"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom | ast.Attribute):
-            name = node.module if isinstance(node, ast.ImportFrom) else ast.unparse(node)
-            if name in ("vllm.version", "packaging.version", "vllm.__version__"):
-                found.append(ast.unparse(node))
-        elif isinstance(node, ast.Compare):
-            within = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-            if within & {"vllm_version", "SUPPORTED_VERSIONS", "release"}:
-                found.append(ast.unparse(node))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
-            asks = node.func.id in ("hasattr", "vars") or (
-                node.func.id == "getattr" and len(node.args) == 3
-            )
-            if asks and isinstance(node.args[0], ast.Name) and node.args[0].id in imported:
-                found.append(ast.unparse(node))
-    return found
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        "from vllm.config import VllmConfig\nhasattr(VllmConfig, 'f')",
-        "import vllm.envs as envs\ngetattr(envs, 'VLLM_F', None)",
-        "vllm_version() == here",
-        "here not in SUPPORTED_VERSIONS['cpu']",
-    ],
-)
-def test_questions_about_versions_are_found(question):
-    assert questions_about_versions(question)
-
-
 def test_only_compat_knows_what_differs_between_versions():
     found = {}
     for file in ELSEWHERE:
         source = file.read_text(encoding="utf-8")
-        if known := [*names_of_versions(source), *questions_about_versions(source)]:
+        if known := names_of_versions(source):
             found[str(file.relative_to(ROOT))] = known
     assert found == {}

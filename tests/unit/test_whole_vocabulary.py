@@ -1,8 +1,6 @@
 """A draft with the target's whole vocabulary proposes what it did before."""
 
-import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.whole_vocabulary import write
-from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.vocabulary.matching import Matching
 from tests.support.models import DRAFT, TARGET
 
@@ -62,18 +59,3 @@ def test_tokens_that_it_has_keep_their_logits_and_others_are_never_drawn(
     expected = expected[..., torch.from_numpy(matching.drawn[matching.drawn >= 0])]
     torch.testing.assert_close(found[..., has], expected, rtol=0.02, atol=0.1)
     assert torch.softmax(found, -1)[..., ~has].sum(-1).max() < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, "can use LlamaForCausalLM"),
-        ({"attention_bias": True}, "has biases"),
-        ({"dtype": "float16"}, "float16 weights; convert it to bfloat16 or float32"),
-    ],
-)
-def test_what_cannot_be_widened_is_refused(tmp_path, target, matching, change, message):
-    config = json.loads((Path(DRAFT) / "config.json").read_text("utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(SequoiaError, match=message):
-        write(target, tmp_path, tmp_path / "wide", matching)

@@ -7,8 +7,6 @@ between the two are not seen. Operators on tensors that stay on the host are cou
 if they were on the device.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.adapters import RANK, save_adapter
 from tests.support.engines import running, sequoia
@@ -18,7 +19,6 @@ LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 
 def generate_with_adapters(folder: str) -> dict[str, Any]:
     """Answers of plain V2 and of trees: no adapter, one and another; greedy and seeded."""
-    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     first, second = (

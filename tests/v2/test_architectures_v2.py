@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.architectures import VOCABULARY, save_architecture
+from tests.support.calling import called_once
 from tests.support.engines import runner_of, running, sequoia
 from tests.support.generating import generate, generate_on, random_prompts
 from tests.support.on_v2 import call_on_v2
@@ -27,8 +29,6 @@ OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 2}
 
 def generate_with_sinks(models: str) -> dict[str, Any]:
     """Plain vLLM's tokens, and those of a model with sinks and experts that drafts for itself."""
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     prompts = random_prompts(LENGTHS, VOCABULARY)
     model = save_architecture(Path(models) / "gpt_oss", "gpt_oss", layers=2)
@@ -52,10 +52,7 @@ def groups_of(llm: Any) -> list[list[Any]]:
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("architectures")
-    return call_on_v2(generate_with_sinks, directory, gpu_attention=True, models=str(directory))
+answers = called_once(call_on_v2, generate_with_sinks, gpu_attention=True)
 
 
 def test_a_model_that_drafts_for_itself(answers):
@@ -77,8 +74,6 @@ def test_drafts_lie_in_several_cache_groups(answers):
 
 def generate_after_a_rest(models: str) -> dict[str, Any]:
     """Answers where two requests outlive the others, with drafts only then; and plain vLLM's."""
-    from vllm import SamplingParams
-
     # A block of the draft's windowed layer is in the memory of one of the target's layers.
     target = save_architecture(Path(models) / "target", "gemma2", layers=4, full=[3])
     draft = save_architecture(Path(models) / "draft", "gemma2", layers=2, full=[1])

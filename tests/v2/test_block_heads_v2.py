@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.block_heads import save_dflash2, save_dspark, save_lilicorr
+from tests.support.calling import called_once
 from tests.support.engines import whole_trees
 from tests.support.generating import SPEC_DECODE, TINY, generate, generate_chain, random_prompts
 from tests.support.heads import save_dflash
@@ -40,8 +42,6 @@ HEADS: dict[str, Callable[[Path, str], str]] = {
 
 
 def greedy(count: int) -> list[Any]:
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     return [params] * count
 
@@ -70,10 +70,7 @@ def generate_all(place: str) -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("heads")
-    return call_on_v2(generate_all, path, place=str(path))
+answers = called_once(call_on_v2, generate_all)
 
 
 of_each = pytest.mark.parametrize("head", HEADS)

@@ -10,8 +10,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from sequoia_vllm.drafting.tree_tables import TreeShapes
+from tests.support.calling import called_once
 from tests.support.engines import runner_of, running, sequoia, whole_trees
 from tests.support.generating import (
     generate,
@@ -34,8 +36,6 @@ LAUNCHES = Path(__file__).parent / "LAUNCHES.md"
 
 def params() -> list[Any]:
     """Greedy, with a seed, greedy."""
-    from vllm import SamplingParams
-
     common = {"max_tokens": 14, "ignore_eos": True, "detokenize": False}
     return [
         SamplingParams(temperature=0, **common),
@@ -72,8 +72,6 @@ def give_own_trees(runner: Any) -> None:
 
 def launches_of_a_step(llm: Any) -> dict[str, Any]:
     """Launches for a greedy and a sampled request with trees of depth 6 that were grown before."""
-    from vllm import SamplingParams
-
     from tests.v2.launches import DRAFT, GLUE, VERIFIER, WORK, counted_launches
 
     for index, request in enumerate(random_prompts([9, 14])):
@@ -127,10 +125,7 @@ def slots_of_a_level() -> dict[str, list[list[int]]]:
     return {"ours": inputs.slots[:, :12].tolist(), "vLLM's": expected.tolist()}
 
 
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("gpu-attention")
-    return call_on_v2(generate_as_on_gpus, directory, gpu_attention=True, models=str(directory))
+generated = called_once(call_on_v2, generate_as_on_gpus, gpu_attention=True)
 
 
 def test_attention_is_that_of_gpus(generated):

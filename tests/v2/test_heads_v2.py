@@ -10,8 +10,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from tests.support.calling import called_once
 from tests.support.engines import running, sequoia, whole_trees
 from tests.support.generating import (
     SPEC_DECODE,
@@ -31,15 +33,11 @@ HEADS = {"eagle3": EAGLE3, "dflash": DFLASH}
 
 
 def greedy(count: int) -> list[Any]:
-    from vllm import SamplingParams
-
     return [SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)] * count
 
 
 def mixed() -> list[Any]:
     """Greedy, with seeds and truncations, without drafts, with a capped tree, ending early."""
-    from vllm import SamplingParams
-
     common = {"max_tokens": 16, "ignore_eos": True}
     return [
         SamplingParams(temperature=0, **common),
@@ -117,9 +115,7 @@ def generate_all() -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return call_on_v2(generate_all, tmp_path_factory.mktemp("heads"))
+answers = called_once(call_on_v2, generate_all)
 
 
 CASES = [(kind, name) for kind in HEADS for name in ("vLLM's chain", "chain")]

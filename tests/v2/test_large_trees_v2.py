@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.engines import runner_of, running
 from tests.support.generating import TINY, generate, generate_on, random_prompts, save_related_pair
@@ -17,8 +18,6 @@ LIMITS = {**TINY, "max_model_len": 2048, "max_num_batched_tokens": 2048, "max_nu
 
 def generate_both(models: str) -> dict[str, Any]:
     """Answers of plain V2, and of trees; and of trees two more tokens that are sampled."""
-    from vllm import SamplingParams
-
     common = {"ignore_eos": True, "detokenize": False}
     greedy = SamplingParams(temperature=0, max_tokens=6, **common)
     target, draft = save_related_pair(Path(models), max_position_embeddings=2048)

@@ -7,6 +7,7 @@ mixtures of experts.
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.engines import running
 from tests.support.expert_layers import KINDS, save_experts
@@ -38,8 +39,6 @@ def trees(size: int) -> dict[str, Any]:
 
 
 def parameters(temperature: float, count: int) -> list[Any]:
-    from vllm import SamplingParams
-
     common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
     return [
         SamplingParams(temperature=temperature, seed=index if temperature else None, **common)

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from sequoia_vllm.verification.methods import register
 from tests.oracles.laws import assert_same_law
 from tests.support import target_only
 from tests.support.block_heads import save_dflash2, save_dspark
+from tests.support.calling import called_once
 from tests.support.editing import SIBLINGS_FIRST, edited_params
 from tests.support.engines import running, sequoia
 from tests.support.generating import (
@@ -48,8 +50,6 @@ TRUNCATIONS = [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}]
 
 def seeded_params(count: int, max_tokens: int) -> list[Any]:
     """Seeds and truncations of their own; the second has two completions."""
-    from vllm import SamplingParams
-
     return [
         SamplingParams(
             temperature=0.8, seed=7 + index, max_tokens=max_tokens, ignore_eos=True,
@@ -61,8 +61,6 @@ def seeded_params(count: int, max_tokens: int) -> list[Any]:
 
 def generate_seeded(models: str) -> dict[str, Any]:
     """Answers of plain V2, of trees, and of trees by a broken draft: two more without a seed."""
-    from vllm import SamplingParams
-
     target, draft = save_related_pair(Path(models))
     tiny = random_prompts([12, 30, 5, 41, 8, 20]), seeded_params(6, 16)
     broken = save_broken(Path(models) / "broken", draft)
@@ -94,10 +92,7 @@ def generate_with_a_tiny_pair(models: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("tiny")
-    return call_on_v2(generate_with_a_tiny_pair, directory, models=str(directory))
+generated = called_once(call_on_v2, generate_with_a_tiny_pair)
 
 
 def test_a_seed_gives_the_tokens_of_plain_vllm(generated):
@@ -138,8 +133,6 @@ DETERMINED = ["greedy", "seed at temperature 1", "seed", "greedy with a penalty"
 
 def generate_beside(models: str) -> dict[str, Any]:
     """By name: tokens of plain V2 and of trees, and which chunks of a batch were processed."""
-    from vllm import SamplingParams
-
     target, draft = save_related_pair(Path(models))
     requests = random_prompts([9, 20])
     short, long = (
@@ -182,8 +175,6 @@ def test_tokens_are_those_of_plain_vllm_whoever_applies_temperatures(name, gener
 
 def generate_edited(models: str) -> dict[str, Any]:
     """Answers of plain V2, with and without edits, and of trees."""
-    from vllm import SamplingParams
-
     target, draft = save_related_pair(Path(models))
     [prompt] = random_prompts([14])
     unedited = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
@@ -244,8 +235,6 @@ TEMPERATURES = [1.0, 0.6, 1.3]
 
 def generate_from_itself(models: str) -> dict[str, Any]:
     """What became of trees that the target drafted; as the worker and the metrics say."""
-    from vllm import SamplingParams
-
     target, _ = save_related_pair(Path(models))
     params = [
         SamplingParams(temperature=temperature, max_tokens=25, ignore_eos=True, detokenize=False)
@@ -342,8 +331,6 @@ def generate_for_law(
 
     Without a draft the target's own layer drafts.
     """
-    from vllm import SamplingParams
-
     params = [
         SamplingParams(
             temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
@@ -499,8 +486,6 @@ def test_a_head_leaves_the_law(kind, tmp_path):
 
 def generate_target_only(models: str) -> dict[str, Any]:
     """Sampled requests, then greedy ones, by a method that is registered here."""
-    from vllm import SamplingParams
-
     register(TARGET_ONLY)
     target, draft = f"{models}/target", f"{models}/draft"
     requests = random_prompts([5, 9])

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from vllm import SamplingParams
 
-from sequoia_vllm.adaptation.controller import DraftController
-from sequoia_vllm.adaptation.trials import Step
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from tests.support.calling import called_once
 from tests.support.conversing import converse, turns
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.generating import (
@@ -44,8 +43,6 @@ GREEDY_TOKENS = 24
 
 def greedy_requests() -> tuple[list[str], list[Any]]:
     """Four requests that run on, and some that end early: at a length, in a stop string."""
-    from vllm import SamplingParams
-
     params = [SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True)] * 4
     params += [
         SamplingParams(temperature=0, max_tokens=1),
@@ -83,9 +80,7 @@ def generate_with_the_embedded_pair() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def embedded(tmp_path_factory) -> dict[str, Any]:
-    return call_on_v2(generate_with_the_embedded_pair, tmp_path_factory.mktemp("embedded"))
+embedded = called_once(call_on_v2, generate_with_the_embedded_pair)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +120,6 @@ def test_greedy_tokens_without_asynchronous_scheduling(greedy):
 
 def special_params() -> list[Any]:
     """Requests without drafts between some that get trees, most with logprobs."""
-    from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     length = {"temperature": 0, "max_tokens": 12}
@@ -144,7 +138,6 @@ def special_params() -> list[Any]:
 
 def grammar_params() -> list[Any]:
     """Requests whose every token a grammar checks: greedy, seeded, and with edits besides."""
-    from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     sums = StructuredOutputsParams(regex=r"[a-z]{3,8} = \d+( \+ [a-z0-9]{1,5})*")
@@ -159,8 +152,6 @@ def grammar_params() -> list[Any]:
 
 def generate_special() -> dict[str, Any]:
     """Tokens and logprobs of plain V2 and of trees."""
-    from vllm import SamplingParams
-
     params = special_params()
     texts = prompts(len(params))
     thinking = {"reasoning_start_str": "(", "reasoning_end_str": "return"}
@@ -218,8 +209,6 @@ def generate_special() -> dict[str, Any]:
 
 def generate_in_turns(llm: Any, texts: list[str]) -> list[list[list[int]]]:
     """Greedy and seeded requests whose prompts come in pieces, each after an answer."""
-    from vllm import SamplingParams
-
     params = [
         SamplingParams(
             temperature=0.8 * (place % 2), seed=place, max_tokens=7 + place, ignore_eos=True
@@ -367,25 +356,20 @@ def pressed_params(max_tokens: int = PRESSED_TOKENS) -> list[Any]:
 
 
 def generate_pressed(models: str) -> dict[str, Any]:
-    """Answers of plain V2, and of trees short of tokens per step, blocks or the model's length."""
+    """Answers of plain V2, and of trees short of the model's length, or of what the draft has read.
+
+    `tests/gpu_rehearsal/test_requests.py` has preemption, schedules and trimmed trees.
+    """
     target, draft = save_related_pair(Path(models))
     requests, params = random_prompts(LENGTHS), pressed_params()
     options = {"model": target, **TINY}
     return {
         "plain": generate(None, requests, params, **options),
-        "trimmed": generate_with_trees(
-            draft, requests, params, size=12, depth=4, max_num_batched_tokens=48, **options
-        ),
-        "preempted": generate_with_trees(
-            draft, requests, params, num_gpu_blocks_override=12, max_model_len=128, **options
-        ),
         "to the end": generate_with_trees(
             draft, requests[:2], pressed_params(200)[:2], max_model_len=LONGEST, **options
         ),
         "prefix cached": generate_twice(draft, requests, params, **options),
-        "scheduled": generate_across_thresholds(draft, requests, **options),
         "rested": generate_after_a_rest(target, requests, **options),
-        "adapted": generate_with_many_decisions(draft, requests, **options),
         "caught up": generate_as_the_draft_catches_up(draft, requests, **options),
     }
 
@@ -407,32 +391,7 @@ def generate_twice(
         return {"first": first, "second": second, "hits": metric(llm, "vllm:prefix_cache_hits")}
 
 
-SCHEDULE = [[1, 2, 7], [3, 8, 0]]
 RESTED_TOKENS = 13
-SCHEDULED_TOKENS = [32, 20, 8, 8, 8, 32]
-
-
-def generate_across_thresholds(draft: str, requests: list[Any], **options: Any) -> dict[str, Any]:
-    """Two requests draft, four more stop that, and the two that are left draft again."""
-    config = sequoia(size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=SCHEDULE)
-    with running(config, **options) as llm:
-        engine, done, trees = llm.llm_engine, {}, []
-        waiting = [
-            (str(index), request, pressed_params(tokens)[index])
-            for index, (request, tokens) in enumerate(zip(requests, SCHEDULED_TOKENS, strict=True))
-        ]
-        for stop_at in (4, None):
-            count = 2 if stop_at else len(waiting)
-            for request in waiting[:count]:
-                engine.add_request(*request)
-            waiting = waiting[count:]
-            step = 0
-            while engine.has_unfinished_requests() and step != stop_at:
-                step += 1
-                done |= {o.request_id: o for o in engine.step() if o.finished}
-                trees.append(counted(llm)["tree_steps"])
-        outputs = [done[str(index)] for index in range(len(requests))]
-        return {"tokens": completions(outputs), "trees_by_step": trees}
 
 
 def generate_after_a_rest(target: str, requests: list[Any], **options: Any) -> dict[str, Any]:
@@ -452,22 +411,6 @@ def generate_after_a_rest(target: str, requests: list[Any], **options: Any) -> d
     return answer
 
 
-def generate_with_many_decisions(draft: str, requests: list[Any], **options: Any) -> dict[str, Any]:
-    """The engine adapts: with a controller that draws what to draft next, a third of the time."""
-    rng = np.random.default_rng(0)
-
-    def observe(self: DraftController, step: Step) -> None:
-        if rng.random() < 1 / 3:
-            self.lookup[:] = [int(rng.choice([0, 1, 3, 7]))] * len(self.lookup)
-
-    DraftController.observe, original = observe, DraftController.observe  # type: ignore[method-assign]
-    try:
-        config = sequoia(size=8, depth=3, draft=draft, adapt=True)
-        return generate(config, requests[:3], pressed_params()[:3], **options)
-    finally:
-        DraftController.observe = original  # type: ignore[method-assign]
-
-
 def generate_as_the_draft_catches_up(
     draft: str, requests: list[Any], **options: Any
 ) -> dict[str, Any]:
@@ -485,24 +428,7 @@ def first_tokens(generated: list[list[list[int]]], counts: list[int]) -> list[li
     return cut
 
 
-@pytest.fixture(scope="module")
-def pressed(tmp_path_factory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("pressed")
-    return call_on_v2(generate_pressed, directory, models=str(directory))
-
-
-def test_same_tokens_with_chunked_prefill_and_trimmed_trees(pressed):
-    found = pressed["trimmed"]
-    assert found["tokens"] == pressed["plain"]["tokens"]
-    assert found["counts"]["draft_tokens"] < 11 * found["counts"]["drafts"]
-    assert found["counts"]["tokens_per_tree"] > 1.5
-
-
-def test_same_tokens_with_preemption(pressed):
-    found = pressed["preempted"]
-    assert found["counts"]["preemptions"] > 0
-    assert found["tokens"] == pressed["plain"]["tokens"]
-    assert found["counts"]["tokens_per_tree"] > 1.5
+pressed = called_once(call_on_v2, generate_pressed)
 
 
 def test_same_tokens_up_to_max_model_len(pressed):
@@ -516,14 +442,6 @@ def test_same_tokens_with_prefix_caching(pressed):
     assert found["first"] == plain
     assert found["second"] == [[tokens[-4:]] for [tokens] in plain[::2]]
     assert found["hits"] >= 96 + 64 + 32  # all of them with tokens that were generated
-
-
-def test_same_tokens_across_the_thresholds_of_a_schedule(pressed):
-    found = pressed["scheduled"]
-    assert found["tokens"] == first_tokens(pressed["plain"]["tokens"], SCHEDULED_TOKENS)
-    drafting = [trees > 0 for trees in found["trees_by_step"]]
-    changes = [now for before, now in itertools.pairwise(drafting) if now != before]
-    assert changes[:3] == [True, False, True]  # on, off under load, and on again
 
 
 def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(pressed):
@@ -544,18 +462,10 @@ def test_same_tokens_as_the_draft_catches_up_on_prompts(pressed):
     assert found["counts"]["tokens_per_tree"] > 1.3
 
 
-def test_same_tokens_however_often_the_number_of_drafts_changes(pressed):
-    found = pressed["adapted"]
-    assert found["tokens"] == pressed["plain"]["tokens"][:3]
-    assert found["counts"]["tokens_per_tree"] > 1.2
-
-
 # -- custom logits processors ---------------------------------------------------------------
 
 
 def generate_with_a_processor() -> dict[str, Any]:
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     texts, options = prompts(2), {"logits_processors": ["tests.v2.processors:NoTokenTwice"]}
     return {

@@ -1,7 +1,5 @@
 """Tree attention against its reference, and against the device's bandwidth."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -162,8 +160,6 @@ def _worst_row(
     """The largest error of a row of one head, over the row's norm.
 
     Args:
-        run: The stage.
-        case: What is attended to.
         attend_to_contexts: The trees' kernel goes on from its result, which is rounded
             once more than usual; None: that kernel reads contexts, too.
     """

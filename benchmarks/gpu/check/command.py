@@ -1,7 +1,5 @@
 """Checks every kernel against torch, and times it. It needs torch and Triton, nothing else."""
 
-from __future__ import annotations
-
 import datetime
 import sys
 import time

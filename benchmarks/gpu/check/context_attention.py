@@ -1,7 +1,5 @@
 """Attention over contexts by another kernel than the trees', as ``context_attention`` has it."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A paged KV cache of several layers, laid out as vLLM lays out its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

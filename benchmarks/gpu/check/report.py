@@ -3,8 +3,6 @@
 Plain dataclasses, so that it is written where there is no pydantic.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,10 +37,7 @@ class AttentionTime:
     """One launch of tree attention.
 
     Attributes:
-        shape: Whose heads: ``"llama-2-7b"``, ...
-        context_length: Committed tokens of each.
         seconds: Median per launch, its merge included; CUDA graph, cache not in L2.
-        spread: Interquartile range of the seconds.
         bytes_read: Keys and values of all positions, once.
         bandwidth_floor: Seconds to move as many bytes in a large copy.
         arithmetic_floor: Seconds for its products at the rate of a large one.
@@ -78,11 +73,8 @@ class PartTime:
     """Another part of a step, as one CUDA graph.
 
     Attributes:
-        model: Shape of the model, or "" where there is none.
-        context_length: Committed tokens of each; 0: does not matter.
         tokens: Of each request: nodes scored, or nodes of a level.
         vocabulary: Size; 0: does not matter.
-        spread: Interquartile range of the seconds.
     """
 
     part: str
@@ -117,9 +109,6 @@ class GpuCheckReport:
 
     Attributes:
         interpreted: Run by Triton's interpreter: times mean nothing then.
-        copy_bytes_per_second: Of a large copy, reading and writing counted; 0: not measured.
-        product_operations_per_second: Of a large bfloat16 matrix product; likewise.
-        stages: By name: "kernels".
     """
 
     date: str

@@ -1,7 +1,5 @@
 """Drawing, verification and commit against their references."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

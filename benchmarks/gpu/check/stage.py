@@ -1,7 +1,5 @@
 """What every stage works with."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

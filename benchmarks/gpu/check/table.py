@@ -1,7 +1,5 @@
 """A report as short plain tables."""
 
-from __future__ import annotations
-
 from benchmarks.gpu.check.report import GpuCheckReport, StageReport
 from benchmarks.gpu.table import aligned
 

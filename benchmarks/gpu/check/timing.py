@@ -1,7 +1,5 @@
 """Times of device work, as CUDA graphs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

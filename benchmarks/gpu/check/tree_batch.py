@@ -1,7 +1,5 @@
 """Requests with trees, without an engine: their drafts, verification and commit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

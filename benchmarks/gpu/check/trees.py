@@ -1,7 +1,5 @@
 """The trees that are grown and verified here."""
 
-from __future__ import annotations
-
 from sequoia_vllm.tree import TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 

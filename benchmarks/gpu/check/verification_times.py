@@ -1,7 +1,5 @@
 """Times of drawing, verification and commit, each alone."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

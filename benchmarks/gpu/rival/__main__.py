@@ -9,8 +9,6 @@
 `python -m examples.smollm2` first. Each step says what it found in a line of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -4,8 +4,6 @@ vLLM answers 64 prompts at once there, and keeps 16 probabilities of each token 
 transformers answers, and a GPU keeps them: two million tokens in some two minutes on an H100.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

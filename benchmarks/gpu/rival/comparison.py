@@ -1,7 +1,5 @@
 """Compares methods side by side, then serves arrivals with each; every figure is kept at once."""
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Engines of a comparison that start at once, each in a process of its own."""
 
-from __future__ import annotations
-
 import multiprocessing
 import traceback
 from collections.abc import Iterator, Sequence

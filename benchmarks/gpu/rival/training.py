@@ -1,7 +1,5 @@
 """Trains a head for so many seconds."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

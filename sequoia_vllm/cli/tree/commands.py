@@ -1,7 +1,5 @@
 """``sequoia-vllm tree``: build, list, look at and draw token trees."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """DFlash heads and their kin DFlash2 and LiLiCorr: one pass over a block drafts all levels."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 from sequoia_vllm.drafters.fields import Fields

@@ -4,8 +4,6 @@ In chains DFlash2 and LiLiCorr correct each prediction by the token before it. I
 the node's own token: Q at the node is what the chain would draw its next token from.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DSpark heads: a block like DFlash's, corrected by the tokens drafted in it."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 from sequoia_vllm.drafters.dflash import BlockHead

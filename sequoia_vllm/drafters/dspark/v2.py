@@ -1,7 +1,5 @@
 """DSpark heads on Model Runner V2: DFlash blocks, corrected by the tokens drafted in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

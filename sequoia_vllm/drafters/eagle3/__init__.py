@@ -1,7 +1,5 @@
 """EAGLE-3 heads: one layer that reads tokens and hidden states, in a pass for each level."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 from typing import Any
 
@@ -67,13 +65,11 @@ class Eagle3(Drafter):
         "eagle3": "Eagle3LlamaForCausalLM", "peagle": "PeagleLlamaForCausalLM",
     })  # fmt: skip
     signs = (
-        _P_EAGLE,
-        Sign("architecture", r"Eagle3.*|.*Eagle3"),
+        _P_EAGLE, Sign("architecture", r"Eagle3.*|.*Eagle3"),
         Sign("architecture", r"Eagle.*", "an EAGLE-1 head", drafts=False, chains="eagle"),
-        Sign("field", "draft_vocab_size"),
-        Sign("field", "eagle_config"),
+        Sign("field", "draft_vocab_size"), Sign("field", "eagle_config"),
         Sign("field", "eagle_aux_hidden_state_layer_ids"),
-    )
+    )  # fmt: skip
     # The first that fits target and engine is taken. Heads made with vLLM's own library come
     # first: they are served with vLLM where they are made.
     known = known_heads(_PUBLISHERS, {

@@ -1,7 +1,5 @@
 """Heads on Model Runner V2 that read tokens and states, in one pass per level."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from sequoia_vllm.drafting.growth import DraftStates

@@ -4,8 +4,6 @@ Every node's Q is a function of what is known before the step draws anything, an
 token and depth. So the verifiers are lossless with it, at every temperature.
 """
 
-from __future__ import annotations
-
 from sequoia_vllm.drafters.registry import Drafter, register
 
 

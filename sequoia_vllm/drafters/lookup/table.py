@@ -1,7 +1,5 @@
 """Which tokens followed before: of any request by the target's logits, and in the same text."""
 
-from __future__ import annotations
-
 import logging
 
 import torch
@@ -31,11 +29,6 @@ class Successors:
     Attributes:
         table: int32 ``[V + 1, k]``: likeliest first; -1: nothing is known. The last row takes what
             is not kept.
-
-    Args:
-        vocab_size: V.
-        dtype: Of the logits.
-        device: Where the table is.
     """
 
     def __init__(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -52,7 +45,6 @@ class Successors:
         All ranks of an engine keep the same: they draft the same trees.
 
         Args:
-            tokens: int ``[R]``.
             logits: ``[R, V]``: the target's, after each of them.
         """
         step = len(tokens) // (MOST_LEARNED + 1) + 1
@@ -92,7 +84,6 @@ def continuations(texts: Tensor, rows: Tensor, lengths: Tensor, depth: int) -> T
         texts: int32 ``[rows, L]``: tokens; behind a text's length they mean nothing.
         rows: int64 ``[R]``: the row of each text.
         lengths: int ``[R]``: tokens of each, at least 1.
-        depth: Tokens asked for.
 
     Returns:
         int64 ``[R, depth]``; -1 in rows whose last two tokens did not occur before.

@@ -1,7 +1,5 @@
 """Lookup on the V1 runner."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig

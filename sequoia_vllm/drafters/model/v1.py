@@ -1,7 +1,5 @@
 """Draft models on the V1 runner."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.v1.spec_decode.draft_model import DraftModelProposer

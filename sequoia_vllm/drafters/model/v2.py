@@ -1,7 +1,5 @@
 """Draft models on Model Runner V2."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Layers of multi-token prediction (MTP) in a target's own checkpoint."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

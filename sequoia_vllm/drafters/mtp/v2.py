@@ -1,7 +1,5 @@
 """MTP layers on Model Runner V2."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ processes agree on the rest, too. But each node of ``--nnodes``, and of data par
 Unequal trees would be scored as if they were one.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping, Sequence
 from itertools import groupby

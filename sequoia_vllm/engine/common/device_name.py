@@ -1,7 +1,5 @@
 """The name of the device that this engine runs on, as the driver or the system gives it."""
 
-from __future__ import annotations
-
 from sequoia_vllm.hardware.device import current_cpu_name
 
 

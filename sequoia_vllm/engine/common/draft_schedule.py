@@ -1,7 +1,5 @@
 """How many drafts each batch size gets, once the engine's limits are known."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """An attribute replaced for the length of one call."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

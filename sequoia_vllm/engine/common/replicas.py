@@ -1,7 +1,5 @@
 """Replicas of a mixture of experts, which run in lock step, and drafts, which do not."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

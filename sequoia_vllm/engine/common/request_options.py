@@ -1,7 +1,5 @@
 """Options of a request for speculation: ``extra_args``, which HTTP clients call ``vllm_xargs``."""
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

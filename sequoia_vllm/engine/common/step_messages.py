@@ -10,8 +10,6 @@ message also samples, unless the engine core must add masks of grammars. The dra
 sampled tokens. Where it works a step ahead nothing waits, and nothing is changed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

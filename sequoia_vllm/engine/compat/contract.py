@@ -1,7 +1,5 @@
 """Start-up check that this vLLM has the surface that we override, as we know it."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterable

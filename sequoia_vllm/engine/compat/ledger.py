@@ -14,8 +14,6 @@ This module imports nothing of vLLM and nothing that it describes. So a device c
 without loading another one's code, and other versions' wheels can be read.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

@@ -4,8 +4,6 @@ Code that needs to know asks here, by the difference's name. No other room names
 ledger says which overrides begin or end with a version, and why.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from sequoia_vllm.engine.compat.ledger import Expected, expected

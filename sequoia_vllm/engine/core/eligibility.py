@@ -1,7 +1,5 @@
 """Which requests get trees. The others are served without drafts, exactly as by plain vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import entry_points

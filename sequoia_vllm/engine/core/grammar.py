@@ -11,8 +11,6 @@ its stand-in. So a path follows what a grammar forces. The verifier knows both t
 that never left the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -9,8 +9,6 @@ next tree after the allocation, when it knows how many requests it could schedul
 number before, by the requests that run.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """vLLM's asynchronous scheduler with trees: who drafts, known a step ahead of the worker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler

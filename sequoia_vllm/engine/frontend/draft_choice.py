@@ -1,7 +1,5 @@
 """Chooses the draft of an engine: the one that the user names, or the best known of its target."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection
 from typing import NamedTuple

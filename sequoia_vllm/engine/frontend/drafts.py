@@ -1,7 +1,5 @@
 """Reads drafts as vLLM will: of what kind they are, and whether they fit the target."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial

@@ -1,7 +1,5 @@
 """Turns vLLM's engine arguments into its configuration of a Sequoia engine."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `engine_config` collects the facts, and applies the plan to vLLM's objects.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

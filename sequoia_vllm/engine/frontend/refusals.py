@@ -1,7 +1,5 @@
 """Set-ups that Sequoia refuses at start-up, each with its reason and the fix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm import envs
@@ -54,18 +52,13 @@ def refuse_unsupported(vllm_config: Any) -> None:
 def kinds_in_vllm(model: Any) -> set[Kind]:
     """The kinds of model that vLLM takes this one for."""
     found: dict[Kind, bool] = {
-        "mla": model.use_mla,
-        "attention": _has_own_attention(model),
-        "chunked": model.attention_chunk_size is not None,
-        "alibi": model.uses_alibi,
-        "recurrent": _has_recurrent_layers(model),
-        "diffusion": model.is_diffusion,
+        "mla": model.use_mla, "attention": _has_own_attention(model),
+        "chunked": model.attention_chunk_size is not None, "alibi": model.uses_alibi,
+        "recurrent": _has_recurrent_layers(model), "diffusion": model.is_diffusion,
         "realtime": any("Realtime" in name for name in model.architectures),
-        "mrope": model.uses_mrope,
-        "multimodal": model.is_multimodal_model,
-        "encoder-decoder": model.is_encoder_decoder,
-        "pooling": model.runner_type == "pooling",
-    }
+        "mrope": model.uses_mrope, "multimodal": model.is_multimodal_model,
+        "encoder-decoder": model.is_encoder_decoder, "pooling": model.runner_type == "pooling",
+    }  # fmt: skip
     return {kind for kind, is_so in found.items() if is_so}
 
 

@@ -1,7 +1,5 @@
 """Reads what the user asks for, and shows what is wrong with it as vLLM's commands do."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import sys

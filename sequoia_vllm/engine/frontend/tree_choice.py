@@ -1,7 +1,5 @@
 """Resolves the ``tree`` setting: the tree that an engine drafts, how much of it when, and why."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """What vLLM counts and shows of our engines: the method's name, positions by depth, requests."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace

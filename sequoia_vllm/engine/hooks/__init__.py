@@ -7,8 +7,6 @@ Until: vLLM lets plugins register a speculative method.
 May import: common, compat, core, frontend.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

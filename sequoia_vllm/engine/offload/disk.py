@@ -1,7 +1,5 @@
 """vLLM's offloader for weights on a disk: CPUs have none of vLLM's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

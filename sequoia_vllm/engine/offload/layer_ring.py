@@ -3,8 +3,6 @@
 Also an allocator setting for the activations of wide layers, which stand beside the buffers.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

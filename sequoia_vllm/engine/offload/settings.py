@@ -5,8 +5,6 @@ Any engine takes them, so that plain decoding and vLLM's own chain stream their 
 vLLM keys its compiled code by them, as it has to: layers wait for weights there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import ValidationError

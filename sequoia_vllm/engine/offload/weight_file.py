@@ -6,8 +6,6 @@ read with direct I/O, past the page cache. Where weights do not fit in memory, a
 would only displace what does.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -4,8 +4,6 @@ Trees are chosen while vLLM makes the speculative configuration, before there is
 ``OffloadConfig``. So the engine's arguments are read, from which it is made.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

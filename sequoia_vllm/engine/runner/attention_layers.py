@@ -1,7 +1,5 @@
 """Attention layers with trees, on every device: the class that runs, and the models that cannot."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """CPU attention backend: vLLM's own, plus tree attention where a batch has trees."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """Tracks blocks of the KV cache that the draft has filled: vLLM's prefix cache does not know."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import takewhile

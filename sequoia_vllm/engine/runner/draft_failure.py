@@ -1,7 +1,5 @@
 """Goes on without a draft that fails while requests run."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Commit: the accepted path's keys and values move to the slots after the root."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

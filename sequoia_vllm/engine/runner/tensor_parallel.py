@@ -1,7 +1,5 @@
 """One decision for all ranks of a tensor-parallel group."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group

@@ -1,7 +1,5 @@
 """An output layer with some of a draft model's rows: a level then reads less memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Timing the methods of one object, and what recordings of steps have in common."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ may cut them, and replaces tokens that a grammar forbids (`engine.core.grammar`)
 lays out the returned tokens (`ScoringTreesV1`), scores and verifies them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

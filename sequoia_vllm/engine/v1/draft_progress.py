@@ -4,8 +4,6 @@ The draft *reads* a token when it computes the token's keys and values into its 
 cache. It must have read all of a request's committed tokens before it can draft.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ Without drafts a request has one row, whose history is the tokens generated so f
 edits that row. A node's history is these tokens and those of its path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

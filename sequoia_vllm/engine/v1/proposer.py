@@ -1,7 +1,5 @@
 """The proposer of the V1 runner: the draft model grows a token tree for each request."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -247,7 +245,6 @@ class TreeProposerV1(DraftModelProposer):
         """Grows one tree per request, level by level.
 
         Args:
-            levels: The tree to grow.
             root_logits: ``[B, V]``: the draft's logits at each root.
             root_tokens, root_positions: int64 ``[B]``: the token and the position of each
                 root.
@@ -295,8 +292,6 @@ class TreeProposerV1(DraftModelProposer):
             tokens: int64 ``[B, m]``: the tokens of the nodes.
             requests: int64 ``[B]``: the indices of the requests in the batch.
             inner: Positions and slots of all levels' inner nodes.
-            levels: The tree.
-            level: The level.
         """
         if isinstance(self.drafter, TextDrafterV1):
             with self.runner.stats.timed("draft", len(tokens), tokens.numel()):

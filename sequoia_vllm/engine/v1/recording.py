@@ -1,7 +1,5 @@
 """Times the parts of every step of Model Runner V1, which waits for each part anyway."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

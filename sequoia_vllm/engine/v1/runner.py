@@ -1,7 +1,5 @@
 """vLLM's V1 CPU model runner with Sequoia trees; each method says what it replaces."""
 
-from __future__ import annotations
-
 from copy import copy
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls vLLM's sampler in a step with trees, and joins the output of the whole batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +23,6 @@ def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) 
     cannot be rewound.
 
     Args:
-        metadata: The batch's own.
         discarded: bool ``[requests]``: whose sampled token vLLM discards.
     """
     if not metadata.generators:
@@ -46,12 +43,9 @@ def combine_outputs(
     """vLLM's sampler output for the whole batch: verified trees and sampled tokens.
 
     Args:
-        sampler: vLLM's sampler, for requests without trees and for logprobs.
-        trees: The step's trees.
         result: The verifier's result for them.
         logits: ``[rows, V]``: the target's logits, unprocessed.
         target: The distributions that the trees were verified with.
-        metadata: The batch's sampling metadata.
         num_reqs: Requests in the batch, those without trees included.
 
     Returns:

@@ -6,8 +6,6 @@ So the target's token at a node is a *function* of its logits, and matching veri
 as for greedy ones. Neither the batch nor the trimming of the tree changes its output.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -66,7 +64,6 @@ def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
 
     Args:
         seeds: int64 ``[R]``.
-        vocab_size: V.
 
     Returns:
         float32 ``[R, V]``.

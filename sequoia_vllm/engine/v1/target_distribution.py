@@ -1,7 +1,5 @@
 """The target's distributions at tree nodes, after the requests' sampling parameters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

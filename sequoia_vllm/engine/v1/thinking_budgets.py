@@ -1,7 +1,5 @@
 """Keeps vLLM's thinking budgets with the requests that have one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Verification of one step's trees: greedy, seeded and sampled requests in one batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -50,8 +48,6 @@ class TreeVerifierV1:
         """Accepted nodes and emitted tokens of every tree.
 
         Args:
-            trees: This step's trees.
-            target: The target's distributions.
             generators: Generators of the batch's seeded requests, by request
                 index; each advances by one draw per emitted token.
 

@@ -1,7 +1,5 @@
 """Base of Sequoia's workers, on every device and runner."""
 
-from __future__ import annotations
-
 from copy import copy
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """The worker of a Sequoia engine on CPUs."""
 
-from __future__ import annotations
-
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
 

@@ -1,7 +1,5 @@
 """The worker of a Sequoia engine on GPUs."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

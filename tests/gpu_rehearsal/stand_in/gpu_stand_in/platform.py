@@ -12,11 +12,9 @@ from vllm.platforms.interface import DeviceCapability
 from gpu_stand_in import runtime
 
 _QUESTIONS = (
-    "cutlass_scaled_mm_supports_fp4",
-    "cutlass_scaled_mm_supports_fp8",
-    "cutlass_scaled_mm_supports_block_fp8",
-    "cutlass_group_gemm_supported",
-)
+    "cutlass_scaled_mm_supports_fp4", "cutlass_scaled_mm_supports_fp8",
+    "cutlass_scaled_mm_supports_block_fp8", "cutlass_group_gemm_supported",
+)  # fmt: skip
 
 
 class StandInPlatform(NonNvmlCudaPlatform):
