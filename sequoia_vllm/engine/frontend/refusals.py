@@ -172,8 +172,8 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
     draft = vllm_config.speculative_config.draft_model_config
     return _present(
         {
-            "KV transfer connectors would ship uncommitted tree nodes (on GPUs OffloadingConnector "
-            f"does not): drop {_asks_for_transfer(cache)}": _ships_uncommitted(vllm_config),
+            "KV transfer connectors would ship uncommitted tree nodes: drop "
+            f"{_asks_for_transfer(cache)}": vllm_config.kv_transfer_config is not None,
             "encoder-cache transfer is not supported: drop --ec-transfer-config": (
                 vllm_config.ec_transfer_config is not None
             ),
@@ -224,16 +224,6 @@ def _shares_keys_of_two_sizes(model: Any) -> bool:
 def _prunes_videos(model: Any) -> bool:
     images = model.multimodal_config
     return images is not None and bool(images.is_multimodal_pruning_enabled())
-
-
-def _ships_uncommitted(vllm_config: Any) -> bool:
-    """Whether a KV transfer connector may take rows that hold no confirmed token.
-
-    OffloadingConnector, which vLLM has on GPUs only, stores blocks whose tokens are all the
-    request's (its `num_tokens`).
-    """
-    transfer, on_gpu = vllm_config.kv_transfer_config, vllm_config.use_v2_model_runner
-    return transfer is not None and not (on_gpu and transfer.kv_connector == "OffloadingConnector")
 
 
 def _asks_for_transfer(cache: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import inspect
 import os
@@ -77,7 +76,6 @@ def install() -> None:
     _embed_without_the_fused_operator()
     _loosen_attention()
     _offload_as_on_gpus()
-    _keep_blocks_on_the_host()
     _change_the_plugin()
     _check_memory()
     _watch_copies()
@@ -116,7 +114,6 @@ def _replace_operators() -> None:
         flash_attention.quantized(values, scale), scale,
     )  # fmt: skip
     operators.topk_softmax = experts.topk_softmax
-    operators.swap_blocks_batch = _copy_by_address
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
     TritonExperts.apply = experts.apply
@@ -200,29 +197,6 @@ def _offload_as_on_gpus() -> None:
         self.copy_stream.make_late()
 
     prefetch.PrefetchOffloader.__init__ = copying_late
-
-
-def _copy_by_address(sources: Tensor, targets: Tensor, sizes: Tensor, **_: Any) -> None:
-    for source, target, size in zip(
-        sources.tolist(), targets.tolist(), sizes.tolist(), strict=True
-    ):
-        ctypes.memmove(target, source, size)
-
-
-def _keep_blocks_on_the_host() -> None:
-    """`OffloadingConnector` asks where tensors lie, and for pages that the GPU reaches."""
-    import vllm.v1.kv_offload.cpu.gpu_worker as worker
-    import vllm.v1.kv_offload.cpu.host_register as register
-
-    from gpu_stand_in.platform import StandInPlatform as Platform
-
-    Platform.Stream = runtime.Stream
-    Platform.current_stream = staticmethod(runtime.current_stream)
-    Platform.stream = staticmethod(torch.cuda.stream)
-    start = worker.SingleDirectionOffloadingHandler.__init__
-    exec(_source_without(start, "assert gpu_tensor.is_cuda or gpu_tensor.is_xpu"), vars(worker))
-    worker.SingleDirectionOffloadingHandler.__init__ = vars(worker).pop("__init__")
-    register._load_cudart = lambda: None
 
 
 def _source_without(function: Any, condition: str) -> str:
