@@ -205,6 +205,7 @@ def test_draws_have_a_version_per_branching(record):
     kept = torch.zeros(most, 9, vocabulary)
     stats = torch.zeros(most, 9, 2)
     workspace = children.DrawWorkspace()
+    told = torch.full((most, 3), -1)
     numbers = torch.zeros(256, dtype=torch.int32)
     slots = torch.zeros(most, dtype=torch.int64)
     for size in (16, 33, 64):  # of the tree
@@ -233,6 +234,7 @@ def test_draws_have_a_version_per_branching(record):
                     draft_stats=stats,
                     state_rows=numbers[:requests],
                     inner_rows=numbers[level],
+                    told=told[:requests],
                     workspace=workspace,
                 )
     # 5, 7 and 8 children are all held in 8 places.
