@@ -17,7 +17,7 @@ LONGEST, SHORTEST = 8, 2
 """Tokens in a row that make a match: the longest match wins, then the latest."""
 WINDOW = 8192
 """A request's last tokens, in which a match is looked for: memory and time are bounded."""
-TOLD_SHARE = 0.9
+TOLD_SHARE = 0.7
 """Least probability in Q of a token that the text says comes next."""
 
 
