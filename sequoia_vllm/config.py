@@ -147,6 +147,12 @@ class SequoiaConfig(_Strict):
         "our kernel adds the tree. That is a launch more, which may pay where contexts are long. "
         "`sequoia-vllm gpu-check` times both.",
     )
+    retrieval: bool = Field(
+        default=True,
+        description="Where the last tokens of a request's text occurred in it before, draft what "
+        "followed them there first, beside what the drafter predicts. It helps answers that "
+        "repeat what was said: edits, extraction, code.",
+    )
     verification: MethodName | None = Field(
         default=None,
         description="How sampled trees are verified; output has the target's law by either. "
@@ -246,7 +252,8 @@ class SequoiaConfig(_Strict):
         """The keys that are vLLM's own, as given."""
         ours = {
             "method", "model", "drafter", "tree", "acceptance", "num_speculative_tokens",
-            "draft_vocabulary", "context_attention", "verification", "adapt", "offload",
+            "draft_vocabulary", "context_attention", "retrieval", "verification", "adapt",
+            "offload",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 

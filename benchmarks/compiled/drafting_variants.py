@@ -3,12 +3,20 @@
 import triton
 
 from benchmarks.compiled.variant import Variant
-from sequoia_vllm.kernels import begin_drafting, children, draft_inputs, target_states, truncation
+from sequoia_vllm.kernels import (
+    begin_drafting,
+    children,
+    continuations,
+    draft_inputs,
+    target_states,
+    truncation,
+)
 from sequoia_vllm.kernels.children_kernels import (
     block_best_kernel,
     merge_best_kernel,
     row_statistics_kernel,
 )
+from sequoia_vllm.verification.retrieval import LONGEST, SHORTEST
 
 
 def begin_drafting_variants() -> list[Variant]:
@@ -58,6 +66,19 @@ def draft_input_variants() -> list[Variant]:
         )
         for groups in (1, 2)
     ]
+
+
+def continuation_variants() -> list[Variant]:
+    """What finds out what texts say comes next."""
+    signature = {
+        **dict.fromkeys(("texts", "roots"), "*i32"),
+        **dict.fromkeys(("slots", "told"), "*i64"),
+        **dict.fromkeys(("texts_stride", "length", "depth", "window"), "i32"),
+    }
+    block = continuations._BLOCK
+    constants = {"MOST": LONGEST, "LEAST": SHORTEST, "BLOCK": block, "COLUMNS": 8}
+    kernel = continuations.continuations_kernel
+    return [Variant("continuations", kernel, signature, constants, num_warps=continuations._WARPS)]
 
 
 def target_state_variants() -> list[Variant]:
@@ -144,6 +165,7 @@ def _draw(dtype: str, branch: int, vocabulary: int) -> list[Variant]:
 def _draw_signature(dtype: str) -> dict[str, str]:
     numbers = (
         "width", "depth", "vocabulary", "num_state_rows", "num_blocks", "max_children", "slot_rows",
+        "told_columns",
     )  # fmt: skip
     floats = ("temperature", "top_p", "min_p", "lowest", "found", "partials", "draft_stats")
     integers = (
@@ -154,7 +176,7 @@ def _draw_signature(dtype: str) -> dict[str, str]:
     return {
         **dict.fromkeys(("logits", "draft_logits"), f"*{dtype}"),
         **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(("seeds", "candidates", "tokens", "slots"), "*i64"),
+        **dict.fromkeys(("seeds", "candidates", "tokens", "slots", "told"), "*i64"),
         **dict.fromkeys(integers, "*i32"),
         **dict.fromkeys(numbers, "i32"),
         **dict.fromkeys(multiples, "i64:16"),

@@ -8,6 +8,7 @@ from benchmarks.compiled.attention_variants import attention_variants
 from benchmarks.compiled.drafting_variants import (
     begin_drafting_variants,
     children_variants,
+    continuation_variants,
     draft_input_variants,
     target_state_variants,
     truncation_variants,
@@ -33,7 +34,7 @@ def all_variants() -> tuple[Variant, ...]:
         *attention_variants(), *children_variants(), *commit_variants(), *path_edit_variants(),
         *target_statistics_variants(), *verify_variants(), *traversal_variants(),
         *begin_drafting_variants(), *truncation_variants(), *draft_input_variants(),
-        *target_state_variants(), *scoring_input_variants(),
+        *target_state_variants(), *scoring_input_variants(), *continuation_variants(),
     )  # fmt: skip
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):

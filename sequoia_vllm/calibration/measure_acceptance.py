@@ -300,6 +300,7 @@ def _engine(task: AcceptanceTask, seed: int) -> AbstractContextManager[Any]:
     speculation = {
         "method": "sequoia", "model": settings.engine.draft,
         "tree": {"parents": list(tree.parents)}, "verification": settings.verification,
+        "retrieval": False,  # the vector is the draft's
         # Draft the whole tree at every batch size.
         "num_speculative_tokens_per_batch_size": [(1, 1, tree.num_speculative_tokens)],
     }  # fmt: skip

@@ -23,9 +23,15 @@ class DraftBatch:
         top_k, top_p, min_p: int32, float32, float32.
         seeds: int64.
         state_offset: 0 or 1: the draft reads a token at its position less this.
+        told: int64 ``[max_num_reqs, D]``: `continuations` of the requests' texts; -1: nothing.
+
+    Args:
+        depth: D; 0: texts are not looked at.
     """
 
-    def __init__(self, max_num_reqs: int, device: torch.device, state_offset: int = 0) -> None:
+    def __init__(
+        self, max_num_reqs: int, device: torch.device, state_offset: int = 0, depth: int = 0
+    ) -> None:
         def buffer(dtype: torch.dtype, value: float = 0) -> Tensor:
             return torch.full((max_num_reqs,), value, dtype=dtype, device=device)
 
@@ -39,6 +45,7 @@ class DraftBatch:
         self.top_p = buffer(torch.float32, 1.0)
         self.min_p = buffer(torch.float32)
         self.seeds = buffer(torch.int64)
+        self.told = torch.full((max_num_reqs, depth), -1, device=device)
         self._places = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
         self._multiples: dict[int, Tensor] = {}
 

@@ -81,6 +81,7 @@ class DraftedTrees:
             counts=level.counts,
             columns=level.columns,
             tokens=self.tokens[:num_reqs],
+            told=batch.told[:num_reqs],
             draft_logits=self.logits,
             draft_stats=self.stats,
             state_rows=batch.multiples(levels.rows_per_tree)[:num_reqs],

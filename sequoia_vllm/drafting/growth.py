@@ -15,6 +15,7 @@ from torch import Tensor
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import DraftLevels, Level, picked
+from sequoia_vllm.kernels.continuations import find_continuations
 from sequoia_vllm.kernels.draft_inputs import DraftInputs
 
 
@@ -234,7 +235,16 @@ class TreeGrowth:
             max_keys: No request has more committed tokens.
         """
         assert self._roots is not None, "committed tokens are read before trees grow"
+        self.look_back(num_reqs)
         self._grow_below(self._roots.first(num_reqs), num_reqs, levels, max_keys)
+
+    def look_back(self, num_reqs: int) -> None:
+        """Notes what the texts of R requests say comes next, unless that is switched off."""
+        slots, roots, told = (
+            values[:num_reqs] for values in (self._batch.slots, self._batch.roots, self._batch.told)
+        )
+        if told.shape[1] > 0:
+            find_continuations(self._token_ids, slots, roots, told)
 
     def _grow_below(
         self, roots: DraftStates, num_reqs: int, levels: DraftLevels, max_keys: int

@@ -70,6 +70,7 @@ def draw_children(
     draft_stats: Tensor,
     state_rows: Tensor,
     inner_rows: Tensor,
+    told: Tensor,
     workspace: DrawWorkspace,
 ) -> None:
     """Draws the children of the m nodes of one level, for R requests.
@@ -77,7 +78,9 @@ def draw_children(
     By mode (`sequoia_vllm.kernels.modes`): GREEDY, the largest logits in order; SAMPLED, draws from
     Q without replacement; SEEDED, the largest logits over temperature under the noise with which
     vLLM draws the target's token after the node; SKIP, token 0. Equal scores: the lower token
-    first. A request's tokens do not depend on other requests. Nothing waits for the device.
+    first. A token that the request's text says comes next is first in modes GREEDY and SEEDED, and
+    has a probability of `TOLD_SHARE` at least in Q. A request's tokens do not depend on other
+    requests. Nothing waits for the device.
 
     Args:
         logits: ``[R * m, V]``, float32, bfloat16 or float16, contiguous in its
@@ -102,6 +105,8 @@ def draw_children(
         state_rows: int32 or int64 ``[R]``: row of each request in these two; where
             it is none of theirs nothing is kept.
         inner_rows: int32 ``[m]``, or by slot: likewise of each node.
+        told: int64 ``[R, D]``, contiguous: what each request's text says comes next; outside the
+            vocabulary: nothing. Below the root it is about nodes whose own token it told, too.
         workspace: See `DrawWorkspace`.
 
     Raises:
@@ -132,6 +137,8 @@ def draw_children(
     block_best_kernel[grid](
         logits, logits.stride(0), lowest, temperature, seeds, modes, positions, depth,
         slots, slot_rows, nodes, counts, width, vocabulary, partials, candidates,
+        told, told.shape[1], tokens, tokens.stride(0),
+        draft_logits, draft_logits.stride(0), draft_logits.stride(1),
         draft_stats, draft_stats.stride(0), draft_stats.stride(1), num_state_rows,
         state_rows, inner_rows, BLOCK=block, BLOCKS=padded_blocks, BRANCH=branch,
         num_warps=_BEST_WARPS,

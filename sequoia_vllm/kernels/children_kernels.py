@@ -5,10 +5,14 @@
 here, the verifier. A draw is a race: every token of a row gets a score, and the highest are its
 children (arXiv 2402.12374, section 3.2.2). Logits below the row's ``lowest`` are lowered first
 (`sequoia_vllm.kernels.truncation`). The first kernel computes the statistics that Q needs of each
-row. The second scores blocks of the vocabulary and keeps each block's best. The third merges them.
+row. The second scores blocks of the vocabulary and keeps each block's best. It also raises the
+token that the request's text says comes next (`sequoia_vllm.verification.retrieval`), in the kept
+logits, too. The third merges blocks.
 """
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -17,6 +21,7 @@ from sequoia_vllm.kernels import modes as _modes
 from sequoia_vllm.kernels.random import DRAW, exponential, target_noise
 from sequoia_vllm.kernels.tree_shapes import shape_row
 from sequoia_vllm.kernels.truncation import lower_outside
+from sequoia_vllm.verification.retrieval import TOLD_SHARE
 
 _SKIP = tl.constexpr(_modes.SKIP)
 _SAMPLED = tl.constexpr(_modes.SAMPLED)
@@ -24,6 +29,7 @@ _SEEDED = tl.constexpr(_modes.SEEDED)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 # Scores stay normal float32: Q is 2**-126 to 1, arrival 2**-57 to 17.
 _SCORE_SCALE = tl.constexpr(2.0**32)
+_TOLD_LOG_ODDS = tl.constexpr(math.log(TOLD_SHARE / (1 - TOLD_SHARE)))
 # Below the key of any score.
 _NO_TOKEN = tl.constexpr(-(2**63))
 
@@ -98,15 +104,45 @@ def _merge_statistics(partials, num_blocks, BLOCKS: tl.constexpr):
     return maximum, tl.sum(totals * tl.exp(maxima - maximum))
 
 
+@triton.jit
+def _told_token(told, told_columns, own_tokens, request, node, depth, vocabulary):
+    """The token that the request's text says comes after a node; -1: it says nothing."""
+    own = told + request.to(tl.int64) * told_columns + depth
+    is_told = depth < told_columns
+    token = tl.load(own, mask=is_told, other=-1)
+    is_below = is_told & (depth > 0)
+    before = tl.load(own - 1, mask=is_below, other=0)
+    node_token = tl.load(own_tokens + node, mask=is_below, other=0)
+    return tl.where((token < vocabulary) & (node_token == before), token, -1)
+
+
+@triton.jit
+def _raise_told(raw, temperature, maximum, total):
+    """A raw logit with at least `TOLD_SHARE` of Q, and the row's statistics with it.
+
+    Args:
+        raw: The token's logit as it was.
+        temperature: The request's.
+        maximum, total: Of the row as it was.
+    """
+    scaled = scale_logits(raw, temperature)
+    raised = ((maximum + tl.log(total) + _TOLD_LOG_ODDS) * temperature).to(raw.dtype)
+    scaled_up = scale_logits(raised, temperature)
+    total -= tl.exp(scaled - maximum)
+    new_maximum = tl.maximum(maximum, scaled_up)
+    total = total * tl.exp(maximum - new_maximum) + tl.exp(scaled_up - new_maximum)
+    return raised, new_maximum, total
+
+
 # Where these begin in memory depends on batch and level, and so do these numbers. Neither needs
 # another compiled version.
 _ANYWHERE = [
     "lowest", "temperature", "seeds", "modes", "positions", "nodes", "counts", "columns",
-    "candidates", "tokens", "draft_stats", "state_rows", "inner_rows", "slots",
+    "candidates", "tokens", "draft_stats", "state_rows", "inner_rows", "slots", "told",
 ]  # fmt: skip
 _NUMBERS = [
     "width", "depth", "num_state_rows", "num_blocks", "max_children", "stats_state_stride",
-    "stats_inner_stride", "tokens_stride", "slot_rows",
+    "stats_inner_stride", "tokens_stride", "slot_rows", "told_columns",
 ]  # fmt: skip
 
 
@@ -146,7 +182,8 @@ def row_statistics_kernel(
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def block_best_kernel(
     logits, logits_stride, lowest, temperature, seeds, modes, positions, depth, slots, slot_rows,
-    nodes, counts, width, vocabulary, partials, candidates,
+    nodes, counts, width, vocabulary, partials, candidates, told, told_columns, tokens,
+    tokens_stride, draft_logits, draft_state_stride, draft_inner_stride,
     draft_stats, stats_state_stride, stats_inner_stride, num_state_rows, state_rows, inner_rows,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
@@ -167,21 +204,35 @@ def block_best_kernel(
         raw = lower_outside(raw, tl.load(lowest + row), own_temperature)
         scores = raw.to(tl.float32)
         position = tl.load(positions + request) + depth
+        node = tl.load(nodes + place)
+        told_token = _told_token(
+            told, told_columns, tokens + request.to(tl.int64) * tokens_stride, request, node,
+            depth, vocabulary,
+        )  # fmt: skip
         if mode == _SAMPLED:
             first_partial = partials + row.to(tl.int64) * num_blocks * 2
             maximum, total = _merge_statistics(first_partial, num_blocks, BLOCKS)
             state_row = tl.load(state_rows + request).to(tl.int64)
-            if (block == 0) & (state_row >= 0) & (state_row < num_state_rows):
-                inner_row = tl.load(inner_rows + place).to(tl.int64)
+            keeps = (block == 0) & (state_row >= 0) & (state_row < num_state_rows)
+            inner_row = tl.load(inner_rows + place).to(tl.int64)
+            if told_token >= 0:
+                before = tl.load(logits + row.to(tl.int64) * logits_stride + told_token)
+                before = lower_outside(before, tl.load(lowest + row), own_temperature)
+                raised, maximum, total = _raise_told(before, own_temperature, maximum, total)
+                raw = tl.where(token == told_token, raised, raw)
+                kept = draft_logits + state_row * draft_state_stride
+                tl.store(kept + inner_row * draft_inner_stride + told_token, raised, mask=keeps)
+            if keeps:
                 stats = draft_stats + state_row * stats_state_stride
                 tl.store(stats + inner_row * stats_inner_stride, maximum)
                 tl.store(stats + inner_row * stats_inner_stride + 1, total)
             probability = draft_probability(raw, own_temperature, maximum, total)
-            node = tl.load(nodes + place)
             scores = race_scores(probability, tl.load(seeds + request), token, position, node)
         if mode == _SEEDED:
             noise = target_noise(tl.load(seeds + request), position, token)
             scores = scale_logits(raw, own_temperature) + noise
+        if mode != _SAMPLED:
+            scores = tl.where(token == told_token, float("inf"), scores)
         keys = _keys(scores, token, exists)
         own = candidates + (row.to(tl.int64) * num_blocks + block) * BRANCH
         for rank in range(tl.load(counts + place)):

@@ -10,6 +10,8 @@ instead of excluding them. The draft's nucleus is not the target's, and often ho
 fewer tokens than a node has children. The others would be drawn uniformly from the
 vocabulary, which often costs more than is gained
 (docs/notebook/2026-11-22-nucleus.md).
+
+**Retrieval.** Q also prefers tokens that the request's own text says come next (`retrieval`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import threshold
+
+from sequoia_vllm.verification.retrieval import preferred
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean argmax; vLLM's own limit."""
@@ -66,7 +70,10 @@ NOTHING_CUT = Truncation()
 
 
 def draft_distribution(
-    logits: Tensor, temperature: Tensor, truncation: Truncation = NOTHING_CUT
+    logits: Tensor,
+    temperature: Tensor,
+    truncation: Truncation = NOTHING_CUT,
+    given: Tensor | None = None,
 ) -> Tensor:
     """Q: the distribution that a node's children are drawn from.
 
@@ -74,15 +81,23 @@ def draft_distribution(
         logits: ``[R, V]``, any floating type. A row needs one finite entry, and has neither NaN nor
             +inf: this is not checked, as the host would wait for the device. Such a row's Q is NaN.
         temperature: float32 ``[R]``, above 0.
+        given: See `preferred`; None: no row has one.
 
     Returns:
         float32 ``[R, V]``; what is too small for a normal float32 is zero.
     """
     # Subnormals become zero. Some devices flush them at the next operation, and then the sampler
     # and the verifier would disagree on what Q can still draw.
-    scaled = lower_outside(logits.float() / temperature[:, None], truncation)
-    probabilities = torch.softmax(scaled, dim=1)
+    probabilities = torch.softmax(draft_scores(logits, temperature, truncation, given), dim=1)
     return threshold(probabilities, torch.finfo(torch.float32).tiny, 0.0, inplace=True)
+
+
+def draft_scores(
+    logits: Tensor, temperature: Tensor, truncation: Truncation, given: Tensor | None
+) -> Tensor:
+    """What Q is the softmax of, float32 ``[R, V]``; arguments as of `draft_distribution`."""
+    scaled = lower_outside(logits.float() / temperature[:, None], truncation)
+    return scaled if given is None else preferred(scaled, given)
 
 
 def draw_without_replacement(

@@ -34,7 +34,7 @@ def plain():
 @pytest.mark.parametrize("verification", OF_VERIFICATION)
 def test_random_requests(plain, verification):
     requests = OF_VERIFICATION[verification]
-    with running(sequoia(verification=verification), **OPTIONS) as llm:
+    with running(sequoia(verification=verification, retrieval=True), **OPTIONS) as llm:
         different = differences(llm, requests, plain)
         assert not different, "\n".join(map(str, different))
         assert kv_cache_usage(llm) == 0.0

@@ -1,11 +1,11 @@
-"""Drafts without a model, on both runners: what followed before tells what follows."""
+"""What followed before tells what follows, on both runners: without a model, and beside one."""
 
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
-from tests.support.engines import lookup_trees, metric, running
+from tests.support.engines import lookup_trees, metric, running, whole_trees
 from tests.support.generating import TINY, generate, random_prompts, save_related_pair
 from tests.support.models import prompts
 from tests.support.on_v2 import call_on_v2
@@ -14,16 +14,23 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def generate_all() -> dict[str, Any]:
-    """Answers of plain vLLM, and of trees: greedy, seeded and penalised requests."""
+    """Answers of plain vLLM, and of trees: greedy, seeded and penalised requests.
+
+    A draft model drafts alone, and with what the texts say.
+    """
     common = {"max_tokens": 24, "ignore_eos": True}
     params = [
         SamplingParams(temperature=0, **common), SamplingParams(temperature=0.7, seed=4, **common),
         SamplingParams(temperature=0, repetition_penalty=1.2, **common),
     ]  # fmt: skip
     texts = [3 * text for text in prompts(3)]
-    plain = generate(None, texts, params)
-    trees = generate(lookup_trees(size=12), texts, params)
-    return {"plain": plain["tokens"], "trees": trees["tokens"], "counts": trees["counts"]}
+    drafted = {
+        "lookup": lookup_trees(size=12),
+        "draft": whole_trees(size=12),
+        "beside": whole_trees(size=12, retrieval=True),
+    }
+    found = {name: generate(config, texts, params) for name, config in drafted.items()}
+    return {"plain": generate(None, texts, params), **found}
 
 
 @pytest.fixture(scope="module", params=["V1", "V2"])
@@ -34,11 +41,14 @@ def answers(request, tmp_path_factory):
 
 
 def test_tokens_are_those_of_plain_vllm(answers):
-    assert answers["trees"] == answers["plain"]
+    for name in ("lookup", "draft", "beside"):
+        assert answers[name]["tokens"] == answers["plain"]["tokens"], name
 
 
 def test_what_followed_before_is_accepted(answers):
-    assert answers["counts"]["tokens_per_tree"] > 1.3
+    per_tree = {name: answers[name].get("counts", {}).get("tokens_per_tree") for name in answers}
+    assert per_tree["lookup"] > 1.3
+    assert per_tree["beside"] > 1.05 * per_tree["draft"]
 
 
 def answers_of_arriving(llm: Any, texts: list[Any]) -> dict[str, list[int]]:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.engine
 
 VOCAB = 6
 COMPLETIONS = {3: 4_000, 4: 10_000}  # by length
-PROMPT = [2, 5, 3]
+PROMPT = [2, 5, 3, 2, 5]  # its end occurred before: the text says what comes next
 FALSE_ALARM = 1e-6
 TINY = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 256}
 
@@ -144,7 +144,7 @@ def test_completions_follow_the_exact_law(
         )
         for index in range(completions)
     ]  # fmt: skip
-    config = sequoia(size=12, depth=3, draft=draft, verification=verification)
+    config = sequoia(12, 3, draft, verification=verification, retrieval=True)
     if drafter == "lookup":
         config = lookup_trees(size=12, verification=verification)
     options = {**TINY, "skip_tokenizer_init": "structured_outputs" not in mixed[0]}

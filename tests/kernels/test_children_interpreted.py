@@ -11,6 +11,7 @@ import triton.language as tl
 from sequoia_vllm.kernels import children, children_kernels
 from sequoia_vllm.kernels.children import DrawWorkspace
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
+from sequoia_vllm.verification.retrieval import TOLD_SHARE
 from tests.oracles.laws import assert_same_law, plackett_luce
 from tests.support.drawing import (
     TINY,
@@ -280,6 +281,59 @@ def test_requests_without_a_row_keep_nothing(state_row):
     assert (drawn.draft_stats[0] == UNTOUCHED).all()
     assert torch.equal(drawn.draft_logits[1, 0, :50], logits[1])
     assert drawn.children(0, 0) == draw(logits, SAMPLED, [3]).children(0, 0)
+
+
+# -- what a text says comes next ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [GREEDY, SEEDED])
+def test_a_matched_request_tries_the_told_token_first(mode):
+    torch.manual_seed(11)
+    logits = torch.randn(2, 1500)
+    plain = [draw(logits, mode, [6], depth=0).children(request, 0) for request in range(2)]
+    told = torch.tensor([[plain[0][3], 5], [1500, 5]])  # the second's is none of the vocabulary
+    found = draw(logits, mode, [6], depth=0, told=told)
+    first = plain[0][3]
+    assert found.children(0, 0) == [first, *(token for token in plain[0] if token != first)]
+    assert found.children(1, 0) == plain[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("token", [3, 1400])
+def test_q_prefers_the_told_token_and_is_drawn_from_and_kept(dtype, token):
+    """A likely and an unlikely one; the others keep their odds."""
+    torch.manual_seed(12)
+    logits = torch.randn(2, 1500).mul(2).to(dtype)
+    logits[:, 1400] = -torch.inf
+    temperature = torch.tensor([1.0, 0.4])
+    drawn = draw(
+        logits, SAMPLED, [5], depth=0, temperature=temperature,
+        told=torch.tensor([[token], [token]]),
+    )  # fmt: skip
+    for request in range(2):
+        kept = drawn.draft_logits[request, 0, :1500]
+        others = torch.arange(1500) != token
+        assert torch.equal(kept[others], logits[request, others])
+        q = draft_distribution(kept, temperature[request])
+        assert TOLD_SHARE - 0.02 < q[token] < TOLD_SHARE + 0.05
+        maximum, total = drawn.draft_stats[request, 0]
+        scaled = kept.float() / temperature[request]
+        assert float(maximum) == pytest.approx(float(scaled.max()))
+        assert float(total) == pytest.approx(float((scaled - maximum).exp().sum()), rel=1e-5)
+        expected = sampled_reference(kept, temperature[request], request, request, 3, 5)
+        assert drawn.children(request, 0) == expected
+
+
+def test_below_the_root_it_is_told_of_nodes_with_the_token_told_before():
+    torch.manual_seed(13)
+    logits, nodes = torch.randn(2, 60), torch.tensor([1, 2], dtype=torch.int32)
+    options = {"nodes": nodes, "told": torch.tensor([[9, 50]]), "node_tokens": [0, 8, 9]}
+    plain = draw(logits, GREEDY, [3, 3])
+    found = draw(logits, GREEDY, [3, 3], depth=1, **options)
+    assert found.children(0, 0) == plain.children(0, 0)
+    assert found.children(0, 1)[0] == 50
+    beyond = draw(logits, GREEDY, [3, 3], depth=2, **options)
+    assert beyond.children(0, 1) == plain.children(0, 1)
 
 
 # -- the call --------------------------------------------------------------------------

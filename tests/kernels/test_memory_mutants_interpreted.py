@@ -91,7 +91,7 @@ MUTANTS = {
     ),
     "all requests draw into one row": (
         draw_two, children_kernels, children, "merge_best_kernel",
-        "tokens + request.to(tl.int64) * tokens_stride", "tokens",
+        "own_tokens = tokens + request.to(tl.int64) * tokens_stride", "own_tokens = tokens",
         "write conflict of tokens",
     ),
     "all requests count in one place": (

@@ -43,12 +43,14 @@ class Drawn:
 def draw(
     logits, modes, counts, *, temperature=1.0, top_k=2**31 - 1, top_p=1.0, min_p=0.0, seeds=None,
     positions=None, depth=2, nodes=None, state_rows=None, inner_rows=None, num_states=None,
-    tokens_dtype=torch.int64, workspace=None, max_children=None,
+    tokens_dtype=torch.int64, workspace=None, max_children=None, told=None,
+    node_tokens=(),
 ):  # fmt: skip
     """Draws ``counts[j]`` children of node j of every request.
 
     ``modes`` and the sampling parameters may be one for all; unless given, seeds and
-    positions are 0, 1, 2, ..., nodes and inner rows 3, 4, ... and 0, 1, ....
+    positions are 0, 1, 2, ..., nodes and inner rows 3, 4, ... and 0, 1, ..., and no text says what
+    comes next.
     """
     width = len(counts)
     requests = len(logits) // width
@@ -73,6 +75,8 @@ def draw(
         around=torch.empty(0),
         counts=counts,
     )
+    for node, token in enumerate(node_tokens):
+        drawn.tokens[:, node] = token
     draw_children(
         logits=logits,
         temperature=torch.zeros(requests) + temperature,
@@ -92,6 +96,7 @@ def draw(
         draft_stats=drawn.draft_stats,
         state_rows=state_rows.int(),
         inner_rows=inner_rows.int(),
+        told=torch.zeros(requests, 0, dtype=torch.int64) if told is None else told,
         workspace=DrawWorkspace() if workspace is None else workspace,
     )
     outside = [kept[0], kept[-1], kept_stats[0], kept_stats[-1]]

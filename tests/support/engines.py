@@ -34,12 +34,16 @@ def running(speculative_config=None, model: str = TARGET, **options) -> Iterator
 
 
 def sequoia(size: int = 16, depth: int | None = 4, draft: str = DRAFT, **keys) -> dict:
-    """The same in every step, whatever it takes here: tests' models are too small to gain by it."""
+    """The same in every step, whatever it takes here: tests' models are too small to gain by it.
+
+    Without retrieval: what is accepted shows what the draft does.
+    """
     return {
         "method": "sequoia",
         "model": str(draft),
         "tree": {"size": size, "depth": depth},
         "adapt": False,
+        "retrieval": False,
         **keys,
     }
 
@@ -51,7 +55,7 @@ def whole_trees(size: int = 16, **keys) -> dict:
 
 def lookup_trees(**keys) -> dict:
     """`whole_trees` that are drafted without a model."""
-    config = whole_trees(drafter="lookup", **keys)
+    config = whole_trees(drafter="lookup", **{"retrieval": True, **keys})
     del config["model"]
     return config
 

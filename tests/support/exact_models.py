@@ -50,6 +50,13 @@ def same(rng, vocabulary):
     return weights, weights
 
 
+def told(rng, vocabulary):
+    """One token first: what a text says comes next."""
+    weights = dense(rng, vocabulary)
+    weights[rng.randrange(vocabulary)] = 9 * sum(weights)
+    return weights
+
+
 def pair(target, draft):
     return lambda rng, vocabulary: (target(rng, vocabulary), draft(rng, vocabulary))
 
@@ -57,6 +64,7 @@ def pair(target, draft):
 KINDS = {
     "dense": pair(dense, dense), "zeros in Q": pair(dense, sparse),
     "zeros in both": pair(sparse, sparse), "one-hot Q": pair(dense, one_hot),
+    "told Q": pair(sparse, told),
     "one-hot P": pair(one_hot, dense), "top-p P": pair(top_p, dense), "Q = P": same,
     "disjoint": disjoint,
 }  # fmt: skip

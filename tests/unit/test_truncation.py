@@ -98,10 +98,14 @@ DRAFT = torch.tensor([2.0, 0.0, 2.5, 1.5, 1.0, -1.0])
 TREE = TokenTree((-1, 0, 0, 0))
 REQUESTS = 40_000
 TOP_P = 0.75
+NOTHING = torch.tensor([[-1]])
 
 
-def drafted() -> tuple[torch.Tensor, torch.Tensor]:
-    """Trees of many requests, ``[REQUESTS, 4]``, and the Q that is kept for each."""
+def drafted(told: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Trees of many requests, ``[REQUESTS, 4]``, and the Q that is kept for each.
+
+    Their texts say that this token comes next.
+    """
     torch.manual_seed(0)
     requests = torch.ones(REQUESTS)
     sampling = DraftSampling(
@@ -111,7 +115,7 @@ def drafted() -> tuple[torch.Tensor, torch.Tensor]:
     sampling.start(TREE, len(DRAFT))
     tokens = torch.zeros(REQUESTS, TREE.size, dtype=torch.int64)
     tokens[:, level.columns.flatten().long()] = sampling.children(
-        DRAFT.expand(REQUESTS, -1), level
+        DRAFT.expand(REQUESTS, -1), level, torch.full((REQUESTS, 1), told)
     )[:, 0]
     trees = sampling.finish(tokens)
     return trees.tokens, trees.probs[trees.probs_rows[:, 0]]
@@ -130,8 +134,9 @@ def first_tokens(draft: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return one_hot(emitted, len(TARGET)).sum(dim=0)
 
 
-def test_children_are_drawn_from_the_q_that_is_kept():
-    tokens, kept = drafted()
+@pytest.mark.parametrize("told", [-1, 3])
+def test_children_are_drawn_from_the_q_that_is_kept(told):
+    tokens, kept = drafted(told)
     expected = plackett_luce(kept[0].double().numpy(), 3)
     assert (kept == kept[0]).all()
     assert kept[0, 1] < 0.02 < rows_at(DRAFT[None], 1.0)[0, 1]  # lowered
@@ -143,9 +148,10 @@ def test_children_are_drawn_from_the_q_that_is_kept():
     assert_same_law(counts.numpy(), law.numpy(), FALSE_ALARM)
 
 
-def test_verified_by_that_q_the_law_is_the_targets_and_by_another_it_is_not():
-    """A verifier that took Q without the truncation would be found out."""
-    tokens, kept = drafted()
+@pytest.mark.parametrize("told", [-1, 0, 3])
+def test_verified_by_that_q_the_law_is_the_targets_and_by_another_it_is_not(told):
+    """A verifier that took Q without the truncation, or what is told, would be found out."""
+    tokens, kept = drafted(told)
     law = torch.softmax(TARGET, dim=0).double()
     law[torch.softmax(TARGET, dim=0) < law[1]] = 0  # two tokens hold more than TOP_P
     law /= law.sum()
@@ -170,9 +176,9 @@ def test_a_seeded_request_looks_outside_the_nucleus_last():
     )
     [level] = TreeTables(TokenTree((-1, 0)), torch.device("cpu")).levels.levels
     sampling.start(TokenTree((-1, 0)), len(DRAFT))
-    drawn = sampling.children(DRAFT.expand(requests, -1), level).flatten()
+    drawn = sampling.children(DRAFT.expand(requests, -1), level, NOTHING.expand(requests, 1))
     expected = torch.softmax(lower_outside(DRAFT[None], rows_of(1, top_k=2)), dim=1)[0]
-    counts = one_hot(drawn, len(DRAFT)).sum(dim=0)
+    counts = one_hot(drawn.flatten(), len(DRAFT)).sum(dim=0)
     assert_same_law(counts.numpy(), expected.double().numpy(), FALSE_ALARM)
 
 
@@ -182,4 +188,4 @@ def test_greedy_requests_draft_as_without_parameters():
     )
     [level] = TreeTables(TREE, torch.device("cpu")).levels.levels
     sampling.start(TREE, len(DRAFT))
-    assert sampling.children(DRAFT[None], level).flatten().tolist() == [2, 0, 3]
+    assert sampling.children(DRAFT[None], level, NOTHING).flatten().tolist() == [2, 0, 3]

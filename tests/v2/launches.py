@@ -37,6 +37,7 @@ _OURS = str(Path(sequoia_vllm.__file__).parent)
 _WORKING = (
     "count_bins_kernel", "lowest_inside_kernel", "row_statistics_kernel", "block_best_kernel",
     "merge_best_kernel", "target_statistics_kernel", "verify_kernel", "commit_kernel",
+    "continuations_kernel",
 )  # fmt: skip
 # What these call is ours, even where it is a function of vLLM's.
 _PLACES = re.compile("/(engine/v2|drafting|drafters)/")

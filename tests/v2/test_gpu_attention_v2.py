@@ -49,13 +49,15 @@ def generate_as_on_gpus(models: str) -> dict[str, Any]:
     target, draft = save_related_pair(Path(models), **SHAPE)
     requests, options = random_prompts(LENGTHS), {"model": target, **OPTIONS}
     answers = {"plain": generate(None, requests, params(), **options)}
-    with running(sequoia(size=10, depth=6, draft=draft), **options) as llm:
+    with running(sequoia(10, 6, draft, retrieval=True), **options) as llm:
         answers["trees"] = generate_on(llm, requests, params())
         answers["launches"] = launches_of_a_step(llm)
     engines = {"tree": {"parents": list(OWN_TREES[0].parents)}}
     with (
         patch("sequoia_vllm.engine.v2.runner.TreeTables", partial(TreeShapes, slots=8)),
-        running(whole_trees(OWN_TREES[0].size, draft=draft, **engines), **options) as llm,
+        running(
+            whole_trees(OWN_TREES[0].size, draft=draft, retrieval=True, **engines), **options
+        ) as llm,
     ):
         give_own_trees(runner_of(llm))
         answers["own trees"] = generate_on(llm, requests, params())
@@ -148,8 +150,8 @@ def test_a_step_takes_few_launches(generated):
     launches = generated["launches"]
     assert launches["glue"] <= 20
     assert launches["glue"] + launches["work"] <= 60
-    # It was a step with all of drawing, verification and commit, after six passes.
-    assert launches["work"] == 6 * 5 + 3
+    # It was a step with all of retrieval, drawing, verification and commit, after six passes.
+    assert launches["work"] == 1 + 6 * 5 + 3
     assert launches["attention of the draft"] == 6 * SHAPE["num_hidden_layers"]
     assert launches["table"] in LAUNCHES.read_text(encoding="utf-8")
 

@@ -34,6 +34,7 @@ def trees(size: int) -> dict[str, Any]:
         "drafter": "mtp",
         "tree": {"size": size, "depth": DEPTH},
         "adapt": False,
+        "retrieval": False,
         "num_speculative_tokens_per_batch_size": [[1, 1, size - 1]],
     }
 

@@ -339,7 +339,7 @@ def generate_for_law(
         for temperature, top_p, top_k, min_p in map(law_settings, range(LAW_REQUESTS))
     ]  # fmt: skip
     requests = random_prompts([4] * LAW_REQUESTS, LAW_VOCAB)
-    config = sequoia(size=4, depth=2, draft=draft, verification=method, **(tree or {}))
+    config = sequoia(4, 2, draft, verification=method, retrieval=True, **(tree or {}))
     if draft is None:
         config = config | {"model": None, "drafter": "mtp"}
     options = {

@@ -1,7 +1,8 @@
 """Drafts without weights: what a request's own text, and the target's own logits, say comes next.
 
-Every node's Q is a function of what is known before the step draws anything, and of the node's own
-token and depth. So the verifiers are lossless with it, at every temperature.
+Every node's Q is a function of the node's own token, and of what is known before the step draws
+anything. So the verifiers are lossless with it, at every temperature. `verification.retrieval` adds
+what the request's own text says.
 """
 
 from sequoia_vllm.drafters.registry import Drafter, register
@@ -9,7 +10,7 @@ from sequoia_vllm.drafters.registry import Drafter, register
 
 @register
 class Lookup(Drafter):
-    """A table of the target's latest successors of each token, and a match in the text so far."""
+    """A table of the target's latest successors of each token."""
 
     kind = "lookup"
     name = "a lookup of what followed before"

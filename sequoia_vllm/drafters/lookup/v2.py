@@ -7,28 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_vllm.drafters.lookup.table import Successors, continuations
+from sequoia_vllm.drafters.lookup.table import Successors
 from sequoia_vllm.drafting.growth import TreeGrowth
 from sequoia_vllm.drafting.tree_tables import DraftLevels, picked
 from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
 
 
 class LookupGrowth(TreeGrowth):
-    """Grows trees from the table, and from what the requests' texts tell at their roots."""
+    """Grows trees from the table."""
 
     _model: LookupDrafter
 
     def grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
         """See `TreeGrowth.grow`."""
+        self.look_back(num_reqs)
         batch, texts = self._batch, self._token_ids
         slots, roots = batch.slots[:num_reqs], batch.roots[:num_reqs]
         rows = slots.clamp(min=0)
-        told = continuations(texts, rows, roots + 1, levels.tree.depth)
         tokens = texts[rows, roots.clamp(max=texts.shape[1] - 1).long()].long()[:, None]
         for level in levels.levels:
             if level.depth > 0:
                 tokens = picked(self._drafted.tokens[:num_reqs], level.nodes, slots)
-            logits = self._model.successors.logits(tokens, told, level.depth)
+            logits = self._model.successors.logits(tokens.flatten())
             self._drafted.draw(batch, num_reqs, levels, level, logits)
 
 

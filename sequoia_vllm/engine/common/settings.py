@@ -33,7 +33,7 @@ class SequoiaSettings:
         tree_source: Where it came from, for the log.
         chosen_for: The device that it was chosen for; None: it does not depend on one.
         versions: Plugin's and vLLM's versions where the engine was configured.
-        context_attention, verification: See `SequoiaConfig`.
+        context_attention, retrieval, verification: See `SequoiaConfig`.
         adapts_as: Name of the file that keeps what the engine learns of how much to draft; None:
             it drafts as configured.
         expected_speedup: Against plain decoding at batch size 1; None: not known.
@@ -48,6 +48,7 @@ class SequoiaSettings:
     chosen_for: str | None
     versions: dict[str, str]
     context_attention: ContextAttention = "triton"
+    retrieval: bool = True
     verification: str = DEFAULT_METHOD
     adapts_as: str | None = None
     expected_speedup: float | None = None

@@ -119,6 +119,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         chosen_for=choice.device,
         versions=dict(facts.versions),
         context_attention=config.context_attention,
+        retrieval=config.retrieval,
         verification=config.verification or choice.verification,
         adapts_as=facts.file_name if config.adapts else None,
         expected_speedup=choice.gain.speedup,

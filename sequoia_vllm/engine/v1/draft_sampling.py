@@ -16,12 +16,13 @@ from sequoia_vllm.drafting.tree_tables import Level
 from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.seeded import gumbel_noise, peek_seeds
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification.retrieval import preferred
 from sequoia_vllm.verification.sampling import (
     GREEDY_BELOW,
     Truncation,
     draft_distribution,
+    draft_scores,
     draw_without_replacement,
-    lower_outside,
 )
 
 logger = logging.getLogger("vllm.sequoia")
@@ -115,26 +116,24 @@ class DraftSampling:
         )
         self._stored = 0
 
-    def children(self, logits: Tensor, level: Level) -> Tensor:
+    def children(self, logits: Tensor, level: Level, given: Tensor) -> Tensor:
         """Draws children of one level's nodes, for every request.
 
         Args:
             logits: ``[B * m, V]``: draft logits at the nodes, request after request.
             level: The level, whose nodes have at most b children each.
+            given: int64 ``[B, m]``: tokens that Q prefers, see `preferred`; -1: none.
 
         Returns:
             int64 ``[B, m, b]``, in draft order.
         """
         width, branch = level.columns.shape
         batch = len(self.temperature)
-        logits = logits.to(torch.float32)
-        if not len(self.sampled) and not len(self.seeded):
-            return logits.topk(branch, dim=-1).indices.view(batch, width, branch)
+        logits, shape = logits.to(torch.float32), (batch, width, branch)
         if len(self.sampled) == batch:
-            shape = (batch, width, branch)
             drawn = torch.empty(shape, dtype=torch.int64, device=logits.device)
         else:  # greedy rows stay so
-            drawn = logits.topk(branch, dim=-1).indices.view(batch, width, branch)
+            drawn = preferred(logits, given.flatten()).topk(branch, dim=-1).indices.view(shape)
         per_request = logits.view(batch, width, -1)
         if len(self.sampled):
             rows = self.sampled.repeat_interleave(width)
@@ -142,25 +141,29 @@ class DraftSampling:
                 per_request[self.sampled].flatten(0, 1),
                 self.temperature[rows],
                 self.truncation.of(rows),
+                given[self.sampled].flatten(),
             )
             _mend_broken(draft)
             self._store(draft, level.nodes)
             tokens = draw_without_replacement(draft, branch)
             drawn[self.sampled] = tokens.view(-1, width, branch)
         if len(self.seeded):
-            drawn[self.seeded] = self._seeded_children(per_request[self.seeded], level)
+            drawn[self.seeded] = self._seeded_children(
+                per_request[self.seeded], level, given[self.seeded].flatten()
+            )
         return drawn
 
     def finish(self, tokens: Tensor) -> DraftedTreesV1:
         """Joins tokens int64 ``[B, size]``, in stored order, with the stored Q."""
         return DraftedTreesV1(tokens, self._probs, self._probs_rows)
 
-    def _seeded_children(self, logits: Tensor, level: Level) -> Tensor:
+    def _seeded_children(self, logits: Tensor, level: Level, given: Tensor) -> Tensor:
         """Children int64 ``[S, m, b]`` of seeded requests, from logits ``[S, m, V]``."""
         width, branch = level.columns.shape
         rows = self.seeded.repeat_interleave(width)
-        scaled = logits.flatten(0, 1) / self.temperature[rows, None]
-        scaled = lower_outside(scaled, self.truncation.of(rows))
+        scaled = draft_scores(
+            logits.flatten(0, 1), self.temperature[rows], self.truncation.of(rows), given
+        )
         noise = gumbel_noise(self.seeds[self.seeded, level.depth], logits.shape[-1])
         return (scaled.view_as(logits) + noise[:, None]).topk(branch, dim=-1).indices
 

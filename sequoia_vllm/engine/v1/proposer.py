@@ -25,6 +25,8 @@ from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata, T
 from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
+from sequoia_vllm.engine.v1.text_drafter import TextDrafterV1
+from sequoia_vllm.verification.retrieval import continuations, following
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
@@ -73,42 +75,6 @@ class DrafterV1(ABC):
         """
 
 
-class TextDrafterV1(ABC):
-    """A draft without a model on the V1 runner: it runs no passes, and reads the target's logits.
-
-    What it predicts may depend on the target's logits and on committed text, but not on other
-    nodes of the tree. Else a tree would not have the law that it is verified against.
-    """
-
-    @abstractmethod
-    def prepare(self, vllm_config: VllmConfig, max_requests: int) -> None:
-        """Allocates what it needs."""
-
-    @abstractmethod
-    def learn(self, tokens: Tensor, logits: Tensor) -> None:
-        """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]`` of one step."""
-
-    @abstractmethod
-    def read(self, committed: CommittedTokens, texts: Tensor) -> Tensor:
-        """Reads what a step committed; returns logits ``[R, V]`` after each request's last token.
-
-        Args:
-            committed: New tokens of R requests.
-            texts: int32 ``[R, L]``: the tokens of each request, the new ones included. Behind them
-                they mean nothing.
-        """
-
-    @abstractmethod
-    def logits(self, tokens: Tensor, requests: Tensor, depth: int) -> Tensor:
-        """Logits ``[B * m, V]`` after nodes of one depth.
-
-        Args:
-            tokens: int64 ``[B, m]``: the nodes' tokens.
-            requests: int64 ``[B]``: indices of their requests in the batch.
-            depth: 1 for the root's children.
-        """
-
-
 class WithoutModel(torch.nn.Module):
     """In the place of vLLM's model where nothing is loaded."""
 
@@ -130,10 +96,14 @@ class TreeProposerV1(DraftModelProposer):
         super().__init__(vllm_config=as_alone(vllm_config), device=device, runner=runner)
         self.runner = runner
         self.draft_max_len = self.draft_model_config.max_model_len
-        kind = drafter(SequoiaSettings.of(vllm_config).drafter)
+        settings = SequoiaSettings.of(vllm_config)
+        kind = drafter(settings.drafter)
         assert kind.on_v1 is not None, f"{kind.name} needs vLLM's Model Runner V2"
         self.drafter: DrafterV1 | TextDrafterV1 = resolve_name(kind.on_v1)()
         self._rows = torch.arange(runner.max_num_tokens)
+        # What each request's own text says comes next, int64 [requests, D]; -1: nothing.
+        self._told = torch.full((runner.max_num_reqs, settings.tree.depth), -1)
+        self._retrieves = settings.retrieval
 
     # Until: vLLM asks a multimodal target for an image's token only where a head reads images.
     def load_model(self, target_model: torch.nn.Module) -> None:
@@ -146,7 +116,7 @@ class TreeProposerV1(DraftModelProposer):
         """Lets the drafter load."""
         if isinstance(self.drafter, DrafterV1):
             return self.drafter.load(self)
-        self.drafter.prepare(self.vllm_config, self.runner.max_num_reqs)
+        self.drafter.prepare(self.vllm_config)
         return WithoutModel()
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
@@ -174,9 +144,11 @@ class TreeProposerV1(DraftModelProposer):
             Draft logits ``[R, V]`` after each request's last committed token.
         """
         requests, counts, last = committed.requests, committed.counts, committed.last
+        if self._retrieves:
+            self._look_back(committed)
         if isinstance(self.drafter, TextDrafterV1):
             with self.runner.stats.timed("draft", len(counts), len(counts)):
-                return self.drafter.read(committed, self._texts(committed))
+                return self.drafter.logits(torch.from_numpy(committed.tokens[last]))
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
         starts[1:] = last + 1
         seq_lens = committed.positions[last] + 1
@@ -202,13 +174,19 @@ class TreeProposerV1(DraftModelProposer):
         rows = torch.from_numpy(last) if len(tokens) > len(counts) else None
         return self._forward(tokens, positions, slots, metadata, len(counts), rows)
 
-    def _texts(self, committed: CommittedTokens) -> Tensor:
-        """Committed tokens of the requests, as `TextDrafterV1.read` takes them."""
-        longest = int(committed.positions[committed.last].max()) + 1
-        texts = self.runner.input_batch.token_ids_cpu[committed.requests, :longest]
-        rows = np.repeat(np.arange(len(committed.counts)), committed.counts)
-        texts[rows, committed.positions] = committed.tokens  # vLLM notes new ones later
-        return torch.from_numpy(texts)
+    def _look_back(self, committed: CommittedTokens) -> None:
+        """Notes what the requests' own texts say comes next."""
+        lengths = committed.positions[committed.last] + 1
+        texts = self.runner.input_batch.token_ids_cpu[committed.requests, : lengths.max()]
+        rows = np.arange(len(lengths))
+        # vLLM notes new tokens later.
+        texts[np.repeat(rows, committed.counts), committed.positions] = committed.tokens
+        self._told[torch.from_numpy(committed.requests)] = continuations(
+            torch.from_numpy(texts),
+            torch.from_numpy(rows),
+            torch.from_numpy(lengths),
+            self._told.shape[1],
+        )
 
     def learn(self, scored: Tensor, logits: Tensor) -> None:
         """Shows a draft without a model the target's logits after these rows of the step."""
@@ -254,12 +232,13 @@ class TreeProposerV1(DraftModelProposer):
         inner = self._inner_nodes(levels, requests, root_positions)
         tokens = torch.empty(len(requests), levels.tree.size, dtype=torch.int64)
         sampling.start(levels.tree, root_logits.shape[-1])
-        logits = root_logits
+        logits, parents = root_logits, torch.from_numpy(root_tokens)[:, None]
+        told = self._told[torch.from_numpy(requests)]
         for level in levels.levels:
             if level.depth > 0:
                 parents = tokens.index_select(1, level.nodes)
                 logits = self._level_logits(parents, requests, inner, levels, level)
-            drawn = sampling.children(logits, level)
+            drawn = sampling.children(logits, level, following(parents, told, level.depth))
             tokens.index_copy_(1, level.columns.flatten().long(), drawn.flatten(1))
         # Set last: column 0 collects what nodes drew beyond their own children.
         tokens[:, 0] = torch.from_numpy(root_tokens)
@@ -295,7 +274,7 @@ class TreeProposerV1(DraftModelProposer):
         """
         if isinstance(self.drafter, TextDrafterV1):
             with self.runner.stats.timed("draft", len(tokens), tokens.numel()):
-                return self.drafter.logits(tokens, torch.from_numpy(requests), level.depth)
+                return self.drafter.logits(tokens.flatten())
         rows = self._rows[: tokens.numel()].view(tokens.shape)
         nodes = slice(level.first, level.first + level.width)
         # Contiguous: vLLM's kernels read them without looking at strides.

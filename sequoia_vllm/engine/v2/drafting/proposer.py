@@ -23,6 +23,7 @@ from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts
 from sequoia_vllm.drafting.growth import chain_width
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.v2.drafting.committed_reader import CommittedReader, max_keys
@@ -105,7 +106,10 @@ class TreeProposerV2(DraftModelSpeculator):
             unknown = (vllm_config.max_concurrent_batches - 1) * tree.num_speculative_tokens
             self.progress = ModelDraftProgress(self.max_num_reqs, depths, unknown, device)
         # A head reads a token together with the target's state at the position before it.
-        self.batch = DraftBatch(self.max_num_reqs, device, int(drafter.reads_states))
+        self.batch = DraftBatch(
+            self.max_num_reqs, device, int(drafter.reads_states),
+            tree.depth if SequoiaSettings.of(vllm_config).retrieval else 0,
+        )  # fmt: skip
 
     # -- model and cache ---------------------------------------------------------------
 
