@@ -48,7 +48,7 @@ class TreeForward(ABC):
         if tree is None:
             if attn_metadata is KEYS_ONLY:
                 raise KeysAreWritten
-            return super().forward(  # type: ignore[misc, no-any-return]
+            return super().forward(  # type: ignore[misc]
                 layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
