@@ -163,7 +163,7 @@ class RecurrentStates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeRows:
+class ScoredNodes:
     """The trees of R requests whose T rows a pass has.
 
     Attributes:
@@ -189,7 +189,7 @@ def convolve_nodes(
     weights: Tensor,
     bias: Tensor | None,
     *,
-    nodes: NodeRows,
+    nodes: ScoredNodes,
     history: Tensor,
     kept: KeptNodes,
     layer: int = 0,
@@ -233,7 +233,7 @@ def score_nodes(
     log_a: Tensor,
     dt_bias: Tensor,
     *,
-    nodes: NodeRows,
+    nodes: ScoredNodes,
     states: Tensor,
     kept: KeptNodes,
     layer: int = 0,
@@ -276,7 +276,7 @@ def commit_nodes(
     caches: RecurrentStates,
     kept: KeptNodes,
     *,
-    nodes: NodeRows,
+    nodes: ScoredNodes,
     accepted: Tensor,
     context_lens: Tensor,
     block_table: Tensor,

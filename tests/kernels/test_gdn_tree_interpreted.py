@@ -7,8 +7,8 @@ from sequoia_vllm.kernels.gdn_tree import (
     MAX_NODES,
     GdnShape,
     KeptNodes,
-    NodeRows,
     RecurrentStates,
+    ScoredNodes,
     commit_nodes,
     convolve_nodes,
     score_nodes,
@@ -54,7 +54,7 @@ class Batch:
         self.indices = torch.randperm(BLOCKS - 1, generator=self.generator)[: len(counts)] + 1
         parents = torch.tensor(trees if own else trees[0], dtype=torch.int32)
         ancestors = [ancestors_of(tree) for tree in trees]
-        self.nodes = NodeRows(
+        self.nodes = ScoredNodes(
             cu_nodes=starts.int(),
             slots=torch.arange(len(counts)),
             parents=parents,

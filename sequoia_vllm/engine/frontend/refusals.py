@@ -15,6 +15,7 @@ from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.families import refusal_of
 from sequoia_vllm.hardware.support import Kind, Role, as_error, has_only_attention, kinds_of
+from sequoia_vllm.kernels.gdn_tree import MAX_NODES
 
 _FP8_CAPABILITY = 89  # our kernel converts it there
 _PIPELINE_V1 = (
@@ -53,12 +54,14 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 def kinds_in_vllm(model: Any) -> set[Kind]:
     """The kinds of model that vLLM takes this one for."""
+    recurrent, is_served = _has_recurrent_layers(model), "gdn" in _described(model)
     found: dict[Kind, bool] = {
         "mla": model.use_mla,
-        "attention": _has_own_attention(model),
+        "attention": "attention" in _described(model),
         "chunked": model.attention_chunk_size is not None,
         "alibi": model.uses_alibi,
-        "recurrent": _has_recurrent_layers(model),
+        "recurrent": recurrent and not is_served,
+        "gdn": recurrent and is_served,
         "diffusion": model.is_diffusion,
         "realtime": any("Realtime" in name for name in model.architectures),
         "mrope": model.uses_mrope,
@@ -69,10 +72,10 @@ def kinds_in_vllm(model: Any) -> set[Kind]:
     return {kind for kind, is_so in found.items() if is_so}
 
 
-def _has_own_attention(model: Any) -> bool:
+def _described(model: Any) -> set[Kind]:
     """Asks the configuration as commands do: vLLM finds it out when it makes the layers."""
     parts = vars(model.hf_text_config) | vars(model.hf_config)
-    return "attention" in kinds_of({**parts, "architectures": model.architectures})
+    return kinds_of({**parts, "architectures": model.architectures})
 
 
 def _has_recurrent_layers(model: Any) -> bool:
@@ -96,6 +99,11 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
         return _present(
             {
                 "the KV cache layout is known on x86 CPUs only": not known,
+                "trees over Gated DeltaNet layers are for GPUs, as vLLM's CPUs run such layers by "
+                "other code: serve this target on a GPU, or without Sequoia": (
+                    not vllm_config.use_v2_model_runner
+                    and "gdn" in kinds_in_vllm(vllm_config.model_config)
+                ),
                 "context_attention is for GPUs: leave it out on CPUs": on_gpus,
                 "vLLM offloads weights from GPUs to the host's memory, and nothing on CPUs: drop "
                 "--cpu-offload-gb and --offload-group-size (from a disk: "
@@ -266,6 +274,9 @@ def _size_reasons(vllm_config: Any) -> list[str]:
             "smaller tree or a larger budget": nodes >= budget,
             f"a tree of {nodes} nodes does not fit in max_model_len={length}: choose a smaller "
             "tree": nodes >= length,
+            f"a tree of {nodes} nodes is too large for Gated DeltaNet layers: choose one of "
+            f"{MAX_NODES} nodes at most": nodes > MAX_NODES
+            and "gdn" in kinds_in_vllm(vllm_config.model_config),
             f"on GPUs vLLM warms up with requests of {warm_up_length(nodes)} tokens for a tree of "
             f"{nodes} nodes, and max_model_len={length} has no room for them: choose a smaller "
             "tree, or longer requests": nodes < length < warm_up_length(nodes)
