@@ -5,7 +5,7 @@ from typing import Any
 
 from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.registry import DrafterKind, drafter
-from sequoia_vllm.hardware.models import Experts, ModelShape
+from sequoia_vllm.hardware.models import Experts, ModelShape, Recurrent
 
 _UNMODELLED = {
     "kv_lora_rank": "its attention has low-rank keys and values (MLA)",
@@ -65,6 +65,7 @@ def read_shape(
         gated=reader.value("model_type") not in _UNGATED,
         layer_weight_bytes=weight_bytes,
         experts=experts,
+        recurrent=None if drafts.layers else read_recurrent(reader, layers),
         head=drafts.head_shape(reader),
     )
 
@@ -174,6 +175,24 @@ def read_experts(config: Fields, layers: range) -> Experts | None:
     if config.value("enable_moe_block"):  # the dense MLP stays beside the experts
         shared += config.count("intermediate_size")
     return Experts(count=count, per_token=per_token, width=width, layers=sparse, shared=shared)
+
+
+def read_recurrent(config: Fields, layers: int) -> Recurrent | None:
+    """The Gated DeltaNet layers that a configuration describes; None: all layers attend."""
+    if config.value("linear_num_key_heads") is None:
+        return None
+    types, every = config.value("layer_types"), config.value("full_attention_interval") or 4
+    kinds = types or ["full_attention" if (i + 1) % every == 0 else "" for i in range(layers)]
+    found = sum(kind != "full_attention" for kind in kinds[:layers])
+    if not found:
+        return None
+    return Recurrent(
+        layers=found,
+        heads=config.count("linear_num_key_heads"),
+        value_heads=config.count("linear_num_value_heads"),
+        key=config.count("linear_key_head_dim"),
+        value=config.count("linear_value_head_dim"),
+    )
 
 
 def _is_sparse(config: Fields, layer: int) -> bool:

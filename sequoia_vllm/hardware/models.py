@@ -48,6 +48,33 @@ class Experts(FileModel):
         return self.layers * hidden * (self.count + 3 * self.shared)
 
 
+class Recurrent(FileModel):
+    """Gated DeltaNet layers, which have a state per request in place of keys and values."""
+
+    layers: int = Field(ge=1, description="Layers of this kind; the others attend.")
+    heads: int = Field(ge=1, description="Heads of queries and keys.")
+    value_heads: int = Field(ge=1, description="Heads of values.")
+    key: int = Field(ge=1, description="Size of a key.")
+    value: int = Field(ge=1, description="Size of a value.")
+
+    @property
+    def state_values(self) -> int:
+        """Numbers of a request's states, in float32; last inputs are a hundredth of them."""
+        return self.layers * self.value_heads * self.value * self.key
+
+    def parameters(self, hidden: int) -> int:
+        """Parameters: queries, keys, values and gates in, values out."""
+        values = self.value_heads * self.value
+        width = 2 * self.heads * self.key + 3 * values + 2 * self.value_heads
+        return self.layers * hidden * width
+
+    def scoring_operations(self, tokens: int) -> int:
+        """Operations of all layers for so many tokens of a request: products with states and
+        keys."""
+        per_head = 4 * tokens * self.key * (self.value + tokens)
+        return self.layers * self.value_heads * per_head
+
+
 class ModelShape(FileModel):
     """What the roofline needs of a decoder-only transformer."""
 
@@ -70,6 +97,7 @@ class ModelShape(FileModel):
         default=None, gt=0, description="Bytes of a number in the KV cache; none: as of weights."
     )
     experts: Experts | None = Field(default=None, description="None: all layers are dense.")
+    recurrent: Recurrent | None = Field(default=None, description="None: all layers attend.")
     head: HeadShape | None = Field(
         default=None, description="Of a drafter that reads the target's hidden states."
     )
@@ -95,10 +123,18 @@ class ModelShape(FileModel):
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         own = self.head.input_parameters(self) if self.head is not None else 0
+        own += self.attention_layers * attention
+        if self.recurrent is not None:
+            own += self.recurrent.parameters(self.hidden)
         if self.experts is None:
-            return self.layers * (attention + mlp) + own
+            return self.layers * mlp + own
         dense = (self.layers - self.experts.layers) * mlp
-        return self.layers * attention + dense + self.experts.other_parameters(self.hidden) + own
+        return dense + self.experts.other_parameters(self.hidden) + own
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.layers - (self.recurrent.layers if self.recurrent else 0)
 
     def _routed_parameters(self, rows: float | None) -> int:
         """Parameters of the routed experts that a pass over so many rows reads; None: of all."""
@@ -170,7 +206,7 @@ class ModelShape(FileModel):
     @property
     def kv_values_per_token(self) -> int:
         """Numbers that one token leaves in the KV cache."""
-        return 2 * self.layers * self.kv_heads * self.head_size
+        return 2 * self.attention_layers * self.kv_heads * self.head_size
 
     def kv_copies(self, devices: int) -> int:
         """Devices that hold the same key/value head: more than one where heads are too few."""

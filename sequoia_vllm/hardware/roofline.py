@@ -222,13 +222,27 @@ class _Forward:
         kv_bytes = batch * context * shape.kv_values_per_token * kv_value_bytes
         attention = self._roofline(
             kv_bytes * shape.kv_copies(self._devices),
-            4 * shape.layers * shape.heads * shape.head_size * (context + tokens) * rows,
+            4 * shape.attention_layers * shape.heads * shape.head_size * (context + tokens) * rows,
         )
+        attention += self._states(shape, tokens, batch)
         launches = shape.layers * self._assumed.layer_seconds + self._assumed.forward_seconds
         launches += self._merges(shape, tokens, batch)
         computing = products + attention + launches
         computing += self._logits(shape, rows) + self._sums(shape, rows)
         return computing if streamed is None else streamed.pass_seconds(rows, computing)
+
+    def _states(self, shape: ModelShape, tokens: int, batch: int) -> float:
+        """Time of recurrent layers' states, whatever the context: read and written, in float32.
+
+        A tree reads them once more, in the commit.
+        """
+        if shape.recurrent is None:
+            return 0.0
+        passes = 2 if tokens == 1 else 3
+        return self._roofline(
+            4 * passes * batch * shape.recurrent.state_values,
+            batch * shape.recurrent.scoring_operations(tokens),
+        )
 
     def reading(self, shape: ModelShape, rows: int) -> float:
         """Time of a head's products with the target's hidden states, on each device alike."""
@@ -245,7 +259,7 @@ class _Forward:
         key_heads = shape.kv_heads * shape.kv_copies(self._devices) / self._devices
         if tokens == 1 or batch * key_heads >= self._assumed.split_below:
             return 0.0
-        return shape.layers * self._assumed.small_kernel_seconds
+        return shape.attention_layers * self._assumed.small_kernel_seconds
 
     def _roofline(self, moved: float, operations: float) -> float:
         """Seconds of work that is split over all devices.

@@ -34,7 +34,8 @@ def engine_files() -> list[Path]:
 
 
 GPU_FILES = (
-    "v2/attention/attention_gpu", "v2/attention/backend_gpu", "v2/attention/target_graphs",
+    "v2/attention/attention_gpu", "v2/attention/backend_gpu", "v2/attention/gdn_",
+    "v2/attention/target_graphs",
     "v2/runner_gpu", "worker/worker_gpu",
 )  # fmt: skip
 CPU_FILES = ("v1/", "offload/", "runner/cpu_attention", "v2/runner_cpu", "v2/attention/backend_cpu",

@@ -6,6 +6,7 @@ import json
 
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -19,7 +20,7 @@ from tests.contract.used import engine_files, name_of
 
 PATCHED = (
     EngineArgs, SamplingParams, StatLoggerManager, LLMEngine, SpeculativeConfig, SpecDecodingProm,
-    VllmConfig, EngineCore,
+    VllmConfig, EngineCore, Platform,
 )  # fmt: skip
 
 

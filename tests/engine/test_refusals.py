@@ -118,6 +118,20 @@ def test_target_models(kind, tmp_path):
     assert refusal(target, "target", kinds) in said
 
 
+def test_gated_delta_net_targets_on_cpus_and_their_largest_trees(tmp_path):
+    config = transformers.Qwen3NextConfig(
+        **TINY, num_experts=2, num_experts_per_tok=1, architectures=["Qwen3NextForCausalLM"],
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    options = {
+        "model": save_config(tmp_path, config), "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+    }  # fmt: skip
+    refused("trees over Gated DeltaNet layers are for GPUs", **options)
+    large = sequoia(size=65, depth=8)
+    refused("choose one of 64 nodes at most", speculative_config=large, **options)
+
+
 def test_draft_models(tmp_path):
     make, reason = MODELS["mla"]
     draft = save_config(tmp_path, make())

@@ -63,6 +63,15 @@ MIXTURES: dict[str, tuple[dict[str, Any], float, float]] = {
         "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
         "architectures": ["Glm4MoeForCausalLM"],
     }, 106.9e9, 12.8e9),
+    "Qwen3-Next-80B-A3B": ({
+        "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "vocab_size": 151936, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "decoder_sparse_step": 1, "architectures": ["Qwen3NextForCausalLM"],
+    }, 79.6e9, 3.5e9),
     "ERNIE-4.5-21B-A3B": ({
         "model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288,
         "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4,

@@ -88,7 +88,8 @@ def describe(llm: Any) -> dict[str, str]:
     """Which of vLLM's and our classes run."""
     runner = runner_of(llm)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    attention = next(iter(runner.compilation_config.static_forward_context.values())).impl
+    layer = next(iter(runner.compilation_config.static_forward_context.values()))
+    attention = getattr(layer, "impl", layer)
     return {
         "runner": type(runner).__name__,
         "scheduler": type(scheduler).__name__,

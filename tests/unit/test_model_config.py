@@ -192,3 +192,38 @@ def test_quantized_weights_are_read_faster():
     assert 0.25 < times[1] / times[0] < 0.5
     weights = [weights_bytes(target, shape(QWEN_3)) for target in (plain, small)]
     assert weights[0] - weights[1] == plain.layer_parameters * 1.5
+
+
+# -- recurrent layers ----------------------------------------------------------------
+
+
+def test_recurrent_layers_have_states_and_no_keys():
+    config = MIXTURES["Qwen3-Next-80B-A3B"][0]
+    found = shape(config)
+    assert found.recurrent.layers == 36
+    assert found.kv_values_per_token == 2 * 12 * 2 * 256
+    assert found.recurrent.state_values * 4 == 72 << 20
+    kinds = ["linear_attention"] * 20 + ["full_attention"] * 28
+    assert shape(config, layer_types=kinds).recurrent.layers == 20
+    assert shape(config, layer_types=["full_attention"] * 48).recurrent is None
+
+
+def test_a_context_costs_recurrent_layers_nothing():
+    config, draft = MIXTURES["Qwen3-Next-80B-A3B"][0], model_classes()["7b-68m"].draft
+    all_attend = shape(config, layer_types=["full_attention"] * 48)
+    device = known_devices()["h100-sxm"].spec()
+
+    def seconds(target, context, tokens=1):
+        times = roofline_profile(device, target, draft, context_length=context, batch_sizes=(16,))
+        curve = times.target_forward[0]
+        return curve.seconds[curve.tokens.index(tokens)]
+
+    hybrid, dense = (
+        seconds(target, 32768) - seconds(target, 1024) for target in (shape(config), all_attend)
+    )
+    assert hybrid == pytest.approx(dense / 4, rel=0.02)
+    # The states are read and written in every pass, and once more in a commit.
+    state = 16 * 4 * shape(config).recurrent.state_values
+    fewer = shape(config, linear_num_value_heads=16)
+    less = seconds(shape(config), 1024) - seconds(fewer, 1024)
+    assert less > state / (device.bandwidth_gb_s * 1e9)

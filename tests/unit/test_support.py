@@ -50,7 +50,7 @@ def test_advise_and_engine_refuse_a_target_in_the_same_words(family, draft, tmp_
         refusals.refuse_model(model, "target")
     said = advise(target, *draft)
     assert said == str(error.value)
-    of_drafts = {"mrope", "multimodal"}
+    of_drafts = {"gdn", "mrope", "multimodal"}
     assert all((UNSUPPORTED[kind] in said) == (kind not in of_drafts) for kind in kinds)
     assert "serve it without Sequoia, or choose another target model" in said
 
@@ -109,7 +109,7 @@ def test_doctor_looks_at_a_target(tmp_path):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_experts_are_served(name):
-    assert kinds_of(MIXTURES[name][0]) == set()
+    assert kinds_of(MIXTURES[name][0]) <= {"gdn"}
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,21 @@ def test_multimodal_models_of_vllm_are_known_by_their_architecture():
 def test_recurrent_models_of_vllm_are_known_by_their_architecture():
     models = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
     recurrent = {name for name, (_, place) in models.items() if RECURRENT & bases_in_vllm(place)}
-    assert "Qwen3_5ForConditionalGeneration" in recurrent
-    assert {name for name in models if "recurrent" in of(name)} == recurrent
+    assert {name for name in models if of(name) & {"gdn", "recurrent"}} == recurrent
+    served = {name for name in recurrent if "gdn" in of(name)}
+    assert served > {"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration"}
+
+
+def test_models_are_served_whose_recurrent_layers_are_of_the_class_that_ours_extends():
+    models = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
+    folder = Path(registry.__file__).parent
+    texts = {
+        name: (folder / f"{module}.py").read_text(encoding="utf-8")
+        for name, (module, _) in models.items()
+        if "gdn" in of(name)
+    }
+    its_own = {name for name, text in texts.items() if "QwenGatedDeltaNetAttention(" in text}
+    assert texts.keys() - its_own == {"InternS2PreviewForConditionalGeneration"}  # a Qwen3.5
 
 
 @pytest.mark.parametrize("models", ["_REWARD_MODELS", "_TOKEN_CLASSIFICATION_MODELS"])

@@ -13,6 +13,7 @@ from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.families import refusal_of
 from sequoia_vllm.hardware.support import Kind, Role, as_error, has_only_attention, kinds_of
+from sequoia_vllm.kernels.gdn_tree import MAX_NODES
 
 _FP8_CAPABILITY = 89  # our kernel converts it there
 _PIPELINE_V1 = (
@@ -51,10 +52,12 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 def kinds_in_vllm(model: Any) -> set[Kind]:
     """The kinds of model that vLLM takes this one for."""
+    recurrent, is_served = _has_recurrent_layers(model), "gdn" in _described(model)
     found: dict[Kind, bool] = {
-        "mla": model.use_mla, "attention": _has_own_attention(model),
+        "mla": model.use_mla, "attention": "attention" in _described(model),
         "chunked": model.attention_chunk_size is not None, "alibi": model.uses_alibi,
-        "recurrent": _has_recurrent_layers(model), "diffusion": model.is_diffusion,
+        "recurrent": recurrent and not is_served, "gdn": recurrent and is_served,
+        "diffusion": model.is_diffusion,
         "realtime": any("Realtime" in name for name in model.architectures),
         "mrope": model.uses_mrope, "multimodal": model.is_multimodal_model,
         "encoder-decoder": model.is_encoder_decoder, "pooling": model.runner_type == "pooling",
@@ -62,10 +65,10 @@ def kinds_in_vllm(model: Any) -> set[Kind]:
     return {kind for kind, is_so in found.items() if is_so}
 
 
-def _has_own_attention(model: Any) -> bool:
+def _described(model: Any) -> set[Kind]:
     """Asks the configuration as commands do: vLLM finds it out when it makes the layers."""
     parts = vars(model.hf_text_config) | vars(model.hf_config)
-    return "attention" in kinds_of({**parts, "architectures": model.architectures})
+    return kinds_of({**parts, "architectures": model.architectures})
 
 
 def _has_recurrent_layers(model: Any) -> bool:
@@ -89,6 +92,11 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
         return _present(
             {
                 "the KV cache layout is known on x86 CPUs only": not known,
+                "trees over Gated DeltaNet layers are for GPUs, as vLLM's CPUs run such layers by "
+                "other code: serve this target on a GPU, or without Sequoia": (
+                    not vllm_config.use_v2_model_runner
+                    and "gdn" in kinds_in_vllm(vllm_config.model_config)
+                ),
                 "context_attention is for GPUs: leave it out on CPUs": on_gpus,
                 "vLLM offloads weights from GPUs to the host's memory, and nothing on CPUs: drop "
                 "--cpu-offload-gb and --offload-group-size (from a disk: "
@@ -108,6 +116,11 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
             "in vLLM's log which option turned it off": not vllm_config.use_v2_model_runner,
             "outputs depend on what is batched together, as how much is drafted does: unset "
             "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+            "trees over Gated DeltaNet layers are not proved in CUDA graphs yet: add "
+            "--enforce-eager": (
+                not vllm_config.model_config.enforce_eager
+                and "gdn" in kinds_in_vllm(vllm_config.model_config)
+            ),
             "batch-sharded sampling hides other ranks' trees: drop "
             "--enable-batch-sharded-sampling": bool(
                 vllm_config.parallel_config.enable_batch_sharded_sampling
@@ -276,6 +289,9 @@ def _size_reasons(vllm_config: Any) -> list[str]:
             "smaller tree or a larger budget": nodes >= budget,
             f"a tree of {nodes} nodes does not fit in max_model_len={length}: choose a smaller "
             "tree": nodes >= length,
+            f"a tree of {nodes} nodes is too large for Gated DeltaNet layers: choose one of "
+            f"{MAX_NODES} nodes at most": nodes > MAX_NODES
+            and "gdn" in kinds_in_vllm(vllm_config.model_config),
             f"on GPUs vLLM warms up with requests of {warm_up_length(nodes)} tokens for a tree of "
             f"{nodes} nodes, and max_model_len={length} has no room for them: choose a smaller "
             "tree, or longer requests": nodes < length < warm_up_length(nodes)

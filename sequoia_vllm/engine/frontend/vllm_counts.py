@@ -1,7 +1,10 @@
-"""What vLLM counts and shows of our engines: the method's name, positions by depth, requests."""
+"""What vLLM counts and shows of our engines: the method's name, positions by depth, requests,
+states.
+"""
 
 import logging
 from collections.abc import Callable
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,3 +59,14 @@ def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
     """Counts slots as vLLM does; none for blocks of a Sequoia engine (`counts_blocks_as_rows`)."""
     blocks = is_tagged(self) and drafter(SequoiaSettings.on(self).drafter).in_one_pass
     return 0 if blocks else original(self)
+
+
+def align_states(original: Callable[..., None], vllm_config: Any, backend: Any) -> None:
+    """Sizes cache blocks as vLLM does, for the states of an engine that drafts nothing.
+
+    vLLM makes each state longer by an input per draft. Trees keep theirs elsewhere.
+    """
+    if SequoiaSettings.enabled(vllm_config):
+        vllm_config = copy(vllm_config)
+        object.__setattr__(vllm_config, "speculative_config", None)
+    original(vllm_config, backend)

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -78,6 +79,8 @@ def install() -> None:
         # For block heads counts these rows in the target's batch, too, which then has room for
         # fewer requests. Until: `counts_blocks_as_rows` is False of every version.
         _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", vllm_counts.slots_for_drafting)
+    # Makes room in each recurrent state for all drafts. Until: vLLM asks the speculative method.
+    _wrap(Platform, "_align_hybrid_block_size", vllm_counts.align_states, static=True)
     # Makes a counter for each node; a path ends at the tree's depth. Until: vLLM carries a
     # speculative method's own statistics from the worker to its loggers.
     _wrap(SpecDecodingProm, "__init__", vllm_counts.init_acceptance_counters)

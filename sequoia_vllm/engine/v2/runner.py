@@ -113,6 +113,11 @@ class TreeRunner(GPUModelRunner):
         self._target_layers = [
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
+        context = self.compilation_config.static_forward_context
+        target = {name: context[name] for name in self._target_layers}
+        if self.tree_backend.keep_nodes(target, self.speculator.most_scored):
+            self._plain_postprocess_state = self.model_state.postprocess_state
+            self.model_state.postprocess_state = self._after_commit
         self.speculator.sampling = self.sampler.sampling_states
         # Verifies chains; ours walks down trees.
         self.rejection_sampler = TreeVerifierV2(
@@ -132,6 +137,13 @@ class TreeRunner(GPUModelRunner):
         if getattr(self.model_state, "rope_state", None) is not None:
             self._plain_model_inputs = self.model_state.prepare_inputs
             self.model_state.prepare_inputs = self._model_inputs
+
+    def _after_commit(self, slots: Tensor, num_sampled: Any, *args: Any) -> None:
+        """Replaces the model state's `postprocess_state`, which looks for one state per token.
+
+        The commit has left a request one state, as plain decoding does with its one token.
+        """
+        self._plain_postprocess_state(slots, 1, *args)
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
         """Makes the worker for grammar masks from vLLM's options."""

@@ -32,6 +32,15 @@ class TreeBackend(ABC):
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
         """Reason why tree attention cannot serve this layer; None: it can."""
 
+    def keep_nodes(self, layers: dict[str, Any], rows: int) -> bool:
+        """Allocates what recurrent layers keep of nodes until the commit; False: there are none.
+
+        Args:
+            layers: The target's, by name.
+            rows: The most nodes of a step, roots included.
+        """
+        return False
+
     @abstractmethod
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> Any:
         """Makes the ``tree`` attribute of the target's attention metadata."""
@@ -62,7 +71,7 @@ class TreeBackend(ABC):
         """Moves the accepted path's keys and values to the slots after the root.
 
         Args:
-            caches: The target's caches, by layer.
+            caches: The target's caches, by layer; of recurrent layers their states.
             metadata: Each layer's attention metadata of this step.
             trees: This step's trees.
             accepted: int32 ``[R, D]``: accepted nodes by depth, then -1.

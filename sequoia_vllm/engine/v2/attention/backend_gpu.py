@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -25,6 +26,12 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import (
     GPUTreeQueries,
 )
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.attention.gdn_layers import (
+    GdnTreeLayer,
+    GdnTreeMetadata,
+    replaced_gdn_layers,
+)
+from sequoia_vllm.engine.v2.attention.gdn_states import GdnStates, scored_nodes
 from sequoia_vllm.engine.v2.attention.other_rows import other_chains
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
@@ -52,13 +59,18 @@ class GPUTreeBackend(TreeBackend):
         self.masks.of(ancestors)  # here, not in a step: making one waits for the device
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
+        self._states: GdnStates | None = None
 
-    def replace_attention(self) -> AbstractContextManager[None]:
-        """Replaces the backends that our classes extend, and those that trees cannot use."""
-        return replaced_backends(_CLASSES)
+    @contextmanager
+    def replace_attention(self) -> Iterator[None]:
+        """Replaces what our classes extend, and backends that trees cannot use."""
+        with replaced_backends(_CLASSES), replaced_gdn_layers():
+            yield
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
         """Reason why our kernel cannot serve this layer; None: it can."""
+        if isinstance(impl, GdnTreeLayer):
+            return impl.unsupported_heads
         if isinstance(impl, GPUTreeForward):
             self.masks.of(self._ancestors, window_of(impl))  # here, not in a step: see __init__
         head_size = getattr(impl, "head_size", 0)
@@ -75,8 +87,17 @@ class GPUTreeBackend(TreeBackend):
         }
         return reason_of(layer_name, features)
 
-    def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> GPUTreeQueries:
+    def keep_nodes(self, layers: dict[str, Any], rows: int) -> bool:
+        """See `TreeBackend.keep_nodes`."""
+        found = {name: each for name, each in layers.items() if isinstance(each, GdnTreeLayer)}
+        if found:
+            self._states = GdnStates(found, rows)
+        return bool(found)
+
+    def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> Any:
         """The trees' rows, as views of buffers that stay in place for CUDA graphs."""
+        if isinstance(metadata, GdnTreeMetadata):
+            return scored_nodes(trees, metadata)
         return self._queries(
             trees,
             metadata.block_table[: trees.num_requests],
@@ -102,10 +123,13 @@ class GPUTreeBackend(TreeBackend):
     ) -> None:  # fmt: skip
         """Moves keys and values in one launch per group of layers with equal blocks and shape."""
         if not self._layers:
+            keys = {name: each for name, each in caches.items() if isinstance(each, Tensor)}
             self._layers = [
-                (names[0], CacheLayers.of([caches[name] for name in names]))
-                for names in layers_by_cache(caches, metadata)
+                (names[0], CacheLayers.of([keys[name] for name in names]))
+                for names in layers_by_cache(keys, metadata)
             ]
+        if self._states is not None:
+            self._states.commit(metadata, trees, accepted)
         for layer, group in self._layers:
             commit_accepted(
                 group,

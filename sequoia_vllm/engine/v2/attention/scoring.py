@@ -36,9 +36,13 @@ class ScoringTreesV2(NodeQueries):
     from it, and reads it again to commit the accepted paths.
 
     Attributes:
+        parents: int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1.
+        depth: Of the tree's deepest node.
         others: The rows that are not tree nodes; None: there are none.
     """
 
+    parents: Tensor
+    depth: int
     others: OtherRows | None = None
 
     @property
@@ -118,6 +122,8 @@ class TreeScoring:
             first=0,
             width=nodes,
             ancestors=self._tables.ancestors,
+            parents=self._tables.parents,
+            depth=self._tables.tree.depth,
             max_keys=max_keys,
             others=others,
         )

@@ -1,0 +1,260 @@
+"""Trees over Gated DeltaNet layers against every path walked by the plain recurrence in float64."""
+
+import pytest
+import torch
+
+from sequoia_vllm.kernels.gdn_tree import (
+    MAX_NODES,
+    GdnShape,
+    KeptNodes,
+    RecurrentStates,
+    ScoredNodes,
+    commit_nodes,
+    convolve_nodes,
+    score_nodes,
+)
+from tests.oracles import recurrence
+
+WIDTH, BLOCKS = 4, 9
+
+
+def ancestors_of(parents):
+    seen = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            seen[node] |= seen[parent]
+    return seen
+
+
+def path_to(parents, node):
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def random_tree(nodes, generator, reach):
+    """Parents of a tree: each at most ``reach`` nodes before its child."""
+    return [-1] + [
+        int(torch.randint(max(0, node - reach), node, (), generator=generator))
+        for node in range(1, nodes)
+    ]
+
+
+class Batch:
+    """Requests with trees over two layers, whose states lie anywhere in a cache."""
+
+    def __init__(self, trees, counts, sizes=(2, 4, 16, 32), dtype=torch.float32, own=True, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.shape = shape = GdnShape(*sizes)
+        self.counts, self.dtype = counts, dtype
+        self.trees = trees if own else trees * len(counts)
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        self.rows = int(starts[-1])
+        self.indices = torch.randperm(BLOCKS - 1, generator=self.generator)[: len(counts)] + 1
+        parents = torch.tensor(trees if own else trees[0], dtype=torch.int32)
+        ancestors = [ancestors_of(tree) for tree in trees]
+        self.nodes = ScoredNodes(
+            cu_nodes=starts.int(),
+            slots=torch.arange(len(counts)),
+            parents=parents,
+            ancestors=torch.stack(ancestors) if own else ancestors[0],
+            depth=max(int(each.sum(1).max()) for each in ancestors) - 1,
+            state_indices=self.indices.int(),
+        )
+        heads = (shape.heads, shape.value_heads)
+        self.layers = [
+            recurrence.Layer(
+                weights=self.random(shape.channels, WIDTH),
+                bias=self.random(shape.channels) if layer else None,
+                log_a=self.random(shape.value_heads).float(),
+                dt_bias=self.random(shape.value_heads),
+                heads=heads,
+                sizes=(shape.key, shape.value),
+            )
+            for layer in range(2)
+        ]
+        self.inputs = [self.random(self.rows, shape.channels) for _ in range(2)]
+        self.gates = [
+            [self.random(self.rows, shape.value_heads) * 3 for _ in range(2)] for _ in range(2)
+        ]
+        # Channels first in a block, as vLLM can keep them; a page has more than the state.
+        self.history = [
+            self.random(BLOCKS, shape.channels, WIDTH - 1).transpose(1, 2) for _ in range(2)
+        ]
+        state = shape.value_heads * shape.value * shape.key
+        self.states = [
+            self.random(BLOCKS, state + 8).float()[:, :state].view(
+                BLOCKS, shape.value_heads, shape.value, shape.key
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+        self.kept = KeptNodes.empty(shape, 2, self.rows + 3, dtype, "cpu")
+
+    def random(self, *sizes):
+        return torch.randn(sizes, generator=self.generator).to(self.dtype)
+
+    def score(self):
+        outputs = []
+        for place, layer in enumerate(self.layers):
+            more = {"nodes": self.nodes, "kept": self.kept, "layer": place}
+            mixed = convolve_nodes(
+                self.inputs[place], layer.weights, layer.bias, history=self.history[place], **more
+            )
+            output = torch.full((self.rows, self.shape.value_heads, self.shape.value), -7.0)
+            score_nodes(
+                mixed, *self.gates[place], layer.log_a, layer.dt_bias, states=self.states[place],
+                output=output, **more,
+            )  # fmt: skip
+            outputs.append(output)
+        return outputs
+
+    def walked(self, place, request, path):
+        rows = slice(*self.nodes.cu_nodes[request : request + 2].tolist())
+        block = self.indices[request]
+        return recurrence.walk(
+            self.layers[place], self.history[place][block], self.states[place][block],
+            self.inputs[place][rows], *(gate[rows] for gate in self.gates[place]), path,
+        )  # fmt: skip
+
+    def commit(self, paths, contexts=None, table=None, **more):
+        requests = len(self.counts)
+        accepted = torch.full((requests, max(map(len, paths))), -1, dtype=torch.int32)
+        for request, path in enumerate(paths):
+            accepted[request, : len(path) - 1] = torch.tensor(path[1:], dtype=torch.int32)
+        commit_nodes(
+            RecurrentStates.of(self.history, self.states, [0, 1]),
+            self.kept,
+            nodes=self.nodes,
+            accepted=accepted,
+            context_lens=torch.tensor(contexts or [5] * requests, dtype=torch.int32),
+            block_table=torch.zeros(requests, 3, dtype=torch.int32) if table is None else table,
+            **more,
+        )
+
+
+def check(batch, tolerance=2e-5):
+    """Outputs of all nodes in both layers, and that no state has changed."""
+    before = [each.clone() for each in (*batch.history, *batch.states)]
+    for place, output in enumerate(batch.score()):
+        for request, count in enumerate(batch.counts):
+            first = int(batch.nodes.cu_nodes[request])
+            for node in range(count):
+                expected, _, _ = batch.walked(place, request, path_to(batch.trees[request], node))
+                torch.testing.assert_close(
+                    output[first + node].double(), expected[-1], rtol=tolerance, atol=tolerance
+                )
+    after = (*batch.history, *batch.states)
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+CHAIN, STAR = [-1, *range(11)], [-1, *[0] * 11]
+
+
+def test_outputs_are_those_of_the_paths():
+    generator = torch.Generator().manual_seed(1)
+    trees = [CHAIN, STAR, random_tree(12, generator, 4), random_tree(12, generator, 12)]
+    check(Batch(trees, [12, 12, 12, 12]))
+
+
+@pytest.mark.parametrize("reach", [2, 64])
+def test_large_trees(reach):
+    tree = random_tree(MAX_NODES, torch.Generator().manual_seed(2), reach)
+    check(Batch([tree], [MAX_NODES], sizes=(1, 1, 16, 16), own=False), tolerance=2e-4)
+
+
+def test_sizes_of_heads_that_models_have():
+    check(Batch([[-1, 0, 1, 0]], [4], sizes=(1, 2, 128, 128), own=False), tolerance=2e-4)
+
+
+def test_prefixes_of_one_tree_and_no_tree():
+    tree = random_tree(12, torch.Generator().manual_seed(3), 5)
+    check(Batch([tree], [1, 7, 0, 12, 2], own=False))
+    check(Batch([[-1]], [1, 1], own=False))
+
+
+def test_padding_is_left_alone():
+    batch = Batch([CHAIN], [3, 4, 2], own=False)
+    batch.nodes.state_indices[1] = 0
+    before = [each.clone() for each in (*batch.history, *batch.states)]
+    assert all((output[3:7] == -7).all() for output in batch.score())
+    batch.commit([[0], [0, 1], [0]])
+    indices = batch.indices[[0, 2]]
+    for old, new in zip(before, (*batch.history, *batch.states), strict=True):
+        assert not torch.equal(old[indices], new[indices])
+        old[indices] = new[indices]
+        assert torch.equal(old, new)
+
+
+def committed(batch, paths, **more):
+    """Commits; whether inputs and states are those after the paths, and no other has changed."""
+    expected = [[each.clone() for each in caches] for caches in (batch.history, batch.states)]
+    edges = more.pop("edges", {})
+    for place in range(2):
+        for request, path in enumerate(paths):
+            _, inputs, states = batch.walked(place, request, path)
+            for block, step in [(int(batch.indices[request]), -1), *edges.get(request, [])]:
+                expected[0][place][block] = inputs[step].to(batch.dtype)
+                expected[1][place][block] = states[step].float()
+    batch.score()
+    batch.commit(paths, **more)
+    for found, wanted in zip((batch.history, batch.states), expected, strict=True):
+        for each, one in zip(found, wanted, strict=True):
+            torch.testing.assert_close(each, one, rtol=2e-5, atol=2e-5)
+
+
+def test_commits_replay_paths():
+    """From a root alone to more tokens than the convolution looks back."""
+    generator = torch.Generator().manual_seed(4)
+    trees = [CHAIN, STAR, random_tree(12, generator, 3), random_tree(12, generator, 6), CHAIN]
+    paths = [list(range(12)), [0, 7], path_to(trees[2], 11), path_to(trees[3], 9), [0]]
+    batch = Batch(trees, [12] * 5)
+    committed(batch, paths)
+    committed(batch, [[0], [0, 11], [0], path_to(trees[3], 4), [0, 1, 2]])  # from there on
+
+
+def test_a_block_that_ends_within_a_path_gets_its_state():
+    """Ends: within the path, with it, before it, with the root alone; and a path without one."""
+    contexts, size = [13, 12, 16, 15, 17], 16
+    batch = Batch([CHAIN], [12] * 5, own=False)
+    free = [block for block in range(1, BLOCKS) if block not in batch.indices.tolist()]
+    table = torch.tensor([[free[0], 0, 0]] * 5, dtype=torch.int32)
+    table[2:, 0] = free[1]
+    paths = [list(range(6)), [0, 1, 2, 3], [0, 1, 2], [0, 1], [0]]
+    edges = {0: [(free[0], 2)], 3: [(free[1], 0)]}
+    committed(batch, paths, edges=edges, contexts=contexts, table=table, block_size=size)
+
+
+def test_bfloat16():
+    """As in vLLM's kernel each product is rounded, and their sum is not."""
+    batch = Batch([[-1]], [1, 1, 1], own=False, dtype=torch.bfloat16)
+    weights, history = batch.layers[0].weights, batch.history[0][batch.indices]
+    window = torch.cat([history, batch.inputs[0][:, None]], dim=1)
+    sums = torch.zeros(3, batch.shape.channels)
+    for place in range(WIDTH):
+        sums += (window[:, place] * weights[:, place]).float()
+    found = convolve_nodes(
+        batch.inputs[0], weights, None, nodes=batch.nodes, history=batch.history[0],
+        kept=batch.kept,
+    )  # fmt: skip
+    expected = (sums / (1 + torch.exp(-sums))).bfloat16()
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-4)
+
+
+def test_what_nodes_leave_takes_the_bytes_of_k_u_and_g():
+    kept = KeptNodes.empty(GdnShape(16, 32, 128, 128), 3, 5, torch.bfloat16, "cpu")
+    per_node = 2 * 8192 + 4 * (16 * 128 + 32 * 128 + 32)
+    assert kept.size_in_bytes == 3 * 5 * per_node
+
+
+def test_what_does_not_fit_is_refused():
+    for sizes in [(2, 3, 16, 16), (1, 1, 24, 16), (1, 1, 16, 8)]:
+        with pytest.raises(ValueError, match="powers of two"):
+            GdnShape(*sizes)
+    with pytest.raises(ValueError, match="alike"):
+        RecurrentStates.of(
+            [torch.zeros(2, 3, 8), torch.zeros(2, 3, 9)], [torch.zeros(2)] * 2, [0, 1]
+        )
+    batch = Batch([[-1, *[0] * MAX_NODES]], [1], own=False)
+    with pytest.raises(ValueError, match="64 at most"):
+        batch.score()

@@ -1,0 +1,121 @@
+"""Tiny targets with Gated DeltaNet layers, and what lets vLLM run them in float32 on CPUs."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+VOCABULARY = 64
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    "tie_word_embeddings": False, "rope_theta": 10000.0,
+}  # fmt: skip
+_STATES: dict[str, Any] = {
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
+def save_hybrid_pair(directory: Path, scale: float = 0.5) -> tuple[str, str]:
+    """A Qwen3-Next of one attention layer between two recurrent ones, and its draft.
+
+    The draft is a Qwen3 of the attention layer alone. `scale`: weight of the recurrent layers,
+    which decide how often it is wrong.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(0)
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    config = Qwen3NextConfig(
+        **_SHARED, **_STATES, num_hidden_layers=3, layer_types=kinds, num_experts=2,
+        num_experts_per_tok=1, partial_rotary_factor=1.0, decoder_sparse_step=1,
+        mlp_only_layers=[1], moe_intermediate_size=32, shared_expert_intermediate_size=32,
+    )  # fmt: skip
+    target = Qwen3NextForCausalLM(config).float()
+    draft = Qwen3ForCausalLM(Qwen3Config(**_SHARED, num_hidden_layers=1)).float()
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.15)
+            if "linear_attn.out_proj" in name or ("layers.1" not in name and "down_proj" in name):
+                parameter.mul_(scale)
+            elif name.endswith(("A_log", "dt_bias")):
+                parameter.uniform_(-1.0, 0.5)
+        attention = target.model.layers[1].self_attn
+        heads = attention.q_proj.weight.view(2, 2, 32, 64)
+        heads[:, 1] = 0  # output gates: half of everything
+    _copy(target, draft)
+    paths = directory / "target", directory / "draft"
+    for model, path in zip((target, draft), paths, strict=True):
+        model.save_pretrained(path)
+    return str(paths[0]), str(paths[1])
+
+
+def _copy(target: Any, draft: Any) -> None:
+    """Gives the draft the target's attention layer, embeddings and head."""
+    with torch.no_grad():
+        draft.model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
+        draft.lm_head.weight.copy_(target.lm_head.weight)
+        draft.model.norm.weight.copy_(target.model.norm.weight + 1)
+        ours, layer = draft.model.layers[0], target.model.layers[1]
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            getattr(ours, name).weight.copy_(getattr(layer, name).weight + 1)
+        ours.mlp.load_state_dict(layer.mlp.state_dict())
+        attention, own = layer.self_attn, ours.self_attn
+        own.q_proj.weight.copy_(attention.q_proj.weight.view(2, 2, 32, 64)[:, 0].reshape(64, 64))
+        own.k_proj.weight.copy_(attention.k_proj.weight)
+        own.v_proj.weight.copy_(attention.v_proj.weight)
+        own.o_proj.weight.copy_(attention.o_proj.weight / 2)
+        own.q_norm.weight.copy_(attention.q_norm.weight + 1)
+        own.k_norm.weight.copy_(attention.k_norm.weight + 1)
+
+
+def run_in_float32() -> None:
+    """Test only: vLLM's recurrent layers in this process take any dtype, as no kernels of it do.
+
+    Its chunked kernels for prompts refuse float32, and its layers on CPUs know bfloat16 alone.
+    Prompts are read by the plain recurrence, token by token, for plain engines and ours alike. All
+    else is vLLM's code for GPUs.
+    """
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
+    from vllm.platforms import current_platform
+    from vllm.third_party.flash_linear_attention.ops import fused_recurrent
+
+    # The interpreter replaces functions in Triton's module, and not this other name for one.
+    fused_recurrent.exp = _exponential
+    layers.fla_chunk_gated_delta_rule = layers.fi_chunk_gated_delta_rule = read_prompts
+    # An H100's kernels wait for the ones before, which is no operation of the interpreter's.
+    type(current_platform).is_arch_support_pdl = classmethod(lambda _: False)
+    attention = layers.QwenGatedDeltaNetAttention
+    attention.forward_cpu = attention.forward_cuda
+
+
+@triton.jit
+def _exponential(value):
+    return tl.exp(value)
+
+
+def read_prompts(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    initial_state: torch.Tensor, cu_seqlens: torch.Tensor, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Stands for `chunk_gated_delta_rule` on prompts whose queries and keys have length 1."""
+    assert not options.get("use_qk_l2norm_in_kernel")
+    group = v.shape[2] // k.shape[2]
+    query, key = (each[0].float().repeat_interleave(group, dim=1) for each in (q, k))
+    states, output = initial_state.float().clone(), torch.zeros_like(v)
+    for request, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        state = states[request]
+        for row in range(first, end):
+            state = state * g[0, row].float().exp()[:, None, None]
+            missing = v[0, row].float() - (state @ key[row][..., None])[..., 0]
+            update = beta[0, row].float()[:, None] * missing
+            state = state + update[..., None] * key[row][:, None]
+            output[0, row] = (state @ query[row][..., None])[..., 0] * k.shape[-1] ** -0.5
+        states[request] = state
+    return output, states
