@@ -24,9 +24,7 @@ class DraftBatch:
         seeds: int64.
         state_offset: 0 or 1: the draft reads a token at its position less this.
         told: int64 ``[max_num_reqs, D]``: `continuations` of the requests' texts; -1: nothing.
-
-    Args:
-        depth: D; 0: texts are not looked at.
+            D, the argument ``depth``, is 0 where texts are not looked at.
     """
 
     def __init__(

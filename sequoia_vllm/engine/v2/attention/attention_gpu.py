@@ -178,7 +178,6 @@ class TritonTreeImpl(GPUTreeForward, TritonAttentionImpl):
 class FlashTreeBuilder(FlashAttentionMetadataBuilder):
     """Builds vLLM's metadata; a full CUDA graph holds either trees or one token per request."""
 
-    # A full CUDA graph holds trees of one size, or one token per request.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
