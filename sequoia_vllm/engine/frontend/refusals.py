@@ -116,11 +116,6 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
             "in vLLM's log which option turned it off": not vllm_config.use_v2_model_runner,
             "outputs depend on what is batched together, as how much is drafted does: unset "
             "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
-            "trees over Gated DeltaNet layers are not proved in CUDA graphs yet: add "
-            "--enforce-eager": (
-                not vllm_config.model_config.enforce_eager
-                and "gdn" in kinds_in_vllm(vllm_config.model_config)
-            ),
             "batch-sharded sampling hides other ranks' trees: drop "
             "--enable-batch-sharded-sampling": bool(
                 vllm_config.parallel_config.enable_batch_sharded_sampling

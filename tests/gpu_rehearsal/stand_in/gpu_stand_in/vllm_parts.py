@@ -108,7 +108,15 @@ def _import_passes_as_on_cpus() -> None:
 
 def _replace_operators() -> None:
     import vllm._custom_ops as operators
+    import vllm.kernels.vllm_c  # noqa: F401 (registers operators)
+    from vllm import ir
 
+    norm = ir.ops.rms_norm.impls["vllm_c"]
+    supports = norm.supports_args
+    # The CPU's takes rows of a view for neighbours, as those of keys beside queries are not.
+    norm.supports_args = lambda x, *args, **options: (
+        x.is_contiguous() and supports(x, *args, **options)
+    )
     operators.reshape_and_cache_flash = flash_attention.reshape_and_cache_flash
     operators.scaled_fp8_quant = lambda values, scale, **_: (
         flash_attention.quantized(values, scale), scale,
