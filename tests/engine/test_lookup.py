@@ -7,6 +7,7 @@ from vllm import SamplingParams
 
 from tests.support.engines import lookup_trees, metric, running, whole_trees
 from tests.support.generating import TINY, generate, random_prompts, save_related_pair
+from tests.support.heads import save_mimo
 from tests.support.models import prompts
 from tests.support.on_v2 import call_on_v2
 
@@ -82,3 +83,14 @@ def test_requests_that_arrive_leave_are_preempted_and_share_prefixes(tmp_path):
         assert metric(llm, "vllm:prefix_cache_hits") > 0
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 50
     assert len(plain) == len(texts) - 1
+
+
+def test_a_target_with_layers_that_draft_is_no_draft_of_these(tmp_path):
+    """vLLM reads its configuration once more, and would take it for its own MTP layer."""
+    options = {"model": save_mimo(tmp_path), **TINY}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+    texts = random_prompts([9, 30], 256)
+    plain = generate(None, texts, params, **options)
+    trees = generate(lookup_trees(), texts, params, **options)
+    assert trees["tokens"] == plain["tokens"]
+    assert trees["counts"]["tokens_per_tree"] > 1

@@ -2,13 +2,14 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -198,11 +199,13 @@ def apply(
         return None
     translated = copy(args)
     translated.speculative_config = dict(planned.speculative_config)
+    read_as: AbstractContextManager[None] = nullcontext()
     if not planned.drafter.has_weights:  # vLLM reads the target's configuration once more
         revisions = {"revision": args.revision, "code_revision": args.code_revision}
         translated.speculative_config.update(revisions)
+        read_as = _targets_not_their_layers()
     try:
-        with to_be_tagged():
+        with to_be_tagged(), read_as:
             speculative_config = create(translated, target, parallel)
     except (ValueError, OSError) as error:
         raise ConfigError(draft_problem(planned.draft, error)) from error
@@ -219,6 +222,18 @@ def apply(
         # `plan_schedule` puts the number back.
         speculative_config.num_speculative_tokens = 1
     return speculative_config
+
+
+@contextmanager
+def _targets_not_their_layers() -> Iterator[None]:
+    """Within it vLLM takes a model with MTP layers for itself, and not for a draft of these."""
+    name = "hf_config_override"
+    original = vars(SpeculativeConfig)[name]
+    setattr(SpeculativeConfig, name, staticmethod(lambda hf_config, *_, **__: hf_config))
+    try:
+        yield
+    finally:
+        setattr(SpeculativeConfig, name, original)
 
 
 def _with_vocabulary(
