@@ -33,6 +33,8 @@ UNSUPPORTED: dict[Kind, str] = {
 }
 """Kinds of models, each with what makes trees impossible."""
 
+MAX_NODES = 64  # of a tree over Gated DeltaNet layers: a program of the kernels holds them all
+
 _TARGETS: frozenset[Kind] = frozenset({"gdn", "mrope", "multimodal"})
 """Kinds that trees serve as targets. A draft reads tokens, each with one position, and has a KV
 cache alone."""

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.kernels.gdn_tree_kernels import (
     commit_inputs_kernel,
     commit_states_kernel,
@@ -34,9 +35,6 @@ from sequoia_vllm.kernels.gdn_tree_kernels import (
     score_nodes_kernel,
 )
 from sequoia_vllm.kernels.tree_shapes import rows_per_slot
-
-MAX_NODES = 64
-"""Nodes of the largest tree."""
 
 NEVER = 2**30
 """Tokens of a block that no path ends: states are given to nobody."""

@@ -231,3 +231,11 @@ def test_plain_vllm_is_untouched_when_the_plugin_is_unused(printed):
 @pytest.mark.engine
 def test_a_configuration_patches_the_process_that_receives_it(printed):
     assert "PATCHED" in printed["none"], "\n".join(printed["none"][-40:])
+
+
+def test_cpus_need_no_triton():
+    """Only development installs it there: once a front end took a number from a kernel's module."""
+    modules = "plugin", "engine.hooks", "engine.v1.runner", "drafters.lookup.v1"
+    imports = ", ".join(f"sequoia_vllm.{name}" for name in modules)
+    code = f"import sys; sys.modules['triton'] = None; import {imports}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

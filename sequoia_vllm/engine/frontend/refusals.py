@@ -12,8 +12,14 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.families import refusal_of
-from sequoia_vllm.hardware.support import Kind, Role, as_error, has_only_attention, kinds_of
-from sequoia_vllm.kernels.gdn_tree import MAX_NODES
+from sequoia_vllm.hardware.support import (
+    MAX_NODES,
+    Kind,
+    Role,
+    as_error,
+    has_only_attention,
+    kinds_of,
+)
 
 _FP8_CAPABILITY = 89  # our kernel converts it there
 _PIPELINE_V1 = (
