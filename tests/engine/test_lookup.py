@@ -1,9 +1,11 @@
 """What followed before tells what follows, on both runners: without a model, and beside one."""
 
+import pickle
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.engines import lookup_trees, metric, running, whole_trees
 from tests.support.generating import TINY, generate, random_prompts, save_related_pair
@@ -92,5 +94,7 @@ def test_a_target_with_layers_that_draft_is_no_draft_of_these(tmp_path):
     texts = random_prompts([9, 30], 256)
     plain = generate(None, texts, params, **options)
     trees = generate(lookup_trees(), texts, params, **options)
+    args = EngineArgs(model=options["model"], speculative_config=lookup_trees())
+    pickle.dumps(args.create_engine_config())  # for engines in processes of their own
     assert trees["tokens"] == plain["tokens"]
     assert trees["counts"]["tokens_per_tree"] > 1

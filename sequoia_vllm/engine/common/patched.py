@@ -7,8 +7,9 @@ from typing import Any
 
 @contextmanager
 def patched(owner: object, name: str, value: Any) -> Iterator[None]:
-    """Within the block, ``owner.name`` is ``value``."""
-    original = getattr(owner, name)
+    """Within the block, ``owner.name`` is ``value``; a class's static methods stay so."""
+    own = vars(owner) if isinstance(owner, type) else {}
+    original = own[name] if name in own else getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield

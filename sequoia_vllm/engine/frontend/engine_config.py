@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.engine.common.cluster import current_versions
 from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.common.draft_schedule import planning_schedule
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.replicas import are_started_apart
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings, to_be_tagged
 from sequoia_vllm.engine.compat.contract import check_contract
@@ -203,7 +204,7 @@ def apply(
     if not planned.drafter.has_weights:  # vLLM reads the target's configuration once more
         revisions = {"revision": args.revision, "code_revision": args.code_revision}
         translated.speculative_config.update(revisions)
-        read_as = _targets_not_their_layers()
+        read_as = patched(SpeculativeConfig, "hf_config_override", staticmethod(_as_it_is))
     try:
         with to_be_tagged(), read_as:
             speculative_config = create(translated, target, parallel)
@@ -224,16 +225,9 @@ def apply(
     return speculative_config
 
 
-@contextmanager
-def _targets_not_their_layers() -> Iterator[None]:
-    """Within it vLLM takes a model with MTP layers for itself, and not for a draft of these."""
-    name = "hf_config_override"
-    original = vars(SpeculativeConfig)[name]
-    setattr(SpeculativeConfig, name, staticmethod(lambda hf_config, *_, **__: hf_config))
-    try:
-        yield
-    finally:
-        setattr(SpeculativeConfig, name, original)
+def _as_it_is(hf_config: Any, *_args: Any, **_options: Any) -> Any:
+    """Stands for what takes a model with MTP layers for a draft of these; it is pickled by name."""
+    return hf_config
 
 
 def _with_vocabulary(
