@@ -67,10 +67,10 @@ def choose_tile(
         registers = _ALL_REGISTERS if padded_head_size == 128 else None
         warps = 8 if padded_head_size > 256 else 4
         return Tile(16, 16, num_warps=warps, num_stages=2, max_registers=registers)
+    if padded_head_size > 256:  # Gemma 4's layers without a window
+        return Tile(min(rows, 32), 32, num_warps=8, num_stages=2)
     # The output stays in registers, and so do queries that are not read elsewhere and
     # keys in fp8, which are converted there.
-    if padded_head_size > 256:  # Gemma 4's layers without a window: their output takes it all
-        return Tile(min(rows, 32), 32, num_warps=8, num_stages=2)
     in_registers = quantized or capability not in _READ_SHARED_MEMORY
     if in_registers and padded_head_size > 128:
         rows = min(rows, 32)

@@ -132,15 +132,12 @@ def test_a_front_end_is_told_what_is_new_and_once_a_second_that_the_engine_runs(
     def is_told(now: float, drafts: int = 3, **report: object) -> bool:
         return bool(TreeScheduling._is_news(scheduler, StepReport(drafts, **report), now))
 
-    assert is_told(5.0, paths=b"")
-    assert not is_told(5.5, paths=b"")
+    assert [is_told(now, paths=b"") for now in (5.0, 5.5)] == [True, False]
     assert is_told(5.6, paths=b"", drafts=0)
     assert is_told(5.7, paths=b"", drafts=0, speedup=0.9)
     assert [is_told(5.8, paths=b"tree") for _ in range(2)] == [True, True]
     assert [is_told(5.9, paths=b"", undrafted=["asked"]) for _ in range(2)] == [True, True]
-    assert is_told(6.0, paths=b"")
-    assert not is_told(6.9, paths=b"")
-    assert is_told(7.1, paths=b"")
+    assert [is_told(now, paths=b"") for now in (6.0, 6.9, 7.1)] == [True, False, True]
     scheduler.running = []
     assert is_told(7.2, paths=b"")
 

@@ -384,14 +384,11 @@ def test_attention_that_cannot_leave_contexts_to_flash_attention(kind, version, 
     assert GPUTreeBackend(ancestors, "triton").unsupported_attention("a", impl) is None
 
 
-@pytest.mark.parametrize(
-    ("preferred", "capability", "images", "taken"),
-    [
-        ("FLASHINFER", 10, False, "FlashTreeBackend"),
-        ("TRITON_FLASHINFER", 10, True, "TritonTreeBackend"),
-        ("TRITON_FLASH_ATTN", 9, True, "TritonTreeBackend"),
-    ],
-)
+@pytest.mark.parametrize(("preferred", "capability", "images", "taken"), [
+    ("FLASHINFER", 10, False, "FlashTreeBackend"),
+    ("TRITON_FLASHINFER", 10, True, "TritonTreeBackend"),
+    ("TRITON_FLASH_ATTN", 9, True, "TritonTreeBackend"),
+])  # fmt: skip
 def test_backends_are_passed_over_and_refused_by_name(
     preferred, capability, images, taken, monkeypatch
 ):

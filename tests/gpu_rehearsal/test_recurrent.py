@@ -8,12 +8,7 @@ import pytest
 from tests.support.engines import sequoia
 from tests.support.generating import random_prompts
 from tests.support.on_gpu import call_on_gpu
-from tests.support.recurrent import (
-    VOCABULARY,
-    convolve_prompts,
-    run_in_float32,
-    save_hybrid_pair,
-)
+from tests.support.recurrent import VOCABULARY, convolve_prompts, run_in_float32, save_hybrid_pair
 from tests.support.rehearsing import check_replayed, plain_and_trees
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]

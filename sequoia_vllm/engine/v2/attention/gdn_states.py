@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sequoia_vllm.engine.runner.kv_commit import layers_by_cache
 from sequoia_vllm.engine.v2.attention.gdn_layers import GdnTreeLayer, GdnTreeMetadata
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.gdn_tree import KeptNodes, RecurrentStates, ScoredNodes, commit_nodes
@@ -52,11 +53,9 @@ class GdnStates:
 
     def _by_group(self, metadata: dict[str, Any]) -> list[tuple[str, RecurrentStates]]:
         """The first layer of each cache group, and the states of all its layers."""
-        groups: dict[int, list[str]] = {}
-        for name in self._layers:
-            groups.setdefault(id(metadata[name]), []).append(name)
+        states_of = {name: layer.kv_cache[1] for name, layer in self._layers.items()}
         found = []
-        for names in groups.values():
+        for names in layers_by_cache(states_of, metadata):
             layers = [self._layers[name] for name in names]
             states = RecurrentStates.of(
                 [layer.last_inputs for layer in layers],
