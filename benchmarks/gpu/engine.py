@@ -114,7 +114,8 @@ def started(
     models = run.folder / "models"
     target, drafter = write_models(pair_of(pair, run.tiny), models, run.tiny, head_positions)
     if speculative is not None:
-        speculative = {"method": "sequoia", "model": drafter, **speculative}
+        draft = {} if "drafter" in speculative else {"model": drafter}
+        speculative = {"method": "sequoia", **draft, **speculative}
     if run.tiny:
         options = {"max_num_seqs": 3, **options, "max_model_len": TINY.longest}
     begun = time.perf_counter()

@@ -90,6 +90,14 @@ ITEMS = (
         {"pair": "8b-eagle3", "kernel": "flash"},
     ),
     Item(
+        "trees-recurrent-9b", "Gated DeltaNet layers with lookup: steps, mixed steps, kernels",
+        TREES, 3, {"pair": "recurrent-9b", "drafter": "lookup"}, is_tiny=False,
+    ),
+    Item(
+        "plain-recurrent-9b", "plain 9B of such layers: the same steps and arrivals",
+        PLAIN, 3, {"pair": "recurrent-9b"}, is_tiny=False,
+    ),
+    Item(
         "trees-8b-0.6b", "Qwen3-8B with Qwen3-0.6B: steps, mixed steps, changes, kernels' shares",
         TREES, 4, {"pair": "8b-0.6b"}, is_tiny=False,
     ),

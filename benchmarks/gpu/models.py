@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.hardware.models import ModelClass, ModelShape, every_class
+from sequoia_vllm.hardware.models import ModelClass, ModelShape, Recurrent, every_class
 
 HEAD_POSITIONS = 2048
 """Longest context of the published EAGLE-3 head."""
@@ -22,8 +22,19 @@ _TINY = {"layers": 2, "hidden": 32, "intermediate": 32, "heads": 2, "kv_heads": 
 _TINY_OUTPUT = 128
 
 
+RECURRENT = "recurrent-9b"
+"""Of Qwen3.5-9B's sizes: three of four layers are Gated DeltaNet's. Drafts need no model."""
+_RECURRENT = ModelShape(
+    name="Qwen/Qwen3.5-9B", layers=32, hidden=4096, intermediate=12288, heads=16, kv_heads=4,
+    head_size=256, vocab=248320,
+    recurrent=Recurrent(layers=24, heads=16, value_heads=32, key=128, value=128),
+)  # fmt: skip
+
+
 def pair_of(name: str, tiny: bool = False) -> ModelClass:
     """The pair of a model class of the library."""
+    if name == RECURRENT:
+        return ModelClass(id=name, target=_RECURRENT, draft=every_class()["8b-0.6b"].draft)
     found = every_class()[name]
     if not tiny:
         return found
@@ -64,7 +75,7 @@ def _config(shape: ModelShape, tiny: bool, head_positions: int) -> dict[str, Any
         "attention_bias": False, "initializer_range": 0.02,
     }  # fmt: skip
     if shape.name.startswith("Qwen/"):
-        return config | _qwen3(shape)
+        return config | _qwen3(shape) | (_qwen3_5(shape) if shape.recurrent else {})
     config |= {"model_type": "llama", "mlp_bias": False, "rms_norm_eps": 1e-5}
     config |= {"bos_token_id": 1, "eos_token_id": 2} if tiny else _LLAMA_3_ENDS
     if shape.head is not None:
@@ -103,4 +114,20 @@ def _qwen3(shape: ModelShape) -> dict[str, Any]:
         "bos_token_id": min(151643, shape.vocab - 2), "eos_token_id": min(151645, shape.vocab - 1),
         "max_position_embeddings": 40960, "max_window_layers": shape.layers, "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": None,
+    }  # fmt: skip
+
+
+def _qwen3_5(shape: ModelShape) -> dict[str, Any]:
+    assert shape.recurrent is not None
+    rope = {
+        "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+    }  # fmt: skip
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (shape.layers // 4),
+        "rope_parameters": rope, "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": shape.recurrent.heads,
+        "linear_num_value_heads": shape.recurrent.value_heads,
+        "linear_key_head_dim": shape.recurrent.key, "linear_value_head_dim": shape.recurrent.value,
     }  # fmt: skip

@@ -34,11 +34,12 @@ def speculation(batches: tuple[int, ...], drafts: tuple[int, ...], **more: Any) 
     }
 
 
-def time_trees(run: ItemRun, pair: str) -> None:
-    """A pair with trees of each size."""
+def time_trees(run: ItemRun, pair: str, drafter: str = "") -> None:
+    """A pair with trees of each size; ``drafter``: one that is no model."""
     sizes = run.sizes
     most = sizes.batches[-1] + len(sizes.drafts) - 1
-    speculative = speculation(sizes.batches, sizes.drafts)
+    keys = {"drafter": drafter} if drafter else {}
+    speculative = speculation(sizes.batches, sizes.drafts, **keys)
     with started(run, pair, speculative, max_num_seqs=most) as engine:
         run.record("trees", published_trees(engine, sizes.drafts))
         for batch in sizes.batches:

@@ -18,6 +18,11 @@ from sequoia_vllm.library.tree_reference import find_tree, is_tree_file
 AUTO = "auto"
 SERVED = "served"
 """The tree of ``--speculative-config sequoia``: of all its options only the draft is given."""
+DRAWN = "drawn"
+"""`SERVED` without retrieval."""
+LOOKUP = "lookup"
+"""Sequoia without a draft model."""
+_NGRAM: dict[str, Any] = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 _SHAPE = re.compile(r"(\d+)x(\d+)")
 # Size assumed for a tree whose size is not known before its engine starts.
 _AUTO_SIZE = 128
@@ -113,29 +118,40 @@ def chain_method(draft: str) -> str:
 
 
 def chain_of_words(draft: str, text: str) -> Method:
-    """Parses a chain: ``4``, ``4:probabilistic`` or ``4:probabilistic:block``.
+    """Parses a chain: ``4``, ``4:probabilistic``, ``4:probabilistic:block``, or ``4:ngram``.
 
     Raises:
         BenchError: If there is no such chain, or the installed vLLM lacks its sampling.
     """
     length, *words = text.strip().split(":")
+    if words == ["ngram"] and length.isdecimal():
+        return _ngram_chain(int(length))
     sampling = tuple(word for word in _KEYS if word in words)
     if not length.isdecimal() or int(length) < 1 or len(sampling) != len(words):
         raise BenchError(
             f"chain {text!r}: give its length, from 1 up, and vLLM's sampling if it is not the "
-            "default, like 4, 4:probabilistic or 4:probabilistic:block"
+            "default, like 4, 4:probabilistic or 4:probabilistic:block; or 4:ngram, without a draft"
         )
     if not is_known(sampling):
         raise BenchError(f"chain {text!r}: the installed vLLM has no such sampling; give {length}")
     return chain(draft, int(length), sampling)
 
 
+def _ngram_chain(drafts: int) -> Method:
+    """vLLM's drafts without a model: what followed the last tokens before."""
+    from vllm.platforms import current_platform
+
+    method = "ngram" if current_platform.is_cpu() else "ngram_gpu"
+    config = {"method": method, "num_speculative_tokens": drafts, **_NGRAM}
+    return Method(f"n-gram chain of {drafts}", Kind.CHAIN, config, drafts)
+
+
 def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
     """Sequoia with a tree.
 
     Args:
-        tree: `SERVED`; "auto"; ``16x4`` (16 nodes, root included, at most 4 deep); a
-            tree file (``.json``); or a name in the library.
+        tree: `SERVED`; `DRAWN`; `LOOKUP`; "auto"; ``16x4`` (16 nodes, root included, at most 4
+            deep); a tree file (``.json``); or a name in the library.
         acceptance: File to optimise ``16x4`` trees for; None: a published vector.
 
     Raises:
@@ -143,6 +159,12 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
         BenchError: If a shape is too small.
     """
     config: dict[str, Any] = {"method": "sequoia", "model": draft}
+    if tree == LOOKUP:
+        config = {"method": "sequoia", "drafter": LOOKUP}
+        return Method("Sequoia, lookup", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
+    if tree == DRAWN:
+        config["retrieval"] = False
+        return Method("Sequoia, no retrieval", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
     if tree == SERVED:
         return Method("Sequoia", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
     config["tree"] = tree

@@ -21,22 +21,38 @@ _STATES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save_hybrid_pair(directory: Path, scale: float = 0.5) -> tuple[str, str]:
+def save_hybrid_pair(
+    directory: Path, scale: float = 0.5, key: int = 16, experts: bool = True
+) -> tuple[str, str]:
     """A Qwen3-Next of one attention layer between two recurrent ones, and its draft.
+
+    Without `experts` it is a Qwen3.5.
 
     The draft is a Qwen3 of the attention layer alone. `scale`: weight of the recurrent layers,
     which decide how often it is wrong.
+    `key`: size of their keys.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+    import transformers as hf
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    kinds = ["linear_attention", "full_attention", "linear_attention"]
-    config = Qwen3NextConfig(
-        **_SHARED, **_STATES, num_hidden_layers=3, layer_types=kinds, num_experts=2,
-        num_experts_per_tok=1, partial_rotary_factor=1.0, decoder_sparse_step=1,
-        mlp_only_layers=[1], moe_intermediate_size=32, shared_expert_intermediate_size=32,
-    )  # fmt: skip
-    target = Qwen3NextForCausalLM(config).float()
+    common = {
+        **_SHARED, **_STATES, "linear_key_head_dim": key, "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "partial_rotary_factor": 1.0,
+    }  # fmt: skip
+    if experts:
+        config = hf.Qwen3NextConfig(
+            **common, num_experts=2, num_experts_per_tok=1, decoder_sparse_step=1,
+            mlp_only_layers=[1], moe_intermediate_size=32, shared_expert_intermediate_size=32,
+        )  # fmt: skip
+        target = hf.Qwen3NextForCausalLM(config).float()
+    else:
+        axes = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+        rope = {**axes, "partial_rotary_factor": 1.0, "mrope_interleaved": True}
+        target = hf.Qwen3_5ForCausalLM(
+            hf.Qwen3_5TextConfig(**{**common, "rope_parameters": rope})
+        ).float()
     draft = Qwen3ForCausalLM(Qwen3Config(**_SHARED, num_hidden_layers=1)).float()
     with torch.no_grad():
         for name, parameter in target.named_parameters():

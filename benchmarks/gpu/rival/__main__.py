@@ -72,21 +72,23 @@ def compare(
     folder: Folder,
     out: Annotated[Path, typer.Option(help="Folder for the results.")],
     chains: Annotated[str, typer.Option(help="Chains, as bench takes them.")] = (
-        "3:probabilistic:block,5:probabilistic:block"
+        "3:probabilistic:block,4:ngram"
     ),
+    trees: Annotated[str, typer.Option(help="Trees, as bench takes them.")] = "served,drawn,lookup",
     batches: str = "1,8,32",
     temperatures: str = "0,1",
     prompts: int = 12,
     tokens: int = 64,
     rounds: int = 2,
     rates: str = "16,48",
-    arriving: Annotated[float, typer.Option(help="Seconds in which requests arrive.")] = 8.0,
+    arriving: Annotated[float, typer.Option(help="Seconds in which requests arrive.")] = 5.0,
+    arriving_rounds: Annotated[int, typer.Option(help="How often, in turns.")] = 2,
     cache_gib: Annotated[float, typer.Option(help="KV cache of each engine.")] = 1.5,
     dtype: str = "auto",
 ) -> None:
     """Compares methods with all engines alive."""
     from benchmarks.gpu.rival.comparison import compare_side_by_side
-    from sequoia_vllm.bench.methods import SERVED, methods
+    from sequoia_vllm.bench.methods import methods
     from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.measuring.engines import EngineSpec
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
@@ -95,7 +97,7 @@ def compare(
     questions = encode_prompts(load_prompts(_QUESTIONS), load_tokenizer(target), raw=False)
     settings = BenchSettings(
         EngineSpec(target, head, kv_cache_gib=cache_gib, dtype=dtype),
-        methods=tuple(methods(head, [one for one in chains.split(",") if one], [SERVED])),
+        methods=tuple(methods(head, chains.split(","), trees.split(","))),
         prompts=tuple(questions[:prompts]),
         batch_sizes=tuple(map(int, batches.split(","))),
         temperatures=tuple(map(float, temperatures.split(","))),
@@ -103,7 +105,7 @@ def compare(
         rounds=rounds,
     )
     arrivals = tuple(float(rate) for rate in rates.split(",") if rate)
-    compare_side_by_side(settings, questions, arrivals, arriving, out)
+    compare_side_by_side(settings, questions, arrivals * arriving_rounds, arriving, out)
 
 
 def _say(what: str, **values: Any) -> None:

@@ -1,0 +1,192 @@
+"""Tiny models of each kind that trees serve, on a GPU: are their tokens plain vLLM's?
+
+``python -m benchmarks.gpu.kinds KIND FOLDER`` compares one kind and prints a line of JSON.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.embedded_pair import DRAFT, TARGET
+
+TOKENS = 32
+_MODELS = Path(TARGET).parent
+Saved = tuple[str, dict[str, Any], dict[str, Any]]
+"""The target, keys of ``speculative_config``, arguments of `vllm.LLM`."""
+
+
+def _embedded(dtype: str, **keys: Any) -> Callable[[Path], Saved]:
+    keys = keys or {"model": DRAFT}
+    return lambda folder: (TARGET, keys, {"dtype": dtype})
+
+
+def _architecture(name: str, dtype: str) -> Callable[[Path], Saved]:
+    def save(folder: Path) -> Saved:
+        from tests.support.architectures import save_architecture
+
+        layers = None if name == "gemma4" else 2  # it describes each of its layers
+        model = str(save_architecture(folder / name, name, layers=layers))
+        return model, {"model": model}, {"dtype": dtype, "skip_tokenizer_init": True}
+
+    return save
+
+
+def _hybrid(**keys: Any) -> Callable[[Path], Saved]:
+    def save(folder: Path) -> Saved:
+        from tests.support.recurrent import save_hybrid_pair
+
+        # Kernels for prompts want larger keys.
+        target, draft = save_hybrid_pair(folder, scale=0.1, key=64, experts=False)
+        options = {"dtype": "bfloat16", "skip_tokenizer_init": True}
+        return target, keys or {"model": draft}, options
+
+    return save
+
+
+def _fp8(folder: Path) -> Saved:
+    return TARGET, {"model": DRAFT}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+
+
+def _images(name: str) -> Callable[[Path], Saved]:
+    def save(folder: Path) -> Saved:
+        from tests.support.multimodal import save_multimodal
+
+        paths = save_multimodal(folder, name)
+        options = {"dtype": "bfloat16", "limit_mm_per_prompt": {"image": 2}}
+        return paths["target"], {"model": paths["draft"]}, {**options, "image": name}
+
+    return save
+
+
+KINDS: dict[str, Callable[[Path], Saved]] = {
+    "draft-float32": _embedded("float32"),
+    "draft": _embedded("bfloat16"),
+    "lookup-float32": _embedded("float32", drafter="lookup"),
+    "lookup": _embedded("bfloat16", drafter="lookup"),
+    "eagle3": _embedded("bfloat16", model=str(_MODELS / "eagle3")),
+    "dflash": _embedded("bfloat16", model=str(_MODELS / "dflash")),
+    "fp8-cache": _fp8,
+    "gemma4-float32": _architecture("gemma4", "float32"),
+    "gemma4": _architecture("gemma4", "bfloat16"),
+    "gemma2": _architecture("gemma2", "bfloat16"),
+    "hybrid": _hybrid(),
+    "hybrid-lookup": _hybrid(drafter="lookup"),
+    "qwen2-vl": _images("qwen2_vl"),
+    "qwen3-vl": _images("qwen3_vl"),
+    "gemma3": _images("gemma3"),
+}
+
+
+def compare_kind(kind: str, folder: Path) -> dict[str, Any]:
+    """Greedy and seeded answers of trees and of plain vLLM."""
+    target, keys, options = KINDS[kind](folder)
+    image = options.pop("image", None)
+    requests = _image_requests(image) if image else _text_requests()
+    tree = {"tree": {"size": 16, "depth": 4}, "adapt": False}
+    begun = time.monotonic()
+    with _running(target, {"method": "sequoia", **tree, **keys}, options) as (llm, replays):
+        seconds = time.monotonic() - begun
+        replays.clear()
+        ours = [_answers(llm, requests, how) for how in ("greedy", "seeded")]
+        ours.append(_answers(llm, requests[:1], "greedy"))
+        found = {"start_s": round(seconds, 1), "replays": len(replays), **_counts(llm)}
+    with _running(target, None, options) as (llm, _):
+        plain = [_answers(llm, requests, how) for how in ("greedy", "seeded")]
+        plain.append(_answers(llm, requests[:1], "greedy"))
+        for name, mine, its in zip(("greedy", "seeded", "alone"), ours, plain, strict=True):
+            found[name] = [a == b for a, b in zip(mine, its, strict=True)]
+        again = [_answers(llm, [one], "greedy")[0] for one in requests]
+        found["plain_alone_as_plain"] = [a == b for a, b in zip(again, plain[0], strict=True)]
+        if image is None:
+            found["worst_gap"] = [
+                max(_gaps(llm, request, answer))
+                for request, answer in zip(requests, ours[0], strict=True)
+            ]
+            found["worst_gap_of_plain"] = [
+                max(_gaps(llm, request, answer))
+                for request, answer in zip(requests, plain[0], strict=True)
+            ]
+    return found
+
+
+def _text_requests() -> list[Any]:
+    from tests.support.generating import random_prompts
+
+    # Token ids that every tiny vocabulary has.
+    return random_prompts([5, 60, 9, 20], 64)
+
+
+def _image_requests(name: str) -> list[Any]:
+    from tests.support.multimodal import IMAGE, requests_with_images
+
+    return requests_with_images(IMAGE[name])
+
+
+def _answers(llm: Any, requests: list[Any], how: str) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    heat = {"greedy": {"temperature": 0}, "seeded": {"temperature": 0.8, "seed": 3}}[how]
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, **heat)
+    outputs = llm.generate(requests, params, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in outputs]
+
+
+def _counts(llm: Any) -> dict[str, float]:
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    trees, drafted, accepted = (values[f"vllm:spec_decode_num_{name}"] for name in names)
+    return {"trees": trees, "drafted": drafted, "tokens_per_tree": 1 + accepted / max(1, trees)}
+
+
+def _gaps(llm: Any, request: dict[str, list[int]], answer: list[int]) -> list[float]:
+    """As `BenchEngine.gaps_to_best`."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    prompt = request["prompt_token_ids"]
+    [output] = llm.generate([{"prompt_token_ids": [*prompt, *answer]}], params, use_tqdm=False)
+    return [
+        round(max(one.logprob for one in entry.values()) - entry[token].logprob, 4)
+        for token, entry in zip(answer, output.prompt_logprobs[len(prompt) :], strict=True)
+    ]
+
+
+@contextmanager
+def _running(target: str, speculative: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    """An engine with graphs, and a list that grows with every replay of one."""
+    import torch
+    from vllm import LLM
+
+    replays: list[int] = []
+    original = torch.cuda.CUDAGraph.replay
+
+    def replay(self: Any) -> None:
+        replays.append(1)
+        original(self)
+
+    room = {"max_model_len": 256, "max_num_seqs": 4, "gpu_memory_utilization": 0.02}
+    with patch.object(torch.cuda.CUDAGraph, "replay", replay):
+        llm = LLM(
+            target, speculative_config=speculative, disable_log_stats=False, seed=0,
+            kv_cache_memory_bytes=256 << 20, **{**room, **options},
+        )  # fmt: skip
+        try:
+            yield llm, replays
+        finally:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the graphs are this process's
+    name, folder = sys.argv[1:]
+    print("KIND", json.dumps({"kind": name, **compare_kind(name, Path(folder) / name)}), flush=True)

@@ -1,0 +1,34 @@
+"""`benchmarks.gpu.kinds` on vLLM's GPU engine without a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import kinds
+from tests.support.on_gpu import call_on_gpu
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
+
+def compare(kind: str, folder: str) -> dict[str, Any]:
+    if kind.startswith("hybrid"):
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()  # stand-ins first: layers import some of them by name
+        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
+
+        from tests.support.recurrent import convolve_prompts, run_in_float32
+
+        run_in_float32()
+        layers.causal_conv1d_fn = convolve_prompts
+    kinds.TOKENS = 8
+    return kinds.compare_kind(kind, Path(folder))
+
+
+@pytest.mark.parametrize("kind", ["draft-float32", "lookup-float32", "gemma4-float32"])
+def test_tokens_are_plain_vllms(kind, tmp_path):
+    found = call_on_gpu(compare, tmp_path, kind=kind, folder=str(tmp_path))
+    assert all(found["greedy"] + found["seeded"] + found["alone"])
+    assert found["tokens_per_tree"] > 1
+    assert max(found["worst_gap"]) == 0
