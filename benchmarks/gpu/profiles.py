@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu.items import ITEMS, MACHINE, PLAIN, TREES
+from benchmarks.gpu.models import pair_of
 from benchmarks.gpu.results import Results
 from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.hardware.step_curves import BatchTimes, batch_curves, draft_curves, steady_steps
@@ -25,7 +26,7 @@ def profiles_of(results: Results) -> dict[str, Profile]:
     """A profile of each pair whose steps were timed with trees and plain, by model class."""
     found = {}
     for trees in ITEMS:
-        if trees.measure != TREES:
+        if trees.measure != TREES or "drafter" in trees.options:  # no model that drafts
             continue
         name = trees.options["pair"]
         [plain] = (
@@ -43,7 +44,7 @@ def profiles_of(results: Results) -> dict[str, Profile]:
 
 
 def _target(model_class: str) -> str:
-    return every_class()[model_class].target.name
+    return pair_of(model_class).target.name
 
 
 def _profile(
