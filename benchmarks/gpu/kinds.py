@@ -41,9 +41,10 @@ def _hybrid(**keys: Any) -> Callable[[Path], Saved]:
     def save(folder: Path) -> Saved:
         from tests.support.recurrent import save_hybrid_pair
 
-        # Kernels for prompts want larger keys.
-        target, draft = save_hybrid_pair(folder, scale=0.1, key=64, experts=False)
+        # vLLM's kernels for prompts want keys and values of one size, and may be FlashInfer's.
+        target, draft = save_hybrid_pair(folder, 0.1, key=64, value=64, experts=False)
         options = {"dtype": "bfloat16", "skip_tokenizer_init": True}
+        options["gdn_prefill_backend"] = "triton"
         return target, keys or {"model": draft}, options
 
     return save

@@ -22,7 +22,7 @@ _STATES: dict[str, Any] = {
 
 
 def save_hybrid_pair(
-    directory: Path, scale: float = 0.5, key: int = 16, experts: bool = True
+    directory: Path, scale: float = 0.5, key: int = 16, value: int = 32, experts: bool = True
 ) -> tuple[str, str]:
     """A Qwen3-Next of one attention layer between two recurrent ones, and its draft.
 
@@ -30,14 +30,15 @@ def save_hybrid_pair(
 
     The draft is a Qwen3 of the attention layer alone. `scale`: weight of the recurrent layers,
     which decide how often it is wrong.
-    `key`: size of their keys.
+    `key`, `value`: sizes of theirs.
     """
     import transformers as hf
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     common = {
-        **_SHARED, **_STATES, "linear_key_head_dim": key, "num_hidden_layers": 3,
+        **_SHARED, **_STATES, "linear_key_head_dim": key, "linear_value_head_dim": value,
+        "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "partial_rotary_factor": 1.0,
     }  # fmt: skip
