@@ -65,11 +65,6 @@ class Verified:
         """Results of these requests, as a view."""
         return Verified(self.tokens[requests], self.num_sampled[requests], self.paths[requests])
 
-    @property
-    def accepted(self) -> Tensor:
-        """int32 ``[R, D]``: accepted nodes by depth, then -1."""
-        return self.paths[:, 1:]
-
 
 class TreeVerifierV2(RejectionSampler):
     """vLLM's rejection sampler, whose call verifies trees.
@@ -280,7 +275,7 @@ class TreeVerifierV2(RejectionSampler):
             draft_temperatures=inputs.temperatures,
             sampled_tokens=verified.tokens,
             num_sampled=verified.num_sampled,
-            accepted=verified.accepted,
+            accepted=verified.paths[:, 1:],
             slots=inputs.slots,
         )
         self._verify_trees(trees, self._tables_of_method, **known)
@@ -346,7 +341,7 @@ class TreeVerifierV2(RejectionSampler):
         starts, rows_np = emitted_rows(batch.cu_num_logits_np, verified.tokens.shape[1])
         request, column = async_tensor_h2d(rows_np, device=logits.device)
         # Token j of a path was drawn at its node j - 1; the first at the root.
-        nodes = torch.nn.functional.pad(verified.accepted.clamp(min=0), (1, 0)).long()
+        nodes = torch.nn.functional.pad(verified.paths[:, 1:].clamp(min=0), (1, 0)).long()
         rows = batch.cu_num_logits[request].long() + nodes[request, column]
         expanded = logits.shape[0] != batch.num_reqs
         return compute_topk_scores(
