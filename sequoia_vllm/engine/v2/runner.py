@@ -25,6 +25,7 @@ from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import supported_layers
 from sequoia_vllm.engine.runner.step_stats import StepStats
+from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
@@ -250,6 +251,8 @@ class TreeRunner(GPUModelRunner):
             self.tree_backend.commit(self._target_caches, self._metadata, trees, paths[:, 1:])
             self.speculator.accepted = paths[:, 1:]
             self._paths.start(paths)
+        else:
+            take_from_rank0(output[0].sampled_token_ids)
         self.drafting_clock.begin()
         self._observe_arrived()
         return output

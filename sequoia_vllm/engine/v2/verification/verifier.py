@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
+from sequoia_vllm.engine.runner.tensor_parallel import from_rank0
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
 from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
@@ -176,9 +176,7 @@ class TreeVerifierV2(RejectionSampler):
         most = get_max_chunk_logits(logits.shape[1])
         for requests in _request_chunks(batch.cu_num_logits_np, most):
             self._verify_requests(requests, logits, inputs, batch, verified, processed)
-        return Verified(
-            *broadcast_from_rank0(verified.tokens, verified.num_sampled, verified.paths)
-        )
+        return Verified(*from_rank0(verified.tokens, verified.num_sampled, verified.paths))
 
     def _inputs(self, batch: InputBatch, invalid: Tensor | None, scored: Tensor) -> VerifierInputs:
         """Gathers the verifier's inputs of the batch's rows and requests."""
