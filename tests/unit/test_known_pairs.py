@@ -19,6 +19,7 @@ from sequoia_vllm.engine.frontend import drafts
 from sequoia_vllm.engine.frontend.draft_choice import KnownDraft, find_draft
 from sequoia_vllm.engine.frontend.draft_choice import known_drafts as drafts_of_kinds
 from sequoia_vllm.engine.frontend.drafts import kinds_here, recognise
+from sequoia_vllm.hardware.families import in_words
 from tests.support.families import NAMES, bases_in_vllm
 
 SMOLLM2_DRAFT = Path(__file__).parents[2] / "examples" / "models" / "smollm2-draft"
@@ -99,6 +100,17 @@ def test_heads_are_taken_where_one_has_run_on_a_gpu():
     assert [known.drafter.kind for known in known_drafts("Qwen/Qwen3-8B", ALL, "dflash")] == [
         "dflash"
     ] * 3
+
+
+def test_commands_say_and_take_the_same(monkeypatch):
+    target, head = "Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"
+    said = in_words(target, (), ())
+    assert f"{head} (EAGLE-3 head, the default on GPUs)" in said
+    assert "Qwen3-8B-speculator.dflash (DFlash head, not run here)" in said
+    assert named_draft(target) == named_draft(target, heads=False) == "Qwen/Qwen3-0.6B"
+    assert named_draft(target, heads=True) == "Qwen/Qwen3-0.6B"  # no head can be read here
+    monkeypatch.setattr("sequoia_vllm.cli.measuring.read_config", lambda *_: {"a": 1})
+    assert named_draft(target, heads=True) == head
 
 
 def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypatch):
