@@ -158,7 +158,8 @@ class SequoiaConfig(_Strict):
         description="How sampled trees are verified; output has the target's law by either. "
         'With "sequoia" by the paper\'s Algorithm 2, one decision after another. With "traversal" '
         "whole paths at once (arXiv 2505.12398), which accepts more tokens from the same drafts. "
-        'None: what `sequoia-vllm tune` found better for this pair, and else "sequoia".',
+        'None: what `sequoia-vllm tune` found better for this pair, and else "sequoia"; on GPUs '
+        '"traversal" once it has run on one here (docs/gpus.md).',
     )
     adapt: bool | None = Field(
         default=None,

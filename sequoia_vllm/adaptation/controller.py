@@ -27,6 +27,8 @@ _NEAR = 0.08
 _DECIDE_EVERY, _DECIDE_SOON = 64, 1
 _COMPARE_EVERY = 4  # steps of a trial
 _AT_ONCE, _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 2, 16, 16  # steps
+# A number that was left after fewer steps is tried again soon: the first ones may be slow.
+_FIRM, _SOON = 16, 8
 # Steps from one trial of a size to its next; every lost trial doubles them.
 _SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
 _SECOND_LOOK = 64  # steps until plain ones are timed again: an engine's first may be slow
@@ -294,6 +296,8 @@ class DraftController:
         octave.wait.clear()
         octave.decide_at = octave.steps + 2 * FEWEST
         self._plan_trials(octave, step, _FIRST_TRIAL)
+        if self._known.times.evidence(current, step.batch_size) < _FIRM:
+            octave.due[current] = octave.steps + _SOON
 
     def _begin_larger(self, batch_size: int, drafts: int) -> None:
         """Caps the drafts of larger batches not yet seen: drafts cost more there."""

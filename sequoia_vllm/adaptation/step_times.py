@@ -87,6 +87,11 @@ class StepTimes:
         """Drops the steps of this kind, so that they are measured anew."""
         self._kinds.pop((drafts, batch_size.bit_length()), None)
 
+    def evidence(self, drafts: int, batch_size: int) -> float:
+        """Steps of this kind that this engine took; those that read prompts count less."""
+        kind = self._kinds.get((drafts, batch_size.bit_length()))
+        return 0.0 if kind is None else kind.evidence
+
     def known(
         self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
     ) -> float | None:

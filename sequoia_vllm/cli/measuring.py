@@ -90,16 +90,35 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
         raise typer.Exit(exit_code(interrupt)) from None
 
 
-def known_draft(target: str, heads: bool = False) -> str:
-    """The draft model that an engine takes for a target if none is named.
+def known_draft(target: str, heads: bool | None = None) -> str:
+    """The draft that an engine takes for a target if none is named.
 
     Args:
-        heads: Whether the best known head will do where no draft model is known.
+        heads: Whether the device runs heads; None: this machine's engines say so. Kinds that are
+            taken by default come first, others last.
     """
-    known = sorted(known_for(target), key=lambda one: one[0].is_head)  # models first
-    if not known or (known[0][0].is_head and not heads):
+    pairs = known_for(target)
+    if heads is None and any(kind.is_head for kind, _ in pairs):
+        from sequoia_vllm.engine.frontend.drafts import kinds_here
+
+        heads = any(kind.is_head for kind in kinds_here())
+    pairs = sorted(
+        [pair for pair in pairs if heads or not pair[0].is_head],
+        key=lambda pair: not pair[0].by_default,
+    )
+    if not pairs:
         fail(f"no draft model is known for {target!r}: name one with --draft-model")
-    return known[0][1].name_for(target)
+    names = [(kind, known.name_for(target)) for kind, known in pairs]
+    taken = (name for kind, name in names if not kind.is_head or _is_readable(name))
+    return next(taken, names[0][1])
+
+
+def _is_readable(head: str) -> bool:
+    """Whether a head's configuration is at hand; engines pass over one that is not."""
+    try:
+        return bool(read_config("draft", head))
+    except ConfigError:
+        return False
 
 
 def check_models(target: str, draft: str) -> None:

@@ -154,7 +154,7 @@ def tune_pair(
             # Counts with traversal choose how much of this tree to draft. A tree chosen from
             # them would be too shallow: they depend on the nodes below a node.
             entry = tuned_tree.tuned_entry(on_tree, times, context, largest, entry.tree)
-            entry = entry.model_copy(update={"verification": method})
+        entry = entry.model_copy(update={"verification": method})
     path = tuned_tree.save_tuned(library, pair, entry)
     best = tuned_tree.best_tree_at_any_price(vector, times, context)
     return {

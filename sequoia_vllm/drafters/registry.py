@@ -108,7 +108,7 @@ class Drafter:
         acceptance: Acceptance vectors by depth that its trees are made for; None: a published one.
         in_one_pass: Whether one pass drafts all levels of a tree.
         is_targets_own: Whether it is a layer of the target's own checkpoint.
-        by_default: Whether a known one is taken where the user names no kind and no draft.
+        ran_on: The GPU on which one with trained weights has run; None: none has.
         layers: Number of layers; None: what its configuration says.
         speculators: vLLM's architectures, by their names in the format of vllm-project/speculators.
         may_look_like_model: Whether some have the configuration of a model: users name the kind.
@@ -128,7 +128,7 @@ class Drafter:
     acceptance: ClassVar[tuple[tuple[float, ...], ...] | None] = None
     in_one_pass: ClassVar[bool] = False
     is_targets_own: ClassVar[bool] = False
-    by_default: ClassVar[bool] = True
+    ran_on: ClassVar[str | None] = "a GPU"
     layers: ClassVar[int | None] = None
     speculators: ClassVar[Mapping[str, str]] = MappingProxyType({})
     may_look_like_model: ClassVar[bool] = False
@@ -137,6 +137,11 @@ class Drafter:
     def short_name(self) -> str:
         """The name without its article."""
         return self.name.partition(" ")[2]
+
+    @property
+    def by_default(self) -> bool:
+        """Whether a known one is taken where the user names no kind and no draft."""
+        return self.has_weights and (not self.is_head or self.ran_on is not None)
 
     def look_alike(self, config: Fields) -> tuple[Sign, str] | None:
         """What looks like this kind and is something else: with the field that says so."""

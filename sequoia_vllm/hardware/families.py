@@ -123,8 +123,9 @@ def in_words(name: str, architectures: Collection[str], kinds: Collection[Kind])
     said += "runs by its configuration" if row is None else f"runs as a target ({row.shown}"
     said += f"; {row.note})" if row and row.note else ")" if row else ""
     known = {kind: known.name_for(name) for kind, known in reversed(known_for(name))}
+    place = {True: ", the default on GPUs", False: ", not run here"}
     drafts = [
-        f"{known[kind]} ({kind.short_name}{', not run here' if kind.is_head else ''})"
+        f"{known[kind]} ({kind.short_name}{place[kind.by_default] if kind.is_head else ''})"
         for kind in sorted(known, key=lambda kind: (kind.is_head, kind.rank))
     ]
     return f"{said}; known drafts: {', '.join(drafts) or 'none'}"

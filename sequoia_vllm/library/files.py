@@ -187,7 +187,7 @@ class TreeEntry(FileModel):
     )
     estimates: list[ScheduleEstimate] = Field(min_length=1)
     verification: MethodName | None = Field(
-        default=None, description='What it was measured to be better with; none: "sequoia".'
+        default=None, description="What it was measured to be better with; none: not measured."
     )
 
     @model_validator(mode="after")

@@ -3,12 +3,15 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from sequoia_vllm.adaptation.controller import DraftController
+from sequoia_vllm.engine.common.step_messages import StepOutcome
 from sequoia_vllm.engine.core import adapting
 from sequoia_vllm.engine.core.adapting import SchedulerAdapter
+from sequoia_vllm.engine.v2.path_copies import DraftingClock
 from sequoia_vllm.tree import TokenTree
 
 
@@ -52,14 +55,14 @@ def step_of(new=(), cached=(), drafts=3, preempted=()) -> SchedulerOutput:
 def test_steps_are_told_with_their_prompts_contexts_and_preemptions(told):
     adapter = SchedulerAdapter(told, "a-pair", keeps=False)
     adapter.before_step(0.75, set())
-    adapter.follow(step_of(new=[("a", 100, 0, 0)]), b"", 0, 1.0, is_busy=True)
+    adapter.follow(step_of(new=[("a", 100, 0, 0)]), StepOutcome(), 0, 1.0, is_busy=True)
     adapter.before_step(1.25, set())  # within the step
-    adapter.follow(step_of(cached=[("a", 4, 3, 100)]), b"", 2, 1.5, is_busy=True)
+    adapter.follow(step_of(cached=[("a", 4, 3, 100)]), StepOutcome(), 2, 1.5, is_busy=True)
     mixed = step_of(new=[("b", 50, 0, 16)], cached=[("a", 4, 3, 103)], preempted=["c"])
-    adapter.follow(mixed, b"", 1, 1.75, is_busy=False)
+    adapter.follow(mixed, StepOutcome(), 1, 1.75, is_busy=False)
     adapter.before_step(8.0, set())
     changed = step_of(cached=[("a", 4, 3, 105), ("b", 1, 0, 66)], drafts=1)
-    adapter.follow(changed, b"", 0, 9.0, is_busy=True)
+    adapter.follow(changed, StepOutcome(), 0, 9.0, is_busy=True)
     first, alone, mixed, changed = told.steps
     assert (first.drafts, first.seconds, first.prompts, first.context) == (None, 0.25, 99, 0)
     assert (alone.drafts, alone.seconds, alone.prompts, alone.context) == (3, 0.5, 0, 100)
@@ -70,13 +73,69 @@ def test_steps_are_told_with_their_prompts_contexts_and_preemptions(told):
     assert changed.workload == "greedy"
 
 
+def test_on_gpus_a_step_ends_with_its_drafting(told):
+    """Outcomes come before drafting; that of a step with a prompt takes 300 ms, of others 100."""
+    adapter = SchedulerAdapter(told, "a-pair", keeps=False)
+    decode = step_of(cached=[("a", 4, 3, 9)])
+    adapter.before_step(0.0, set())
+    for now, scheduled, paths, drafting, is_busy in [
+        (0.5, step_of(new=[("a", 100, 0, 0)]), b"", (), True),
+        (1.3, decode, b"", (), True),  # 300 ms for the draft to read the prompt
+        (1.9, step_of(new=[("b", 50, 0, 0)], cached=[("a", 4, 3, 9)]), b"one", (0.3,), True),
+        (2.7, decode, b"two", (0.1, 0.3), False),
+        (9.5, decode, b"three", (0.1,), True),  # after a pause
+        (10.1, decode, b"", (0.1,), True),
+    ]:
+        adapter.before_step(9.0, set())
+        adapter.follow(scheduled, StepOutcome(paths, drafting=drafting), 0, now, is_busy)
+    assert [step.seconds for step in told.steps] == pytest.approx([0.8, 0.6, 0.8, 0.6, 0.6])
+    assert [step.prompts for step in told.steps] == [99, 0, 49, 0, 0]
+    assert [step.paths for step in told.steps] == [b"one", b"two", b"", b"three", b""]
+
+
+def test_a_gpu_times_drafting_without_being_waited_for(monkeypatch):
+    now, done = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def query(self) -> bool:
+            return self in done
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 1e3 * (other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = DraftingClock(torch.device("cuda"))
+    clock.end()  # of a step that failed
+    for seconds in (0.25, 0.5):
+        clock.begin()
+        now[0] += seconds
+        clock.end()
+    assert clock.ended() == ()
+    done += [end for _, end in clock._under_way]
+    assert clock.ended() == pytest.approx((0.25, 0.5))
+    assert clock.ended() == ()
+    on_cpu = DraftingClock(torch.device("cpu"))
+    on_cpu.begin()
+    on_cpu.end()
+    assert on_cpu.ended() is None
+
+
 def test_requests_that_a_user_reset_were_not_preempted(told):
     """Drafts that took too much memory are fewer for a while; a reset says nothing of memory."""
     adapter = SchedulerAdapter(told, "a-pair", keeps=False)
+    nothing = StepOutcome()
     adapter.before_step(1.0, {"a", "b"})
-    adapter.follow(step_of(cached=[("c", 4, 3, 9)], preempted=["a", "b", "d"]), b"", 0, 1.5, True)
+    adapter.follow(
+        step_of(cached=[("c", 4, 3, 9)], preempted=["a", "b", "d"]), StepOutcome(), 0, 1.5, True
+    )
     adapter.before_step(1.5, set())
-    adapter.follow(step_of(cached=[("c", 4, 3, 9)], preempted=["a"]), b"", 0, 2.0, True)
+    adapter.follow(step_of(cached=[("c", 4, 3, 9)], preempted=["a"]), nothing, 0, 2.0, True)
     assert [step.preempted for step in told.steps] == [1, 1]
 
 

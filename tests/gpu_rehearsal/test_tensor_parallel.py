@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.quick_start.quick_imports import FORK_ENGINES
@@ -27,6 +28,25 @@ def graphs_of(worker: Any) -> dict[str, Any]:
     return graphs.report()
 
 
+def perturb_second_rank(worker: Any) -> None:
+    """Called in each rank: from now on the second draws other drafts, from other logits."""
+    if worker.rank == 0:
+        return
+    runner, proposer = worker.model_runner, worker.model_runner.speculator
+    compute_logits, replay = runner.model.compute_logits, proposer._growth_graphs.replay
+
+    def other_logits(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute_logits(hidden)
+        return logits + 3 * torch.randn_like(logits)
+
+    def other_drafts(num_trees: int, drafts: int) -> bool:
+        ran = replay(num_trees, drafts)
+        proposer.drafted.tokens.add_(1).remainder_(VOCAB)
+        return ran
+
+    runner.model.compute_logits, proposer._growth_graphs.replay = other_logits, other_drafts
+
+
 def generate_on_ranks(target: str, draft: str, kept: list[int] | None = None) -> dict[str, Any]:
     """Greedy, seeded and unseeded requests: of trees on two ranks and on one."""
     common = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
@@ -43,6 +63,10 @@ def generate_on_ranks(target: str, draft: str, kept: list[int] | None = None) ->
     ):
         with rehearsing(config, model=target, **options) as llm:
             answers[name] = completions(llm.generate(PROMPTS, params, use_tqdm=False))
+            if options:
+                llm.collective_rpc(perturb_second_rank)
+                disturbed = completions(llm.generate(PROMPTS[:2], params[:2], use_tqdm=False))
+                answers["disturbed"] = disturbed
             answers["counts"] = llm.collective_rpc("sequoia_stats")
             answers["graphs"] = llm.collective_rpc(graphs_of)
     return answers
@@ -76,8 +100,9 @@ def test_two_ranks_draft_with_a_head_as_one(
 
 
 def check_ranks(found: dict[str, Any]) -> None:
-    """One rank's tokens, from graphs of both, which count the same."""
+    """One rank's tokens, from graphs of both, which count the same; the second's do not matter."""
     assert found["two ranks"] == found["one rank"]
+    assert found["disturbed"] == found["one rank"][:2]
     first, second = [
         (rank["tree_steps"], rank["tokens"], rank["depth_counts"]) for rank in found["counts"]
     ]

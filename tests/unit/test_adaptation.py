@@ -200,6 +200,18 @@ def test_what_the_draft_reads_first_is_not_the_time_of_its_drafts_but_lost(batch
     assert engine.controlled.lookup[batch_size] > 0
 
 
+def test_drafts_that_were_left_for_slow_first_steps_come_back_soon():
+    """A batch size's first steps may wait for memory, or for prompts. All drafts are best here."""
+    found = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        engine = Engine(controller(), PROSE, 4, slope=0.05, draft=0.65, rng=rng).run(4)
+        engine.slope, engine.draft = 0.01, 0.1
+        engine.run(46)
+        found.append(engine.controlled.decided(4))
+    assert found.count(15) >= 7
+
+
 def test_greedy_and_sampled_requests_are_known_apart():
     engine = Engine(controller(), CODE, 4).run(1500)
     assert engine.controlled.lookup[4] > 0

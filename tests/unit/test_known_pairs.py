@@ -19,6 +19,7 @@ from sequoia_vllm.engine.frontend import drafts
 from sequoia_vllm.engine.frontend.draft_choice import KnownDraft, find_draft
 from sequoia_vllm.engine.frontend.draft_choice import known_drafts as drafts_of_kinds
 from sequoia_vllm.engine.frontend.drafts import kinds_here, recognise
+from sequoia_vllm.hardware.families import in_words
 from tests.support.families import NAMES, bases_in_vllm
 
 SMOLLM2_DRAFT = Path(__file__).parents[2] / "examples" / "models" / "smollm2-draft"
@@ -87,10 +88,11 @@ def test_a_head_is_for_its_own_target(target, draft):
     assert known_draft(target, ALL).name == draft
 
 
-def test_draft_models_are_taken_unless_a_head_is_asked_for():
-    """Heads run on GPUs, and none has run on one yet."""
-    [found] = known_drafts("Qwen/Qwen3-8B", ALL)
-    assert found.drafter.kind == "model"
+def test_heads_are_taken_where_one_has_run_on_a_gpu():
+    """Then models: an engine takes the first that it can read."""
+    found, *others = known_drafts("Qwen/Qwen3-8B", ALL)
+    assert found.drafter.kind == "eagle3"
+    assert [known.drafter.kind for known in others] == ["eagle3", "eagle3", "model"]
     assert (
         "a DFlash head exists, too (RedHatAI/Qwen3-8B-speculator.dflash): ask for it with "
         '"drafter": "dflash" (none with trained weights ran on a GPU)' in found.why
@@ -100,10 +102,20 @@ def test_draft_models_are_taken_unless_a_head_is_asked_for():
     ] * 3
 
 
+def test_commands_say_and_take_the_same(monkeypatch):
+    target, head = "Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"
+    said = in_words(target, (), ())
+    assert f"{head} (EAGLE-3 head, the default on GPUs)" in said
+    assert "Qwen3-8B-speculator.dflash (DFlash head, not run here)" in said
+    assert named_draft(target) == named_draft(target, heads=False) == "Qwen/Qwen3-0.6B"
+    assert named_draft(target, heads=True) == "Qwen/Qwen3-0.6B"  # no head can be read here
+    monkeypatch.setattr("sequoia_vllm.cli.measuring.read_config", lambda *_: {"a": 1})
+    assert named_draft(target, heads=True) == head
+
+
 def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypatch):
     """By the predictions of docs/drafters.md: so they are taken once they ran on GPUs."""
-    for kind in ("eagle3", "dflash"):
-        monkeypatch.setattr(type(DRAFTERS[kind]), "by_default", True)
+    monkeypatch.setattr(type(DRAFTERS["dflash"]), "ran_on", "a GPU")
     kinds = [found.drafter.kind for found in known_drafts("Qwen/Qwen3-8B", ALL)]
     assert kinds == ["dflash"] * 3 + ["eagle3"] * 3 + ["model"]
     assert known_draft("Qwen/Qwen3-14B", ALL).drafter.kind == "eagle3"
@@ -176,10 +188,10 @@ def kind_by_name(draft: str) -> str:
     return next((kind for kind in ("eagle3", "dflash") if kind in draft), "model")
 
 
-def found_draft(kinds, kind_of=kind_by_name, **keys):
+def found_draft(kinds, kind_of=kind_by_name, target="Qwen/Qwen3-8B", **keys):
     config = SequoiaConfig.parse({"method": "sequoia", **keys})
     kinds = [*map(drafter, kinds)]
-    name, kind = find_draft(config, "Qwen/Qwen3-8B", kinds, lambda name: drafter(kind_of(name)))
+    name, kind = find_draft(config, target, kinds, lambda name: drafter(kind_of(name)))
     return SimpleNamespace(name=name, kind=kind.kind)
 
 
@@ -208,6 +220,17 @@ def test_known_heads_that_trees_do_not_draft_with_are_passed_over(caplog):
     assert sum("has layers with a sliding window" in line for line in caplog.messages) == 1
 
 
+def test_a_head_that_cannot_be_read_is_passed_over(caplog):
+    """An engine without a network still has the model that it had."""
+    assert found_draft(ALL).kind == "eagle3"
+    found = found_draft(ALL, lambda _: "model")  # as of all that cannot be read
+    assert (found.name, found.kind) == ("Qwen/Qwen3-0.6B", "model")
+    assert sum("cannot be read as a head's" in line for line in caplog.messages) == 3
+    assert found_draft([*ALL, "lookup"], lambda _: "model", "openai/gpt-oss-20b").kind == "lookup"
+    with pytest.raises(ConfigError, match="cannot be read as a head's"):
+        found_draft(ALL, lambda _: "model", drafter="eagle3")
+
+
 def test_the_user_may_name_the_kind_alone():
     assert found_draft(ALL, drafter="model").name == "Qwen/Qwen3-0.6B"
     assert found_draft(ALL, drafter="eagle3").kind == "eagle3"
@@ -219,6 +242,13 @@ def test_the_user_may_name_the_kind_alone():
 
 KNOWN = [(drafter.kind, known) for drafter in DRAFTERS.values() for known in drafter.known]
 HEADS = [(kind, known) for kind, known in KNOWN if kind != "model"]
+
+
+def test_the_document_says_which_kinds_ran_on_a_gpu():
+    text = (SMOLLM2_DRAFT.parents[2] / "docs" / "drafters.md").read_text("utf-8")
+    said = dict(re.findall(r'^\|[^|]*\| `"(\w+)"` \| (yes, on [^|]*|no, rehearsed) \|', text, re.M))
+    ran = {name: kind.ran_on and f"yes, on {kind.ran_on}" for name, kind in DRAFTERS.items()}
+    assert said == {name: shown or "no, rehearsed" for name, shown in ran.items()}
 
 
 def test_every_pair_says_why():

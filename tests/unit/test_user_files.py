@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.engine.common.step_messages import StepOutcome
 from sequoia_vllm.engine.core import adapting
 from sequoia_vllm.hardware.models import PairShapes, model_classes
 from sequoia_vllm.library.files import LibraryError
@@ -158,7 +159,7 @@ def follow_an_hour(monkeypatch, keeps: bool) -> None:
         finished_req_ids=[],
     )  # fmt: skip
     for minute in range(60):
-        adapter.follow(idle, b"", 0, time.perf_counter() + 61 * minute, is_busy=False)
+        adapter.follow(idle, StepOutcome(), 0, time.perf_counter() + 61 * minute, is_busy=False)
 
 
 @pytest.mark.usefixtures("nowhere")

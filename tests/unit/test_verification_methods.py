@@ -1,14 +1,19 @@
 """The registry of verification methods."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.verification import methods
 from sequoia_vllm.verification.methods import VerificationMethod, method_names, method_of, register
+from tests.support.plans import planned
 from tests.support.target_only import TARGET_ONLY
 from tests.support.tree_problems import as_lists, generator, random_problem, verify_tree
+
+PAIR = PairKey("a device", "a/target", "a/draft", "bfloat16")
 
 
 @pytest.fixture
@@ -19,6 +24,17 @@ def target_only(monkeypatch):
 
 def test_the_default_comes_first():
     assert method_names()[0] == methods.DEFAULT_METHOD == "sequoia"
+
+
+def test_traversal_is_usual_on_gpus_once_it_has_run_on_one(monkeypatch):
+    config = SequoiaConfig(model="a/draft")
+    for ran_on, usual in ((None, "sequoia"), ("a GPU", "traversal")):
+        ran = replace(method_of("traversal"), ran_on=ran_on)
+        monkeypatch.setitem(methods._METHODS, "traversal", ran)
+        assert planned(config, PAIR, on_cpu=False).settings.verification == usual
+        assert planned(config, PAIR, on_cpu=True).settings.verification == "sequoia"
+        asked = config.model_copy(update={"verification": "sequoia"})
+        assert planned(asked, PAIR, on_cpu=False).settings.verification == "sequoia"
 
 
 @pytest.mark.parametrize("name", method_names())

@@ -64,7 +64,7 @@ class DFlash(BlockHead):
     kind = "dflash"
     name = "a DFlash head"
     rank = 2
-    by_default = False  # none has run on a GPU
+    ran_on = None
     method = "dflash"
     on_v2 = f"{_V2}.BlockDrafter"
     on_v2_by_architecture = MappingProxyType({

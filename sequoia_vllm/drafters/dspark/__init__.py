@@ -21,7 +21,7 @@ class DSpark(BlockHead):
     kind = "dspark"
     name = "a DSpark head"
     rank = 1
-    by_default = False  # none has run on a GPU
+    ran_on = None
     method = "dspark"
     on_v2 = "sequoia_vllm.drafters.dspark.v2.MarkovDrafter"
     speculators = MappingProxyType({"dspark": "Qwen3DSparkModel"})

@@ -57,7 +57,7 @@ class Eagle3(Drafter):
     kind = "eagle3"
     name = "an EAGLE-3 head"
     rank = 3
-    by_default = False  # none with trained weights has run on a GPU
+    ran_on = "an H100"
     method = "eagle3"
     on_v2 = "sequoia_vllm.drafters.eagle3.v2.LevelHeadDrafter"
     may_look_like_model = True

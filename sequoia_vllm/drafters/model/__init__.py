@@ -26,6 +26,7 @@ class StandaloneModel(Drafter):
     method = "draft_model"
     on_v2 = "sequoia_vllm.drafters.model.v2.ModelDrafter"
     on_v1 = "sequoia_vllm.drafters.model.v1.ModelDrafterV1"
+    ran_on = "an H100"
     is_head = False
     signs = (
         Sign("architecture", r"Medusa.*", _MEDUSA, drafts=False),

@@ -24,6 +24,7 @@ class MTPLayer(Drafter):
     kind = "mtp"
     name = "a multi-token prediction (MTP) layer"
     rank = 4
+    ran_on = None
     method = "mtp"
     on_v2 = "sequoia_vllm.drafters.mtp.v2.LayerDrafter"
     is_targets_own = True

@@ -33,12 +33,15 @@ class StepOutcome:
             limits them.
         has_failed: Whether the draft has.
         drafts: vLLM's `DraftTokenIds` of the step; None: the engine core has to ask for them.
+        drafting: Seconds from the outcomes of steps to the ends of their drafting, of the steps
+            that have ended since, in order; None: outcomes come after drafting.
     """
 
     paths: bytes = b""
     limit: int | None = None
     has_failed: bool = False
     drafts: Any = None
+    drafting: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from sequoia_vllm.adaptation.controller import DraftController
@@ -15,6 +17,7 @@ from sequoia_vllm.adaptation.state import AdaptationState, StateError, Workload
 from sequoia_vllm.adaptation.trials import Step
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, is_offloaded, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.common.step_messages import StepOutcome
 from sequoia_vllm.library.user_files import (
     USER_DIRECTORY_VARIABLE,
     adaptation_path,
@@ -32,6 +35,7 @@ _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
 _FREE_ROWS = 6
 # Larger batches begin with so many times the nodes of one request: right schedules lose little.
 _GROWTH = 2
+_MOST_OPEN = 64  # steps whose drafting has not ended; two are usual
 
 
 def new_adapter(vllm_config: Any, lookup: list[int] | None) -> SchedulerAdapter | None:
@@ -71,6 +75,11 @@ class SchedulerAdapter:
         self._greedy: set[str] = set()
         self._drafts = -1  # of the step before
         self._before: float | None = None
+        self._follows = False  # the next step begins where the drafting of the one before ends
+        # Steps whose drafting has not ended, and whether each follows another at once.
+        self._open: deque[tuple[Step, bool]] = deque(maxlen=_MOST_OPEN)
+        self._drafting = 0.0  # seconds, of the step that was closed last
+        self._paths = b""  # that arrived since
         self._reset: set[str] = set()  # requests that lost their cache because a user reset it
         self._saved, self._saved_decisions = time.perf_counter(), 0
         self._restore()
@@ -87,12 +96,14 @@ class SchedulerAdapter:
         if self._before is None:
             self._before = now
 
-    def follow(self, scheduled: Any, paths: bytes, gained: int, now: float, is_busy: bool) -> None:
+    def follow(
+        self, scheduled: Any, outcome: StepOutcome, gained: int, now: float, is_busy: bool
+    ) -> None:
         """Takes one step, and sets drafts by batch size.
 
         Args:
             scheduled: vLLM's `SchedulerOutput` of the step.
-            paths: Its verified trees, see `TreeCounts.from_bytes`.
+            outcome: What its worker says.
             gained: See `Step`.
             now: When its outcome came, by ``time.perf_counter``.
             is_busy: Whether requests go on.
@@ -109,27 +120,42 @@ class SchedulerAdapter:
             preempted = scheduled.preempted_req_ids or set()
             # Where drafts scored and grown differ in number the time is of neither.
             is_steady = drafts == self._drafts
-            self.controller.observe(
-                Step(
-                    batch_size=requests,
-                    drafts=drafts if is_steady else None,
-                    seconds=None if self._before is None else now - self._before,
-                    workload=self._workload(),
-                    paths=paths,
-                    gained=gained,
-                    prompts=max(scheduled.total_num_scheduled_tokens - requests - scored, 0),
-                    context=sum(contexts),
-                    preempted=len(preempted - self._reset),
-                )
+            step = Step(
+                batch_size=requests,
+                drafts=drafts if is_steady else None,
+                seconds=None if self._before is None else now - self._before,
+                workload=self._workload(),
+                gained=gained,
+                prompts=max(scheduled.total_num_scheduled_tokens - requests - scored, 0),
+                context=sum(contexts),
+                preempted=len(preempted - self._reset),
             )
+            self._open.append((step, self._follows))
             self._drafts = drafts
             self._reset -= preempted
-        self._before = now if is_busy else None
+        self._close_steps(outcome)
+        self._before, self._follows = now if is_busy else None, is_busy
         has_decided = self.controller.decisions != self._saved_decisions
         if self._keeps and now - self._saved > (_SAVE_DECISIONS if has_decided else _SAVE_EVERY):
             self._saved, self._saved_decisions = now, self.controller.decisions
             state = self.controller.state()
             threading.Thread(target=self._save, args=(state,), daemon=True).start()
+
+    def _close_steps(self, outcome: StepOutcome) -> None:
+        """Tells the controller of the steps whose drafting has ended, and of verified trees.
+
+        A GPU drafts after the outcome, which a step ahead nothing waits for. So the time between
+        two outcomes has the drafting of the former step; here each step gets its own.
+        """
+        self._paths += outcome.paths
+        for drafting in (0.0,) if outcome.drafting is None else outcome.drafting:
+            if not self._open:
+                return
+            step, follows = self._open.popleft()
+            if (seconds := step.seconds) is not None:
+                seconds = max(seconds + drafting - follows * self._drafting, 0.0)
+            self.controller.observe(replace(step, seconds=seconds, paths=self._paths))
+            self._drafting, self._paths = drafting, b""
 
     def _follow_requests(self, scheduled: Any) -> None:
         for new in scheduled.scheduled_new_reqs:

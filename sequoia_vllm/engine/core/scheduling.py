@@ -168,7 +168,7 @@ class TreeScheduling(Scheduler):
             self._limit_drafts(outcome.limit)
         if self.adapter is not None:
             gained, is_busy = _gained(outputs), bool(self.running)
-            self.adapter.follow(scheduler_output, outcome.paths, gained, started, is_busy)
+            self.adapter.follow(scheduler_output, outcome, gained, started, is_busy)
         if getattr(self, "spec_decode_metrics_level", "none") != "none":
             self._end_histograms(outputs)
         undrafted = self._reasons_of_new(scheduler_output)

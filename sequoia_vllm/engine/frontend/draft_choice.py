@@ -68,17 +68,35 @@ def find_draft(
         return found(target)
     if config.model:
         return found(config.model)
+    candidates: list[KnownDraft] = []
     try:
         candidates = known_drafts(target, kinds, asked)
+        return _first_usable(candidates, found)
     except ConfigError as error:
         fallback = next((kind for kind in kinds if not kind.has_weights), None)
-        if asked is not None or fallback is None:
+        has_model = any(not known.drafter.is_head for known in candidates)
+        if asked is not None or fallback is None or has_model:
             raise
         logger.info("Sequoia: drafting with %s, as %s", fallback.name, error)
         return fallback.kind, fallback
+
+
+def _first_usable(
+    candidates: list[KnownDraft], found: Callable[[str], tuple[str, Drafter]]
+) -> tuple[str, Drafter]:
+    """The first known draft that trees draft with.
+
+    A head whose configuration cannot be read counts as a model: vLLM says why a draft cannot be
+    had, and there may be another one.
+
+    Raises:
+        ConfigError: There is none; says why not the last one.
+    """
     for known in candidates:
         try:
             draft = found(known.name)
+            if known.drafter.is_head and not draft[1].is_head:
+                raise ConfigError(f"the configuration of {known.name} cannot be read as a head's")
             break
         except ConfigError as error:
             if known is candidates[-1]:
@@ -153,6 +171,6 @@ def _why(
         words = f"{kind.name} made for this target ({known.note})"
     for other, first in dict(reversed(better)).items():
         if other not in taken:
-            why_not = _asked_for(other) if other in kinds else "not on this runner"
+            why_not = _asked_for(other) if other in kinds else "not with this engine's options"
             words += f"; {other.name} exists, too ({first.draft}): {why_not}"
     return words

@@ -147,7 +147,10 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
     """
     source = weight_source(args)
     reader = DraftReader(target, config)
-    name, kind = find_draft(config, target.model, kinds_here(), reader.kind)
+    kinds = kinds_here()
+    if config.drafter is None and (args.enable_lora or config.draft_vocabulary):  # not for heads
+        kinds = [kind for kind in kinds if not kind.is_head]
+    name, kind = find_draft(config, target.model, kinds, reader.kind)
     found: LibraryAnswer = LibraryError("the library has trees for models and heads")
     pair = PairKey(
         device=current_device_name(),

@@ -19,6 +19,7 @@ from sequoia_vllm.engine.frontend.tree_choice import (
 )
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
+from sequoia_vllm.verification.methods import usual_method
 
 _WORKERS = {
     "cpu": "sequoia_vllm.engine.worker.worker_cpu.SequoiaCPUWorker",
@@ -120,7 +121,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         versions=dict(facts.versions),
         context_attention=config.context_attention,
         retrieval=config.retrieval,
-        verification=config.verification or choice.verification,
+        verification=config.verification or choice.verification or usual_method(facts.on_cpu),
         adapts_as=facts.file_name if config.adapts else None,
         expected_speedup=choice.gain.speedup,
         drafter=kind.kind,

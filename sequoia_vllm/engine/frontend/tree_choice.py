@@ -16,7 +16,6 @@ from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.tree_reference import NamedTree
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
-from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 USER = "user"  # names of trees that were tuned here begin so
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
@@ -65,7 +64,7 @@ class TreeChoice:
         schedule: Drafts by batch size, (first, last, drafts); None: the whole
             tree at every batch size.
         device: The device whose measurements or datasheet chose it; None: none did.
-        verification: What the tree was found better with, see `SequoiaConfig`.
+        verification: What the tree was found better with, see `SequoiaConfig`; None: not measured.
         gain: Its expected gain.
     """
 
@@ -73,7 +72,7 @@ class TreeChoice:
     source: str
     schedule: list[tuple[int, int, int]] | None = None
     device: str | None = None
-    verification: str = DEFAULT_METHOD
+    verification: str | None = None
     gain: ExpectedGain = field(default_factory=ExpectedGain)
 
 
@@ -209,7 +208,7 @@ def _of_library(pair: PairKey, selection: Selection) -> TreeChoice:
         selection.reason,
         schedule.ranges,
         pair.device,
-        selection.entry.verification or DEFAULT_METHOD,
+        selection.entry.verification,
         gain=_gain_of_schedule(schedule, HOW_TIMED[selection.entry.profile.source]),
     )
 

@@ -1,16 +1,17 @@
-"""One decision for all ranks of a tensor-parallel group."""
+"""One decision for all ranks of a tensor-parallel group.
+
+Every rank gathers the same logits and draws the same noise, so all decide alike. But ranks whose
+floats differ once would read different tokens from then on, and the target's layers would mix them
+without an error. So what rank 0 drew counts on all ranks: emitted tokens, accepted nodes, drafts.
+"""
 
 import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 
 
-def broadcast_from_rank0(*decided: Tensor) -> tuple[Tensor, ...]:
-    """What rank 0 decided: the tokens that a step emits, and the nodes that it accepts.
-
-    Every rank gathers the same logits and draws the same noise, so all decide alike. But ranks
-    whose floats differ once would keep different KV caches from then on, and nobody would notice.
-    One small broadcast rules that out.
+def from_rank0(*decided: Tensor) -> tuple[Tensor, ...]:
+    """What rank 0 decided, by one broadcast.
 
     Args:
         decided: Integer tensors ``[R]`` or ``[R, columns]`` of one device.
@@ -18,13 +19,27 @@ def broadcast_from_rank0(*decided: Tensor) -> tuple[Tensor, ...]:
     Returns:
         Rank 0's, in the same shapes and dtypes; the arguments where there is one rank.
     """
-    group = get_tp_group()
-    if group.world_size == 1:
+    if get_tp_group().world_size == 1:
         return decided
     columns = [tensor.reshape(len(tensor), -1) for tensor in decided]
-    packed = group.broadcast(torch.cat([part.long() for part in columns], dim=1), src=0)
+    packed = torch.cat([part.long() for part in columns], dim=1)
+    take_from_rank0(packed)
     parts = packed.split([part.shape[1] for part in columns], dim=1)
     return tuple(
         part.reshape(tensor.shape).to(tensor.dtype)
         for part, tensor in zip(parts, decided, strict=True)
     )
+
+
+def take_from_rank0(tensor: Tensor) -> None:
+    """Overwrites a contiguous tensor by rank 0's, in place.
+
+    NCCL is called as for the model's reductions. A broadcast of torch's process group would make a
+    second communicator, whose memory nobody profiled.
+    """
+    group = get_tp_group()
+    nccl = getattr(group.device_communicator, "pynccl_comm", None)
+    if nccl is None or nccl.disabled:
+        group.broadcast(tensor, src=0)
+    elif group.world_size > 1:
+        nccl.broadcast(tensor, 0)

@@ -22,6 +22,7 @@ from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
+from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
@@ -242,6 +243,7 @@ class TreeProposerV1(DraftModelProposer):
             tokens.index_copy_(1, level.columns.flatten().long(), drawn.flatten(1))
         # Set last: column 0 collects what nodes drew beyond their own children.
         tokens[:, 0] = torch.from_numpy(root_tokens)
+        take_from_rank0(tokens)
         return sampling.finish(tokens)
 
     def _inner_nodes(

@@ -30,7 +30,7 @@ from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.runner.step_stats import StepStats
-from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
+from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import Draft, ScoringTreesV1, logits_rows, schedule_trees
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
@@ -286,7 +286,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             self.input_batch.sampling_metadata, self.discard_request_mask.np
         )
         if trees is None:
-            return self.sampler(logits=logits, sampling_metadata=metadata)
+            output = self.sampler(logits=logits, sampling_metadata=metadata)
+            take_from_rank0(output.sampled_token_ids)
+            return output
         target = self._target_of(trees, logits, metadata)
         result = self._verify(trees, target, metadata)
         output = combine_outputs(
@@ -309,7 +311,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     ) -> VerifyResult:
         result = self.tree_verifier.verify(trees, target, metadata.generators)
         return VerifyResult(
-            *broadcast_from_rank0(result.accepted_nodes, result.output_tokens, result.num_accepted)
+            *from_rank0(result.accepted_nodes, result.output_tokens, result.num_accepted)
         )
 
     def _commit(self, trees: ScoringTreesV1, result: VerifyResult) -> None:

@@ -11,6 +11,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.verification.topology import VerifyResult
@@ -64,6 +65,7 @@ def combine_outputs(
         sampled = sampler(
             logits=logits[root_rows], sampling_metadata=replace(metadata, generators=own)
         )
+        take_from_rank0(sampled.sampled_token_ids)
         tokens[without_tree, 0] = sampled.sampled_token_ids[without_tree, 0].long()
     logprobs = None
     if wants_logprobs(metadata):

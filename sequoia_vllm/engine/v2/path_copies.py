@@ -1,4 +1,4 @@
-"""Copies outcomes of trees to the host for statistics, without waiting for the device."""
+"""Brings what statistics need of a step to the host, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -54,3 +54,38 @@ class PathCopies:
             array = paths.numpy()
             found.append(array[array[:, 0] > 1])
         return found
+
+
+class DraftingClock:
+    """Seconds that a GPU drafts after a step's outcome has left for the engine core.
+
+    On CPUs the outcome comes after drafting, and nothing is timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._start: torch.cuda.Event | None = None
+        self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def begin(self) -> None:
+        """Marks where a step's verification and commit end."""
+        self._start = self._mark() if self._on_gpu else None
+
+    def end(self) -> None:
+        """Marks where the step's drafting ends."""
+        if self._start is not None:
+            self._under_way.append((self._start, self._mark()))
+            self._start = None
+
+    def ended(self) -> tuple[float, ...] | None:
+        """Takes the seconds of steps that have ended on the device, in order; None: a CPU."""
+        found = []
+        while self._under_way and self._under_way[0][1].query():
+            start, end = self._under_way.popleft()
+            found.append(start.elapsed_time(end) * 1e-3)
+        return tuple(found) if self._on_gpu else None
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

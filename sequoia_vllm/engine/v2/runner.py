@@ -25,13 +25,14 @@ from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import supported_layers
 from sequoia_vllm.engine.runner.step_stats import StepStats
+from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
 from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.tree_memory import most_masked
-from sequoia_vllm.engine.v2.path_copies import PathCopies
+from sequoia_vllm.engine.v2.path_copies import DraftingClock, PathCopies
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
 from sequoia_vllm.engine.v2.verification.path_edits import along_paths
 from sequoia_vllm.engine.v2.verification.verifier import TreeVerifierV2
@@ -50,6 +51,7 @@ class TreeRunner(GPUModelRunner):
 
     Attributes:
         backend_class: Tree attention and commit of the device.
+        drafting_clock: Times the part of each step that follows its outcome.
     """
 
     backend_class: type[TreeBackend]
@@ -70,7 +72,7 @@ class TreeRunner(GPUModelRunner):
         # Maps adapters to requests; ours to nodes.
         self.lora_state = AdaptersOfNodes(self.max_num_reqs)
         self.stats = StepStats(self.tree)
-        self._paths = PathCopies(device)
+        self._paths, self.drafting_clock = PathCopies(device), DraftingClock(device)
         self._scoring = TreeScoring(tables, self.max_num_reqs, device)
         self._trees: ScoringTreesV2 | None = None
         self._metadata: dict[str, Any] = {}
@@ -161,6 +163,7 @@ class TreeRunner(GPUModelRunner):
         """Drops the steps so far (warm-up); from now on steps serve users."""
         self.speculator.serves = True
         self.take_last_paths()
+        self.drafting_clock = DraftingClock(self.device)
         self.stats.reset()
 
     def take_last_paths(self) -> bytes:
@@ -248,6 +251,9 @@ class TreeRunner(GPUModelRunner):
             self.tree_backend.commit(self._target_caches, self._metadata, trees, paths[:, 1:])
             self.speculator.accepted = paths[:, 1:]
             self._paths.start(paths)
+        else:
+            take_from_rank0(output[0].sampled_token_ids)
+        self.drafting_clock.begin()
         self._observe_arrived()
         return output
 

@@ -100,16 +100,20 @@ class SequoiaWorker(AgreeingWorker):
 
         Its output says what became of its trees, and which are next.
         """
-        stats, drafts = self.model_runner.stats, None
+        stats, drafts, drafting = self.model_runner.stats, None, None
         stats.steps += 1
         with stats.timed("step"):
             output = super().sample_tokens(grammar_output)
             if self._takes_single_steps and output is not EMPTY_MODEL_RUNNER_OUTPUT:
                 drafts = self.take_draft_token_ids() or DraftTokenIds([], [])
+        if self.use_v2_model_runner:
+            self.model_runner.drafting_clock.end()
+            drafting = self.model_runner.drafting_clock.ended()
         has_failed = self.model_runner.draft_has_failed
         if has_failed:
             self._draft_limit = 0
-        outcome = StepOutcome(stats.take_paths(), self._draft_limit, has_failed, drafts)
+        paths = stats.take_paths()
+        outcome = StepOutcome(paths, self._draft_limit, has_failed, drafts, drafting)
         return attach_outcome(output, outcome)
 
     def sequoia_stats(self, reset: bool = False, trace: bool = False) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts,
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.draft_failure import survive_draft
+from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v2.drafting.committed_reader import CommittedReader, max_keys
 from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
 from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs, capture_drafting
@@ -324,6 +325,7 @@ class TreeProposerV2(DraftModelSpeculator):
             self._reader.read(batch, bounds, num_trees, width, self._read_graphs)
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
             self._growth.grow(num_trees, levels, max_keys(batch))
+        take_from_rank0(self.drafted.tokens[:num_trees])
 
     def _begin(
         self,

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
+from sequoia_vllm.engine.runner.tensor_parallel import from_rank0
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
 from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
@@ -64,11 +64,6 @@ class Verified:
     def part(self, requests: slice) -> Verified:
         """Results of these requests, as a view."""
         return Verified(self.tokens[requests], self.num_sampled[requests], self.paths[requests])
-
-    @property
-    def accepted(self) -> Tensor:
-        """int32 ``[R, D]``: accepted nodes by depth, then -1."""
-        return self.paths[:, 1:]
 
 
 class TreeVerifierV2(RejectionSampler):
@@ -181,9 +176,7 @@ class TreeVerifierV2(RejectionSampler):
         most = get_max_chunk_logits(logits.shape[1])
         for requests in _request_chunks(batch.cu_num_logits_np, most):
             self._verify_requests(requests, logits, inputs, batch, verified, processed)
-        return Verified(
-            *broadcast_from_rank0(verified.tokens, verified.num_sampled, verified.paths)
-        )
+        return Verified(*from_rank0(verified.tokens, verified.num_sampled, verified.paths))
 
     def _inputs(self, batch: InputBatch, invalid: Tensor | None, scored: Tensor) -> VerifierInputs:
         """Gathers the verifier's inputs of the batch's rows and requests."""
@@ -280,7 +273,7 @@ class TreeVerifierV2(RejectionSampler):
             draft_temperatures=inputs.temperatures,
             sampled_tokens=verified.tokens,
             num_sampled=verified.num_sampled,
-            accepted=verified.accepted,
+            accepted=verified.paths[:, 1:],
             slots=inputs.slots,
         )
         self._verify_trees(trees, self._tables_of_method, **known)
@@ -346,7 +339,7 @@ class TreeVerifierV2(RejectionSampler):
         starts, rows_np = emitted_rows(batch.cu_num_logits_np, verified.tokens.shape[1])
         request, column = async_tensor_h2d(rows_np, device=logits.device)
         # Token j of a path was drawn at its node j - 1; the first at the root.
-        nodes = torch.nn.functional.pad(verified.accepted.clamp(min=0), (1, 0)).long()
+        nodes = torch.nn.functional.pad(verified.paths[:, 1:].clamp(min=0), (1, 0)).long()
         rows = batch.cu_num_logits[request].long() + nodes[request, column]
         expanded = logits.shape[0] != batch.num_reqs
         return compute_topk_scores(
