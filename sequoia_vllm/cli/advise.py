@@ -15,12 +15,13 @@ from sequoia_vllm.cli.measuring import (
     kinds_and_classes,
     known_draft,
     numbers,
+    own_layer,
     read_config,
 )
 from sequoia_vllm.config import AUTO, ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.recognition import recognise
-from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.drafters.registry import DrafterKind, drafter
 from sequoia_vllm.drafters.speculators import without_format
 from sequoia_vllm.engine.frontend.plan import Facts, plan
 from sequoia_vllm.engine.frontend.tree_choice import look_up
@@ -39,7 +40,7 @@ from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes, published_shape
 from sequoia_vllm.hardware.roofline import bytes_per_value, roofline_profile
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
-from sequoia_vllm.hardware.support import Role
+from sequoia_vllm.hardware.support import MAX_NODES, Role
 from sequoia_vllm.library.files import LibraryError, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
@@ -77,12 +78,17 @@ class BatchAdvice:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to expect of a pair on a device."""
+    """What to expect of a pair on a device.
+
+    Attributes:
+        own: Kind of the draft, if it is a part of the target's own checkpoint.
+    """
 
     pair: PairKey
     batches: list[BatchAdvice]
     times: str
     acceptance: str
+    own: str | None
 
     @property
     def command(self) -> str:
@@ -91,7 +97,8 @@ class Advice:
         if self.pair.tensor_parallel_size > 1:
             words += ["--tensor-parallel-size", str(self.pair.tensor_parallel_size)]
         if any(batch.tree_nodes > 1 for batch in self.batches):
-            config = {"method": "sequoia", "model": self.pair.draft}
+            draft = {"drafter": self.own} if self.own else {"model": self.pair.draft}
+            config = {"method": "sequoia", **draft}
             words += ["--speculative-config", json.dumps(config)]
         return shlex.join(words)
 
@@ -133,7 +140,8 @@ def advise_pair(
         raise found
     assert found is not None  # "auto" asks the library
     levels = draft.head.levels if draft.head else None
-    choice = plan(config, Facts(pair, drafter(head or "model"), levels, found)).choice
+    most_nodes = MAX_NODES if target.recurrent else None
+    choice = plan(config, Facts(pair, drafter(head or "model"), levels, most_nodes, found)).choice
     entry, whole = found.entry, choice.tree
     if (profile := _measured_times(library, entry, pair)) is None:
         if device.spec is None:
@@ -175,6 +183,7 @@ def advise_pair(
         + (f"; not {pair.device}, so speeds here are predictions" if is_elsewhere else ""),
         known if is_measured else "assumed, as this pair was not measured: the weakest published "
         f"vector ({entry.acceptance_class})",
+        head if head and drafter(head).is_targets_own else None,
     )  # fmt: skip
 
 
@@ -229,10 +238,15 @@ def advise(
         here = device or this_device_name()
         target, dtype = _read("target", model)
         on_gpu = identify(here).spec is not None  # heads run there alone
-        draft = draft_model or known_draft(model, heads=on_gpu)
-        _check_support("draft", draft)
+        own = own_layer(model) if draft_model is None and on_gpu else None
+        if own is not None:
+            draft, shape = model, _read("target", model, own.kind)[0]
+        else:
+            draft = draft_model or known_draft(model, heads=on_gpu)
+            _check_support("draft", draft)
+            shape, _ = _read("draft", draft)
         pair = PairKey(here, model, draft, dtype)
-        advice = advise_pair(pair, target, _read("draft", draft)[0], sizes)
+        advice = advise_pair(pair, target, shape, sizes)
     if as_json:
         said = {"family": family, "command": advice.command, "conclusion": advice.conclusion}
         print_json(asdict(advice) | said)
@@ -258,8 +272,8 @@ def _check_support(role: Role, model: str, shown: bool = False) -> str:
     return family
 
 
-def _read(role: Role, model: str) -> tuple[ModelShape, str]:
-    """A model's shape, and the dtype that vLLM uses by default.
+def _read(role: Role, model: str, kind: DrafterKind | None = None) -> tuple[ModelShape, str]:
+    """A model's shape, or that of its draft of a kind, and the dtype that vLLM uses by default.
 
     Raises:
         SequoiaError: The configuration is not available, or its model's times cannot be computed;
@@ -270,10 +284,10 @@ def _read(role: Role, model: str) -> tuple[ModelShape, str]:
     config = without_format(read_config(role, model))
     config = config.get("text_config") or config
     found = recognise(Fields(config, model), lambda: config.get("model_type"))
-    if found.kind is None:
+    if (kind := kind or found.kind) is None:
         raise ConfigError(f"{model!r} is {found.name}, which trees do not draft with")
     try:
-        shape = read_shape(config, model, kind=found.kind)
+        shape = read_shape(config, model, kind=kind)
     except ShapeError as error:
         raise ConfigError(f"{error}; measure the pair instead (sequoia-vllm tune)") from error
     is_half = "float16" in (config.get("dtype"), config.get("torch_dtype"))
@@ -283,6 +297,7 @@ def _read(role: Role, model: str) -> tuple[ModelShape, str]:
 def _print(advice: Advice) -> None:
     pair = advice.pair
     devices = counted(pair.tensor_parallel_size, "device")
+    draft = f"its own {drafter(advice.own).short_name}" if advice.own else pair.draft
     table = new_table("batch", "plain, tokens/s", "best chain", "tree", "basis", left=("basis",))
     for row in advice.batches:
         table.add_row(
@@ -295,7 +310,7 @@ def _print(advice: Advice) -> None:
             "measured" if row.measured else "predicted",
         )  # fmt: skip
     for part in (
-        f"{pair.target} with {pair.draft} on {pair.device}, {devices}, {pair.dtype}", table,
+        f"{pair.target} with {draft} on {pair.device}, {devices}, {pair.dtype}", table,
         f"times: {advice.times}", f"acceptance: {advice.acceptance}", advice.command,
         advice.conclusion,
     ):  # fmt: skip

@@ -14,7 +14,7 @@ import typer
 
 from sequoia_vllm.cli.common import engines_print_aside, fail, note, progress_bar
 from sequoia_vllm.config import ConfigError, OffloadSpec
-from sequoia_vllm.drafters.registry import known_for
+from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, known_for
 from sequoia_vllm.hardware.models import published_shape
 from sequoia_vllm.hardware.support import Kind, Role, kinds_of
 from sequoia_vllm.json_input import read_json
@@ -119,6 +119,18 @@ def _is_readable(head: str) -> bool:
         return bool(read_config("draft", head))
     except ConfigError:
         return False
+
+
+def own_layer(target: str) -> Drafter | None:
+    """The kind of layers that draft in the target's own checkpoint; None: others are better known.
+
+    Raises:
+        ConfigError: Its configuration is not available.
+    """
+    if known_for(target) or (not Path(target).exists() and published_shape(target)):
+        return None
+    config = read_config("target", target)
+    return next((kind for kind in DRAFTERS.values() if kind.lies_in(config)), None)
 
 
 def check_models(target: str, draft: str) -> None:

@@ -155,6 +155,10 @@ class Drafter:
         """The reason why a target's own layers do not draft trees; None: they do."""
         return None
 
+    def lies_in(self, target: Mapping[str, Any]) -> bool:
+        """Whether a target's ``config.json`` says that its checkpoint has one which drafts."""
+        return False
+
     def levels(self, config: Fields) -> int | None:
         """Levels of the deepest tree that it drafts; None: any number."""
         return None

@@ -1,4 +1,7 @@
-"""Multimodal targets, with M-RoPE and without, and drafts that read text: tokens are plain's."""
+"""Multimodal targets, with M-RoPE and without, and drafts that read text: tokens are plain's.
+
+Qwen3.5 has recurrent layers, which need V2 with the attention of GPUs, and its own layer drafts.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.multimodal import IMAGE, answer_images, call_with_images, save_multimodal
+from tests.support.recurrent import run_in_float32
 
+HYBRID = "qwen3_5"
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 EACH = [
     pytest.param(name, marks=[] if name == "qwen2_vl" else pytest.mark.nightly)
@@ -18,10 +23,13 @@ IN_PIECES = {"max_num_batched_tokens": 12, "enable_chunked_prefill": True}
 
 def answer_all(folder: str, name: str) -> dict[str, Any]:
     """Plain vLLM's answers, and those with trees, also of prompts that come in pieces."""
+    if name == HYBRID:
+        run_in_float32()
     paths = save_multimodal(Path(folder), name)
     given = {"paths": paths, "image": IMAGE[name]}
     text = {"language_model_only": True, "limit_mm_per_prompt": {}}
     return {
+        "name": name,
         "plain": answer_images(**given, trees=False, options={}),
         "text alone": answer_images(**given, trees=True, options=text),
         "trees": answer_images(**given, trees=True, options={}),
@@ -35,7 +43,11 @@ def answer_all(folder: str, name: str) -> dict[str, Any]:
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     name, _, on_v2 = request.param.partition(" on ")
     folder = tmp_path_factory.mktemp(name)
-    return call_with_images(answer_all, folder, on_v2=bool(on_v2), folder=str(folder), name=name)
+    on_gpus = name == HYBRID
+    return call_with_images(
+        answer_all, folder, on_v2=bool(on_v2) or on_gpus, gpu_attention=on_gpus,
+        folder=str(folder), name=name,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("which", ["trees", "in pieces"])
@@ -52,7 +64,11 @@ def test_a_server_of_text_alone(answers):
 
 
 def test_drafts_are_accepted_and_images_found_in_the_cache(answers):
-    """Keys of accepted nodes have the positions of their depths, or later tokens would differ."""
-    trees = answers["trees"]
+    """Keys of accepted nodes have the positions of their depths, or later tokens would differ.
+
+    For layers that read states, vLLM's cache gives a block less, which is all of these prompts.
+    """
+    trees, plain = answers["trees"], answers["plain"]["hits"]
     assert trees["accepted_tokens"] > trees["drafts"] / 2
-    assert trees["hits"] == answers["plain"]["hits"] > 0
+    assert plain > 0
+    assert trees["hits"] == (0 if answers["name"] == HYBRID else plain)

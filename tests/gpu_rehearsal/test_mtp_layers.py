@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.support.expert_layers import save_experts
 from tests.support.generating import random_prompts
 from tests.support.heads import save_mimo
 from tests.support.on_gpu import call_on_gpu
+from tests.support.recurrent import rehearse_in_float32
 from tests.support.rehearsing import check_replayed, plain_and_trees
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -17,17 +19,21 @@ TREES = {
 }  # fmt: skip
 
 
-def start_and_generate(target: str) -> dict[str, Any]:
+def start_and_generate(target: str, is_hybrid: bool) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees for batches of three and of one."""
+    if is_hybrid:
+        rehearse_in_float32()
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     texts = random_prompts([5, 9, 20])
     return plain_and_trees(TREES, target, texts, params)
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["MiMo", "Qwen3Next"])
+def answers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("mtp")
-    return call_on_gpu(start_and_generate, directory, target=save_mimo(directory / "target"))
+    folder, is_hybrid = directory / "target", request.param != "MiMo"
+    target = save_experts(folder, request.param) if is_hybrid else save_mimo(folder)
+    return call_on_gpu(start_and_generate, directory, target=target, is_hybrid=is_hybrid)
 
 
 @pytest.mark.parametrize("name", ["trees", "alone"])

@@ -6,28 +6,50 @@ from typing import Any
 import pytest
 
 from tests.support.engines import sequoia
-from tests.support.generating import random_prompts
+from tests.support.generating import greedy_and_seeded, random_prompts
+from tests.support.models import save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
-from tests.support.recurrent import VOCABULARY, convolve_prompts, run_in_float32, save_hybrid_pair
-from tests.support.rehearsing import check_replayed, plain_and_trees
+from tests.support.recurrent import VOCABULARY, rehearse_in_float32, save_hybrid_pair
+from tests.support.rehearsing import (
+    check_replayed,
+    generate,
+    generate_with_trees,
+    join_and_abort,
+    rehearsing,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
+LENGTHS = [5, 9, 20, 33, 14]
+TOKENS, ABORTED = 12, 1
+WITH_GRAMMAR = [2, 3]
+
+
+def params() -> list[Any]:
+    """Greedy and seeded in turn; two with a grammar of four words."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    found = greedy_and_seeded(len(LENGTHS), TOKENS)
+    for index in WITH_GRAMMAR:
+        found[index].structured_outputs = StructuredOutputsParams(regex=f"(w[3-6]){{{TOKENS}}}")
+    return found
+
 
 def start_and_generate(models: str) -> dict[str, Any]:
-    """Answers of plain vLLM, and of trees for batches of three and of one."""
-    from vllm import SamplingParams
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()  # stand-ins first: layers import some of them by name
-    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
-
-    run_in_float32()
-    layers.causal_conv1d_fn = convolve_prompts
-    target, draft = save_hybrid_pair(Path(models), scale=0.1)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-    texts = random_prompts([5, 9, 20], VOCABULARY)
-    return plain_and_trees(sequoia(8, 3, draft=draft), target, texts, params)
+    """Answers of plain vLLM, and of trees: for a batch of three, for one, and as requests come."""
+    rehearse_in_float32()
+    pair = save_hybrid_pair(Path(models), scale=0.1)
+    for path in pair:
+        save_word_tokenizer(Path(path))
+    texts, options = random_prompts(LENGTHS, VOCABULARY), {"model": pair[0]}
+    options["skip_tokenizer_init"] = False
+    with rehearsing(None, **options) as llm:
+        answers = {"plain": generate(llm, texts, params())}
+    with rehearsing(sequoia(8, 3, draft=pair[1]), **options) as llm:
+        answers["trees"] = generate_with_trees(llm, texts[:3], params()[:3])
+        answers["alone"] = generate_with_trees(llm, texts[:1], params()[:1])
+        answers["joining"] = join_and_abort(llm, texts, params(), ABORTED)
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -41,5 +63,17 @@ def test_tokens_are_those_of_plain_vllm_and_no_recurrent_layer_leaves_its_graph(
     check_replayed(answers[name], answers["plain"])
 
 
-def test_drafts_are_accepted(answers):
-    assert answers["trees"]["counts"]["tokens_per_tree"] > 1.2
+def test_requests_join_and_are_aborted(answers):
+    plain = answers["plain"]["tokens"]
+    assert answers["joining"]["tokens"] == plain[:ABORTED] + plain[ABORTED + 1 :]
+    assert answers["joining"]["eager growth"] == []
+
+
+def test_grammars_are_followed(answers):
+    for index in WITH_GRAMMAR:
+        assert set(answers["plain"]["tokens"][index][0]) <= {3, 4, 5, 6}
+
+
+@pytest.mark.parametrize("name", ["trees", "joining"])
+def test_drafts_are_accepted(name, answers):
+    assert answers[name]["counts"]["tokens_per_tree"] > 1.2

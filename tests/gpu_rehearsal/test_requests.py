@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +14,6 @@ from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
     completions,
-    counted,
     greedy_and_seeded,
     random_prompts,
     save_related_pair,
@@ -23,9 +21,9 @@ from tests.support.generating import (
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
     counting_eager_growth,
-    counting_modes,
     generate,
     generate_with_trees,
+    join_and_abort,
     rehearsing,
     since,
 )
@@ -64,7 +62,7 @@ def run(models: str) -> dict[str, Any]:
         answers["any"] = decide_often(llm, requests, most=[7] * 5)
         scheduled = scheduler_of(llm).dynamic_sd_lookup
         answers["fewer"] = decide_often(llm, requests[:3], scheduled)  # of four, nobody drafts
-        answers["joining"] = join_and_abort(llm, requests)
+        answers["joining"] = join_and_abort(llm, requests, params(), ABORTED)
         answers["least token"] = int(runner_of(llm).speculator.drafted.tokens.min())
     # Blocks for two or three requests; eight nodes at once of each, of 26 at most.
     parents = [-1, *[0] * 8, *range(1, 9)]
@@ -132,34 +130,6 @@ def decide_often(llm: Any, requests: list[Any], most: list[int]) -> dict[str, An
         "tokens": completions([done[str(index)] for index in range(len(requests))]),
         "graphs": since(before)["replayed"],
         "eager growth": eager,
-    }
-
-
-def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
-    """One request more every other step; one is aborted while others run."""
-    engine, done = llm.llm_engine, {}
-    waiting = list(zip(map(str, range(len(requests))), requests, params(), strict=True))
-    step = 0
-    reader = runner_of(llm).speculator._reader
-    with (
-        counting_eager_growth() as eager,
-        counting_modes(runner_of(llm)) as modes,
-        patch.object(reader, "read_ragged", wraps=reader.read_ragged) as ragged,
-    ):
-        while waiting or engine.has_unfinished_requests():
-            if waiting and step % 2 == 0:
-                engine.add_request(*waiting.pop(0))
-            if step == 2 * ABORTED + 3:
-                engine.abort_request([str(ABORTED)])
-            done |= {output.request_id: output for output in engine.step() if output.finished}
-            step += 1
-    others = [str(index) for index in range(len(requests)) if index != ABORTED]
-    return {
-        "tokens": completions([done[name] for name in others]),
-        "counts": counted(llm),
-        "eager growth": eager,
-        "modes": dict(modes),
-        "reads without a graph": ragged.call_count,
     }
 
 

@@ -1,9 +1,11 @@
-"""Tiny mixtures of experts whose checkpoints have a layer of multi-token prediction (MTP)."""
+"""Layers of multi-token prediction (MTP) in checkpoints, and tiny mixtures of experts with them."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.support.recurrent import STATES
 
 _LAYERS, _HIDDEN, _VOCAB = 2, 64, 256
 _COMMON: dict[str, Any] = {
@@ -13,6 +15,7 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 _LAST = f"model.layers.{_LAYERS}"
+OWN_NAMES = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
 # By kind: its own fields, its MTP layer's prefix, the names of the norms of tokens and states, of
 # the matrix that reads both, of the last norm.
 KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, str, str, str]]] = {
@@ -46,12 +49,22 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, str, str, str]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
         "mtp.layers.0",
-        ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+        OWN_NAMES,
+    ),
+    "Qwen3Next": (
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64,
+            "layer_types": ["linear_attention", "full_attention"], **STATES,
+        },
+        "mtp.layers.0",
+        OWN_NAMES,
     ),
 }  # fmt: skip
 
 
-def save_experts(directory: Path, kind: str, share: float = 0.2, cycle: float = 0.06) -> str:
+def save_experts(
+    directory: Path, kind: str, share: float = 0.2, cycle: float = 0.06, vocab: int = _VOCAB
+) -> str:
     """A target of this kind with random weights; its MTP layer is one of its own again.
 
     Args:
@@ -60,35 +73,50 @@ def save_experts(directory: Path, kind: str, share: float = 0.2, cycle: float = 
         cycle: How sure both are that after a token comes the next one.
     """
     import transformers
-    from safetensors.torch import load_file, save_file
 
-    own, prefix, (token_norm, state_norm, matrix, last_norm) = KINDS[kind]
-    config = getattr(transformers, f"{kind}Config")(**_COMMON, **own)
+    own, prefix, names = KINDS[kind]
+    config = getattr(transformers, f"{kind}Config")(**_COMMON | {"vocab_size": vocab}, **own)
     torch.manual_seed(8)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
     noise = 1.0 - share
-    embedding = torch.randn(_VOCAB, _HIDDEN)
+    embedding = torch.randn(vocab, _HIDDEN)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 adds = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
                 scale = (noise if adds else 1.0) / parameter.shape[-1] ** 0.5
                 parameter.normal_(0, scale)
+            elif name.endswith(("A_log", "dt_bias")):  # states that last for some tokens
+                parameter.uniform_(-1.0, 0.5)
         model.get_input_embeddings().weight.copy_(embedding)
         model.lm_head.weight.normal_(0, noise / _HIDDEN**0.5)
         model.lm_head.weight.add_(cycle * embedding.roll(1, 0))
     model.save_pretrained(directory)
+    dense = kind in ("Ernie4_5_Moe", "ExaoneMoe")
+    add_layer(directory, f"model.layers.{0 if dense else _LAYERS - 1}.", prefix, names, noise)
+    return str(directory)
+
+
+def add_layer(
+    directory: Path, copied: str, prefix: str, names: tuple[str, str, str, str], states: float
+) -> None:
+    """Adds an MTP layer to a checkpoint: one of its own layers again.
+
+    Args:
+        copied: What the names of that layer begin with.
+        prefix, names: As in `KINDS`.
+        states: Weight of the target's states, beside tokens.
+    """
+    from safetensors.torch import load_file, save_file
+
     file = directory / "model.safetensors"
     weights = load_file(file)
-    dense = kind in ("Ernie4_5_Moe", "ExaoneMoe")
-    copied = f"model.layers.{0 if dense else _LAYERS - 1}."
     layer = {
         f"{prefix}.{name.removeprefix(copied)}": weight.clone()
         for name, weight in weights.items()
         if name.startswith(copied)
     }
-    norms = [name for name in (token_norm, state_norm, last_norm) if name]
-    weights |= layer | {f"{name}.weight": torch.ones(_HIDDEN) for name in norms}
-    weights[f"{matrix}.weight"] = torch.cat([torch.eye(_HIDDEN), noise * torch.eye(_HIDDEN)], 1)
+    *norms, matrix, last_norm = names
+    weights |= layer | {f"{n}.weight": torch.ones(_HIDDEN) for n in (*norms, last_norm) if n}
+    weights[f"{matrix}.weight"] = torch.cat([torch.eye(_HIDDEN), states * torch.eye(_HIDDEN)], 1)
     save_file(weights, file, {"format": "pt"})
-    return str(directory)

@@ -12,8 +12,10 @@ import torch
 from tests import quick_start
 from tests.support.calling import call_in_process
 from tests.support.engines import metric, running, whole_trees
+from tests.support.expert_layers import OWN_NAMES, add_layer
 from tests.support.generating import SPEC_DECODE, completions
 from tests.support.on_v2 import ROOT, v2_environment
+from tests.support.recurrent import STATES
 
 TORCHVISION = ROOT / ".venv" / "torchvision-for-tests"  # `make setup` fetches it
 VOCABULARY = 128
@@ -57,6 +59,7 @@ _GEMMA_TOKENS = {
 IMAGE = {
     "qwen2_vl": "<|vision_start|> <|image_pad|> <|vision_end|>",
     "qwen3_vl": "<|vision_start|> <|image_pad|> <|vision_end|>",
+    "qwen3_5": "<|vision_start|> <|image_pad|> <|vision_end|>",
     "gemma3": "<start_of_image>",
 }
 
@@ -94,6 +97,24 @@ def _qwen3_vl() -> tuple[Any, dict[str, Any]]:
     }
 
 
+def _qwen3_5() -> tuple[Any, dict[str, Any]]:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    axes = {**_AXES, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    config = Qwen3_5Config(
+        text_config={
+            **_TEXT, **STATES, "rope_parameters": axes, "mtp_num_hidden_layers": 1,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        vision_config={
+            **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "hidden_size": 32,
+            "num_position_embeddings": 64,
+        },
+        **_QWEN_IDS,
+    )  # fmt: skip
+    return Qwen3_5ForConditionalGeneration(config), _qwen3_vl()[1]
+
+
 def _gemma3() -> tuple[Any, dict[str, Any]]:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -119,13 +140,17 @@ def _gemma3() -> tuple[Any, dict[str, Any]]:
     }
 
 
-_MAKERS = {"qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "gemma3": _gemma3}
+_MAKERS = {
+    "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5, "gemma3": _gemma3,
+}  # fmt: skip
 
 
 def save_multimodal(folder: Path, name: str) -> dict[str, str]:
     """A target of this kind, and as its draft a text model with its text part's weights.
 
-    So the draft is right about text, as M-RoPE's axes are one there, and not about images.
+    So the draft is right about text, as M-RoPE's axes are one there, and not about images. Qwen3.5
+    has a layer of its own for a draft, and mostly follows from the token before. Transformers would
+    read a tokenizer beside its configuration as the published ones.
     """
     torch.manual_seed(7)
     model, processor = _MAKERS[name]()
@@ -133,11 +158,17 @@ def save_multimodal(folder: Path, name: str) -> dict[str, str]:
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0, 0.15)
-    paths = {"target": folder / name, "draft": folder / f"{name}-draft"}
+        if name == "qwen3_5":
+            model.get_input_embeddings().weight.mul_(20)
+    beside = "tokenizer" if name == "qwen3_5" else "draft"
+    paths = {"target": folder / name, beside: folder / f"{name}-{beside}"}
     model.float().save_pretrained(paths["target"])
     if name == "gemma3":
         _name_as_published(paths["target"] / "model.safetensors")
-    _save_draft(model, paths["draft"])
+    if name == "qwen3_5":
+        add_layer(paths["target"], "model.language_model.layers.1.", "mtp.layers.0", OWN_NAMES, 0.2)
+    else:
+        _save_draft(model, paths["draft"])
     for path in paths.values():
         _save_tokenizer(path, _GEMMA_TOKENS if name == "gemma3" else {})
     for file in ("preprocessor_config.json", "processor_config.json"):
@@ -214,10 +245,13 @@ def answer_images(
     """Greedy tokens twice, the second time from the prefix cache; seeded ones; counters."""
     from vllm import SamplingParams
 
-    config = whole_trees(size=8, depth=3, draft=paths["draft"]) if trees else None
+    drafter = {} if "draft" in paths else {"drafter": "mtp"}
+    draft = paths.get("draft") or paths["target"]
+    config = whole_trees(size=8, depth=3, draft=draft, **drafter) if trees else None
     common = {"max_tokens": 16, "ignore_eos": True}
     settings = {
         "limit_mm_per_prompt": {"image": 2}, "enable_prefix_caching": True, "block_size": 32,
+        "tokenizer": paths.get("tokenizer"),
         **options,
     }  # fmt: skip
     requests = requests_with_images(image)
@@ -241,8 +275,8 @@ def answer_images(
 
 
 @cache
-def _environment(on_v2: bool) -> dict[str, str]:
-    environment = v2_environment()
+def _environment(on_v2: bool, gpu_attention: bool) -> dict[str, str]:
+    environment = v2_environment(gpu_attention)
     if not on_v2:
         for name in ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"):
             del environment[name]
@@ -251,8 +285,11 @@ def _environment(on_v2: bool) -> dict[str, str]:
 
 
 def call_with_images(
-    function: Callable[..., Any], directory: Path, on_v2: bool = False, **arguments: Any
-) -> Any:
+    function: Callable[..., Any], directory: Path, on_v2: bool = False,
+    gpu_attention: bool = False, **arguments: Any,
+) -> Any:  # fmt: skip
     """What `function(**arguments)` returns where vLLM can read images."""
     assert (TORCHVISION / "torchvision").is_dir(), "run `make setup`: it fetches torchvision"
-    return call_in_process(function, directory, _environment(on_v2), 580, ROOT, **arguments)
+    return call_in_process(
+        function, directory, _environment(on_v2, gpu_attention), 580, ROOT, **arguments
+    )

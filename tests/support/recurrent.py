@@ -15,7 +15,7 @@ _SHARED: dict[str, Any] = {
     "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
     "tie_word_embeddings": False, "rope_theta": 10000.0,
 }  # fmt: skip
-_STATES: dict[str, Any] = {
+STATES: dict[str, Any] = {
     "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
     "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
@@ -37,7 +37,7 @@ def save_hybrid_pair(
 
     torch.manual_seed(0)
     common = {
-        **_SHARED, **_STATES, "linear_key_head_dim": key, "linear_value_head_dim": value,
+        **_SHARED, **STATES, "linear_key_head_dim": key, "linear_value_head_dim": value,
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "partial_rotary_factor": 1.0,
@@ -110,6 +110,17 @@ def run_in_float32() -> None:
     type(current_platform).is_arch_support_pdl = classmethod(lambda _: False)
     attention = layers.QwenGatedDeltaNetAttention
     attention.forward_cpu = attention.forward_cuda
+
+
+def rehearse_in_float32() -> None:
+    """`run_in_float32` on the GPU engine without a GPU."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # stand-ins first: layers import some of them by name
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
+
+    run_in_float32()
+    layers.causal_conv1d_fn = convolve_prompts
 
 
 @triton.jit

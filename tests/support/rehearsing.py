@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from sequoia_vllm.engine.common.patched import patched
-from tests.support.engines import running
+from tests.support.engines import runner_of, running
 from tests.support.generating import completions, counted
 
 # float32, since tokens are compared; the rest is what the models need.
@@ -128,3 +128,33 @@ def check_replayed(found: dict[str, Any], plain: dict[str, Any]) -> None:
 def generate_with_trees(llm: Any, requests: list[Any], params: Any) -> dict[str, Any]:
     """`generate`, with what became of the trees."""
     return {**generate(llm, requests, params), "counts": counted(llm)}
+
+
+def join_and_abort(
+    llm: Any, requests: list[Any], params: list[Any], aborted: int
+) -> dict[str, Any]:
+    """One request more every other step; one is aborted while others run."""
+    engine, done = llm.llm_engine, {}
+    waiting = list(zip(map(str, range(len(requests))), requests, params, strict=True))
+    step = 0
+    reader = runner_of(llm).speculator._reader
+    with (
+        counting_eager_growth() as eager,
+        counting_modes(runner_of(llm)) as modes,
+        patch.object(reader, "read_ragged", wraps=reader.read_ragged) as ragged,
+    ):
+        while waiting or engine.has_unfinished_requests():
+            if waiting and step % 2 == 0:
+                engine.add_request(*waiting.pop(0))
+            if step == 2 * aborted + 3:
+                engine.abort_request([str(aborted)])
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+            step += 1
+    others = [str(index) for index in range(len(requests)) if index != aborted]
+    return {
+        "tokens": completions([done[name] for name in others]),
+        "counts": counted(llm),
+        "eager growth": eager,
+        "modes": dict(modes),
+        "reads without a graph": ragged.call_count,
+    }

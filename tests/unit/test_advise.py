@@ -13,6 +13,7 @@ from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import published_shape
 from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.tree_library import shipped_directory
 from tests.support.families import MIXTURES
@@ -146,6 +147,35 @@ def test_heads_that_are_known_for_a_mixture_are_taken(tmp_path, monkeypatch):
     monkeypatch.setattr("sequoia_vllm.cli.measuring.known_for", lambda name: known)
     found = advice(str(target), "--device", "h100", "--batch", "1")
     assert found["pair"]["draft"] == "AngelSlim/Qwen3-a3B_eagle3"
+    assert "no draft model is known" in advise(str(target), "--device", "AMD EPYC", code=2)
+
+
+QWEN_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 27},
+    "text_config": {
+        "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
+        "head_dim": 256, "vocab_size": 248320, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "mtp_num_hidden_layers": 1,
+    },
+}  # fmt: skip
+
+
+def test_a_targets_own_mtp_layer_is_taken_where_no_draft_is_known(tmp_path):
+    """Recurrent layers take no larger trees."""
+    target = tmp_path / "Qwen3.8-27B"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(QWEN_27B))
+    found = advice(str(target), "--device", "h100", "--batch-sizes", "1,32")
+    one = found["batches"][0]
+    assert one["plain_tokens_per_second"] == pytest.approx(3.35e12 / 54e9, rel=0.3)
+    assert one["tree_speedup"] > one["chain_speedup"] > 1
+    assert found["batches"][1]["tree_nodes"] <= one["tree_nodes"] <= MAX_NODES
+    assert '{"method": "sequoia", "drafter": "mtp"}' in found["command"]
+    assert "with its own multi-token prediction (MTP) layer on h100" in advise(
+        str(target), "--device", "h100"
+    )
     assert "no draft model is known" in advise(str(target), "--device", "AMD EPYC", code=2)
 
 

@@ -87,7 +87,7 @@ ASKED = {
     "Gemma 3": "runs as a target (tiny model); known drafts: none",
     "Qwen2-VL, Qwen2.5-VL": "runs as a target (interpreted)",
     "gpt-oss": "runs as a target (interpreted)",
-    "Qwen3.5 to 3.8 (hybrid)": "runs as a target (by class only; on GPUs alone)",
+    "Qwen3.5 to 3.8 (hybrid)": "runs as a target (interpreted; on GPUs alone; its",
     "Granite 4 (hybrid)": "refused as a target, as it has recurrent",
     "DeepSeek V2, V3, R1": "refused as a target, as it uses multi-head latent attention",
     "Llama 4": "refused as a target, as it uses chunked local attention",

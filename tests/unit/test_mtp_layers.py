@@ -13,7 +13,7 @@ from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.mtp import ARCHITECTURES, MODEL_TYPES
-from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.drafters.registry import DRAFTERS, drafter
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method
 
@@ -37,12 +37,21 @@ def kind_of(given: SimpleNamespace) -> str:
         ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
         ("HYV3ForCausalLM", "hy_v3"),
         ("ExaoneMoeForCausalLM", "exaone_moe"),
+        ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+        ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     ],
 )
 def test_targets_that_draft_for_themselves(architecture, model_type):
     here = target(architecture, model_type)
     assert kind_of(here) == "mtp"
+    assert DRAFTERS["mtp"].lies_in(here.hf_config.to_dict())
     assert here.hf_config.num_hidden_layers == 36  # vLLM's reading of a draft changes its own
+
+
+def test_published_configurations_of_qwen3_next_do_not_name_their_layer():
+    given = target("Qwen3NextForCausalLM", "qwen3_next", num_nextn_predict_layers=None)
+    assert kind_of(given) == "mtp"
+    assert DRAFTERS["mtp"].lies_in({"architectures": ["Qwen3NextForCausalLM"]})
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,7 @@ def test_targets_that_draft_for_themselves(architecture, model_type):
         (target("LlamaForCausalLM", "llama"), "has no layer of multi-token prediction"),
         (target(num_nextn_predict_layers=2), "has 2 MTP layers"),
         (target(num_nextn_predict_layers=0), "has 0 MTP layers"),
+        (target("Qwen3_5ForCausalLM", "qwen3_5_text", mtp_num_hidden_layers=0), "has 0 MTP layers"),
         (target("DeepseekV3ForCausalLM", "deepseek_v3"), "do not draft with (DeepSeekMTPModel)"),
     ],
 )  # fmt: skip
@@ -58,6 +68,7 @@ def test_others_are_refused_with_the_reason(given, problem):
     with pytest.raises(ConfigError) as error:
         kind_of(given)
     assert problem in str(error.value)
+    assert not DRAFTERS["mtp"].lies_in(given.hf_config.to_dict())
     assert 'give "model" an EAGLE-3 or DFlash head or a draft model' in str(error.value)
 
 

@@ -18,16 +18,27 @@ from tests.support.plans import planned
 TARGET = "meta-llama/Llama-3.1-8B"
 
 
-def resolved(target=TARGET, device="NVIDIA H200", **keys):
+def resolved(target=TARGET, device="NVIDIA H200", facts=None, **keys):
     config = SequoiaConfig.parse({"method": "sequoia", **keys}).loaded()
     model = DRAFTERS["model"]
     draft, _ = find_draft(config, target, [model], lambda draft: model)
-    return planned(config, PairKey(device, target, draft, "bfloat16"), versions={"vLLM": "1"})
+    pair = PairKey(device, target, draft, "bfloat16")
+    return planned(config, pair, versions={"vLLM": "1"}, **(facts or {}))
 
 
 def test_a_known_target_needs_no_draft():
     assert resolved().draft == "meta-llama/Llama-3.2-1B-Instruct"
     assert resolved(model="another/draft").draft == "another/draft"
+
+
+def test_recurrent_layers_bound_a_chosen_tree():
+    """A larger one is refused, so none may be chosen."""
+    whole = resolved(tree="auto").choice.tree
+    most = whole.size // 2
+    found = resolved(tree="auto", facts={"most_nodes": most}).speculative_config
+    assert found["num_speculative_tokens"] == most - 1
+    given = resolved(tree={"size": 2 * most, "depth": 3}, facts={"most_nodes": most})
+    assert given.choice.tree.size == 2 * most
 
 
 def test_an_unknown_target_needs_one():

@@ -18,6 +18,7 @@ from tests.support.block_heads import save_dflash2, save_dspark
 from tests.support.calling import called_once
 from tests.support.editing import SIBLINGS_FIRST, edited_params
 from tests.support.engines import running, sequoia
+from tests.support.expert_layers import save_experts
 from tests.support.generating import (
     TINY,
     VOCAB,
@@ -35,6 +36,7 @@ from tests.support.heads import save_dflash, save_eagle3, save_mimo
 from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
 from tests.support.on_v2 import call_on_v2
+from tests.support.recurrent import rehearse_in_float32
 from tests.support.rehearsing import generate_with_trees as rehearse
 from tests.support.rehearsing import rehearsing
 from tests.support.target_only import TARGET_ONLY
@@ -325,12 +327,15 @@ def law_settings(index: int) -> tuple[float, float, int, float]:
 
 
 def generate_for_law(
-    target: str, draft: str | None, method: str, tree: dict[str, Any] | None = None, **more: Any
-) -> dict[str, Any]:
+    target: str, draft: str | None, method: str, tree: dict[str, Any] | None = None,
+    is_hybrid: bool = False, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Unseeded completions of many requests at once, as users' engines make them: from graphs.
 
     Without a draft the target's own layer drafts.
     """
+    if is_hybrid:
+        rehearse_in_float32()
     params = [
         SamplingParams(
             temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
@@ -456,7 +461,7 @@ def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
 
 
-NIGHTLY, OF_ITS_KIND = pytest.mark.nightly, ("dspark", "dflash2")
+NIGHTLY, OF_ITS_KIND = pytest.mark.nightly, ("dspark", "dflash2", "hybrid's mtp")
 
 
 @pytest.mark.parametrize(
@@ -467,21 +472,32 @@ def test_a_head_leaves_the_law(kind, tmp_path):
 
     DFlash2 has two candidates at each level, and "mtp" is a layer of the target's checkpoint.
     """
-    target = save_mimo(tmp_path / "mimo", vocab=LAW_VOCAB) if kind == "mtp" else str(
-        save_llama(
-            tmp_path / "target", seed=3, scale=0.6, vocab_size=LAW_VOCAB, num_hidden_layers=2,
-            max_position_embeddings=64,
+    path, is_hybrid = tmp_path / "head", kind.startswith("hybrid")
+    if is_hybrid:
+        target = save_experts(tmp_path / "hybrid", "Qwen3Next", vocab=LAW_VOCAB)
+    elif kind == "mtp":
+        target = save_mimo(tmp_path / "mimo", vocab=LAW_VOCAB)
+    else:
+        target = str(
+            save_llama(
+                tmp_path / "target",
+                seed=3,
+                scale=0.6,
+                vocab_size=LAW_VOCAB,
+                num_hidden_layers=2,
+                max_position_embeddings=64,
+            )
         )
-    )  # fmt: skip
-    path = tmp_path / "head"
     head = {
         "eagle3": lambda: save_eagle3(path, target, HEAD_TOKENS, scale=0.3),
         "dflash": lambda: save_dflash(path, target, scale=0.5),
         "dspark": lambda: save_dspark(path, target, HEAD_TOKENS, scale=0.3),
         "dflash2": lambda: save_dflash2(path, target, top_k=2, scale=0.3),
-        "mtp": lambda: None,
-    }[kind]()
-    answer = call_on_gpu(generate_for_law, tmp_path, target=target, draft=head, method="traversal")
+    }.get(kind, lambda: None)()
+    answer = call_on_gpu(
+        generate_for_law, tmp_path, target=target, draft=head, method="traversal",
+        is_hybrid=is_hybrid,
+    )  # fmt: skip
     paths = (target, HEAD_TOKENS if kind in ("eagle3", "dspark") else list(range(LAW_VOCAB)))
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
 

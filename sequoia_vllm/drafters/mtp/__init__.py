@@ -1,6 +1,7 @@
 """Layers of multi-token prediction (MTP) in a target's own checkpoint."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from sequoia_vllm.drafters.fields import Fields
@@ -9,12 +10,20 @@ from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
 MODEL_TYPES = r".*mtp"
 """Model types that vLLM reads such layers as."""
 ARCHITECTURES = frozenset(
-    {"MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "HYV3MTPModel", "ExaoneMoeMTP"}
-)
+    {
+        "MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "HYV3MTPModel", "ExaoneMoeMTP",
+        "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP",
+    }
+)  # fmt: skip
 """Architectures of such layers that take one state of the target and give one back, and attend with
-keys and values, as their targets do. vLLM's registry has others: with latents, recurrent layers,
+keys and values; of hybrid targets, too. vLLM's registry has others: with latents, recurrent layers,
 several layers that take turns, or states of other widths.
 """
+_TARGETS = re.compile(
+    r"(MiMo|Glm4Moe|Ernie4_5_Moe|HYV3|ExaoneMoe|Qwen3Next|Qwen3_5(Moe)?)For"
+    r"(CausalLM|ConditionalGeneration)"
+)
+_ONE_IF_UNSAID = re.compile(r"Qwen3(Next|_5).*")  # as vLLM's classes read configurations
 
 
 @register
@@ -44,10 +53,20 @@ class MTPLayer(Drafter):
         architecture = layers.architectures[0]
         if architecture not in ARCHITECTURES:
             return f"has MTP layers of a kind that trees do not draft with ({architecture})"
-        number = getattr(layers, "num_nextn_predict_layers", None) or 0
+        number = getattr(layers, "n_predict", None)
+        if number is None:
+            number = int(bool(_ONE_IF_UNSAID.fullmatch(architecture)))
         if number != 1:
             return f"has {number} MTP layers, and trees draft with one that is used at every depth"
         return None
+
+    def lies_in(self, target: Mapping[str, Any]) -> bool:
+        """See `Drafter.lies_in`."""
+        [name, *_] = target.get("architectures") or [""]
+        text = target.get("text_config") or target
+        number = text.get("mtp_num_hidden_layers", target.get("num_nextn_predict_layers"))
+        is_one = number == 1 or (number is None and _ONE_IF_UNSAID.fullmatch(name))
+        return bool(is_one and _TARGETS.fullmatch(name))
 
     def head_shape(self, config: Fields) -> HeadShape:
         """See `Drafter.head_shape`; the output matrix is the target's."""

@@ -30,6 +30,7 @@ from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method, draft
 from sequoia_vllm.engine.frontend.plan import Facts, Plan, plan
 from sequoia_vllm.engine.frontend.refusals import (
     asks_for_fp8_cache,
+    kinds_in_vllm,
     refuse_model,
     refuse_unsupported,
 )
@@ -38,6 +39,7 @@ from sequoia_vllm.engine.frontend.tree_choice import LibraryAnswer, look_up
 from sequoia_vllm.engine.offload.settings import choose_offloading, with_offload
 from sequoia_vllm.engine.offload.weight_source import OffloadedLayers, weight_source, with_streamed
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
+from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE, reason_not_to_keep
@@ -172,6 +174,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
         pair,
         kind,
         reader.levels(name, kind),
+        MAX_NODES if "gdn" in kinds_in_vllm(target) else None,
         found,
         max_model_len=target.max_model_len,
         file_name=pair.file_name,
@@ -216,7 +219,7 @@ def apply(
     check_method(planned.drafter, planned.draft, speculative_config.method)
     draft = speculative_config.draft_model_config
     kind, settings = planned.drafter, planned.settings
-    if kind.has_weights:
+    if kind.has_weights and not kind.is_targets_own:
         refuse_model(draft, "draft")
     if kind.has_weights and not kind.is_head:  # heads bring no tokenizer
         settings = _with_vocabulary(settings, planned.config.draft_vocabulary, target, draft)

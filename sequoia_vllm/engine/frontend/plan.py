@@ -40,6 +40,7 @@ class Facts:
         pair: Its models, on its device.
         drafter: What the draft is.
         levels: Levels of the deepest tree that the draft drafts; None: any number.
+        most_nodes: Of a tree over the target's layers, root included; None: any number.
         library: What the library answers, see `look_up`.
         max_model_len: Longest request, in tokens; None: any.
         file_name: What the pair's files are called, see `PairKey.file_name`.
@@ -54,6 +55,7 @@ class Facts:
     pair: PairKey
     drafter: Drafter
     levels: int | None = None
+    most_nodes: int | None = None
     library: LibraryAnswer = None
     max_model_len: int | None = None
     file_name: str = ""
@@ -111,7 +113,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
     if not kind.has_weights:
         _check_keys(config, kind)
     choice = choose_engine_tree(
-        config, pair, facts.library, facts.max_model_len, facts.levels, kind
+        config, pair, facts.library, facts.max_model_len, facts.levels, kind, facts.most_nodes
     )
     _check_depth(choice, facts)
     settings = SequoiaSettings(

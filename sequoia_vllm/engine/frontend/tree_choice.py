@@ -102,6 +102,7 @@ def choose_engine_tree(
     max_model_len: int | None = None,
     levels: int | None = None,
     kind: Drafter | None = None,
+    most_nodes: int | None = None,
 ) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
@@ -110,13 +111,17 @@ def choose_engine_tree(
             it at most. None: any.
         levels: The draft drafts no more: a tree that we choose is no deeper. None: any number.
         kind: What drafts; it may have an acceptance vector of its own. None: a model.
+        most_nodes: A tree that we choose has no more. None: any number.
 
     Raises:
         ConfigError: The given schedule has more drafts than the given tree.
     """
     choice = _resolve(config, pair, found, levels, kind)
     if max_model_len is not None and config.is_tree_chosen:
-        choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
+        most = max(max_model_len // _LENGTH_PER_NODE, 1)
+        choice = _within(choice, most, "requests are short here")
+    if most_nodes is not None and config.is_tree_chosen:
+        choice = _within(choice, most_nodes, "recurrent layers take no more")
     if config.num_speculative_tokens is not None:
         choice = replace(choice, tree=choice.tree.trim(config.num_speculative_tokens + 1))
     if config.num_speculative_tokens_per_batch_size is not None:
@@ -213,14 +218,14 @@ def _of_library(pair: PairKey, selection: Selection) -> TreeChoice:
     )
 
 
-def _within(choice: TreeChoice, most_nodes: int) -> TreeChoice:
+def _within(choice: TreeChoice, most_nodes: int, why: str) -> TreeChoice:
     """The first ``most_nodes`` nodes of a larger tree, at every batch size."""
     if choice.tree.size <= most_nodes:
         return choice
     schedule = [
         (first, last, min(drafts, most_nodes - 1)) for first, last, drafts in choice.schedule or ()
     ]
-    source = f"{choice.source}; its first {most_nodes} nodes, as requests are short here"
+    source = f"{choice.source}; its first {most_nodes} nodes, as {why}"
     return replace(
         choice, tree=choice.tree.trim(most_nodes), schedule=schedule or None, source=source
     )
