@@ -78,25 +78,29 @@ class Speeds:
 
     def _compare(self, step: Step, seconds: float) -> None:
         """Adds a step to the gain; a step without drafts counts as plain decoding."""
-        if step.drafts == 0:
+        drafts = step.drafts if step.grown is None else step.grown
+        if drafts == 0 and not step.paths:
             self._uncounted += seconds
             self._plain_uncounted += seconds
         elif (plain := self.times.known(0, step.batch_size, step.context)) is not None:
             self._uncounted += seconds
             self._plain_uncounted += plain * step.gained / step.batch_size  # for each request
-            self._plain_uncounted += plain + self._reading(step, seconds, plain)
+            self._plain_uncounted += plain + self._reading(step, drafts or 0, seconds, plain)
 
-    def _reading(self, step: Step, seconds: float, plain: float) -> float:
+    def _reading(self, step: Step, drafts: int, seconds: float, plain: float) -> float:
         """Seconds that plain decoding would take for a step's prompts, beside decoding.
 
-        The step's own time tells them better than prices do, less what drafts cost in it.
+        The step's own time tells them better than prices do, less what drafts cost in it. Requests
+        that read prompts have no trees yet.
         """
-        times, drafts = self.times, step.drafts or 0
-        level = times.known(drafts, step.batch_size, step.context) if step.drafts else None
+        times = self.times
+        level = times.known(drafts, step.batch_size, step.context) if drafts else None
         if step.prompts == 0 or level is None:
             return step.prompts * times.prompt_price(0)
         draft_reads = step.prompts * (times.prompt_price(drafts) - times.prompt_price(0))
-        return max(seconds - level - draft_reads, 0.0)
+        with_trees = len(step.paths) / self._path_bytes / step.batch_size
+        extra = max(level - plain, 0.0) * with_trees
+        return max(seconds - plain - extra - draft_reads, 0.0)
 
     def count(self) -> None:
         """Counts the trees of the latest steps."""

@@ -21,6 +21,7 @@ class Step:
     Attributes:
         drafts: Drafts per request, in this step and the one before; None: the number has just
             changed.
+        grown: Drafts per request for the next step; None: `drafts`.
         seconds: Time since the step before, or since it was scheduled if the engine was idle;
             None: not known.
         paths: Its verified trees, as bytes (`TreeCounts.from_bytes`).
@@ -39,6 +40,7 @@ class Step:
     context: int = 0
     preempted: int = 0
     gained: int = 0
+    grown: int | None = None
 
 
 @dataclass

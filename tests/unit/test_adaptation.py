@@ -313,7 +313,7 @@ def controlled_server(machine: Machine, drafts: int = 15, **limits: int) -> Serv
 
     def observe(*, drafts: int, is_steady: bool, **seen) -> None:
         steady = drafts if is_steady else None
-        controlled.observe(Step(drafts=steady, workload="greedy", **seen))
+        controlled.observe(Step(drafts=steady, grown=drafts, workload="greedy", **seen))
 
     server = Server(TREE, machine, controlled.lookup, observe, budget=BUDGET, **limits)
     server.controlled = controlled
@@ -428,7 +428,9 @@ def untuned_server(machine: Machine, seed: int, most_running: int = 1, rows: int
     controlled.begin_with(rows)
 
     def observe(*, drafts: int, is_steady: bool, **seen) -> None:
-        controlled.observe(Step(drafts=drafts if is_steady else None, workload="greedy", **seen))
+        controlled.observe(
+            Step(drafts=drafts if is_steady else None, grown=drafts, workload="greedy", **seen)
+        )
 
     rng = np.random.default_rng(seed)
     return Server(TREE, machine, controlled.lookup, observe, most_running=most_running, rng=rng)
@@ -512,15 +514,17 @@ def test_children_that_were_never_offered_are_assumed():
 
 @pytest.mark.parametrize("answer", [2, 3, 8, 20, 100])
 @pytest.mark.parametrize("machine", [GPU, CPU])
-def test_the_speedup_is_what_clients_see(machine, answer):
-    """One request after the other; tokens behind a request's end are nothing to its user."""
+@pytest.mark.parametrize("clients", [1, 4])
+def test_the_speedup_is_what_clients_see(clients, machine, answer):
+    """Each asks again at once; tokens behind a request's end are nothing to its user."""
 
     def ends(server: Server) -> np.ndarray:
-        trace = [Request(0.0, 40, answer, PROSE, number) for number in range(4000 // answer)]
+        count = 4000 * clients // answer
+        trace = [Request(0.0, 40, answer, PROSE, number) for number in range(count)]
         return np.array([request.last for request in server.serve(trace)])
 
-    plain = Server(TREE, machine, [0] * BATCHES, most_running=1)
-    server = controlled_server(machine, most_running=1)
+    plain = Server(TREE, machine, [0] * BATCHES, most_running=clients)
+    server = controlled_server(machine, most_running=clients)
     told, observe = [], server.observe
 
     def keep(**step) -> None:
@@ -530,11 +534,12 @@ def test_the_speedup_is_what_clients_see(machine, answer):
     server.observe = keep
     ours, theirs = ends(server), ends(plain)
     half = len(ours) // 2
-    clients = (theirs[-1] - theirs[half]) / (ours[-1] - ours[half])
+    seen = (theirs[-1] - theirs[half]) / (ours[-1] - ours[half])
     times, gains = map(np.array, zip(*(one for one in told if one[0] > ours[half]), strict=True))
     shown = np.average(gains[1:], weights=np.diff(times))
-    assert shown == pytest.approx(clients, rel=0.05)
-    assert clients > 0.98
+    # Without drafts several clients stay in step: their prompts are read at once, which costs more.
+    assert shown == pytest.approx(seen, rel=0.05 if clients == 1 else 0.07)
+    assert seen > 0.98
 
 
 def test_where_drafts_cause_preemptions_trees_shrink_first():

@@ -123,6 +123,7 @@ class SchedulerAdapter:
             step = Step(
                 batch_size=requests,
                 drafts=drafts if is_steady else None,
+                grown=drafts,
                 seconds=None if self._before is None else now - self._before,
                 workload=self._workload(),
                 gained=gained,
