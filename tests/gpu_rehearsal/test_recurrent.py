@@ -45,7 +45,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
     options["skip_tokenizer_init"] = False
     with rehearsing(None, **options) as llm:
         answers = {"plain": generate(llm, texts, params())}
-    with rehearsing(sequoia(8, 3, draft=pair[1]), **options) as llm:
+    with rehearsing(sequoia(8, 3, draft=pair[1]), as_users_start=True, **options) as llm:
         answers["trees"] = generate_with_trees(llm, texts[:3], params()[:3])
         answers["alone"] = generate_with_trees(llm, texts[:1], params()[:1])
         answers["joining"] = join_and_abort(llm, texts, params(), ABORTED)

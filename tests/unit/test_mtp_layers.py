@@ -14,8 +14,11 @@ from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.mtp import ARCHITECTURES, MODEL_TYPES
 from sequoia_vllm.drafters.registry import DRAFTERS, drafter
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method
+from sequoia_vllm.engine.frontend.refusals import _drafter_reasons
+from tests.support.families import in_vllm
 
 
 def target(architecture: str = "MiMoForCausalLM", model_type: str = "mimo", **changes):
@@ -52,6 +55,15 @@ def test_published_configurations_of_qwen3_next_do_not_name_their_layer():
     given = target("Qwen3NextForCausalLM", "qwen3_next", num_nextn_predict_layers=None)
     assert kind_of(given) == "mtp"
     assert DRAFTERS["mtp"].lies_in({"architectures": ["Qwen3NextForCausalLM"]})
+
+
+def test_targets_that_read_images_hear_of_their_layer(monkeypatch):
+    """Where no draft is known for them, as the default reads text alone."""
+    monkeypatch.setattr(SequoiaSettings, "of", lambda _: SimpleNamespace(drafter="lookup"))
+    text = {"text_config": {"mtp_num_hidden_layers": 1}}
+    model = in_vllm({"architectures": ["Qwen3_5ForConditionalGeneration"], **text})
+    found = _drafter_reasons(SimpleNamespace(model_config=model, lora_config=None))
+    assert 'instead of "drafter": "lookup", or give "drafter": "mtp"' in " ".join(found)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ keys and values; of hybrid targets, too. vLLM's registry has others: with latent
 several layers that take turns, or states of other widths.
 """
 _TARGETS = re.compile(
-    r"(MiMo|Glm4Moe|Ernie4_5_Moe|HYV3|ExaoneMoe|Qwen3Next|Qwen3_5(Moe)?)For"
+    r"(MiMo|Glm4Moe|Ernie4_5_Moe|HYV3|ExaoneMoe|Qwen3Next|Qwen3_5(Moe)?|InternS2Preview)For"
     r"(CausalLM|ConditionalGeneration)"
 )
 _ONE_IF_UNSAID = re.compile(r"Qwen3(Next|_5).*")  # as vLLM's classes read configurations

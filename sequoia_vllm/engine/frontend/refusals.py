@@ -6,7 +6,7 @@ from vllm import envs
 from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.drafters.registry import DRAFTERS, drafter
 from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.vllms import offloading_backend
@@ -73,8 +73,12 @@ def kinds_in_vllm(model: Any) -> set[Kind]:
 
 def _described(model: Any) -> set[Kind]:
     """Asks the configuration as commands do: vLLM finds it out when it makes the layers."""
+    return kinds_of(_configuration(model))
+
+
+def _configuration(model: Any) -> dict[str, Any]:
     parts = vars(model.hf_text_config) | vars(model.hf_config)
-    return kinds_of({**parts, "architectures": model.architectures})
+    return {**parts, "architectures": model.architectures}
 
 
 def _has_recurrent_layers(model: Any) -> bool:
@@ -134,7 +138,10 @@ def _drafter_reasons(vllm_config: Any) -> list[str]:
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)
     if not kind.has_weights:
         model = vllm_config.model_config
+        stated = {**_configuration(model), "text_config": None}  # its fields are among them
+        own = next((each.kind for each in DRAFTERS.values() if each.lies_in(stated)), None)
         fix = f'give "model" a draft model instead of "drafter": "{kind.kind}"'
+        fix += f', or give "drafter": "{own}"' if own else ""
         return _present(
             {
                 f"adapters change what follows a token, and {kind.name} has one table for all: "
