@@ -108,7 +108,7 @@ class Drafter:
         acceptance: Acceptance vectors by depth that its trees are made for; None: a published one.
         in_one_pass: Whether one pass drafts all levels of a tree.
         is_targets_own: Whether it is a layer of the target's own checkpoint.
-        ran_on: The GPU on which one with trained weights has run; None: none has.
+        ran_on: The GPU on which speed with trained weights was measured; None: none.
         layers: Number of layers; None: what its configuration says.
         speculators: vLLM's architectures, by their names in the format of vllm-project/speculators.
         may_look_like_model: Whether some have the configuration of a model: users name the kind.

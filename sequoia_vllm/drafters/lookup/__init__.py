@@ -19,7 +19,7 @@ class Lookup(Drafter):
     on_v1 = "sequoia_vllm.drafters.lookup.v1.LookupDrafterV1"
     on_v2 = "sequoia_vllm.drafters.lookup.v2.LookupDrafter"
     is_head = False
-    ran_on = None
+    ran_on = "an H200"
     has_weights = False
     # First children: of 256 trees that SmolLM2 and this repository's target scored. Later children
     # are rounded, as few were accepted. Deep nodes follow a match, which goes on.
