@@ -68,13 +68,12 @@ def find_draft(
         return found(target)
     if config.model:
         return found(config.model)
-    try:
-        candidates = known_drafts(target, kinds, asked)
-    except ConfigError as error:
+    candidates = known_drafts(target, kinds, asked)
+    if isinstance(candidates, str):
         fallback = next((kind for kind in kinds if not kind.has_weights), None)
         if asked is not None or fallback is None:
-            raise
-        logger.info("Sequoia: drafting with %s, as %s", fallback.name, error)
+            raise ConfigError(candidates)
+        logger.info("Sequoia: drafting with %s, as %s", fallback.name, candidates)
         return fallback.kind, fallback
     for known in candidates:
         try:
@@ -90,14 +89,14 @@ def find_draft(
 
 def known_drafts(
     target: str, kinds: Collection[Drafter], asked: Drafter | None = None
-) -> list[KnownDraft]:
+) -> list[KnownDraft] | str:
     """The known drafters of this target that an engine may take, the best first.
 
     Args:
         asked: The kind that the user asks for; None: the kinds that are taken by default.
 
-    Raises:
-        ConfigError: None is known; shows the JSON to write instead.
+    Returns:
+        At least one; or a message that none is known, with the JSON to write instead.
     """
     taken = [kind for kind in kinds if asked is kind or (asked is None and kind.by_default)]
     fitting = known_for(target)
@@ -106,9 +105,7 @@ def known_drafts(
         for place, (kind, known) in enumerate(fitting)
         if kind in taken
     ]
-    if not found:
-        raise ConfigError(_none_known(target, kinds, taken, fitting))
-    return found
+    return found or _none_known(target, kinds, taken, fitting)
 
 
 _Fitting = list[tuple[Drafter, KnownDrafter]]
