@@ -16,12 +16,7 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.bench import engines, measure, run
 from sequoia_vllm.bench.engines import Arrival, check_memory, engine_options, part_seconds
-from sequoia_vllm.bench.measure import (
-    BenchRuns,
-    MethodRuns,
-    is_near_tie,
-    rotated,
-)
+from sequoia_vllm.bench.measure import BenchRuns, MethodRuns, is_near_tie, rotated
 from sequoia_vllm.bench.methods import SERVED, BenchError, chain, methods, plain, sequoia
 from sequoia_vllm.bench.report import (
     BenchModel,
