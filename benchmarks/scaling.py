@@ -7,11 +7,11 @@ Nothing is measured: the roofline predicts every time, in bfloat16, at contexts 
 """
 
 import math
-from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
 
+from benchmarks.markdown import markdown_table
 from sequoia_vllm.cli.common import friendly_errors
 from sequoia_vllm.cli.measuring import numbers
 from sequoia_vllm.hardware.choose import choose_tree
@@ -103,12 +103,6 @@ def scaling(
                         f"{estimate.speedup:.2f}x",
                     ))  # fmt: skip
         typer.echo(markdown_table(_COLUMNS, rows))
-
-
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table, as in `benchmarks/predictions.md`."""
-    lines = [columns, ("---",) * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def device_of(name: str) -> DeviceSpec:

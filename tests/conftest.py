@@ -31,6 +31,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 RAY = "tests/ray"  # and tests/ray_examples
+# Minutes each, in processes of their own.
+KERNELS = "tests/kernels/test_kernels.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> tuple[bool, int]:
         marked = [item.get_closest_marker(name) is not None for name in ("engine", "slow")]
-        return not (item.nodeid.startswith(RAY) and all(marked)), -sum(marked)
+        is_long = item.nodeid.startswith(KERNELS)
+        return not (item.nodeid.startswith(RAY) and all(marked)), -sum(marked) - is_long
 
     items.sort(key=place)
 
@@ -50,17 +53,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadfile` one worker takes all that use Ray: they share clusters.
 
-    Two clusters with their engines at once would also take twice the memory.
+    Two clusters with their engines at once would also take twice the memory. Tests of kernels
+    share nothing: any worker takes each.
     """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class LoadFilesAndRay(LoadFileScheduling):
+    class LoadFilesAndOthers(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(KERNELS):
+                return nodeid
             return RAY if nodeid.startswith(RAY) else super()._split_scope(nodeid)
 
-    return LoadFilesAndRay(config, log)
+    return LoadFilesAndOthers(config, log)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.drafters.engine import HOW, METHODS, MODELS, TEMPERATURES, tokens_per_step
+from benchmarks.markdown import markdown_table
 from tests.support.on_v2 import call_on_v2
 
 
@@ -49,13 +50,11 @@ def main() -> None:
         print(json.dumps(rows, indent=1))
         return
     names = [f"{temperature:g}" for temperature in options.temperatures]
-    print("| drafter | " + " | ".join(f"T = {name}" for name in names) + " |")
-    print("|---|" + "---|" * len(names))
-    for row, values in rows.items():
-        cells = [
-            "{:.2f} ± {:.2f}".format(*values[name]) if name in values else "" for name in names
-        ]
-        print(f"| {row} | " + " | ".join(cells) + " |")
+    cells = [
+        [row, *("{:.2f} ± {:.2f}".format(*values[n]) if n in values else "" for n in names)]
+        for row, values in rows.items()
+    ]
+    print(markdown_table(["drafter", *(f"T = {name}" for name in names)], cells))
 
 
 if __name__ == "__main__":

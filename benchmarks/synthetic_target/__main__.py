@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import console, fail, friendly_errors, print_json, progress_bar
+from sequoia_vllm.cli.common import console, fail, friendly_errors, progress_bar
 
 if TYPE_CHECKING:
     from benchmarks.synthetic_target.write import Agreement, SyntheticTarget
@@ -45,7 +45,6 @@ def synthetic_target(
         bool,
         typer.Option(help="Compare both models' float32 logits (needs 4 bytes per parameter)."),
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a larger model that computes exactly what a small trained one does.
 
@@ -69,10 +68,7 @@ def synthetic_target(
                 dtype=dtype, report=report,
             )  # fmt: skip
         agreement = _check(source, made) if check else None
-    if as_json:
-        print_json(_as_dict(made, agreement))
-    else:
-        _print(made, agreement)
+    _print(made, agreement)
 
 
 def parse_parameters(text: str) -> float:
@@ -90,17 +86,6 @@ def _check(source: str, made: SyntheticTarget) -> Agreement:
 
     logging.disable_progress_bar()
     return check_synthetic_target(source, made.folder, made.dtype)
-
-
-def _as_dict(made: SyntheticTarget, agreement: Agreement | None) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return {
-        "folder": str(made.folder),
-        "dtype": made.dtype,
-        **asdict(made.shape),
-        "check": asdict(agreement) if agreement else None,
-    }
 
 
 def _print(made: SyntheticTarget, agreement: Agreement | None) -> None:

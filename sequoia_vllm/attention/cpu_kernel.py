@@ -195,8 +195,7 @@ class Kernels:
 def load_kernels() -> Kernels | None:
     """The kernels, compiled if need be; None where they cannot be (logged once)."""
     library = load_library(
-        _SOURCE,
-        "tree attention runs without its compiled kernel, slower at long contexts",
+        _SOURCE, "tree attention runs without its compiled kernel, slower at long contexts"
     )
     if library is None:
         return None

@@ -1,5 +1,7 @@
 """The buffers that a drafting pass reads: they stay where they are, so CUDA graphs may."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -7,6 +9,34 @@ from torch import Tensor
 from sequoia_vllm.drafting.tree_tables import DraftLevels
 from sequoia_vllm.kernels.begin_drafting import ROWS_PER_PROGRAM, begin_drafting_kernel
 from sequoia_vllm.kernels.modes import SKIP
+
+
+class SlotStates(NamedTuple):
+    """What drafting knows of every request slot: tensors ``[S]``.
+
+    Attributes:
+        computed: int32: tokens in the target's cache.
+        read: int32, written: tokens that the draft has read.
+        modes: int32, of `kernels.modes`.
+        most_nodes: int32: the request has no more nodes than this to verify.
+        temperature, top_k, top_p, min_p: float32, int32, float32 and float32, as vLLM keeps them.
+        seeds: int64.
+        drafted_nodes: int32, written: nodes of each tree to verify; 0 in slots without one, and
+            in those of requests that are not in the batch.
+        drafted_rows: int32, written for the batch's requests: their first row of draft logits.
+    """
+
+    computed: Tensor
+    read: Tensor
+    modes: Tensor
+    most_nodes: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    drafted_nodes: Tensor
+    drafted_rows: Tensor
 
 
 class DraftBatch:
@@ -60,19 +90,9 @@ class DraftBatch:
         self,
         *,
         requests: Tensor,
-        computed: Tensor,
         num_sampled: Tensor,
         bounds: Tensor,
-        read: Tensor,
-        modes: Tensor,
-        most_nodes: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seeds: Tensor,
-        drafted_nodes: Tensor,
-        drafted_rows: Tensor,
+        states: SlotStates,
         levels: DraftLevels,
         longest: int,
         max_trees: int,
@@ -83,23 +103,18 @@ class DraftBatch:
 
         Args:
             requests, num_sampled, bounds: int32 ``[R]``.
-            computed, read, modes, most_nodes: int32 ``[slots]``; ``read`` is written.
-            temperature, seeds: float32 and int64 ``[slots]``.
-            top_k, top_p, min_p: int32, float32 and float32 ``[slots]``, as vLLM keeps them.
-            drafted_nodes: int32 ``[slots]``, written: nodes of each tree to verify; 0 in slots
-                without one, and in those of other requests.
-            drafted_rows: int32 ``[slots]``, written for the R requests: their first row of
-                draft logits.
+            states: Of all request slots.
             levels: The trees.
             longest: No tree where the root's position reaches it.
             max_trees: Only the first so many requests get trees.
         """
-        drafted_nodes.zero_()
+        states.drafted_nodes.zero_()
         begin_drafting_kernel[(triton.cdiv(len(self.slots), ROWS_PER_PROGRAM),)](
-            requests, computed, num_sampled, bounds, modes, most_nodes, temperature,
-            top_k, top_p, min_p, seeds, read, drafted_nodes, drafted_rows, len(requests),
-            len(self.slots), levels.tree.size, levels.rows_per_tree, longest, max_trees,
-            self.state_offset, self.slots, self.starts, self.counts, self.roots, self.contexts,
-            self.modes, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds,
+            requests, states.computed, num_sampled, bounds, states.modes, states.most_nodes,
+            states.temperature, states.top_k, states.top_p, states.min_p, states.seeds, states.read,
+            states.drafted_nodes, states.drafted_rows, len(requests), len(self.slots),
+            levels.tree.size, levels.rows_per_tree, longest, max_trees, self.state_offset,
+            self.slots, self.starts, self.counts, self.roots, self.contexts, self.modes,
+            self.temperature, self.top_k, self.top_p, self.min_p, self.seeds,
             BLOCK=ROWS_PER_PROGRAM, num_warps=4,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -136,20 +137,14 @@ class VerifierInputs:
 
 
 def gather_for_verification(
+    batch: Any,
     *,
-    rows: Tensor,
-    row_slots: Tensor,
-    row_nodes: Tensor,
-    invalid: Tensor | None,
-    input_ids: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cu_rows: Tensor,
     num_nodes: Tensor,
     state_rows: Tensor,
     modes: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
+    invalid: Tensor | None,
     scored: Tensor,
 ) -> VerifierInputs:
     """Collects values of T rows of R requests, which lie elsewhere by row and by request slot.
@@ -157,25 +152,24 @@ def gather_for_verification(
     Waits for nothing on the device.
 
     Args:
-        rows: int32 or int64 ``[T]``: row of each node in the target's pass.
-        row_slots: int32 or int64 ``[T]``: request slot of each.
-        row_nodes: int32 or int64 ``[T]``: its index in the tree.
-        invalid: bool ``[T]``: rows whose token must not be accepted; or None.
-        input_ids: int32: tokens of the target's pass.
-        positions: int64: their positions.
-        slots: int32 or int64 ``[R]``: slot of each request.
-        cu_rows: int32 ``[R + 1]``: first of the T rows of each request.
+        batch: vLLM's ``InputBatch``: ``logits_indices``, ``expanded_idx_mapping`` and
+            ``expanded_local_pos`` ``[T]``, row of each node in the target's pass, its request slot
+            and its index in the tree; ``idx_mapping`` ``[R]`` and ``cu_num_logits`` ``[R + 1]``,
+            slot and first of the T rows of each request; ``input_ids`` and ``positions``.
         num_nodes: int32 ``[S]``: nodes that were drafted, by request slot; 0: none.
         state_rows, modes: int32 ``[S]``.
         temperatures: float32 ``[S]``.
         seeds: int64 ``[S]``.
+        invalid: bool ``[T]``: rows whose token must not be accepted; or None.
         scored: int32 ``[R]`` with any stride, written: nodes that were drafted and scored.
     """
+    rows, slots = batch.logits_indices, batch.idx_mapping
     num_rows, requests = len(rows), len(slots)
     inputs = VerifierInputs.empty(num_rows, slots)
     gather_for_verification_kernel[(triton.cdiv(max(num_rows, requests), _BLOCK),)](
-        rows, row_slots, row_nodes, _nothing(rows.device) if invalid is None else invalid,
-        0 if invalid is None else num_rows, input_ids, positions, slots, cu_rows,
+        rows, batch.expanded_idx_mapping, batch.expanded_local_pos,
+        _nothing(rows.device) if invalid is None else invalid, 0 if invalid is None else num_rows,
+        batch.input_ids, batch.positions, slots, batch.cu_num_logits,
         num_nodes, state_rows, modes, temperatures, seeds, num_rows, requests,
         inputs.tokens, inputs.token_ids, inputs.positions,
         inputs.modes, inputs.root_positions, inputs.state_rows, inputs.temperatures, inputs.seeds,
@@ -198,7 +192,7 @@ def gather_for_verification_kernel(
     modes_out, root_positions_out, state_rows_out, temperatures_out, seeds_out,
     scored, scored_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row and a request per lane. Arguments as in `gather_for_verification`."""
+    """A row and a request per lane. Arguments as in `gather_for_verification` and its batch."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
     exists = index < num_rows

@@ -130,10 +130,7 @@ def _traverse(trees: TreesToVerify, order: TraversalOrder, most_nodes: int) -> N
     states = torch.empty(requests, nodes, NUM_STATES.value, dtype=torch.float64, device=device)
     partials = torch.empty(requests, nodes, num_parts, 2, dtype=torch.float32, device=device)
     decisions = torch.empty(requests, 2, nodes, dtype=torch.int32, device=device)
-    constants = {
-        "PARTS": triton.next_power_of_2(num_parts),
-        "NODES": triton.next_power_of_2(nodes),
-    }
+    constants = {"PARTS": triton.next_power_of_2(num_parts), "NODES": triton.next_power_of_2(nodes)}
     of_requests = (
         trees.logits, trees.target_temperatures, found, trees.tokens, trees.cu_num_logits,
         trees.modes, trees.positions, trees.seeds,

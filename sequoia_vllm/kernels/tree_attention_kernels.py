@@ -92,9 +92,7 @@ def _attend_block(
     slot = position % BLOCK_SIZE
     key_rows = key_cache + block * key_block_stride + slot * key_slot_stride
     keys = tl.load(
-        key_rows[None, :] + channel[:, None],
-        mask=exists[None, :] & is_channel[:, None],
-        other=0.0,
+        key_rows[None, :] + channel[:, None], mask=exists[None, :] & is_channel[:, None], other=0.0
     )
     scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee")
     if SOFT_CAPPED:

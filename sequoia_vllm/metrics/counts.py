@@ -142,10 +142,7 @@ def _children_of(tree: TokenTree) -> NDArray[np.int64]:
 
 
 def interval_line(
-    tree: TokenTree,
-    counts: TreeCounts,
-    load: tuple[int, int] | None,
-    speedup: float | None = None,
+    tree: TokenTree, counts: TreeCounts, load: tuple[int, int] | None, speedup: float | None = None
 ) -> str | None:
     """Describes the trees of an interval; None if none was verified.
 

@@ -30,7 +30,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Others have what these have: windows, experts.
+LIKE_OTHERS = {"gemma3", "mixtral", "qwen3_moe"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in LIKE_OTHERS)) for n in CONFIGS]
+)
 def test_a_model_that_drafts_for_itself(folder, name):
     options = {"model": str(folder / name), **OPTIONS}
     prompts = random_prompts(LENGTHS, VOCABULARY)
@@ -65,7 +71,7 @@ def test_layers_that_read_the_keys_of_others(folder):
         # vLLM gives the target's window to a draft without one.
         ("mistral", {"SlidingWindowSpec"}),
         ("gemma2", {"FullAttentionSpec"}),
-        ("gpt_oss", {"FullAttentionSpec"}),
+        pytest.param("gpt_oss", {"FullAttentionSpec"}, marks=pytest.mark.nightly),
     ],
 )
 def test_windows_with_a_cache_too_small(folder, name, kinds):

@@ -6,9 +6,8 @@ from vllm import SamplingParams
 
 from benchmarks.soak.in_engine import answers
 from benchmarks.soak.random_requests import random_requests
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.cache_contents import PrefixCache
-from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.engines import metric, running, sequoia
 from tests.support.models import DRAFT, TARGET, prompts
 
 pytestmark = pytest.mark.engine
@@ -97,24 +96,3 @@ def test_cached_blocks_hold_what_prefill_writes(model, after_random_requests):
     assert contents.changes < 1e-4
     for prefix, found in contents.found.items():
         torch.testing.assert_close(found, expected[prefix], rtol=0, atol=1e-4)
-
-
-def test_a_prompt_cached_by_requests_without_drafts_is_drafted_as_well_as_any(plain_outputs):
-    """`test_greedy` has the same of a schedule that says 0 drafts."""
-    text = "".join(prompts(3))
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    undrafted = params.clone()
-    undrafted.extra_args = {MOST_DRAFTS: 0}
-    expected = plain_outputs([text], params)
-    counted = []
-    with running(sequoia(), block_size=BLOCK, enable_prefix_caching=True) as llm:
-        for own in (params, undrafted, params):
-            if own is undrafted:
-                assert llm.reset_prefix_cache()
-            assert tokens_of(llm.generate([text], own, use_tqdm=False)) == expected
-            counted += llm.collective_rpc("sequoia_stats", args=(True,))
-        assert metric(llm, "vllm:prefix_cache_hits") >= 2 * BLOCK
-    known, none, cached = ([stats["tree_steps"], stats["tokens"]] for stats in counted)
-    assert none == [0, 0]
-    assert cached == known
-    assert known[1] > 1.3 * known[0]

@@ -36,7 +36,8 @@ def generate_all() -> dict[str, Any]:
     return {"plain": generate(None, texts, params), **found}
 
 
-@pytest.fixture(scope="module", params=["V1", "V2"])
+# The rehearsal has lookup on V2 each time, and `tests/v2` texts beside a draft.
+@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.nightly)])
 def answers(request, tmp_path_factory):
     if request.param == "V2":
         return call_on_v2(generate_all, tmp_path_factory.mktemp("lookup"))

@@ -1,6 +1,6 @@
 """The engine as users run it: engine core and workers in processes of their own, compiled.
 
-Of a tiny pair, as compiling takes its time for every layer.
+Of a tiny pair of one layer each, as compiling takes its time for every layer.
 """
 
 import json
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs, tmp_path):
-    target, draft = save_related_pair(tmp_path, num_hidden_layers=2)
+    target, draft = save_related_pair(tmp_path)
     requests = random_prompts([9, 20, 14, 31])
     params = SamplingParams(temperature=0, max_tokens=32, detokenize=False)
     expected = plain_outputs(requests, params, model=target, skip_tokenizer_init=True)

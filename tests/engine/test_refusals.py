@@ -229,10 +229,7 @@ def test_engine_options(message, options):
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_checkpoints_that_ask_for_a_quantized_cache(role, monkeypatch):
     config = engine_config(dtype="bfloat16")
-    models = {
-        "target": config.model_config,
-        "draft": config.speculative_config.draft_model_config,
-    }
+    models = {"target": config.model_config, "draft": config.speculative_config.draft_model_config}
     scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     monkeypatch.setattr(models[role].hf_config, "quantization_config", scheme, raising=False)
     [reason] = refusals._feature_reasons(config)

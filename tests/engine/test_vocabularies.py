@@ -85,10 +85,7 @@ ALL_BUT_ONE = {**HALF, "w4": 4, "w1": 7}
 
 @pytest.mark.parametrize(
     ("words", "mixed", "verification", "kept"),
-    [
-        (HALF, [*PLAIN, CUT[0]], "sequoia", None),
-        (ALL_BUT_ONE, PLAIN, "traversal", [5, 0, 4, 1]),
-    ],
+    [(HALF, [*PLAIN, CUT[0]], "sequoia", None), (ALL_BUT_ONE, PLAIN, "traversal", [5, 0, 4, 1])],
 )
 def test_completions_follow_the_exact_law(words, mixed, verification, kept, tmp_path):
     """See `test_sampled.py`, where it says what an error would have to be to be found.

@@ -15,7 +15,7 @@ def take_and_fill():
     import torch
     import vllm.v1.worker.gpu.buffer_utils as buffers
 
-    from sequoia_vllm.drafting.draft_batch import DraftBatch
+    from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
     from sequoia_vllm.drafting.drafted_trees import DraftedTrees
     from sequoia_vllm.drafting.tree_tables import TreeTables
     from sequoia_vllm.engine.v2.drafting.draft_progress import ModelDraftProgress
@@ -66,12 +66,14 @@ def take_and_fill():
 
         bounds_after([2], [0], [3])  # the draft fills three blocks, which slot 2 finds again
         bounds = bounds_after([2, 0], [3, 0], [2, 7])
+        states = SlotStates(
+            computed, progress.read, modes, most, temperature, top_k, top_p, min_p, seeds,
+            drafted.nodes, drafted.rows,
+        )  # fmt: skip
         batch.begin(
-            requests=requests, computed=computed, num_sampled=sampled,
-            bounds=buffers.async_tensor_h2d(bounds, device=DEVICE), read=progress.read,
-            modes=modes, most_nodes=most, temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, seeds=seeds, drafted_nodes=drafted.nodes,
-            drafted_rows=drafted.rows, levels=levels, longest=99, max_trees=4,
+            requests=requests, num_sampled=sampled,
+            bounds=buffers.async_tensor_h2d(bounds, device=DEVICE), states=states,
+            levels=levels, longest=99, max_trees=4,
         )  # fmt: skip
         drafted.draw(batch, 2, levels, levels.levels[0], logits)
         refused = []

@@ -14,7 +14,9 @@ from tests.support.models import TARGET, prompts
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+# CI follows grammars in `tests/v2/test_trees_v2.py`, and lays masks out in
+# `tests/engine/test_grammar_masks.py`.
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 REQUESTS = 4
 LARGEST = 8

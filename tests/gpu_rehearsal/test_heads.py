@@ -11,12 +11,7 @@ from tests.support.generating import completions, counted
 from tests.support.heads import DFLASH, EAGLE3
 from tests.support.models import TARGET, prompts
 from tests.support.on_gpu import call_on_gpu
-from tests.support.rehearsing import (
-    generate,
-    generate_with_trees,
-    rehearsing,
-    since,
-)
+from tests.support.rehearsing import generate, generate_with_trees, rehearsing, since
 from tests.support.sleeping import lost_of_ours
 
 pytestmark = pytest.mark.engine

@@ -36,10 +36,7 @@ def run_many(models: str) -> dict[str, Any]:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         together = requests_by_step(scheduler)
         generate(llm, random_prompts([3] * REQUESTS, vocab=6), params)
-        return {
-            "together": max(together),
-            "limit": scheduler.scheduler_config.max_num_active_seqs,
-        }
+        return {"together": max(together), "limit": scheduler.scheduler_config.max_num_active_seqs}
 
 
 def requests_by_step(scheduler: Any) -> list[int]:

@@ -69,11 +69,7 @@ def run(models: str) -> dict[str, Any]:
     target, _ = save_related_pair(Path(models))
     return {
         "unchanged": counts(target),
-        "host value": counts(
-            target,
-            grown(takes_positions_from_the_host),
-            begun(notes_positions),
-        ),
+        "host value": counts(target, grown(takes_positions_from_the_host), begun(notes_positions)),
         "moved buffer": counts(target, begun(moves_its_buffers)),
         "wait": error_of(target, grown(waits_for_the_device)),
     }

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 
 UNTOUCHED = -99
@@ -50,7 +50,7 @@ def given(batch, slots):
         for name, column in columns.items()
         if name
     }
-    return by_slot | by_request
+    return SlotStates(**by_slot), by_request
 
 
 WRITTEN = (
@@ -67,11 +67,11 @@ def untouched(rows, state_offset):
 
 
 def check(batch, slots, rows, most_nodes=None, state_offset=0):
-    arguments, taken = given(batch, slots), untouched(rows, state_offset)
+    (states, arguments), taken = given(batch, slots), untouched(rows, state_offset)
     for slot, most in (most_nodes or {}).items():
-        arguments["most_nodes"][slot] = most
+        states.most_nodes[slot] = most
     levels = SimpleNamespace(tree=SimpleNamespace(size=TREE_SIZE), rows_per_tree=INNER_NODES)
-    taken.begin(**arguments, levels=levels, longest=LONGEST, max_trees=MAX_TREES)
+    taken.begin(**arguments, states=states, levels=levels, longest=LONGEST, max_trees=MAX_TREES)
     out = {name: getattr(taken, name) for name in WRITTEN}
     trees = {}
     for row, (slot, computed, sampled, read, bound, mode) in enumerate(batch):
@@ -85,15 +85,15 @@ def check(batch, slots, rows, most_nodes=None, state_offset=0):
         assert (out["top_k"][row], out["top_p"][row]) == (slot + 5, slot / 16)
         assert out["min_p"][row] == slot / 32
         assert out["seeds"][row] == slot * 10**12
-        assert arguments["read"][slot] == read + count
-        assert arguments["drafted_rows"][slot] == row * INNER_NODES
+        assert states.read[slot] == read + count
+        assert states.drafted_rows[slot] == row * INNER_NODES
         complete = read + count == readable and sampled > 0
         if complete and mode != SKIP and end - 1 < LONGEST and row < MAX_TREES:
             trees[slot] = min(TREE_SIZE, (most_nodes or {}).get(slot, TREE_SIZE))
-    assert arguments["drafted_nodes"].tolist() == [trees.get(slot, 0) for slot in range(slots)]
+    assert states.drafted_nodes.tolist() == [trees.get(slot, 0) for slot in range(slots)]
     others = sorted(set(range(slots)) - {request[0] for request in batch})
-    assert (arguments["read"][others] == UNTOUCHED).all()
-    assert (arguments["drafted_rows"][others] == UNTOUCHED).all()
+    assert (states.read[others] == UNTOUCHED).all()
+    assert (states.drafted_rows[others] == UNTOUCHED).all()
     padding = slice(len(batch), None)
     assert (out["slots"][padding] == -1).all()
     assert (out["modes"][padding] == SKIP).all()

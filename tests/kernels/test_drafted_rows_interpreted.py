@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
 from sequoia_vllm.drafting.draft_plan import DraftPlan, inner_nodes
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
@@ -23,13 +23,15 @@ def begun(levels: DraftLevels, drafted: DraftedTrees) -> DraftBatch:
     def each(value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full((REQUESTS,), value, dtype=dtype)
 
+    states = SlotStates(
+        computed=each(10), read=each(10), modes=each(SAMPLED), most_nodes=each(99),
+        temperature=each(1, torch.float32), top_k=each(VOCABULARY), top_p=each(1, torch.float32),
+        min_p=each(0, torch.float32), seeds=each(7, torch.int64),
+        drafted_nodes=drafted.nodes, drafted_rows=drafted.rows,
+    )  # fmt: skip
     batch.begin(
-        requests=torch.arange(REQUESTS, dtype=torch.int32), computed=each(10),
-        num_sampled=each(1), bounds=each(1), read=each(10), modes=each(SAMPLED),
-        most_nodes=each(99), temperature=each(1, torch.float32), top_k=each(VOCABULARY),
-        top_p=each(1, torch.float32), min_p=each(0, torch.float32), seeds=each(7, torch.int64),
-        drafted_nodes=drafted.nodes, drafted_rows=drafted.rows, levels=levels, longest=99,
-        max_trees=REQUESTS,
+        requests=torch.arange(REQUESTS, dtype=torch.int32), num_sampled=each(1), bounds=each(1),
+        states=states, levels=levels, longest=99, max_trees=REQUESTS,
     )  # fmt: skip
     return batch
 

@@ -1,5 +1,7 @@
 """Positions by depth and the verifier's inputs against plain loops."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -96,11 +98,13 @@ def test_inputs_of_the_verifier(with_invalid):
     invalid = torch.zeros(11, dtype=torch.bool)
     invalid[5] = True  # node 1 of the third request
     paths = torch.full((5, 4), UNTOUCHED, dtype=torch.int32)
-    inputs = gather_for_verification(
-        rows=ROWS, row_slots=row_slots, row_nodes=row_nodes,
-        invalid=invalid if with_invalid else None, input_ids=input_ids, positions=positions,
-        slots=slots, cu_rows=CU_ROWS, **by_slot, scored=paths[:, 0],
+    batch = SimpleNamespace(
+        logits_indices=ROWS, expanded_idx_mapping=row_slots, expanded_local_pos=row_nodes,
+        input_ids=input_ids, positions=positions, idx_mapping=slots, cu_num_logits=CU_ROWS,
     )  # fmt: skip
+    inputs = gather_for_verification(
+        batch, **by_slot, invalid=invalid if with_invalid else None, scored=paths[:, 0]
+    )
     expected = []
     for row, (node, slot) in enumerate(zip(row_nodes.tolist(), row_slots.tolist(), strict=True)):
         is_draft = node < by_slot["num_nodes"][slot] and not (with_invalid and invalid[row])
@@ -131,11 +135,14 @@ def test_many_rows_and_requests():
     row_nodes = torch.cat([torch.arange(count) for count in cu_rows.diff().tolist()]).int()
     every = torch.arange(requests, dtype=torch.int32)
     scored = torch.zeros(requests, dtype=torch.int32)
+    batch = SimpleNamespace(
+        logits_indices=torch.arange(rows), expanded_idx_mapping=row_slots,
+        expanded_local_pos=row_nodes, input_ids=torch.arange(rows, dtype=torch.int32),
+        positions=torch.arange(rows), idx_mapping=slots, cu_num_logits=cu_rows,
+    )  # fmt: skip
     inputs = gather_for_verification(
-        rows=torch.arange(rows), row_slots=row_slots, row_nodes=row_nodes, invalid=None,
-        input_ids=torch.arange(rows, dtype=torch.int32), positions=torch.arange(rows), slots=slots,
-        cu_rows=cu_rows, num_nodes=every, state_rows=every + 1, modes=every + 2,
-        temperatures=every.float(), seeds=every.long(), scored=scored,
+        batch, num_nodes=every, state_rows=every + 1, modes=every + 2,
+        temperatures=every.float(), seeds=every.long(), invalid=None, scored=scored,
     )  # fmt: skip
     drafted = torch.where(row_nodes < row_slots, torch.arange(rows), -1)
     assert torch.equal(inputs.tokens, drafted)

@@ -102,8 +102,14 @@ def test_contexts_around_the_ends_of_splits(context):
     assert_close(batch.run(processors=32), batch.expected())
 
 
-@pytest.mark.parametrize("processors", [1, 110])
-@pytest.mark.parametrize("window", [1, 4, 16, 33, 64, 130, 300, 5000, 2**40])
+def in_turn(values, processors):
+    """Each value with one of the numbers of processors: without splits, and with."""
+    return list(zip(values, itertools.cycle(processors), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("window", "processors"), in_turn([1, 4, 16, 33, 64, 130, 300, 5000, 2**40], [110, 1])
+)
 def test_windows_count_from_each_nodes_depth(window, processors):
     """Blocks before them are not the request's any more, and hold anything."""
     batch = Batch([600, 31, 0, 259], [33, 7, 20, 1], heads=(4, 2))
@@ -132,10 +138,10 @@ WINDOWS = [None, 20, 300]
 @pytest.mark.parametrize(
     ("soft_cap", "has_sinks", "dtype", "window", "processors"),
     [
-        # Without and with splits in turn: either with each of the scores, and with each window.
-        (*scores, window, (1, 110)[(row + column) % 2])
+        # Without and with splits: either with each of the scores, and with each window.
+        (*scores, WINDOWS[(row + turn) % 3], (1, 110)[turn])
         for row, scores in enumerate(SCORES)
-        for column, window in enumerate(WINDOWS)
+        for turn in range(2)
     ],
 )
 def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, processors):
@@ -265,9 +271,11 @@ def test_each_node_sees_exactly_its_ancestors(context):
     assert torch.equal(batch.run()[:nodes, 0], expected)
 
 
-@pytest.mark.parametrize(("size", "heads"), [(2, (2, 2)), (9, (4, 2)), (40, (8, 1))])
-@pytest.mark.parametrize("processors", [1, 8])
-def test_blocks_whose_nodes_all_see_one_another(size, heads, processors):
+@pytest.mark.parametrize(
+    ("case", "processors"), in_turn([(2, (2, 2)), (9, (4, 2)), (40, (8, 1)), (9, (2, 2))], [1, 8])
+)
+def test_blocks_whose_nodes_all_see_one_another(case, processors):
+    size, heads = case
     batch = Batch([0, 37, 300], [size] * 3, heads=heads)
     batch.ancestors = torch.ones_like(batch.ancestors)
     assert_close(batch.run(processors), batch.expected())
@@ -353,8 +361,7 @@ def test_cache_of_more_than_2_to_the_31_elements():
     assert_close(batch.run(), expected)
 
 
-@pytest.mark.parametrize("processors", [1, 32])
-@pytest.mark.parametrize("context", [40, 44, 600])
+@pytest.mark.parametrize(("context", "processors"), in_turn([40, 44, 600, 600], [1, 32]))
 def test_no_position_past_the_table_is_read(processors, context):
     """Nodes beyond the model's length: the table's row ends, and its neighbour in memory begins."""
     beyond = 20
@@ -376,11 +383,13 @@ def test_no_position_past_the_table_is_read(processors, context):
     assert output.isfinite().all()
 
 
-@pytest.mark.parametrize("processors", [1, 32])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_that_nobody_has_written_are_not_read(processors, window, dtype):
+@pytest.mark.parametrize(
+    ("how", "processors"),
+    in_turn(itertools.product([None, 20], [torch.float32, torch.float16]), [1, 32, 32, 1]),
+)
+def test_rows_that_nobody_has_written_are_not_read(how, processors):
     """A draft reads up to so many tokens: NaN in their places reaches no row."""
+    window, dtype = how
     contexts, written = [37, 600, 5, 0, 0], [2, 4, 0, 1, 0]
     batch = Batch(contexts, [4] * 5, heads=(4, 2), dtype=dtype)
     batch.ancestors = torch.ones_like(batch.ancestors).tril()

@@ -76,6 +76,7 @@ def test_killed_worker_amid_a_generation(found):
     assert all(PLAIN_LEAVES.fullmatch(Path(file).name) for file in files), files
 
 
+@pytest.mark.nightly  # the executor above, behind a server as in `tests/server`
 def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(
     ray_cluster, plain_outputs, monkeypatch, tmp_path
 ):

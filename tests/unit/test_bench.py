@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +15,7 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.bench import engines, measure, run
 from sequoia_vllm.bench.engines import Arrival, check_memory, engine_options, part_seconds
-from sequoia_vllm.bench.measure import (
-    BenchRuns,
-    MethodRuns,
-    is_near_tie,
-    rotated,
-)
+from sequoia_vllm.bench.measure import BenchRuns, MethodRuns, is_near_tie, rotated
 from sequoia_vllm.bench.methods import SERVED, BenchError, chain, methods, plain, sequoia
 from sequoia_vllm.bench.report import (
     BenchModel,
@@ -100,11 +94,6 @@ def test_trees_by_file_and_by_name(tmp_path):
     assert sequoia("d", "h200/70b-1b/shipped").most_drafts > 2
 
 
-def test_shapes_are_optimised_for_the_acceptance_given(tmp_path):
-    method = sequoia("d", "8x3", tmp_path / "acceptance.json")
-    assert method.speculative_config["acceptance"] == str(tmp_path / "acceptance.json")
-
-
 # -- rates -----------------------------------------------------------------------
 
 
@@ -150,15 +139,6 @@ def test_too_short_completions(steps):
         steady_part(arrivals(*steps))
 
 
-@given(st.integers(1, 9), st.integers(3, 30), st.floats(0.001, 1), st.integers(1, 6))
-def test_rate_of_a_regular_engine(batch, steps, seconds, each):
-    found = steady_part(
-        [Arrival(0.5 + seconds * i, (each,) * batch, i == steps) for i in range(steps + 1)]
-    )
-    assert found.tokens_per_second == pytest.approx(batch * each / seconds, rel=1e-6)
-    assert found.tokens_per_step == each
-
-
 @given(st.integers(1, 20), st.integers(1, 9))
 def test_batches_are_full_and_hold_every_prompt(count, batch_size):
     prompts = [[number] for number in range(count)]
@@ -175,23 +155,6 @@ def test_every_method_takes_every_place():
     names = {method.name for method in everyone}
     for place in range(4):
         assert {turn[place].name for turn in turns} == names
-
-
-def test_progress_counts_the_turns_of_all_cases_forward(monkeypatch):
-    three = (plain(), chain("d", 2), sequoia("d", "auto"))
-    settings = BenchSettings(
-        EngineSpec("t", "d"), methods=three, prompts=([7],), temperatures=(0.0, 0.7), rounds=2
-    )
-    engine = SimpleNamespace(dtype="float32", tree=None, drafts=lambda batch: 0)
-    for name in ("warm_up", "run_round", "_check_outputs"):
-        monkeypatch.setattr(measure, name, lambda *_: None)
-    reports = []
-    opened = nullcontext({one.name: engine for one in three})
-    measure.measure(settings, lambda *report: reports.append(report), lambda *_: opened)
-    done, total = [report[1] for report in reports], {report[2] for report in reports}
-    assert total == {12}
-    assert done == sorted(done)
-    assert [done.count(number) for number in (0, 5, 6, 11)] == [4, 1, 4, 1]  # with warming up
 
 
 # -- parts of a step ---------------------------------------------------------------
@@ -408,16 +371,6 @@ def test_nothing_is_judged_before_the_difference():
     assert not checked([1, 9, 3], [0.0, 0.01, 3.0]).passed
 
 
-def test_one_unexplained_mismatch_fails_the_check():
-    def mismatch(near_tie):
-        return Mismatch(method="m", batch_size=1, prompt=0, position=3, near_tie=near_tie)
-
-    assert GreedyCheck(compared=2, identical=2).passed
-    assert GreedyCheck(compared=2, identical=1, mismatches=[mismatch(True)]).passed
-    both = [mismatch(True), mismatch(False)]
-    assert not GreedyCheck(compared=2, identical=0, mismatches=both).passed
-
-
 # -- results ---------------------------------------------------------------------------
 
 
@@ -558,15 +511,6 @@ def test_prediction_is_the_cost_models():
 def test_nothing_is_predicted_for_another_temperature():
     assert basis(temperature=0.0).predict(TREE, 3, 1, 1.0) is None
     assert basis().predict(TREE, 3, 1, 0.0) is None
-
-
-def test_measured_over_predicted():
-    predicted = basis(temperature=0.0).predict(TREE, 3, 1, 0.0)
-    found = summed(lambda runs, case: predicted if runs.tree else None)
-    assert found[4].measured_over_predicted == pytest.approx(
-        found[4].speedup.median / predicted.speedup
-    )
-    assert found[0].measured_over_predicted is None
 
 
 # -- the report ------------------------------------------------------------------------------

@@ -8,13 +8,7 @@ from typing import Literal
 import pytest
 
 from sequoia_vllm.bench import engines, measure
-from sequoia_vllm.bench.chains import (
-    Chain,
-    PredictedChain,
-    choose,
-    predict,
-    search_chains,
-)
+from sequoia_vllm.bench.chains import Chain, PredictedChain, choose, predict, search_chains
 from sequoia_vllm.bench.engines import Arrival, Generation, check_runner
 from sequoia_vllm.bench.methods import (
     DEFAULT,

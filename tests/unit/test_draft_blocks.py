@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.v2.drafting import draft_progress
-from tests.support.prefix_cache import (
-    BLOCK,
-    DEPTH,
-    DRAFTS,
-    SLOTS,
-    Engine,
-    Request,
-    Scheduled,
-)
+from tests.support.prefix_cache import BLOCK, DEPTH, DRAFTS, SLOTS, Engine, Request, Scheduled
 
 DEPTHS = [min(drafts, DEPTH) for drafts in range(DRAFTS + 1)]
 

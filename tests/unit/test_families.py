@@ -5,12 +5,12 @@
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.markdown import markdown_table
 from sequoia_vllm.cli import app
 from sequoia_vllm.drafters.registry import DRAFTERS, known_for
 from sequoia_vllm.hardware.families import Family, family_file, family_of, refusal_of
@@ -105,11 +105,6 @@ def test_advise_begins_with_the_row(family, tmp_path):
     assert (see in done.stderr) == ("refused" in ASKED[family])
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [head, ["---" for _ in head], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def families(refused: bool) -> list[list[str]]:
     def row(family: Family) -> list[str]:
         classes = ", ".join(f"`{name}`" for name in family.architectures)
@@ -135,11 +130,13 @@ def known_drafts() -> list[list[str]]:
 
 SUPPORTED, DRAFTERS_PAGE = ROOT / "docs" / "supported.md", ROOT / "docs" / "drafters.md"
 TABLES = {
-    "## Targets that run": (SUPPORTED, table(
+    "## Targets that run": (SUPPORTED, markdown_table(
         ["family", "vLLM's classes", "known drafts", "seen to run"], families(False)
     )),
-    "## Refused targets": (SUPPORTED, table(["family", "vLLM's classes", "why"], families(True))),
-    "## Known drafts": (DRAFTERS_PAGE, table(
+    "## Refused targets": (SUPPORTED, markdown_table(
+        ["family", "vLLM's classes", "why"], families(True)
+    )),
+    "## Known drafts": (DRAFTERS_PAGE, markdown_table(
         ["target", *(kind.short_name for kind in KINDS)], known_drafts()
     )),
 }  # fmt: skip

@@ -68,7 +68,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))  # each signal with each way to start processes
 def test_any_moment(tmp_path, seed):
     rng = random.Random(seed)
     method = ("fork", "spawn")[seed % 2]

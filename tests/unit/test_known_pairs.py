@@ -27,9 +27,11 @@ ALL = ("model", "eagle3", "dflash")
 
 
 def known_drafts(target: str, kinds=("model",), asked: str | None = None) -> list[KnownDraft]:
-    return drafts_of_kinds(
-        target, [*map(drafter, kinds)], None if asked is None else drafter(asked)
-    )
+    kind = None if asked is None else drafter(asked)
+    found = drafts_of_kinds(target, [*map(drafter, kinds)], kind)
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return found
 
 
 def known_draft(target: str, kinds=("model",), asked: str | None = None) -> KnownDraft:

@@ -7,10 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.oracles.attention import (
-    random_ancestors,
-    tree_attention_reference,
-)
+from tests.oracles.attention import random_ancestors, tree_attention_reference
 from tests.oracles.laws import ChiSquare, assert_same_law, chi_square, plackett_luce
 from tests.oracles.random_numbers import philox
 from tests.oracles.verification import Uniforms, algorithm_2, children_of

@@ -9,14 +9,7 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
 from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refusal
-from tests.support.families import (
-    MIXTURES,
-    READ_IMAGES,
-    RECURRENT,
-    REFUSED,
-    bases_in_vllm,
-    in_vllm,
-)
+from tests.support.families import MIXTURES, READ_IMAGES, RECURRENT, REFUSED, bases_in_vllm, in_vllm
 
 pytest.importorskip("vllm")
 from vllm.model_executor.models import registry

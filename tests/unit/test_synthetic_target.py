@@ -154,12 +154,11 @@ def test_any_size_is_met(factor):
 
 def test_command(tmp_path):
     source = save_model("llama", tmp_path / "source")
-    command = [str(source), str(tmp_path / "made"), "--params", "0.5M", "--json"]
+    command = [str(source), str(tmp_path / "made"), "--params", "0.5M"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    said = json.loads(done.stdout)
-    assert said["parameters"] == pytest.approx(5e5, rel=0.02)
-    assert said["check"]["difference"] < 1e-4
+    assert synthetic_origin(tmp_path / "made")["parameters"] == pytest.approx(5e5, rel=0.02)
+    assert "Checked at" in done.stdout
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 2
     assert "not empty" in again.output

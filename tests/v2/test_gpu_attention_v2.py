@@ -15,12 +15,7 @@ from vllm import SamplingParams
 from sequoia_vllm.drafting.tree_tables import TreeShapes
 from tests.support.calling import called_once
 from tests.support.engines import runner_of, running, sequoia, whole_trees
-from tests.support.generating import (
-    generate,
-    generate_on,
-    random_prompts,
-    save_related_pair,
-)
+from tests.support.generating import generate, generate_on, random_prompts, save_related_pair
 from tests.support.on_v2 import call_on_v2
 from tests.support.own_trees import OWN_TREES
 

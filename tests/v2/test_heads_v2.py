@@ -13,14 +13,8 @@ import torch
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
-from tests.support.calling import called_once
 from tests.support.engines import running, sequoia, whole_trees
-from tests.support.generating import (
-    SPEC_DECODE,
-    generate,
-    generate_chain,
-    generate_on,
-)
+from tests.support.generating import SPEC_DECODE, completions, generate, generate_chain, generate_on
 from tests.support.heads import DFLASH, EAGLE3
 from tests.support.models import MODELS, prompts
 from tests.support.on_v2 import call_on_v2
@@ -86,73 +80,72 @@ def generate_in_tiers(head: str, texts: list[str]) -> list[dict[str, Any]]:
             return [ending_early, generate_on(llm, texts, lengths)]
 
 
-def generate_all() -> dict[str, Any]:
-    """Answers of plain V2, and of both heads."""
-    texts, params = prompts(3), greedy(3)
-    answers: dict[str, Any] = {
-        "plain": generate(None, texts, params),
-        "special": generate(None, prompts(len(mixed())), mixed()),
-    }
+def generate_of(kind: str) -> dict[str, Any]:
+    """Answers of plain V2, and of this head."""
+    texts, params, head = prompts(3), greedy(3), HEADS[kind]
+    special = prompts(len(mixed())), mixed()
+    with running(None) as llm:
+        plain, plain_special = (
+            {"tokens": completions(llm.generate(*requests, use_tqdm=False))}
+            for requests in ((texts, params), special)
+        )
     # Room for two requests and a half.
     small = {"kv_cache_memory_bytes": 4 << 20, "block_size": 32, "max_model_len": 256}
-    for kind, head in HEADS.items():
-        answers[kind] = {
-            "vLLM's chain": generate_chain(
-                {"method": kind, "model": head, "num_speculative_tokens": DEPTH}, texts, params
-            ),
-            "chain": generate(chain_of(head), texts, params),
-            "twice": generate_twice(head, texts, params),
-            "tiers": generate_in_tiers(head, texts),
-            "special": generate(
-                trees_of(head), prompts(len(mixed())), mixed(), max_num_batched_tokens=64
-            ),
-        }
-    head = HEADS["eagle3"]
-    answers["eagle3"] |= {
+    return {
+        "plain": plain,
+        "plain special": plain_special,
+        "vLLM's chain": generate_chain(
+            {"method": kind, "model": head, "num_speculative_tokens": DEPTH}, texts, params
+        ),
+        "chain": generate(chain_of(head), texts, params),
+        "twice": generate_twice(head, texts, params),
+        "tiers": generate_in_tiers(head, texts),
+        "special": generate(trees_of(head), *special, max_num_batched_tokens=64),
         "synchronous": generate(trees_of(head), texts, params, async_scheduling=False),
         "preempted": generate(trees_of(head), texts, params, **small),
     }
-    return answers
 
 
-answers = called_once(call_on_v2, generate_all)
+# `tests/gpu_rehearsal/test_heads.py` has DFlash each time.
+KINDS = ["eagle3", pytest.param("dflash", marks=pytest.mark.nightly)]
 
 
-CASES = [(kind, name) for kind in HEADS for name in ("vLLM's chain", "chain")]
-CASES += [("eagle3", "synchronous"), ("eagle3", "preempted")]
-of_both = pytest.mark.parametrize("kind", HEADS)
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_greedy_tokens_are_those_of_plain_vllm(kind, name, answers):
-    assert answers[kind][name]["tokens"] == answers["plain"]["tokens"]
+@pytest.fixture(scope="module")
+def answers(kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return call_on_v2(generate_of, tmp_path_factory.mktemp("heads"), kind=kind)
 
 
-@of_both
-def test_a_chain_is_accepted_as_vllms_own_is(kind, answers):
+def test_greedy_tokens_are_those_of_plain_vllm(answers):
+    for name in ("vLLM's chain", "chain", "synchronous", "preempted"):
+        assert answers[name]["tokens"] == answers["plain"]["tokens"], name
+
+
+def test_a_chain_is_accepted_as_vllms_own_is(answers):
     """The same drafts from the same states, token for token: as many steps, as much accepted."""
-    ours, vllms = (answers[kind][name]["counts"] for name in ("chain", "vLLM's chain"))
+    ours, vllms = (answers[name]["counts"] for name in ("chain", "vLLM's chain"))
     assert {name: ours[name] for name in SPEC_DECODE} == vllms
     assert ours["accepted_tokens"] > 15
 
 
-@of_both
-def test_a_tree_accepts_more_than_a_chain(kind, answers):
-    tree, chain = answers[kind]["twice"][0]["counts"], answers[kind]["chain"]["counts"]
+def test_a_tree_accepts_more_than_a_chain(answers):
+    tree, chain = answers["twice"][0]["counts"], answers["chain"]["counts"]
     assert tree["tokens_per_tree"] > 1.1 * chain["tokens_per_tree"]
 
 
-@of_both
-def test_what_the_prefix_cache_keeps_the_head_has_read(kind, answers):
+def test_what_the_prefix_cache_keeps_the_head_has_read(answers):
     """Only its last block is unread, as that comes with a later token: vLLM computes it anew."""
-    first, second = answers[kind]["twice"]
+    first, second = answers["twice"]
     assert first["tokens"] == second["tokens"] == answers["plain"]["tokens"]
     assert first["counts"]["tokens_per_tree"] == second["counts"]["tokens_per_tree"]
 
 
-@of_both
-def test_the_head_reads_while_nothing_is_drafted(kind, answers):
-    tiers, whole = answers[kind]["tiers"]
+def test_the_head_reads_while_nothing_is_drafted(answers):
+    tiers, whole = answers["tiers"]
     for [tokens], [found] in zip(answers["plain"]["tokens"], tiers["tokens"], strict=True):
         assert found == tokens[: len(found)]
     assert tiers["counts"]["tokens_per_tree"] > 1.3
@@ -160,15 +153,14 @@ def test_the_head_reads_while_nothing_is_drafted(kind, answers):
         assert tiers["counts"][what] == whole["counts"][what]
 
 
-@of_both
-def test_requests_of_every_kind(kind, answers):
+def test_requests_of_every_kind(answers):
     """Prompts come in chunks, beside trees."""
-    assert answers[kind]["special"]["tokens"] == answers["special"]["tokens"]
-    assert answers[kind]["special"]["counts"]["tokens_per_tree"] > 1.2
+    assert answers["special"]["tokens"] == answers["plain special"]["tokens"]
+    assert answers["special"]["counts"]["tokens_per_tree"] > 1.2
 
 
 def test_requests_are_preempted(answers):
-    assert answers["eagle3"]["preempted"]["counts"]["preemptions"] > 0
+    assert answers["preempted"]["counts"]["preemptions"] > 0
 
 
 # -- by the script that trained the heads ---------------------------------------------------
@@ -205,14 +197,13 @@ def expected(kind: str, scripts: Any) -> dict[str, Any]:
     return found
 
 
-@of_both
 def test_vllms_chain_accepts_what_the_script_says(kind, answers, scripts):
     """Which computes drafts with torch alone, from its own reading of the checkpoint.
 
     The two agree if layers, norms, residuals, positions and masks are those that vLLM serves
     the head with.
     """
-    chain, wanted = answers[kind]["vLLM's chain"], expected(kind, scripts)
+    chain, wanted = answers["vLLM's chain"], expected(kind, scripts)
     assert [tokens for [tokens] in chain["tokens"]] == wanted["tokens"]
     counts = chain["counts"]
     # Two most likely tokens may be as good as equal, and rounding differ.

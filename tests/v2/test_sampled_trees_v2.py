@@ -461,11 +461,11 @@ def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
 
 
-NIGHTLY, OF_ITS_KIND = pytest.mark.nightly, ("dspark", "dflash2", "hybrid's mtp")
+NIGHTLY, OF_ITS_KIND = pytest.mark.nightly, ("mtp", "dspark", "dflash2", "hybrid's mtp")
 
 
 @pytest.mark.parametrize(
-    "kind", ["eagle3", "dflash", "mtp", *(pytest.param(k, marks=NIGHTLY) for k in OF_ITS_KIND)]
+    "kind", ["eagle3", "dflash", *(pytest.param(k, marks=NIGHTLY) for k in OF_ITS_KIND)]
 )
 def test_a_head_leaves_the_law(kind, tmp_path):
     """Two draft a part of the vocabulary only; all nodes of a level of another have one Q.

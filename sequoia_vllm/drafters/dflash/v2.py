@@ -64,10 +64,7 @@ class BlockDrafter(HeadDrafter, BlockModel):
         chain = {name: group for name, group in groups.items() if name in self._causal_layers}
         block = {name: group for name, group in groups.items() if name not in self._causal_layers}
         as_chain = replace(queries, ancestors=self._chain)
-        return {
-            **super().metadata_of(queries, block),
-            **super().metadata_of(as_chain, chain),
-        }
+        return {**super().metadata_of(queries, block), **super().metadata_of(as_chain, chain)}
 
     @torch.inference_mode()
     def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> BlockLogits:

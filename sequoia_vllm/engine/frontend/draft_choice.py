@@ -68,17 +68,19 @@ def find_draft(
         return found(target)
     if config.model:
         return found(config.model)
-    candidates: list[KnownDraft] = []
-    try:
-        candidates = known_drafts(target, kinds, asked)
-        return _first_usable(candidates, found)
-    except ConfigError as error:
-        fallback = next((kind for kind in kinds if not kind.has_weights), None)
+    candidates, has_model = known_drafts(target, kinds, asked), False
+    problem = candidates
+    if not isinstance(candidates, str):
         has_model = any(not known.drafter.is_head for known in candidates)
-        if asked is not None or fallback is None or has_model:
-            raise
-        logger.info("Sequoia: drafting with %s, as %s", fallback.name, error)
-        return fallback.kind, fallback
+        try:
+            return _first_usable(candidates, found)
+        except ConfigError as error:
+            problem = str(error)
+    fallback = next((kind for kind in kinds if not kind.has_weights), None)
+    if asked is not None or fallback is None or has_model:
+        raise ConfigError(problem)
+    logger.info("Sequoia: drafting with %s, as %s", fallback.name, problem)
+    return fallback.kind, fallback
 
 
 def _first_usable(
@@ -108,14 +110,14 @@ def _first_usable(
 
 def known_drafts(
     target: str, kinds: Collection[Drafter], asked: Drafter | None = None
-) -> list[KnownDraft]:
+) -> list[KnownDraft] | str:
     """The known drafters of this target that an engine may take, the best first.
 
     Args:
         asked: The kind that the user asks for; None: the kinds that are taken by default.
 
-    Raises:
-        ConfigError: None is known; shows the JSON to write instead.
+    Returns:
+        At least one; or a message that none is known, with the JSON to write instead.
     """
     taken = [kind for kind in kinds if asked is kind or (asked is None and kind.by_default)]
     fitting = known_for(target)
@@ -124,9 +126,7 @@ def known_drafts(
         for place, (kind, known) in enumerate(fitting)
         if kind in taken
     ]
-    if not found:
-        raise ConfigError(_none_known(target, kinds, taken, fitting))
-    return found
+    return found or _none_known(target, kinds, taken, fitting)
 
 
 _Fitting = list[tuple[Drafter, KnownDrafter]]

@@ -59,8 +59,7 @@ class TreeVerifierV1:
             return self._verify_greedy(trees, everyone, target)
         greedy = target.is_greedy(trees.requests)
         seeded = torch.tensor(
-            [request in generators for request in trees.requests.tolist()],
-            device=greedy.device,
+            [request in generators for request in trees.requests.tolist()], device=greedy.device
         )
         kinds = (
             (greedy, self._verify_greedy),

@@ -155,11 +155,7 @@ class ModelDraftProgress(DraftProgress):
     """
 
     def __init__(
-        self,
-        max_num_reqs: int,
-        depths: Sequence[int],
-        unknown_drafts: int,
-        device: torch.device,
+        self, max_num_reqs: int, depths: Sequence[int], unknown_drafts: int, device: torch.device
     ) -> None:
         super().__init__(max_num_reqs, depths, device)
         self._unknown_drafts = unknown_drafts

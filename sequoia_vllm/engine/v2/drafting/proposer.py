@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
 from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts
 from sequoia_vllm.drafting.growth import chain_width
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
@@ -270,7 +270,7 @@ class TreeProposerV2(DraftModelSpeculator):
             drafts = min(drafts, num_speculative_tokens)
         if not self.has_failed:
             try:
-                begin = partial(self._begin, input_batch, num_sampled, temperature, seeds)
+                begin = partial(self._begin, input_batch, num_sampled)
                 self._advance(input_batch, begin, drafts)
             except Exception:
                 self._last_grown = None
@@ -331,8 +331,6 @@ class TreeProposerV2(DraftModelSpeculator):
         self,
         batch: InputBatch,
         num_sampled: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
         reads: NDArray[np.bool_],
         levels: DraftLevels,
         readers: int,
@@ -347,21 +345,17 @@ class TreeProposerV2(DraftModelSpeculator):
         bounds[:readers] = self.progress.take_bounds(
             batch.idx_mapping_np[:readers], reads[:readers], self.max_num_tokens
         )
+        slots, sampling = self.modes, self.sampling
+        states = SlotStates(
+            self.req_states.num_computed_tokens.gpu, self.progress.read, slots.gpu,
+            slots.most_nodes, sampling.temperature.gpu, sampling.top_k.gpu, sampling.top_p.gpu,
+            sampling.min_p.gpu, sampling.seeds.gpu, self.drafted.nodes, self.drafted.rows,
+        )  # fmt: skip
         self.batch.begin(
             requests=batch.idx_mapping,
-            computed=self.req_states.num_computed_tokens.gpu,
             num_sampled=num_sampled,
             bounds=async_tensor_h2d(bounds, device=self.device),
-            read=self.progress.read,
-            modes=self.modes.gpu,
-            most_nodes=self.modes.most_nodes,
-            temperature=temperature,
-            top_k=self.sampling.top_k.gpu,
-            top_p=self.sampling.top_p.gpu,
-            min_p=self.sampling.min_p.gpu,
-            seeds=seeds,
-            drafted_nodes=self.drafted.nodes,
-            drafted_rows=self.drafted.rows,
+            states=states,
             levels=levels,
             longest=self.longest,
             max_trees=num_trees,

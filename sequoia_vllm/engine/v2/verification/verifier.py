@@ -21,10 +21,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
-    RejectionSampler,
-    get_max_chunk_logits,
-)
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
@@ -171,32 +168,22 @@ class TreeVerifierV2(RejectionSampler):
     ) -> Verified:
         depth, device = self._speculator.tree.depth, batch.idx_mapping.device
         verified = Verified.empty(batch.num_reqs, depth, device)
-        inputs = self._inputs(batch, invalid, scored=verified.paths[:, 0])
-        # Like vLLM, we apply sampling parameters to a float32 copy of limited size.
-        most = get_max_chunk_logits(logits.shape[1])
-        for requests in _request_chunks(batch.cu_num_logits_np, most):
-            self._verify_requests(requests, logits, inputs, batch, verified, processed)
-        return Verified(*from_rank0(verified.tokens, verified.num_sampled, verified.paths))
-
-    def _inputs(self, batch: InputBatch, invalid: Tensor | None, scored: Tensor) -> VerifierInputs:
-        """Gathers the verifier's inputs of the batch's rows and requests."""
         states, drafted = self.sampler.sampling_states, self._speculator.drafted
-        return gather_for_verification(
-            rows=batch.logits_indices,
-            row_slots=batch.expanded_idx_mapping,
-            row_nodes=batch.expanded_local_pos,
-            invalid=invalid,
-            input_ids=batch.input_ids,
-            positions=batch.positions,
-            slots=batch.idx_mapping,
-            cu_rows=batch.cu_num_logits,
+        inputs = gather_for_verification(
+            batch,
             num_nodes=drafted.nodes,
             state_rows=drafted.rows,
             modes=self._speculator.modes.gpu,
             temperatures=states.temperature.gpu,
             seeds=states.seeds.gpu,
-            scored=scored,
+            invalid=invalid,
+            scored=verified.paths[:, 0],
         )
+        # Like vLLM, we apply sampling parameters to a float32 copy of limited size.
+        most = get_max_chunk_logits(logits.shape[1])
+        for requests in _request_chunks(batch.cu_num_logits_np, most):
+            self._verify_requests(requests, logits, inputs, batch, verified, processed)
+        return Verified(*from_rank0(verified.tokens, verified.num_sampled, verified.paths))
 
     def _verify_requests(
         self,
