@@ -92,28 +92,27 @@ def compare_kind(kind: str, folder: Path) -> dict[str, Any]:
     tree = {"tree": {"size": 16, "depth": 4}, "adapt": False}
     begun = time.monotonic()
     with _running(target, {"method": "sequoia", **tree, **keys}, options) as (llm, replays):
-        seconds = time.monotonic() - begun
+        found: dict[str, Any] = {"start_s": round(time.monotonic() - begun, 1)}
         replays.clear()
-        ours = [_answers(llm, requests, how) for how in ("greedy", "seeded")]
-        ours.append(_answers(llm, requests[:1], "greedy"))
-        found = {"start_s": round(seconds, 1), "replays": len(replays), **_counts(llm)}
+        ours = _all_answers(llm, requests)
+        found |= {"replays": len(replays), **_counts(llm)}
     with _running(target, None, options) as (llm, _):
-        plain = [_answers(llm, requests, how) for how in ("greedy", "seeded")]
-        plain.append(_answers(llm, requests[:1], "greedy"))
-        for name, mine, its in zip(("greedy", "seeded", "alone"), ours, plain, strict=True):
-            found[name] = [a == b for a, b in zip(mine, its, strict=True)]
-        again = [_answers(llm, [one], "greedy")[0] for one in requests]
-        found["plain_alone_as_plain"] = [a == b for a, b in zip(again, plain[0], strict=True)]
+        plain = _all_answers(llm, requests)
+        for how, answers in plain.items():
+            found[how] = [a == b for a, b in zip(ours[how], answers, strict=True)]
         if image is None:
-            found["worst_gap"] = [
-                max(_gaps(llm, request, answer))
-                for request, answer in zip(requests, ours[0], strict=True)
-            ]
-            found["worst_gap_of_plain"] = [
-                max(_gaps(llm, request, answer))
-                for request, answer in zip(requests, plain[0], strict=True)
-            ]
+            for name, answers in (("worst_gap", ours), ("worst_gap_of_plain", plain)):
+                pairs = zip(requests, answers["greedy"], strict=True)
+                found[name] = [max(_gaps(llm, request, answer)) for request, answer in pairs]
     return found
+
+
+def _all_answers(llm: Any, requests: list[Any]) -> dict[str, list[list[int]]]:
+    return {
+        "greedy": _answers(llm, requests, temperature=0),
+        "seeded": _answers(llm, requests, temperature=0.8, seed=3),
+        "alone": _answers(llm, requests[:1], temperature=0),
+    }
 
 
 def _text_requests() -> list[Any]:
@@ -129,11 +128,10 @@ def _image_requests(name: str) -> list[Any]:
     return requests_with_images(IMAGE[name])
 
 
-def _answers(llm: Any, requests: list[Any], how: str) -> list[list[int]]:
+def _answers(llm: Any, requests: list[Any], **how: Any) -> list[list[int]]:
     from vllm import SamplingParams
 
-    heat = {"greedy": {"temperature": 0}, "seeded": {"temperature": 0.8, "seed": 3}}[how]
-    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, **heat)
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, **how)
     outputs = llm.generate(requests, params, use_tqdm=False)
     return [list(one.outputs[0].token_ids) for one in outputs]
 
