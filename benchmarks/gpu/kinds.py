@@ -101,8 +101,8 @@ def compare_kind(kind: str, folder: Path) -> dict[str, Any]:
         for how, answers in plain.items():
             found[how] = [a == b for a, b in zip(ours[how], answers, strict=True)]
         if image is None:
-            for name, answers in (("worst_gap", ours), ("worst_gap_of_plain", plain)):
-                pairs = zip(requests, answers["greedy"], strict=True)
+            for name, given in (("worst_gap", ours), ("worst_gap_of_plain", plain)):
+                pairs = zip(requests, given["greedy"], strict=True)
                 found[name] = [max(_gaps(llm, request, answer)) for request, answer in pairs]
     return found
 
