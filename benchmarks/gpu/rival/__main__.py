@@ -71,10 +71,8 @@ def head(
 def compare(
     folder: Folder,
     out: Annotated[Path, typer.Option(help="Folder for the results.")],
-    chains: Annotated[str, typer.Option(help="Chains, as bench takes them.")] = (
-        "3:probabilistic:block,4:ngram"
-    ),
-    trees: Annotated[str, typer.Option(help="Trees, as bench takes them.")] = "served,drawn,lookup",
+    chains: Annotated[str, typer.Option(help="As bench takes them.")] = "3:probabilistic:block",
+    trees: Annotated[str, typer.Option(help="80 GB have room for four engines.")] = "served,lookup",
     batches: str = "1,8,32",
     temperatures: str = "0,1",
     prompts: int = 12,
