@@ -18,10 +18,12 @@ from sequoia_vllm.library.tree_reference import find_tree, is_tree_file
 AUTO = "auto"
 SERVED = "served"
 """The tree of ``--speculative-config sequoia``: of all its options only the draft is given."""
-DRAWN = "drawn"
-"""`SERVED` without retrieval."""
-LOOKUP = "lookup"
-"""Sequoia without a draft model."""
+DRAWN, LOOKUP = "drawn", "lookup"
+"""`SERVED` without retrieval, and without a draft model."""
+_AS_SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    SERVED: ("Sequoia", {}), DRAWN: ("Sequoia, no retrieval", {"retrieval": False}),
+    LOOKUP: ("Sequoia, lookup", {"drafter": LOOKUP}),
+}  # fmt: skip
 _NGRAM: dict[str, Any] = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 _SHAPE = re.compile(r"(\d+)x(\d+)")
 # Size assumed for a tree whose size is not known before its engine starts.
@@ -124,14 +126,14 @@ def chain_of_words(draft: str, text: str) -> Method:
         BenchError: If there is no such chain, or the installed vLLM lacks its sampling.
     """
     length, *words = text.strip().split(":")
-    if words == ["ngram"] and length.isdecimal():
-        return _ngram_chain(int(length))
-    sampling = tuple(word for word in _KEYS if word in words)
-    if not length.isdecimal() or int(length) < 1 or len(sampling) != len(words):
+    sampling, is_ngram = tuple(word for word in _KEYS if word in words), words == ["ngram"]
+    if not length.isdecimal() or int(length) < 1 or not (is_ngram or len(sampling) == len(words)):
         raise BenchError(
             f"chain {text!r}: give its length, from 1 up, and vLLM's sampling if it is not the "
             "default, like 4, 4:probabilistic or 4:probabilistic:block; or 4:ngram, without a draft"
         )
+    if is_ngram:
+        return _ngram_chain(int(length))
     if not is_known(sampling):
         raise BenchError(f"chain {text!r}: the installed vLLM has no such sampling; give {length}")
     return chain(draft, int(length), sampling)
@@ -159,14 +161,10 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
         BenchError: If a shape is too small.
     """
     config: dict[str, Any] = {"method": "sequoia", "model": draft}
-    if tree == LOOKUP:
-        config = {"method": "sequoia", "drafter": LOOKUP}
-        return Method("Sequoia, lookup", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
-    if tree == DRAWN:
-        config["retrieval"] = False
-        return Method("Sequoia, no retrieval", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
-    if tree == SERVED:
-        return Method("Sequoia", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
+    if tree in _AS_SERVED:
+        name, keys = _AS_SERVED[tree]
+        config = {"method": "sequoia", **keys} if tree == LOOKUP else config | keys
+        return Method(name, Kind.SEQUOIA, config, _AUTO_SIZE - 1)
     config["tree"] = tree
     if tree == AUTO:
         return Method("Sequoia auto", Kind.SEQUOIA, config, _AUTO_SIZE - 1)

@@ -54,9 +54,9 @@ def bench(
     trees: Annotated[
         str,
         typer.Option(
-            help="Sequoia's trees: served (as a server with --speculative-config sequoia runs: its "
-            "tree, adapting), auto (the same, but may choose none), 16x4 (16 nodes, at most 4 "
-            "deep), a name in the library, or a tree file."
+            help="Sequoia's trees: served (as a server with --speculative-config sequoia runs: "
+            "its tree, adapting), drawn (without retrieval), lookup (without a draft), auto (may "
+            "choose none), 16x4 (16 nodes, at most 4 deep), a name in the library, or a tree file."
         ),
     ] = "served",
     chain: Annotated[
@@ -64,7 +64,8 @@ def bench(
         typer.Option(
             help="vLLM's own chain. best: the fastest of 1 to 8 drafts, with any sampling that the "
             "installed vLLM has; 2,4: chains of 2 and of 4 drafts with vLLM's defaults; "
-            "4:probabilistic or 4:probabilistic:block: with this sampling; none: no chain."
+            "4:probabilistic or 4:probabilistic:block: with this sampling; 4:ngram: without a "
+            "draft; none: no chain."
         ),
     ] = BEST,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,

@@ -92,6 +92,9 @@ def test_trees_by_file_and_by_name(tmp_path):
     assert sequoia("d", str(path)).name == "Sequoia fork"
     assert sequoia("d", str(path)).most_drafts == 2
     assert sequoia("d", "h200/70b-1b/shipped").most_drafts > 2
+    drawn = sequoia("d", "served").speculative_config | {"retrieval": False}
+    assert sequoia("d", "drawn").speculative_config == drawn
+    assert sequoia("d", "lookup").speculative_config == {"method": "sequoia", "drafter": "lookup"}
 
 
 # -- rates -----------------------------------------------------------------------

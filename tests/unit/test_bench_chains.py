@@ -79,6 +79,7 @@ def test_the_installed_vllm_has_both():
 
 def test_chains_by_name_and_configuration():
     assert chain_of_words("d", " 4") == chain("d", 4)
+    assert chain_of_words("d", "4:ngram").speculative_config["method"] == "ngram"  # of CPUs
     found = chain_of_words("d", "4:block:probabilistic")
     assert found.name == "chain of 4, probabilistic, block"
     assert found.speculative_config == {
@@ -96,7 +97,7 @@ def test_chains_of_a_head_have_its_method():
     assert methods == ["draft_model", "eagle3", "dflash"]
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "-1", "4:greedyy", "4:block:block", "4::"])
+@pytest.mark.parametrize("text", ["", "x", "0", "-1", "4:greed", "4:block:block", "4::", "0:ngram"])
 def test_no_such_chain(text):
     with pytest.raises(BenchError, match="4:probabilistic:block"):
         chain_of_words("d", text)
