@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
-from math import inf
+from math import exp, inf, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ _OUTLYING = 1.5
 _LEAST_NOISE = 0.01
 # Between fits, a step's difference from its expected time counts up to this share of it.
 _CLIPPED = 0.06
+# The machine's pace counts as changed beyond this logarithm: less may be noise.
+_SAME_PACE = 0.02
 # Steps that read prompts weigh less: a prompt token's price varies in small steps.
 _MIXED, _MIXED_EVIDENCE = 8.0, 0.25
 # How firmly each price is presumed to be 0. Where no step without drafts reads prompts, nothing
@@ -28,7 +30,7 @@ _PRESUMED = (1.0, 25.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 _Sample = tuple[int, int, int, float]  # batch size, prompt tokens, context tokens, seconds
 
 
-@dataclass
+@dataclass(eq=False)
 class _Kind:
     """Steps with one number of drafts, in one octave of batch sizes.
 
@@ -37,6 +39,9 @@ class _Kind:
         evidence: Steps that this engine took; those that read prompts count less.
         batch_size: Mean batch size.
         least: A quarter of the fastest step's seconds.
+        after: The kind of the steps that followed its latest ones; None: it is in use.
+        beside: Steps of `after` from then; empty: too few are known.
+        beside_level: Their level.
     """
 
     drafts: int
@@ -45,6 +50,9 @@ class _Kind:
     evidence: float = 0.0
     batch_size: float = 0.0
     least: float = inf
+    after: "_Kind | None" = None
+    beside: tuple[_Sample, ...] = ()
+    beside_level: float | None = None
 
 
 class StepTimes:
@@ -55,10 +63,14 @@ class StepTimes:
     token and context token (both higher with trees), per request, and per draft. Drafts cost more
     beside prompts, as a busy pass has no free rows. Robust least squares refit the model to the
     latest steps of each kind. Between fits each step moves the level of its kind.
+
+    A machine's pace changes, and the steps of a kind that is not in use are old. So their time is
+    scaled by how much longer the steps take now that followed them then.
     """
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, int], _Kind] = {}  # by drafts and octave
+        self._in_use: dict[int, _Kind] = {}  # by octave
         self._prices = [0.0] * 7
         self._seen = self._fitted = 0
 
@@ -68,6 +80,7 @@ class StepTimes:
         """Notes one step."""
         key = drafts, batch_size.bit_length()
         kind = self._kinds.get(key) or self._kinds.setdefault(key, _Kind(drafts))
+        self._use(kind, key[1])
         kind.samples.append((batch_size, prompts, context, seconds))
         kind.evidence += 1.0 if prompts == 0 else _MIXED_EVIDENCE
         known = len(kind.samples)
@@ -82,6 +95,17 @@ class StepTimes:
             expected = kind.level + priced + prompts * self.prompt_price(kind.drafts)
             most = _CLIPPED * expected
             kind.level += min(max(seconds - expected, -most), most) / known
+
+    def _use(self, kind: _Kind, octave: int) -> None:
+        """Notes which kind is in use, and its steps beside those of the kind before it."""
+        before = self._in_use.get(octave)
+        if before is not None and before is not kind:
+            before.after = kind
+        self._in_use[octave], kind.after, kind.beside = kind, None, ()
+        if len(kind.samples) == _KEPT:
+            for other in self._kinds.values():
+                if other.after is kind and not other.beside:
+                    other.beside, other.beside_level = tuple(kind.samples), kind.level
 
     def forget(self, drafts: int, batch_size: int) -> None:
         """Drops the steps of this kind, so that they are measured anew."""
@@ -159,7 +183,20 @@ class StepTimes:
         self, kind: _Kind, level: float, batch_size: float, context: float, mixed: float
     ) -> float:
         # Prices fitted to other batches must not push the time below a plausible one.
-        return max(level + self._priced(kind.drafts, batch_size, context, mixed), kind.least)
+        seconds = max(level + self._priced(kind.drafts, batch_size, context, mixed), kind.least)
+        return seconds * self._pace_since(kind, batch_size, context, mixed)
+
+    def _pace_since(self, kind: _Kind, batch_size: float, context: float, mixed: float) -> float:
+        """How much longer steps take now than when this kind was in use."""
+        pace = 1.0
+        while (after := kind.after) is not None:
+            then, now = kind.beside_level, after.level
+            if kind.beside and then is not None and now is not None:
+                priced = self._priced(after.drafts, batch_size, context, mixed)
+                pace *= max(now + priced, after.least) / max(then + priced, after.least)
+            kind = after
+        change = log(pace)
+        return exp(change - min(max(change, -_SAME_PACE), _SAME_PACE))
 
     def _priced(self, drafts: int, batch_size: float, context: float, mixed: float) -> float:
         """Seconds that the prices explain, without prompts."""
@@ -171,11 +208,14 @@ class StepTimes:
         """Fits levels of all kinds of steps, and the prices, by reweighted least squares."""
         self._fitted = self._seen
         known = list(self._kinds.values())
-        counts = [len(kind.samples) for kind in known]
-        samples = np.array(list(chain.from_iterable(kind.samples for kind in known)))
+        beside = [(kind, kind.after) for kind in known if kind.beside and kind.after in known]
+        groups = [*known, *(after for _, after in beside if after)]
+        taken = [*(kind.samples for kind in known), *(kind.beside for kind, _ in beside)]
+        counts = [len(samples) for samples in taken]
+        samples = np.array(list(chain.from_iterable(taken)))
         batch, prompts, context, seconds = samples.T
-        kinds = np.repeat(np.arange(len(known)), counts)
-        drafts = np.repeat([float(kind.drafts) for kind in known], counts)
+        kinds = np.repeat(np.arange(len(groups)), counts)
+        drafts = np.repeat([float(kind.drafts) for kind in groups], counts)
         drafted = drafts > 0
         inputs = np.stack(
             [
@@ -210,7 +250,9 @@ class StepTimes:
             expected = np.maximum(levels[kinds] + inputs @ prices, seconds / 4)
             trust = (1 + _MIXED * np.minimum(read / expected, 1)) ** -2
         self._prices = (prices / scales).tolist()
-        for kind, level in zip(known, levels.tolist(), strict=True):
+        for (kind, _), level in zip(beside, levels[len(known) :].tolist(), strict=True):
+            kind.beside_level = level
+        for kind, level in zip(known, levels.tolist(), strict=False):
             if kind.evidence >= FEWEST:
                 kind.level = level
                 kind.least = min(sample[3] for sample in kind.samples) / 4
