@@ -11,6 +11,8 @@ LLAMA_3_3_70B = r"(.*/)?Llama-3\.3-70B-Instruct(-.*)?"
 QWEN3 = r"(.*/)?Qwen3-{}(?!-Base)(-(?!Instruct|Thinking).*)?"
 QWEN3_2507 = r"(.*/)?Qwen3-{}-Instruct-2507(-.*)?"
 QWEN3_CODER = r"(.*/)?Qwen3-Coder-{}-Instruct(-.*)?"
+QWEN3_6 = r"(.*/)?Qwen3\.6-{}(-.*)?"
+GEMMA_4 = r"(.*/)?gemma-4-{}-it(-.*)?"
 GPT_OSS = r"(.*/)?gpt-oss-{}(-.*)?"
 MINIMAX = r"(.*/)?MiniMax-M{}(-.*)?"
 

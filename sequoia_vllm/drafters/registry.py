@@ -151,6 +151,9 @@ class Drafter:
         """A part of it that neither trees nor vLLM's chains run; None: there is none."""
         return None
 
+    def complete(self, config: Any) -> None:
+        """Says in a loaded configuration what vLLM reads under another name; in place."""
+
     def target_problem(self, target: Any, layers: Any) -> str | None:
         """The reason why a target's own layers do not draft trees; None: they do."""
         return None

@@ -267,6 +267,16 @@ def test_a_dflash_head_whose_root_predicts(kind_of):
     assert 'give "model" another head or a draft model' in str(error.value)
 
 
+@pytest.mark.parametrize("own", [{}, {"causal": False}])
+def test_a_jetspec_head_is_a_dflash_head_with_causal_blocks(kind_of, own):
+    """Its key is ``causal_head``; vLLM's own goes before it."""
+    config = {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "causal_head": True, **own}}
+    kind, loaded = drafter(kind_of(config)), SimpleNamespace(**config)
+    kind.complete(loaded)
+    assert kind.kind == "dflash"
+    assert loaded.dflash_config["causal"] == own.get("causal", True)
+
+
 def test_a_configuration_is_read_once(tmp_path):
     draft, shared = saved(tmp_path, DFLASH), reader()
     kind = shared.kind(draft)

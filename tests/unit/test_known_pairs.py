@@ -101,7 +101,7 @@ def test_heads_are_taken_where_one_has_run_on_a_gpu():
     )
     assert [known.drafter.kind for known in known_drafts("Qwen/Qwen3-8B", ALL, "dflash")] == [
         "dflash"
-    ] * 3
+    ] * 4
 
 
 def test_commands_say_and_take_the_same(monkeypatch):
@@ -119,7 +119,7 @@ def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypat
     """By the predictions of docs/drafters.md: so they are taken once they ran on GPUs."""
     monkeypatch.setattr(type(DRAFTERS["dflash"]), "ran_on", "a GPU")
     kinds = [found.drafter.kind for found in known_drafts("Qwen/Qwen3-8B", ALL)]
-    assert kinds == ["dflash"] * 3 + ["eagle3"] * 3 + ["model"]
+    assert kinds == ["dflash"] * 4 + ["eagle3"] * 3 + ["model"]
     assert known_draft("Qwen/Qwen3-14B", ALL).drafter.kind == "eagle3"
     assert known_draft("meta-llama/Llama-2-7b-hf", ALL).drafter.kind == "model"
 

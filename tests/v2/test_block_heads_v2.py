@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 VOCAB, DEPTH, TOKENS = 6, 4, 24
 TYPES = ["full_attention", "sliding_attention"]
 WINDOWS = {"mask_token_id": 0, "target_layer_ids": [0], "swa_window_size": 8}
+JETSPEC = {"mask_token_id": 0, "target_layer_ids": [0], "causal_head": True}
 HEADS: dict[str, Callable[[Path, str], str]] = {
     # By vLLM's rules layers with windows are causal, unless it is said otherwise.
     "causal with windows": lambda path, target: save_dflash(
@@ -32,6 +33,7 @@ HEADS: dict[str, Callable[[Path, str], str]] = {
     "windows": lambda path, target: save_dflash(
         path, target, layers=2, layer_types=TYPES, dflash_config={**WINDOWS, "causal": False}
     ),
+    "JetSpec": lambda path, target: save_dflash(path, target, dflash_config=JETSPEC),
     "DSpark": save_dspark,
     "DSpark of some tokens": lambda path, target: save_dspark(
         path, target, tokens=[1, 2, 3, 4, 5], root_predicts=False
@@ -62,6 +64,9 @@ def generate_all(place: str) -> dict[str, Any]:
         head = save(Path(place) / name.replace(" ", "-"), target)
         method = "dspark" if name.startswith("DSpark") else "dflash"
         config = {"method": method, "model": head, "num_speculative_tokens": DEPTH}
+        if name == "JetSpec":  # vLLM's chains know another word for it
+            own = {**JETSPEC, "causal": True}
+            config["model"] = save_dflash(Path(place) / "causal", target, dflash_config=own)
         vllms = generate_chain(config, prompts, params, **options)
         chain = whole_trees(size=DEPTH + 1, depth=DEPTH, draft=head) | {
             "tree": {"parents": list(range(-1, DEPTH))},

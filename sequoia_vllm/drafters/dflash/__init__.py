@@ -1,13 +1,20 @@
-"""DFlash heads and their kin DFlash2 and LiLiCorr: one pass over a block drafts all levels."""
+"""DFlash heads and their kin: one pass over a block drafts all levels.
+
+The kin are DFlash2, LiLiCorr, and JetSpec (arXiv 2606.18394), whose positions see only those before
+them.
+"""
 
 from types import MappingProxyType
+from typing import Any
 
 from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.known_heads import (
+    GEMMA_4,
     GPT_OSS,
     HUB,
     LLAMA_3_1_8B,
     QWEN3,
+    QWEN3_6,
     QWEN3_2507,
     QWEN3_CODER,
     SPECULATORS,
@@ -20,6 +27,7 @@ _PUBLISHERS = {
     "RedHatAI": Publisher(SPECULATORS, "DFlashDraftModel"),
     "RedHatAI/Qwen3-4B-speculator.dflash2": Publisher(HUB, "DFlash2DraftModel"),
     "RedHatAI/Qwen3-8B-speculator.dflash2": Publisher(HUB, "DFlash2DraftModel"),
+    "JetSpec": Publisher("hao-ai-lab/JetSpec: README.md", "DFlashDraftModel"),
     "z-lab": Publisher("z-lab/dflash: README.md", "DFlashDraftModel"),
 }
 _V2 = "sequoia_vllm.drafters.dflash.v2"
@@ -99,12 +107,16 @@ class DFlash(BlockHead):
         ],
         QWEN3.format("8B"): [
             "RedHatAI/Qwen3-8B-speculator.dflash", "z-lab/Qwen3-8B-DFlash-b16",
-            "RedHatAI/Qwen3-8B-speculator.dflash2",
+            "RedHatAI/Qwen3-8B-speculator.dflash2", "JetSpec/jetspec-qwen3-8b",
         ],
-        QWEN3.format("30B-A3B"): ["RedHatAI/Qwen3-30B-A3B-speculator.dflash"],
+        QWEN3.format("30B-A3B"): [
+            "RedHatAI/Qwen3-30B-A3B-speculator.dflash", "JetSpec/jetspec-qwen3-30b-a3b",
+        ],
+        QWEN3_6.format("35B-A3B"): ["JetSpec/jetspec-Qwen3.6-35B-A3B"],
+        GEMMA_4.format("26B-A4B"): ["JetSpec/jetspec-gemma4-26B-A4B0-it"],
         QWEN3_2507.format("30B-A3B"): ["RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash"],
         QWEN3_CODER.format("30B-A3B"): ["z-lab/Qwen3-Coder-30B-A3B-DFlash"],
-        GPT_OSS.format("20b"): ["z-lab/gpt-oss-20b-DFlash"],
+        GPT_OSS.format("20b"): ["z-lab/gpt-oss-20b-DFlash", "JetSpec/jetspec-gpt-oss-20b"],
         GPT_OSS.format("120b"): ["z-lab/gpt-oss-120b-DFlash"],
     })  # fmt: skip
 
@@ -118,6 +130,12 @@ class DFlash(BlockHead):
             if key in (config.value("dflash_config") or {}):
                 return Sign("field", key, name, drafts=False), key
         return None
+
+    def complete(self, config: Any) -> None:
+        """See `Drafter.complete`: JetSpec's heads call ``causal`` ``causal_head``."""
+        own = getattr(config, "dflash_config", None) or {}
+        if "causal_head" in own:
+            own.setdefault("causal", bool(own["causal_head"]))
 
     def problem(self, config: Fields) -> str | None:
         """See `Drafter.problem`."""

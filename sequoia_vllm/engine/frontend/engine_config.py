@@ -221,6 +221,7 @@ def apply(
     kind, settings = planned.drafter, planned.settings
     if kind.has_weights and not kind.is_targets_own:
         refuse_model(draft, "draft")
+    kind.complete(draft.hf_config)
     if kind.has_weights and not kind.is_head:  # heads bring no tokenizer
         settings = _with_vocabulary(settings, planned.config.draft_vocabulary, target, draft)
     settings.store(speculative_config)
