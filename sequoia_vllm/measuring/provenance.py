@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -24,18 +25,36 @@ Reports read it, so that its figures never pass for a trained model's.
 
 
 def provenance(**more: Any) -> dict[str, Any]:
-    """Arguments, time, versions, device and ``more``, as plain data."""
+    """Arguments, time, commit, versions, device and ``more``, as plain data."""
     from sequoia_vllm.engine.common.device_name import current_device_name
 
     return {
         "argv": ["sequoia-vllm", *sys.argv[1:]],
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": current_device_name(),
+        "git": git_revision(),
         "python": platform.python_version(),
         "versions": installed_versions(_PACKAGES),
         "preloaded": _preloaded(),
         **more,
     }
+
+
+def git_revision() -> str | None:
+    """The commit of this checkout, with "+" if tracked files differ; None: no checkout."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return commit + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def settings_as_data(settings: Any, **replaced: Any) -> dict[str, Any]:

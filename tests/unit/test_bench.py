@@ -43,6 +43,7 @@ from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.measuring import provenance
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.step_recorder import StepRecorder
 from sequoia_vllm.tree import TokenTree
@@ -583,15 +584,15 @@ def test_git_revision(tmp_path, monkeypatch):
 
     package = tmp_path / "sequoia_vllm" / "bench"
     package.mkdir(parents=True)
-    monkeypatch.setattr(run, "__file__", str(package / "run.py"))
-    assert run.git_revision() is None
+    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+    assert provenance.git_revision() is None
     (tmp_path / "file").write_text("one")
     git("init")
     git("add", "file")
     git("commit", "-m", "one")
-    assert run.git_revision() == git("rev-parse", "HEAD")
+    assert provenance.git_revision() == git("rev-parse", "HEAD")
     (tmp_path / "file").write_text("two")
-    assert run.git_revision() == git("rev-parse", "HEAD") + "+"
+    assert provenance.git_revision() == git("rev-parse", "HEAD") + "+"
 
 
 # -- limits ------------------------------------------------------------------------------------
