@@ -9,8 +9,6 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from sequoia_vllm.errors import SequoiaError
 
 if TYPE_CHECKING:
@@ -19,6 +17,11 @@ if TYPE_CHECKING:
 
 FORMATS = (".svg", ".png", ".pdf")
 INK, GREY, PALE, GRID = "#222222", "#767676", "#b5b5b5", "#e4e4e4"
+_COLOURS = {
+    "plain": (PALE,),
+    "chain": ("#e9a23b", "#b9651b", "#7a4419"),
+    "sequoia": ("#12827c", "#5a4fa3", "#2b3a67"),
+}
 
 
 class FigureError(SequoiaError, ImportError):
@@ -39,13 +42,18 @@ def check_format(path: Path) -> None:
         raise FigureFormatError(f"cannot draw to {path}: name a file ending in .svg, .png or .pdf")
 
 
+def has_matplotlib() -> bool:
+    """Whether pictures can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def require_matplotlib() -> None:
     """Says how to get matplotlib; for commands that would draw after a long measurement.
 
     Raises:
         FigureError: If it is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         raise FigureError("pictures need matplotlib: pip install matplotlib")
 
 
@@ -93,9 +101,11 @@ def draw_grid(axes: Axes, along: Literal["x", "y", "both"]) -> None:
     axes.set_axisbelow(True)
 
 
-def shades(count: int) -> list[str]:
-    """This many colours in an order that can be seen, the palest first."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
+def colour_of(kind: str, number: int = 0) -> str:
+    """The colour of a method in all pictures.
 
-    return [to_hex(colormaps["viridis"](share)) for share in np.linspace(0.8, 0.1, count)]
+    Args:
+        kind: "plain", "chain" or "sequoia".
+        number: Which of several methods of this kind, from 0.
+    """
+    return _COLOURS[kind][number % len(_COLOURS[kind])]

@@ -12,6 +12,7 @@ import typer
 
 from sequoia_vllm.cli.common import console, new_table, note
 from sequoia_vllm.cli.measuring import measuring
+from sequoia_vllm.figures import has_matplotlib
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_names
@@ -157,6 +158,12 @@ def tune_pair(
         entry = entry.model_copy(update={"verification": method})
     path = tuned_tree.save_tuned(library, pair, entry)
     best = tuned_tree.best_tree_at_any_price(vector, times, context)
+    drawn = entry.tree.size > 1 and has_matplotlib()
+    if drawn:
+        from sequoia_vllm.cli.tree.view import plot_tree
+
+        title = " with ".join(Path(name).name for name in (pair.target, pair.draft))
+        plot_tree(entry.tree, vector.vector, title, files.directory / "tree.svg")
     return {
         "device": pair.device,
         "target": pair.target,
@@ -178,6 +185,7 @@ def tune_pair(
         },
         "file": str(path),
         "measurements": str(files.directory),
+        "picture": str(files.directory / "tree.svg") if drawn else None,
         "now_used": _now_used(pair),
         "command": _serve_command(pair, engine.offload),
     }
@@ -316,3 +324,5 @@ def print_report(report: dict[str, Any]) -> None:
     console().print(f"In use from now on: {report['now_used']}", **plain)
     console().print(report["command"], **plain)
     note(f"the tree is in {report['file']}, what was measured in {report['measurements']}")
+    if report["picture"]:
+        note(f"the tree is drawn in {report['picture']}")
