@@ -42,18 +42,13 @@ def check_format(path: Path) -> None:
         raise FigureFormatError(f"cannot draw to {path}: name a file ending in .svg, .png or .pdf")
 
 
-def has_matplotlib() -> bool:
-    """Whether pictures can be drawn."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def require_matplotlib() -> None:
     """Says how to get matplotlib; for commands that would draw after a long measurement.
 
     Raises:
         FigureError: If it is not installed.
     """
-    if not has_matplotlib():
+    if importlib.util.find_spec("matplotlib") is None:
         raise FigureError("pictures need matplotlib: pip install matplotlib")
 
 
@@ -86,15 +81,6 @@ def save_figure(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=150, metadata=metadata)
 
 
-def draw_headline(axes: Axes, title: str, subtitle: str) -> None:
-    """Writes a bold title above a panel, and a grey line below the title."""
-    axes.set_title(f"{title}\n", loc="left", color=INK, fontsize=11, fontweight="bold")
-    axes.annotate(
-        subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points",
-        color=GREY, fontsize=9,
-    )  # fmt: skip
-
-
 def draw_grid(axes: Axes, along: Literal["x", "y", "both"]) -> None:
     """Pale lines behind what is drawn, at the ticks of these axes."""
     axes.grid(axis=along, color=GRID, linewidth=0.8)
@@ -102,10 +88,5 @@ def draw_grid(axes: Axes, along: Literal["x", "y", "both"]) -> None:
 
 
 def colour_of(kind: str, number: int = 0) -> str:
-    """The colour of a method in all pictures.
-
-    Args:
-        kind: "plain", "chain" or "sequoia".
-        number: Which of several methods of this kind, from 0.
-    """
+    """The colour of a plain, chain or sequoia method in all pictures; ``number`` counts a kind."""
     return _COLOURS[kind][number % len(_COLOURS[kind])]

@@ -83,11 +83,7 @@ def measure(
     opener: Opener | None = None,
     watch: Watch | None = None,
 ) -> BenchRuns:
-    """Measures every method in every case.
-
-    Args:
-        opener: Starts the engines; None: `open_engines`.
-        watch: Sees rounds while others still have to run; None: nobody looks.
+    """Measures every method in every case; ``opener`` starts the engines, None: `open_engines`.
 
     Raises:
         BenchError, CalibrationError: If engines cannot start, or the settings leave nothing to
@@ -113,11 +109,9 @@ def measure(
             found.search = search_chains(settings, plain, room, one_opened, report)
             chains = found.search.methods(settings.engine.draft)
             engines |= stack.enter_context(opened(chains))
-        chosen = found.search
+        chosen, draft = found.search, settings.engine.draft
         methods = {
-            case: settings.methods_in(
-                case, chosen.methods(settings.engine.draft, case) if chosen else ()
-            )
+            case: settings.methods_in(case, chosen.methods(draft, case) if chosen else ())
             for case in settings.cases
         }
         turns = Turns(report, settings.rounds * sum(map(len, methods.values())))

@@ -35,7 +35,7 @@ from sequoia_vllm.cli.measuring import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sequoia_vllm.bench.report import BenchReport, Mismatch, Result, SearchedChain
+    from sequoia_vllm.bench.report import BenchReport, GreedyCheck, Mismatch, Result, SearchedChain
     from sequoia_vllm.prompts import Prompt
 
 MISMATCH = 1  # exit code
@@ -131,7 +131,10 @@ def bench(
 
         plot_speeds(report, plot)
         note(f"drawn to {plot}")
-    _finish(report, as_json)
+    print_json(report.to_dict()) if as_json else print_report(report)
+    if report.greedy is not None and not report.greedy.passed:
+        wrong = next(m for m in report.greedy.mismatches if not m.near_tie)
+        fail(f"greedy output differs from plain vLLM's: {_described_mismatch(wrong)}", MISMATCH)
 
 
 def _compared(options: dict[str, Any]) -> dict[str, Any]:
@@ -184,16 +187,6 @@ def _paths(text: str | None) -> list[Path]:
     return [Path(part.strip()) for part in text.split(",")] if text else []
 
 
-def _finish(report: BenchReport, as_json: bool) -> None:
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        print_report(report)
-    if report.greedy is not None and not report.greedy.passed:
-        wrong = next(m for m in report.greedy.mismatches if not m.near_tie)
-        fail(f"greedy output differs from plain vLLM's: {_described_mismatch(wrong)}", MISMATCH)
-
-
 def print_report(report: BenchReport) -> None:
     """Prints speeds, time splits, the greedy check, and all remarks."""
     out = console()
@@ -201,24 +194,31 @@ def print_report(report: BenchReport) -> None:
         f"{report.target.name} with {report.draft.name}, {report.dtype}, on {report.device}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    out.print(_speeds(report.results))
+    out.print(speeds_table(report.results))
     if report.searched is not None:
         out.print(_searched(report.searched))
     out.print(_splits(report.results))
-    if (check := report.greedy) is not None:
-        out.print(f"Greedy output identical to plain vLLM's: {check.identical} of {check.compared}")
-        for mismatch in check.mismatches:
-            near = f"a near-tie (within {check.bound} nats)"
-            verdict = near if mismatch.near_tie else "an error"
-            words = f"  {_described_mismatch(mismatch)}: {verdict}"
-            out.print(words, highlight=False, soft_wrap=True)
+    if report.greedy is not None:
+        print_check(report.greedy)
     said = [one.note for one in report.results if one.note and not one.is_plain]
     for line in dict.fromkeys([*said, *report.notes]):
         mark = "*" if line in said else "note:"
         out.print(f"{mark} {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _speeds(results: list[Result]) -> Table:
+def print_check(check: GreedyCheck) -> None:
+    """Prints how many greedy outputs were plain vLLM's, and where others differ."""
+    out = console()
+    out.print(f"Greedy output identical to plain vLLM's: {check.identical} of {check.compared}")
+    for mismatch in check.mismatches:
+        near = f"a near-tie (within {check.bound} nats)"
+        verdict = near if mismatch.near_tie else "an error"
+        words = f"  {_described_mismatch(mismatch)}: {verdict}"
+        out.print(words, highlight=False, soft_wrap=True)
+
+
+def speeds_table(results: list[Result]) -> Table:
+    """Speeds by temperature, batch size and method, with marks."""
     predicted = any(result.predicted for result in results)
     table = new_table(
         "T", "batch", "method", "tokens/s", "speed", "tokens per step", "step ms",

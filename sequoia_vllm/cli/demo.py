@@ -14,15 +14,8 @@ from rich.markup import escape
 
 from sequoia_vllm.bench.methods import SERVED
 from sequoia_vllm.checkout import find_checkout
-from sequoia_vllm.cli.common import (
-    console,
-    error_console,
-    fail,
-    friendly_errors,
-    new_table,
-    note,
-    print_json,
-)
+from sequoia_vllm.cli.bench import print_check, speeds_table
+from sequoia_vllm.cli.common import console, error_console, fail, friendly_errors, note, print_json
 from sequoia_vllm.cli.measuring import (
     DraftOption,
     DtypeOption,
@@ -36,11 +29,10 @@ from sequoia_vllm.measuring.interrupts import processes_end_here
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sequoia_vllm.bench.measure import MethodRuns
+    from sequoia_vllm.bench.measure import MethodRuns, Watch
     from sequoia_vllm.bench.methods import Method
     from sequoia_vllm.bench.report import Result
     from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun
-    from sequoia_vllm.measuring.engines import EngineSpec
 
 
 _PACKAGE = Path(__file__).parents[1]
@@ -98,9 +90,7 @@ def chat_pair() -> DemoPair:
     return DemoPair(str(target), str(draft), None, SERVED)
 
 
-_CHAINS = "1,2,4"
-_TEMPERATURES = (0.0, 0.7)
-_ROUNDS = 3
+_CHAINS, _TEMPERATURES, _ROUNDS = "1,2,4", (0.0, 0.7), 3
 
 
 def demo(
@@ -147,6 +137,7 @@ def demo(
     with friendly_errors():
         pair = EMBEDDED if target or draft or small_pair else chat_pair()
         target, draft = target or pair.target, draft or pair.draft
+        from sequoia_vllm.bench.engines import most_engines
         from sequoia_vllm.bench.methods import methods
         from sequoia_vllm.bench.rounds import BenchSettings
         from sequoia_vllm.bench.run import chain_samples_wrongly
@@ -154,7 +145,8 @@ def demo(
         from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
         spec = EngineSpec(target, draft, dtype=dtype, kv_cache_gib=0.25)
-        chain = chain or _chains_with_room(spec)
+        room = most_engines(spec)
+        chain = chain or (_CHAINS if room is None or room >= 5 else "2")
         compared = methods(draft, chain.split(","), [tree or pair.tree])
         texts = load_prompts(prompts or pair.prompts, num_prompts)
         check_models(target, draft)
@@ -175,17 +167,6 @@ def demo(
         _compare(settings, asked, as_json)
 
 
-def _chains_with_room(spec: EngineSpec) -> str:
-    """The lengths of chains for which the machine has memory, beside two other engines."""
-    from sequoia_vllm.bench.engines import most_engines
-
-    room = most_engines(spec)
-    if room is None or room >= 2 + len(_CHAINS.split(",")):
-        return _CHAINS
-    note(f"memory for {room} engines: of vLLM's chains only the one of 2 drafts runs")
-    return "2"
-
-
 def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
     from sequoia_vllm.bench.measure import measure
     from sequoia_vllm.bench.report import disagreement
@@ -193,12 +174,14 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
     from sequoia_vllm.measuring.provenance import provenance
 
     with measuring("demo:", "interrupted") as report:
-        found = measure(settings, report, watch=None if as_json else Answers(asked))
+        found = measure(settings, report, watch=None if as_json else answers_shown(asked))
     greedy, sampled = found.runs.values()
     shown = results(found, lambda *_: None, chain_is_wrong=False)
     parts = shown[: len(greedy)], shown[len(greedy) :]
-    identical = [_identical(one, greedy[0]) for one in greedy]
-    said = summary(parts[0], all(identical[-1]), found.dtype)
+    assert found.greedy is not None
+    differ = {mismatch.method for mismatch in found.greedy.mismatches}
+    identical = [one.method.name not in differ for one in greedy]
+    said = summary(parts[0], identical[-1], found.dtype)
     if as_json:
         stated = provenance()
         print_json(
@@ -209,46 +192,35 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
                 **{name: stated[name] for name in ("device", "versions")},
                 "runs": [_as_dict(*one) for one in zip(greedy, parts[0], strict=True)],
                 "sampled": [_as_dict(*one) for one in zip(sampled, parts[1], strict=True)],
-                "identical": [all(same) for same in identical],
+                "identical": identical,
             }
         )
     else:
-        _print(parts[0], identical, settings.engine.enforce_eager)
-        _print(parts[1], None, settings.engine.enforce_eager)
+        console().print(speeds_table(shown))
+        print_check(found.greedy)
     if (disturbed := disagreement(shown)) is not None:
         note(disturbed)
     if not as_json:
         console().print(said, soft_wrap=True)
-    if not all(identical[-1]) and found.dtype == "float32":
+    if not identical[-1] and found.dtype == "float32":
         fail("Sequoia's greedy output differs from plain vLLM's: please report this", code=1)
 
 
-class Answers:
+def answers_shown(asked: list[str]) -> Watch:
     """Shows each engine's first answer, and all of Sequoia's, as soon as they were measured."""
+    seen = set()
 
-    def __init__(self, asked: list[str]) -> None:
-        self._asked = asked
-        self._seen: set[str] = set()
-
-    def __call__(self, method: Method, case: EngineCase, one: RoundRun) -> None:
-        """Prints to standard error, beside the progress."""
-        if method.name in self._seen or case.temperature > 0:
+    def show(method: Method, case: EngineCase, one: RoundRun) -> None:
+        if method.name in seen or case.temperature > 0:
             return
-        self._seen.add(method.name)
+        seen.add(method.name)
         speed = f"{method.name}, {one.steady.tokens_per_second:.0f} tokens/s"
-        answers = [*zip(self._asked, one.texts, strict=True)]
-        for asked, text in answers if method.kind == "sequoia" else answers[:1]:
-            said = f"[dim]{speed}:[/] [bold]{escape(asked[-200:])}[/] {escape(text.strip())}"
+        answers = [*zip(asked, one.texts, strict=True)]
+        for question, text in answers if method.kind == "sequoia" else answers[:1]:
+            said = f"[dim]{speed}:[/] [bold]{escape(question[-200:])}[/] {escape(text.strip())}"
             error_console().print(said, highlight=False, soft_wrap=True)
 
-
-def _identical(runs: MethodRuns, plain: MethodRuns) -> list[bool]:
-    """Whether each prompt's output equals plain vLLM's in every round."""
-    expected = plain.rounds[0].token_ids
-    return [
-        all(one.token_ids[prompt] == tokens for one in runs.rounds)
-        for prompt, tokens in enumerate(expected)
-    ]
+    return show
 
 
 def summary(greedy: Sequence[Result], identical: bool, dtype: str) -> str:
@@ -272,31 +244,6 @@ def summary(greedy: Sequence[Result], identical: bool, dtype: str) -> str:
 
 
 def _as_dict(runs: MethodRuns, result: Result) -> dict[str, Any]:
-    last = runs.rounds[-1]
-    names = {"method", "tokens_per_second", "speedup", "tokens_per_step", "note"}
-    shown = result.model_dump(include=names)
+    last, names = runs.rounds[-1], "method tokens_per_second speedup tokens_per_step note"
+    shown = result.model_dump(include=set(names.split()))
     return {**shown, "texts": last.texts, "token_ids": last.token_ids, "stats": last.counters}
-
-
-def _print(results: list[Result], identical: list[list[bool]] | None, eager: bool) -> None:
-    """Prints one temperature's table; ``identical`` is None for sampled outputs."""
-    from sequoia_vllm.bench.methods import Kind
-
-    temperature = results[0].temperature
-    columns = ("tokens per step", "tokens/s", "speed", "identical to plain")
-    compiled = ", not compiled" if eager else ""
-    title = f"Temperature {temperature:g}: median and range of {_ROUNDS} rounds{compiled}"
-    table = new_table("engine", *columns, title=title, left=["engine"])
-    has_choice = sum(one.kind is Kind.CHAIN for one in results) > 1
-    for row, one in enumerate(results):
-        table.add_row(
-            one.method + (" +" if has_choice and one.best_chain else ""),
-            f"{one.tokens_per_step:.2f}",
-            f"{one.tokens_per_second.median:.0f}",
-            one.speed_in_words,
-            f"{sum(identical[row])} of {len(identical[row])}" if identical else "",
-        )
-    console().print(table)
-    remarks = ["+: the fastest of these chains"] if has_choice else []
-    for remark in [*remarks, *{one.note: 0 for one in results if one.note}]:
-        console().print(remark, soft_wrap=True)

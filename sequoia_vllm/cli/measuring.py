@@ -41,17 +41,16 @@ PromptsOption = Annotated[
 RawPromptsOption = Annotated[
     bool, typer.Option("--raw-prompts", help="Leave the target's chat template out.")
 ]
-DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
+_DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 
 
-def check_dtype(dtype: str) -> str:
-    """Returns the dtype if vLLM has it, else ends the command."""
-    if dtype not in DTYPES:
-        fail(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
+def _known_dtype(dtype: str) -> str:
+    if dtype not in _DTYPES:
+        fail(f"--dtype {dtype!r}: give one of {', '.join(_DTYPES)}")
     return dtype
 
 
-DtypeOption = Annotated[str, typer.Option(help="vLLM's dtype.", callback=check_dtype)]
+DtypeOption = Annotated[str, typer.Option(help="vLLM's dtype.", callback=_known_dtype)]
 EagerOption = Annotated[bool, typer.Option("--eager", help="Do not compile: starts faster.")]
 CacheOption = Annotated[
     float, typer.Option("--kv-cache-gib", min=0, help="KV cache of each engine, GiB.")

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,18 +44,11 @@ def provenance(**more: Any) -> dict[str, Any]:
 def git_revision() -> str | None:
     """The commit of this checkout, with "+" if tracked files differ; None: no checkout."""
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return commit + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(root: Path, *words: str) -> str:
-    command = ["git", "-C", str(root), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    words = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+    with suppress(OSError, subprocess.CalledProcessError):
+        if (root / ".git").exists():
+            return subprocess.check_output(["git", "-C", root, *words], text=True).strip()
+    return None
 
 
 def settings_as_data(settings: Any, **replaced: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sequoia_vllm.bench.methods import SERVED, plain, sequoia
 from sequoia_vllm.bench.report import Result, Spread
 from sequoia_vllm.bench.rounds import EngineCase, RoundRun, Steady
 from sequoia_vllm.cli import app, demo
-from sequoia_vllm.cli.demo import MODELS, Answers, chat_pair, shipped_models, summary
+from sequoia_vllm.cli.demo import MODELS, answers_shown, chat_pair, shipped_models, summary
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ class TestChatPair:
 
 def test_answers_are_shown_while_others_are_measured(capsys):
     """Once for each engine, greedy; markup in them is text."""
-    show, greedy = Answers(["Why?", "How?"]), EngineCase(1, 0.0)
+    show, greedy = answers_shown(["Why?", "How?"]), EngineCase(1, 0.0)
     steady = Steady([1], 1, 0.5, 1)
     one = RoundRun(steady, 1.0, [[1], [2]], ["\nA fox [bold] swims.", "So."], {}, None)
     for method, case in (
@@ -130,12 +130,6 @@ def test_answers_are_shown_while_others_are_measured(capsys):
         "Sequoia, 2 tokens/s: Why? A fox [bold] swims.",
         "Sequoia, 2 tokens/s: How? So.",
     ]
-
-
-@pytest.mark.parametrize(("room", "chains"), [(None, "1,2,4"), (5, "1,2,4"), (4, "2")])
-def test_chains_run_as_far_as_memory_goes(room, chains, monkeypatch):
-    monkeypatch.setattr("sequoia_vllm.bench.engines.most_engines", lambda _: room)
-    assert demo._chains_with_room(None) == chains
 
 
 def measured(method: str, low: float, median: float, high: float, drafted=1.0) -> Result:
