@@ -23,16 +23,22 @@ export PYTHONDONTWRITEBYTECODE =
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml
+# What serves: all that the demo needs.
+$(VENV)/.serves: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[cpu,ray,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[cpu]'
 	$(BIN)/sequoia-vllm setup-cpu
+	touch $@
+
+# Without `cpu`: pip would install again what `setup-cpu` uninstalled.
+$(VENV)/.ready: $(VENV)/.serves
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[ray,dev]'
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps \
 	  --target $(VENV)/torchvision-for-tests '$(TORCHVISION)'
 	touch $@
 
 # The packages that read the real model's file; without them the demo says what is missing.
-demo: setup
+demo: $(VENV)/.serves
 	$(BIN)/python -c 'import gguf, accelerate' 2> /dev/null || \
 	  $(BIN)/python -m pip install --quiet --no-compile --retries 2 --editable '.[smollm2]' || true
 	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo

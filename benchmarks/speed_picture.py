@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from sequoia_vllm.cli.common import friendly_errors
-from sequoia_vllm.figures import GREY, INK, PALE, draw_grid, new_figure, save_figure, shades
+from sequoia_vllm.figures import GREY, INK, colour_of, draw_grid, new_figure, save_figure
 
 _WIDTH = 0.84  # of a group of bars, where groups are 1 apart
 
@@ -31,7 +31,10 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     Dots are rounds over plain vLLM's round, and bars are medians of them.
     """
     figure, [axes] = new_figure(7.6, 3.2, 1)
-    colours = [PALE, *shades(max(3, len(measured["methods"]) - 1))]
+    chains = len(measured["methods"]) - 2
+    colours = [
+        colour_of("plain"), *(colour_of("chain", n) for n in range(chains)), colour_of("sequoia")
+    ]  # fmt: skip
     width = _WIDTH / len(measured["methods"])
     for group, row in enumerate(measured["speeds"]):
         for index, ratios in enumerate(speedups(row)):
@@ -39,7 +42,8 @@ def draw(measured: dict[str, Any], path: Path) -> None:
             name = measured["methods"][index] if group == 0 else None
             axes.bar(place, median(ratios), 0.93 * width, color=colours[index], label=name)
             axes.plot(
-                [place] * len(ratios), ratios, linestyle="", marker="o", markersize=2.5, color=INK,
+                [place] * len(ratios), ratios, linestyle="", marker="o", markersize=3.5, color=INK,
+                markeredgecolor="white", markeredgewidth=0.6,
             )  # fmt: skip
             axes.annotate(
                 f"{median(ratios):.2f}", (place, max(ratios)), xytext=(0, 4),
@@ -52,7 +56,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     draw_grid(axes, "y")
     axes.set_ylabel("speed over plain vLLM", fontsize=9)
     axes.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=len(measured["methods"]))
-    figure.supxlabel(f"{measured['device']}; {measured['pair']}", fontsize=8, color=GREY)
+    figure.supxlabel(f"{measured['device']}\n{measured['pair']}", fontsize=8, color=GREY)
     save_figure(figure, path)
 
 

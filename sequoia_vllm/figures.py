@@ -9,8 +9,6 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from sequoia_vllm.errors import SequoiaError
 
 if TYPE_CHECKING:
@@ -19,6 +17,11 @@ if TYPE_CHECKING:
 
 FORMATS = (".svg", ".png", ".pdf")
 INK, GREY, PALE, GRID = "#222222", "#767676", "#b5b5b5", "#e4e4e4"
+_COLOURS = {
+    "plain": (PALE,),
+    "chain": ("#e9a23b", "#b9651b", "#7a4419"),
+    "sequoia": ("#12827c", "#5a4fa3", "#2b3a67"),
+}
 
 
 class FigureError(SequoiaError, ImportError):
@@ -78,24 +81,12 @@ def save_figure(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=150, metadata=metadata)
 
 
-def draw_headline(axes: Axes, title: str, subtitle: str) -> None:
-    """Writes a bold title above a panel, and a grey line below the title."""
-    axes.set_title(f"{title}\n", loc="left", color=INK, fontsize=11, fontweight="bold")
-    axes.annotate(
-        subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points",
-        color=GREY, fontsize=9,
-    )  # fmt: skip
-
-
 def draw_grid(axes: Axes, along: Literal["x", "y", "both"]) -> None:
     """Pale lines behind what is drawn, at the ticks of these axes."""
     axes.grid(axis=along, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
 
 
-def shades(count: int) -> list[str]:
-    """This many colours in an order that can be seen, the palest first."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    return [to_hex(colormaps["viridis"](share)) for share in np.linspace(0.8, 0.1, count)]
+def colour_of(kind: str, number: int = 0) -> str:
+    """The colour of a plain, chain or sequoia method in all pictures; ``number`` counts a kind."""
+    return _COLOURS[kind][number % len(_COLOURS[kind])]

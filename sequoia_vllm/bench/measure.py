@@ -24,6 +24,8 @@ Opener = Callable[
     AbstractContextManager[dict[str, BenchEngine]],
 ]
 """Starts engines, like `engines.open_engines`."""
+Watch = Callable[[Method, EngineCase, RoundRun], None]
+"""Called with each round as soon as it was measured."""
 # Log-probability gap (nats) that rounding may reverse: two units in the last place of a logit
 # between 16 and 32, in this dtype.
 NEAR_TIE = {"bfloat16": 0.25, "float16": 0.03125}
@@ -76,7 +78,10 @@ class Turns:
 
 
 def measure(
-    settings: BenchSettings, progress: Progress | None = None, opener: Opener | None = None
+    settings: BenchSettings,
+    progress: Progress | None = None,
+    opener: Opener | None = None,
+    watch: Watch | None = None,
 ) -> BenchRuns:
     """Measures every method in every case; ``opener`` starts the engines, None: `open_engines`.
 
@@ -98,21 +103,20 @@ def measure(
     with ExitStack() as stack:
         room = _room_for_chains(settings)
         engines = stack.enter_context(opened(settings.methods))
-        first, *others = settings.methods
-        plain = engines[first.name]
+        plain = engines[settings.methods[0].name]
         found = BenchRuns(plain.dtype)
         if settings.search_chains:
             found.search = search_chains(settings, plain, room, one_opened, report)
             chains = found.search.methods(settings.engine.draft)
             engines |= stack.enter_context(opened(chains))
-        chosen = found.search
+        chosen, draft = found.search, settings.engine.draft
         methods = {
-            case: [first, *(chosen.methods(settings.engine.draft, case) if chosen else ()), *others]
+            case: settings.methods_in(case, chosen.methods(draft, case) if chosen else ())
             for case in settings.cases
         }
         turns = Turns(report, settings.rounds * sum(map(len, methods.values())))
         for case in settings.cases:
-            found.runs[case] = _measure_case(settings, case, methods[case], engines, turns)
+            found.runs[case] = _measure_case(settings, case, methods[case], engines, turns, watch)
             if case.temperature == 0:
                 _check_outputs(settings, case, found, plain)
     return found
@@ -143,6 +147,7 @@ def _measure_case(
     methods: Sequence[Method],
     engines: Mapping[str, BenchEngine],
     turns: Turns,
+    watch: Watch | None,
 ) -> list[MethodRuns]:
     where = f"T={case.temperature:g}, batch {case.batch_size}"
     runs: dict[str, MethodRuns] = {}
@@ -157,6 +162,8 @@ def _measure_case(
             one = run_round(engines[method.name], settings.prompts, case, settings.max_tokens)
             runs[method.name].rounds.append(one)
             turns.done += 1
+            if watch is not None:
+                watch(method, case, one)
     return list(runs.values())
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sequoia_vllm.bench.methods import Kind
-from sequoia_vllm.figures import GREY, draw_grid, new_figure, save_figure, shades
+from sequoia_vllm.figures import GREY, colour_of, draw_grid, new_figure, save_figure
 from sequoia_vllm.json_file import FileModel
 
 MOST_SPREAD = 1.15
@@ -237,10 +237,10 @@ def plot_speeds(report: BenchReport, path: Path) -> None:
     for result in shown(report.results):
         name = "vLLM's best chain" if result.kind is Kind.CHAIN else result.method
         lines.setdefault(name, []).append(result)
-    chain, *trees = shades(max(3, len(lines) - 1))
-    colours = {Kind.PLAIN: iter([GREY]), Kind.CHAIN: iter([chain]), Kind.SEQUOIA: iter(trees)}
+    kinds = [results[0].kind for results in lines.values()]
     for number, (name, results) in enumerate(lines.items()):
-        colour, shift = next(colours[results[0].kind]), 0.06 * (number - (len(lines) - 1) / 2)
+        colour = colour_of(kinds[number], kinds[:number].count(kinds[number]))
+        shift = 0.06 * (number - (len(lines) - 1) / 2)
         for axes, temperature in zip(panels, temperatures, strict=True):
             of_panel = [result for result in results if result.temperature == temperature]
             rates = [(one.tokens_per_second, one.batch_size) for one in of_panel]
@@ -262,6 +262,8 @@ def plot_speeds(report: BenchReport, path: Path) -> None:
     panels[0].set_ylabel("tokens/s of a request")
     panels[-1].legend(frameon=False, fontsize=9.5)
     said = "; synthetic target" if report.target.grown_from else ""
-    names = " with ".join(Path(model.name).name for model in (report.target, report.draft))
+    # A folder's own name is often no more than "target".
+    paths = (Path(model.name).parts[-2:] for model in (report.target, report.draft))
+    names = " with ".join(map("/".join, paths))
     figure.supxlabel(f"{names}, {report.dtype}{said}\n{report.device}", fontsize=8, color=GREY)
     save_figure(figure, path)

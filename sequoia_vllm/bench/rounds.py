@@ -6,7 +6,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from sequoia_vllm.bench.engines import Arrival, BenchEngine, engine_options
-from sequoia_vllm.bench.methods import BenchError, Method
+from sequoia_vllm.bench.methods import BenchError, Kind, Method
 from sequoia_vllm.measuring.engines import EngineSpec, wait_for_quiet
 
 MOST_CHAIN_DRAFTS = 8
@@ -33,6 +33,7 @@ class BenchSettings:
         prompts: Token ids; every round completes all of them.
         batch_sizes: Requests at once; prompts are repeated to fill a batch.
         temperatures: Temperatures to measure at; 0 is greedy.
+        sampled_chains: Run vLLM's chains above temperature 0, too.
     """
 
     engine: EngineSpec
@@ -44,6 +45,13 @@ class BenchSettings:
     temperatures: tuple[float, ...] = (0.0,)
     max_tokens: int = 64
     rounds: int = 3
+    sampled_chains: bool = True
+
+    def methods_in(self, case: EngineCase, found: Sequence[Method] = ()) -> list[Method]:
+        """The methods to run in a case: plain vLLM, chains that were ``found``, all others."""
+        first, *others = self.methods
+        chains = case.temperature == 0 or self.sampled_chains
+        return [x for x in (first, *found, *others) if chains or x.kind is not Kind.CHAIN]
 
     @property
     def most_drafts(self) -> int:

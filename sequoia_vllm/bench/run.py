@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +129,6 @@ def run_bench(
     engine = settings.engine
     found = measure(settings, progress, opener)
     stated = provenance(
-        git=git_revision(),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         environment={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
@@ -271,23 +269,6 @@ def synthetic_note(model: BenchModel) -> str | None:
         "what the small model does: speeds are those of a larger model whose draft is accepted as "
         "often as the small pair's."
     )
-
-
-def git_revision() -> str | None:
-    """The commit of this checkout, with "+" if tracked files differ; None: no checkout."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return commit + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(root: Path, *words: str) -> str:
-    command = ["git", "-C", str(root), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def chain_samples_wrongly() -> bool:

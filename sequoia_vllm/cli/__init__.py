@@ -49,6 +49,10 @@ def shown_as_written(command: Any) -> Any:
     for param in command.params:
         if getattr(param, "help", None):
             param.help = escape(param.help)
+            # Bounds in a column of their own leave no room for options' names.
+            if bounds_said := getattr(param, "_get_number_range_help_str", lambda: None)():
+                param.help += f" ({bounds_said})"
+                param._get_number_range_help_str = lambda: None
         bounds = (getattr(param, "min", None), getattr(param, "max", None))
         if param.metavar is None and bounds != (None, None):
             is_float = any(isinstance(value, float) for value in (*bounds, param.default))

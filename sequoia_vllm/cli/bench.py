@@ -35,8 +35,7 @@ from sequoia_vllm.cli.measuring import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sequoia_vllm.bench.report import BenchReport, Mismatch, Result, SearchedChain
-    from sequoia_vllm.bench.rounds import BenchSettings
+    from sequoia_vllm.bench.report import BenchReport, GreedyCheck, Mismatch, Result, SearchedChain
     from sequoia_vllm.prompts import Prompt
 
 MISMATCH = 1  # exit code
@@ -108,15 +107,18 @@ def bench(
     check_output("--output", output)
     if (profile is None) != (acceptance is None):
         fail("give both --profile and --acceptance, or neither")
+    from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.bench.run import PredictionBasis, run_bench
-    from sequoia_vllm.prompts import load_prompts
+    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
     with friendly_errors():
         if plot is not None:
             check_plot(plot)
-        check_models(target, draft)
+        compared = _compared(options)
         chosen = load_prompts(prompts, num_prompts)
-        settings = _settings(options, chosen)
+        check_models(target, draft)
+        encoded = tuple(encode_prompts(chosen, load_tokenizer(target), raw=raw_prompts))
+        settings = BenchSettings(engine_spec(options), prompts=encoded, **compared)
         basis = None
         if profile is not None:
             basis = PredictionBasis.load(profile, _paths(acceptance), settings.middle_context)
@@ -129,31 +131,30 @@ def bench(
 
         plot_speeds(report, plot)
         note(f"drawn to {plot}")
-    _finish(report, as_json)
+    print_json(report.to_dict()) if as_json else print_report(report)
+    if report.greedy is not None and not report.greedy.passed:
+        wrong = next(m for m in report.greedy.mismatches if not m.near_tie)
+        fail(f"greedy output differs from plain vLLM's: {_described_mismatch(wrong)}", MISMATCH)
 
 
-def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
+def _compared(options: dict[str, Any]) -> dict[str, Any]:
+    """What the options compare: fields of `BenchSettings`. It loads nothing, so typos end here."""
     from sequoia_vllm.bench.methods import methods
-    from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.hardware.cost import check_batch_sizes
-    from sequoia_vllm.prompts import encode_prompts, load_tokenizer
 
-    sizes = list(numbers("--batch-sizes", options["batch_sizes"]))
     chain = options["chain"]
     chains = [] if chain in (BEST, NONE) else chain.split(",")
     trees = [tree.strip() for tree in options["trees"].split(",")]
-    acceptance = _paths(options["acceptance"])
-    tokenizer = load_tokenizer(options["target"])
-    return BenchSettings(
-        engine_spec(options),
-        methods=tuple(methods(options["draft"], chains, trees, next(iter(acceptance), None))),
-        search_chains=chain == BEST,
-        prompts=tuple(encode_prompts(prompts, tokenizer, raw=options["raw_prompts"])),
-        batch_sizes=tuple(check_batch_sizes(sizes)),
-        temperatures=_temperatures(options["temperature"]),
-        max_tokens=options["max_tokens"],
-        rounds=options["rounds"],
-    )
+    acceptance = next(iter(_paths(options["acceptance"])), None)
+    return {
+        "temperatures": _temperatures(options["temperature"]),
+        "batch_sizes": tuple(
+            check_batch_sizes([*numbers("--batch-sizes", options["batch_sizes"])])
+        ),
+        "methods": tuple(methods(options["draft"], chains, trees, acceptance)),
+        "search_chains": chain == BEST,
+        **{name: options[name] for name in ("max_tokens", "rounds")},
+    }
 
 
 def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:
@@ -186,16 +187,6 @@ def _paths(text: str | None) -> list[Path]:
     return [Path(part.strip()) for part in text.split(",")] if text else []
 
 
-def _finish(report: BenchReport, as_json: bool) -> None:
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        print_report(report)
-    if report.greedy is not None and not report.greedy.passed:
-        wrong = next(m for m in report.greedy.mismatches if not m.near_tie)
-        fail(f"greedy output differs from plain vLLM's: {_described_mismatch(wrong)}", MISMATCH)
-
-
 def print_report(report: BenchReport) -> None:
     """Prints speeds, time splits, the greedy check, and all remarks."""
     out = console()
@@ -203,33 +194,43 @@ def print_report(report: BenchReport) -> None:
         f"{report.target.name} with {report.draft.name}, {report.dtype}, on {report.device}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    out.print(_speeds(report.results))
+    out.print(speeds_table(report.results))
     if report.searched is not None:
         out.print(_searched(report.searched))
     out.print(_splits(report.results))
-    if (check := report.greedy) is not None:
-        out.print(f"Greedy output identical to plain vLLM's: {check.identical} of {check.compared}")
-        for mismatch in check.mismatches:
-            near = f"a near-tie (within {check.bound} nats)"
-            verdict = near if mismatch.near_tie else "an error"
-            words = f"  {_described_mismatch(mismatch)}: {verdict}"
-            out.print(words, highlight=False, soft_wrap=True)
-    said = [result.note for result in report.results if result.note]
-    for line in dict.fromkeys([*report.notes, *said]):
-        note(line)
+    if report.greedy is not None:
+        print_check(report.greedy)
+    said = [one.note for one in report.results if one.note and not one.is_plain]
+    for line in dict.fromkeys([*said, *report.notes]):
+        mark = "*" if line in said else "note:"
+        out.print(f"{mark} {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _speeds(results: list[Result]) -> Table:
+def print_check(check: GreedyCheck) -> None:
+    """Prints how many greedy outputs were plain vLLM's, and where others differ."""
+    out = console()
+    out.print(f"Greedy output identical to plain vLLM's: {check.identical} of {check.compared}")
+    for mismatch in check.mismatches:
+        near = f"a near-tie (within {check.bound} nats)"
+        verdict = near if mismatch.near_tie else "an error"
+        words = f"  {_described_mismatch(mismatch)}: {verdict}"
+        out.print(words, highlight=False, soft_wrap=True)
+
+
+def speeds_table(results: list[Result]) -> Table:
+    """Speeds by temperature, batch size and method, with marks."""
     predicted = any(result.predicted for result in results)
     table = new_table(
         "T", "batch", "method", "tokens/s", "speed", "tokens per step", "step ms",
         *(["predicted", "measured/predicted"] if predicted else []), left=["method"],
         title="Speed of decoding: medians of rounds (lowest to highest)",
-        caption="+ vLLM's best chain here; * see the notes",
+        caption="+ vLLM's best chain here; = plain: nothing was drafted; * see below",
     )  # fmt: skip
     for _, group in groupby(results, key=lambda result: (result.temperature, result.batch_size)):
         for number, result in enumerate(group):
-            marks = (" +" if result.best_chain else "") + (" *" if result.note else "")
+            marks = (" +" if result.best_chain else "") + (
+                " *" if result.note and not result.is_plain else ""
+            )
             table.add_row(
                 *(("", "") if number else (f"{result.temperature:g}", str(result.batch_size))),
                 escape(result.method) + marks,

@@ -20,6 +20,7 @@ USAGE_ERROR = 2
 _UNLIMITED = 10_000  # columns
 _MOST_SHOWN = 20_000  # bytes of engines' output to show after an error
 _terminal: TextIO | None = None  # the real standard error while engines' output is redirected
+_above_bar: Console | None = None  # prints above a progress bar, while there is one
 
 
 class _Console(Console):
@@ -57,6 +58,8 @@ def console() -> Console:
 
 def error_console() -> Console:
     """Standard error: notes, progress and errors, so that ``--json`` output stays clean."""
+    if _above_bar is not None:
+        return _above_bar
     return Console(stderr=True) if _terminal is None else Console(file=_terminal)
 
 
@@ -246,10 +249,15 @@ def _bar(description: str) -> Iterator[Report]:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     )  # fmt: skip
+    global _above_bar
     with Progress(*columns, console=error_console(), transient=True) as bar:
         task = bar.add_task(description, total=None)
 
         def report(what: str, done: int, total: int) -> None:
             bar.update(task, description=f"{description} {what}", completed=done, total=total)
 
-        yield report
+        _above_bar = bar.console
+        try:
+            yield report
+        finally:
+            _above_bar = None

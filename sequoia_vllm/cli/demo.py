@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -15,9 +14,11 @@ from rich.markup import escape
 
 from sequoia_vllm.bench.methods import SERVED
 from sequoia_vllm.checkout import find_checkout
-from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
+from sequoia_vllm.cli.bench import print_check, speeds_table
+from sequoia_vllm.cli.common import console, error_console, fail, friendly_errors, note, print_json
 from sequoia_vllm.cli.measuring import (
     DraftOption,
+    DtypeOption,
     TargetOption,
     check_models,
     measuring,
@@ -28,11 +29,10 @@ from sequoia_vllm.measuring.interrupts import processes_end_here
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import Console
-
-    from sequoia_vllm.bench.measure import MethodRuns
+    from sequoia_vllm.bench.measure import MethodRuns, Watch
+    from sequoia_vllm.bench.methods import Method
     from sequoia_vllm.bench.report import Result
-    from sequoia_vllm.bench.rounds import BenchSettings
+    from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun
 
 
 _PACKAGE = Path(__file__).parents[1]
@@ -90,9 +90,7 @@ def chat_pair() -> DemoPair:
     return DemoPair(str(target), str(draft), None, SERVED)
 
 
-TEMPERATURES = (0.0, 0.7)
-
-_ROUNDS = 3
+_CHAINS, _TEMPERATURES, _ROUNDS = "1,2,4", (0.0, 0.7), 3
 
 
 def demo(
@@ -108,9 +106,12 @@ def demo(
         typer.Option(help="Sequoia's tree, like bench's --trees; default with SmolLM2: served."),
     ] = "",
     chain: Annotated[
-        str, typer.Option(help="vLLM's chains, like bench's --chain; bench finds the best one.")
-    ] = "4",
-    dtype: Annotated[str, typer.Option(help="float32 makes identical output certain.")] = "float32",
+        str,
+        typer.Option(
+            help=f"vLLM's chains, like bench's --chain. Default {_CHAINS}; 2 if memory is short."
+        ),
+    ] = "",
+    dtype: DtypeOption = "float32",
     eager: Annotated[
         bool | None,
         typer.Option(
@@ -136,24 +137,31 @@ def demo(
     with friendly_errors():
         pair = EMBEDDED if target or draft or small_pair else chat_pair()
         target, draft = target or pair.target, draft or pair.draft
-        check_models(target, draft)
-        from vllm.platforms import current_platform
-
+        from sequoia_vllm.bench.engines import most_engines
         from sequoia_vllm.bench.methods import methods
         from sequoia_vllm.bench.rounds import BenchSettings
+        from sequoia_vllm.bench.run import chain_samples_wrongly
         from sequoia_vllm.measuring.engines import EngineSpec
         from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
+        spec = EngineSpec(target, draft, dtype=dtype, kv_cache_gib=0.25)
+        room = most_engines(spec)
+        chain = chain or (_CHAINS if room is None or room >= 5 else "2")
+        compared = methods(draft, chain.split(","), [tree or pair.tree])
+        texts = load_prompts(prompts or pair.prompts, num_prompts)
+        check_models(target, draft)
+        from vllm.platforms import current_platform
+
         if eager is None:
             eager = current_platform.is_cpu()
-        texts = load_prompts(prompts or pair.prompts, num_prompts)
         settings = BenchSettings(
-            EngineSpec(target, draft, dtype=dtype, enforce_eager=eager, kv_cache_gib=0.25),
-            methods=tuple(methods(draft, chain.split(","), [tree or pair.tree])),
+            replace(spec, enforce_eager=eager),
+            methods=tuple(compared),
             prompts=tuple(encode_prompts(texts, load_tokenizer(target))),
-            temperatures=TEMPERATURES,
+            temperatures=_TEMPERATURES,
             max_tokens=max_tokens,
             rounds=_ROUNDS,
+            sampled_chains=not chain_samples_wrongly(),
         )
         asked = [one.prompt or (one.messages or ())[-1].content for one in texts]
         _compare(settings, asked, as_json)
@@ -162,16 +170,18 @@ def demo(
 def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
     from sequoia_vllm.bench.measure import measure
     from sequoia_vllm.bench.report import disagreement
-    from sequoia_vllm.bench.run import chain_samples_wrongly, results
+    from sequoia_vllm.bench.run import results
     from sequoia_vllm.measuring.provenance import provenance
 
     with measuring("demo:", "interrupted") as report:
-        found = measure(settings, report)
+        found = measure(settings, report, watch=None if as_json else answers_shown(asked))
     greedy, sampled = found.runs.values()
-    shown = results(found, lambda *_: None, chain_is_wrong=chain_samples_wrongly())
+    shown = results(found, lambda *_: None, chain_is_wrong=False)
     parts = shown[: len(greedy)], shown[len(greedy) :]
-    identical = [_identical(one, greedy[0]) for one in greedy]
-    said = summary(*parts, settings.rounds, all(identical[-1]), found.dtype)
+    assert found.greedy is not None
+    differ = {mismatch.method for mismatch in found.greedy.mismatches}
+    identical = [one.method.name not in differ for one in greedy]
+    said = summary(parts[0], identical[-1], found.dtype)
     if as_json:
         stated = provenance()
         print_json(
@@ -182,104 +192,58 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
                 **{name: stated[name] for name in ("device", "versions")},
                 "runs": [_as_dict(*one) for one in zip(greedy, parts[0], strict=True)],
                 "sampled": [_as_dict(*one) for one in zip(sampled, parts[1], strict=True)],
-                "identical": [all(same) for same in identical],
+                "identical": identical,
             }
         )
     else:
-        _print_answers(asked, greedy, parts[0])
-        _print(parts[0], identical, settings.engine.enforce_eager)
-        _print(parts[1], None, settings.engine.enforce_eager)
+        console().print(speeds_table(shown))
+        print_check(found.greedy)
     if (disturbed := disagreement(shown)) is not None:
         note(disturbed)
     if not as_json:
         console().print(said, soft_wrap=True)
-    if not all(identical[-1]) and found.dtype == "float32":
+    if not identical[-1] and found.dtype == "float32":
         fail("Sequoia's greedy output differs from plain vLLM's: please report this", code=1)
 
 
-def _identical(runs: MethodRuns, plain: MethodRuns) -> list[bool]:
-    """Whether each prompt's output equals plain vLLM's in every round."""
-    expected = plain.rounds[0].token_ids
-    return [
-        all(one.token_ids[prompt] == tokens for one in runs.rounds)
-        for prompt, tokens in enumerate(expected)
-    ]
+def answers_shown(asked: list[str]) -> Watch:
+    """Shows each engine's first answer, and all of Sequoia's, as soon as they were measured."""
+    seen = set()
+
+    def show(method: Method, case: EngineCase, one: RoundRun) -> None:
+        if method.name in seen or case.temperature > 0:
+            return
+        seen.add(method.name)
+        speed = f"{method.name}, {one.steady.tokens_per_second:.0f} tokens/s"
+        answers = [*zip(asked, one.texts, strict=True)]
+        for question, text in answers if method.kind == "sequoia" else answers[:1]:
+            said = f"[dim]{speed}:[/] [bold]{escape(question[-200:])}[/] {escape(text.strip())}"
+            error_console().print(said, highlight=False, soft_wrap=True)
+
+    return show
 
 
-def summary(
-    greedy: Sequence[Result], sampled: Sequence[Result], rounds: int, identical: bool, dtype: str
-) -> str:
+def summary(greedy: Sequence[Result], identical: bool, dtype: str) -> str:
     """Tells in one sentence what Sequoia gained, and whether its output is the same."""
-    is_slower = greedy[-1].speedup.median < 1 and not greedy[-1].is_plain
-    slower = ", which is slower" if is_slower else ""
-    if identical:
-        output = "is identical to plain vLLM's, token for token"
-    elif dtype == "float32":
-        output = "differs from plain vLLM's, which is an error"
-    else:
-        output = f"differs from plain vLLM's, as rounding in {dtype} allows"
-    return (
-        f"On this machine Sequoia was {_gained(greedy)}{slower}, in {rounds} rounds, and its "
-        f"greedy output {output}; at temperature {TEMPERATURES[1]} it was {_gained(sampled)}; "
-        "an H100 gained 2.3x with one request, for SmolLM2 enlarged to 7.1B (docs/benchmarks.md)."
+    tree = greedy[-1]
+    gained = f"{tree.speedup.median:.2f}x as fast as plain vLLM ({tree.speedup.in_words})"
+    if tree.is_plain:
+        gained = "as fast as plain vLLM, as it drafted nothing"
+    elif tree.speedup.median < 1:
+        gained += ", which is slower"
+    chain = "".join(
+        f", vLLM's best {one.method} {one.speedup.median:.2f}x" for one in greedy if one.best_chain
     )
-
-
-def _gained(results: Sequence[Result]) -> str:
-    speedup = results[-1].speedup
-    if results[-1].is_plain:
-        return "as fast as plain vLLM, as it drafted nothing"
-    text = f"{speedup.median:.2f}x as fast as plain vLLM ({speedup.in_words})"
-    chains = [speedup.median / one.speedup.median for one in results if one.best_chain]
-    return text + "".join(f" and {one:.2f}x as fast as its chain" for one in chains)
+    if identical:
+        output = "are plain vLLM's, token for token"
+    elif dtype == "float32":
+        output = "differ from plain vLLM's, which is an error"
+    else:
+        output = f"differ from plain vLLM's, as rounding in {dtype} allows"
+    return f"On this machine Sequoia was {gained}{chain}, and its greedy answers {output}."
 
 
 def _as_dict(runs: MethodRuns, result: Result) -> dict[str, Any]:
-    last = runs.rounds[-1]
-    names = {"method", "tokens_per_second", "speedup", "tokens_per_step", "note"}
-    shown = result.model_dump(include=names)
+    last, names = runs.rounds[-1], "method tokens_per_second speedup tokens_per_step note"
+    shown = result.model_dump(include=set(names.split()))
     return {**shown, "texts": last.texts, "token_ids": last.token_ids, "stats": last.counters}
-
-
-def stream(text: str, seconds: float, out: Console) -> None:
-    """Prints an answer word by word in the time that it took; to files at once."""
-    words = re.findall(r"\s*\S+", text)
-    for word in words:
-        out.print(word, end="", markup=False, highlight=False, soft_wrap=True)
-        if out.is_terminal:
-            time.sleep(seconds / len(words))
-    out.print("\n")
-
-
-def _print_answers(asked: list[str], runs: list[MethodRuns], results: list[Result]) -> None:
-    """Prints the first answer at plain vLLM's speed, then all answers at Sequoia's."""
-    out = console()
-    for method, number in [(0, 0), *((-1, number) for number in range(len(asked)))]:
-        last, speed = runs[method].rounds[-1], results[method].tokens_per_second.median
-        where = f"{results[method].method}, {speed:.0f} tokens/s"
-        out.print(f"[dim]{where}:[/] [bold]{escape(asked[number][-200:])}[/]", soft_wrap=True)
-        stream(last.texts[number], len(last.token_ids[number]) / speed, out)
-
-
-def _print(results: list[Result], identical: list[list[bool]] | None, eager: bool) -> None:
-    """Prints one temperature's table; ``identical`` is None for sampled outputs."""
-    from sequoia_vllm.bench.methods import Kind
-
-    temperature = results[0].temperature
-    columns = ("tokens per step", "tokens/s", "speed", "identical to plain")
-    compiled = ", not compiled" if eager else ""
-    title = f"Temperature {temperature:g}: median and range of {_ROUNDS} rounds{compiled}"
-    table = new_table("engine", *columns, title=title, left=["engine"])
-    has_choice = sum(one.kind is Kind.CHAIN for one in results) > 1
-    for row, one in enumerate(results):
-        table.add_row(
-            one.method + (" +" if has_choice and one.best_chain else ""),
-            f"{one.tokens_per_step:.2f}",
-            f"{one.tokens_per_second.median:.0f}",
-            one.speed_in_words,
-            f"{sum(identical[row])} of {len(identical[row])}" if identical else "",
-        )
-    console().print(table)
-    remarks = ["+: the fastest of these chains"] if has_choice else []
-    for remark in [*remarks, *{one.note: 0 for one in results if one.note}]:
-        console().print(remark, soft_wrap=True)

@@ -41,7 +41,16 @@ PromptsOption = Annotated[
 RawPromptsOption = Annotated[
     bool, typer.Option("--raw-prompts", help="Leave the target's chat template out.")
 ]
-DtypeOption = Annotated[str, typer.Option(help="vLLM's dtype.")]
+_DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
+
+
+def _known_dtype(dtype: str) -> str:
+    if dtype not in _DTYPES:
+        fail(f"--dtype {dtype!r}: give one of {', '.join(_DTYPES)}")
+    return dtype
+
+
+DtypeOption = Annotated[str, typer.Option(help="vLLM's dtype.", callback=_known_dtype)]
 EagerOption = Annotated[bool, typer.Option("--eager", help="Do not compile: starts faster.")]
 CacheOption = Annotated[
     float, typer.Option("--kv-cache-gib", min=0, help="KV cache of each engine, GiB.")
@@ -139,11 +148,11 @@ def check_models(target: str, draft: str) -> None:
     Raises:
         SequoiaError: If not; the message names the model and the fix.
     """
-    from sequoia_vllm.measuring.engines import compare_models, load_config
-
     models = {"target": target, "draft": draft}
     for role, model in models.items():
         check_name(role, model)
+    from sequoia_vllm.measuring.engines import compare_models, load_config
+
     for model in models.values():
         load_config(model)
     found = compare_models(target, draft)
@@ -157,8 +166,6 @@ def check_name(role: str, model: str) -> None:
     Raises:
         ConfigError: It is neither; or the Hub does not answer and its cache has no such model.
     """
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
     if problem := folder_problem(role, model):
         raise ConfigError(problem)
     if Path(model).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
@@ -168,6 +175,8 @@ def check_name(role: str, model: str) -> None:
             f"the {role} {model!r} is no folder here, and a name on the Hub is OWNER/NAME: "
             f"{GIVE_FOLDER}"
         )
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
     if isinstance(try_to_load_from_cache(model, "config.json"), str):
         return
     try:

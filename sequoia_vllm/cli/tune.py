@@ -100,8 +100,8 @@ def tune(
     target: TargetOption,
     draft: DraftOption = "",
     only: Annotated[TuneStep | None, typer.Option(
-        help="Make one measurement and write it to --output. acceptance: how often drafts are "
-        "accepted; times: how long the parts of a step take.")] = None,
+        metavar="<step>", help="Make one measurement and write it to --output. acceptance: how "
+        "often drafts are accepted; times: how long the parts of a step take.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure less, and less exactly.")] = False,
     prompts: PromptsOption = None,
     raw_prompts: RawPromptsOption = False,

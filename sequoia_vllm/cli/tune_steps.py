@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import typer
 
 from sequoia_vllm.cli.common import console, new_table, note
 from sequoia_vllm.cli.measuring import measuring
+from sequoia_vllm.cli.tree.view import plot_tree
+from sequoia_vllm.figures import FigureError
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_names
@@ -20,8 +23,7 @@ if TYPE_CHECKING:
     from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask
     from sequoia_vllm.calibration.measure_profile import ProfileSettings
     from sequoia_vllm.config import OffloadSpec
-    from sequoia_vllm.hardware.step_profile import Profile
-    from sequoia_vllm.library.files import AcceptanceFile, CalibrationState, TreeEntry
+    from sequoia_vllm.library.files import CalibrationState, TreeEntry
     from sequoia_vllm.library.pair_key import PairKey
     from sequoia_vllm.library.user_files import TunedFiles
     from sequoia_vllm.tree.acceptance import Acceptance
@@ -157,6 +159,10 @@ def tune_pair(
         entry = entry.model_copy(update={"verification": method})
     path = tuned_tree.save_tuned(library, pair, entry)
     best = tuned_tree.best_tree_at_any_price(vector, times, context)
+    picture, title = files.directory / "tree.svg", f"{pair.target} with {pair.draft}"
+    picture.unlink(missing_ok=True)
+    with suppress(FigureError):  # matplotlib is an extra
+        plot_tree(entry.tree, vector.vector, title, picture)
     return {
         "device": pair.device,
         "target": pair.target,
@@ -178,6 +184,7 @@ def tune_pair(
         },
         "file": str(path),
         "measurements": str(files.directory),
+        "picture": str(picture) if picture.exists() else None,
         "now_used": _now_used(pair),
         "command": _serve_command(pair, engine.offload),
     }
@@ -316,3 +323,5 @@ def print_report(report: dict[str, Any]) -> None:
     console().print(f"In use from now on: {report['now_used']}", **plain)
     console().print(report["command"], **plain)
     note(f"the tree is in {report['file']}, what was measured in {report['measurements']}")
+    if report["picture"]:
+        note(f"the tree is drawn in {report['picture']}")

@@ -5,7 +5,9 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,29 @@ Reports read it, so that its figures never pass for a trained model's.
 
 
 def provenance(**more: Any) -> dict[str, Any]:
-    """Arguments, time, versions, device and ``more``, as plain data."""
+    """Arguments, time, commit, versions, device and ``more``, as plain data."""
     from sequoia_vllm.engine.common.device_name import current_device_name
 
     return {
         "argv": ["sequoia-vllm", *sys.argv[1:]],
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": current_device_name(),
+        "git": git_revision(),
         "python": platform.python_version(),
         "versions": installed_versions(_PACKAGES),
         "preloaded": _preloaded(),
         **more,
     }
+
+
+def git_revision() -> str | None:
+    """The commit of this checkout, with "+" if tracked files differ; None: no checkout."""
+    root = Path(__file__).parents[2]
+    words = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+    with suppress(OSError, subprocess.CalledProcessError):
+        if (root / ".git").exists():
+            return subprocess.check_output(["git", "-C", root, *words], text=True).strip()
+    return None
 
 
 def settings_as_data(settings: Any, **replaced: Any) -> dict[str, Any]:

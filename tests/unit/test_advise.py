@@ -40,6 +40,17 @@ def advice(*arguments: str):
     return json.loads(advise(*arguments, "--json"))
 
 
+PREDICTIONS = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("row", [x for x in PREDICTIONS.splitlines() if "(predicted) |" in x])
+def test_recipes_are_predictions(row):
+    model, hardware, gains, plain = row.strip("| ").split(" | ")
+    found = advice(model, "--device", hardware.split()[1])["batches"]
+    assert gains == ", ".join(f"{x['tree_speedup']:.2f}x" for x in found) + " (predicted)"
+    assert plain == ", ".join(f"{x['plain_tokens_per_second']:,.0f}" for x in found)
+
+
 def test_a_published_pair_is_predicted_from_the_datasheet():
     found = advice(LLAMA, "--device", "h100", "--batch-sizes", "32,1")
     assert found["pair"]["draft"] == DRAFT

@@ -43,6 +43,7 @@ from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.measuring import provenance
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.step_recorder import StepRecorder
 from sequoia_vllm.tree import TokenTree
@@ -552,6 +553,7 @@ def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     print_report(report(GROWN, lambda runs, case: predicted if runs.tree else None, greedy))
     printed = capsys.readouterr()
     assert "chain of 2 + *" in printed.out
+    assert "= plain" in printed.out
     assert "1.50x (1.00x to 2.00x)" in printed.out
     assert f"{predicted.speedup:.2f}x" in printed.out
     assert "not predicted" in printed.out
@@ -559,8 +561,10 @@ def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     assert "prompt 2: differs after 7 tokens (3, not 4)" in printed.out
     assert "a near-tie (within 0.25 nats)" in printed.out
     assert "2.5 nats below the best: an error" in printed.out
-    assert "synthetic target made from small: 23 layers" in printed.err
-    assert "vllm-project/vllm#55005" in printed.err
+    last = printed.out.splitlines()[-2:]
+    assert last[0].startswith("* ")
+    assert "vllm-project/vllm#55005" in last[0]
+    assert "synthetic target made from small: 23 layers" in last[1]
 
 
 def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
@@ -583,15 +587,15 @@ def test_git_revision(tmp_path, monkeypatch):
 
     package = tmp_path / "sequoia_vllm" / "bench"
     package.mkdir(parents=True)
-    monkeypatch.setattr(run, "__file__", str(package / "run.py"))
-    assert run.git_revision() is None
+    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+    assert provenance.git_revision() is None
     (tmp_path / "file").write_text("one")
     git("init")
     git("add", "file")
     git("commit", "-m", "one")
-    assert run.git_revision() == git("rev-parse", "HEAD")
+    assert provenance.git_revision() == git("rev-parse", "HEAD")
     (tmp_path / "file").write_text("two")
-    assert run.git_revision() == git("rev-parse", "HEAD") + "+"
+    assert provenance.git_revision() == git("rev-parse", "HEAD") + "+"
 
 
 # -- limits ------------------------------------------------------------------------------------

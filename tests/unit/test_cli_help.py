@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.cli import AliasedCommand, app
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = [
     [], ["advise"], ["tree"], ["tree", "build"], ["tree", "list"], ["tune"], ["bench"], ["demo"],
     ["doctor"], ["setup-cpu"], ["gpu-check"],
@@ -25,6 +27,12 @@ def help_of(command: list[str], option: str = "--help") -> str:
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_is_short_too(command):
     assert help_of(command, "-h") == help_of(command)
+
+
+def test_narrow_help_shows_whole_names():
+    shown = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "80"}).output
+    assert "--tensor-parallel-size" in shown
+    assert "x>=1" in shown
 
 
 @pytest.mark.parametrize(
@@ -78,6 +86,30 @@ def test_models_that_are_nowhere_are_named_at_once():
     first, second = done.stderr.splitlines()
     assert "the target 'nosuch' is no folder here, and a name on the Hub is OWNER/NAME" in first
     assert "the target 'no/such' is no folder here, and https://nowhere.invalid does" in second
+
+
+TYPOS = """
+import sys
+from sequoia_vllm.cli import app
+for words in (
+    "bench --temperature warm", "bench --chain 4:blok", "bench --trees 16x", "bench --dtype flot",
+    "bench --batch-sizes x", "bench --prompts no.txt", "demo --chain four", "demo --prompts no.txt",
+    "bench --draft-model /no", "demo --model /no", "tune --draft-model /no", "tune --output x",
+):
+    pair = ["--model", "examples/models/target", "--draft-model", "examples/models/draft"]
+    try:
+        app([words.split()[0], *pair, *words.split()[1:]])
+    except SystemExit as end:
+        print(end.code, {"torch", "vllm", "transformers"} & set(sys.modules))
+"""
+
+
+def test_typos_end_a_command_before_anything_large_is_loaded():
+    done = subprocess.run(
+        [sys.executable, "-c", TYPOS], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["2 set()"] * 12, done.stderr
 
 
 NOISY = """

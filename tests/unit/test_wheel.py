@@ -1,21 +1,20 @@
 """The demo: its models in an installed wheel or a clone, and what it prints."""
 
-import io
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 pytest.importorskip("torch")
 from sequoia_vllm import checkout
-from sequoia_vllm.bench.methods import SERVED
+from sequoia_vllm.bench.methods import SERVED, plain, sequoia
 from sequoia_vllm.bench.report import Result, Spread
+from sequoia_vllm.bench.rounds import EngineCase, RoundRun, Steady
 from sequoia_vllm.cli import app, demo
-from sequoia_vllm.cli.demo import MODELS, chat_pair, shipped_models, stream, summary
+from sequoia_vllm.cli.demo import MODELS, answers_shown, chat_pair, shipped_models, summary
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -116,14 +115,21 @@ class TestChatPair:
         assert "--small-pair" in last
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_answers_are_streamed_to_terminals_alone(terminal, monkeypatch):
-    waits = []
-    monkeypatch.setattr("sequoia_vllm.cli.demo.time.sleep", waits.append)
-    file = io.StringIO()
-    stream("\nA fox [bold] swims.", 2.0, Console(file=file, force_terminal=terminal, width=40))
-    assert "A fox [bold] swims.\n" in file.getvalue()
-    assert waits == ([0.5] * 4 if terminal else [])
+def test_answers_are_shown_while_others_are_measured(capsys):
+    """Once for each engine, greedy; markup in them is text."""
+    show, greedy = answers_shown(["Why?", "How?"]), EngineCase(1, 0.0)
+    steady = Steady([1], 1, 0.5, 1)
+    one = RoundRun(steady, 1.0, [[1], [2]], ["\nA fox [bold] swims.", "So."], {}, None)
+    for method, case in (
+        (plain(), greedy), (plain(), greedy), (sequoia("d", SERVED), greedy),
+        (plain(), EngineCase(1, 0.7)),
+    ):  # fmt: skip
+        show(method, case, one)
+    assert capsys.readouterr().err.splitlines() == [
+        "plain vLLM, 2 tokens/s: Why? A fox [bold] swims.",
+        "Sequoia, 2 tokens/s: Why? A fox [bold] swims.",
+        "Sequoia, 2 tokens/s: How? So.",
+    ]
 
 
 def measured(method: str, low: float, median: float, high: float, drafted=1.0) -> Result:
@@ -136,27 +142,25 @@ def measured(method: str, low: float, median: float, high: float, drafted=1.0) -
 @pytest.mark.parametrize(
     ("speed", "identical", "dtype", "words"),
     [
-        (1.5, True, "float32", "1.50x as fast as plain vLLM (1.40x to 1.60x)"),
-        (1.5, True, "float32", "and 1.25x as fast as its chain, in 3 rounds, and its greedy"),
-        (1.5, True, "float32", "at temperature 0.7 it was 1.40x as fast as plain vLLM"),
-        (0.8, True, "float32", "which is slower, in 3 rounds, and its greedy output is identical"),
+        (1.5, True, "float32", "1.50x as fast as plain vLLM (1.40x to 1.60x), vLLM's best chain "),
+        (1.5, True, "float32", "chain of 2 1.20x, and its greedy answers are plain vLLM's, token"),
+        (0.8, True, "float32", "which is slower, vLLM's best chain of 2 1.20x"),
         (1.5, False, "float32", "which is an error"),
         (1.5, False, "bfloat16", "as rounding in bfloat16 allows"),
     ],
 )
 def test_the_last_sentence_says_what_was_gained(speed, identical, dtype, words):
-    chain, tree = (
-        measured("chain", 1.2, 1.2, 1.2),
-        measured("tree", speed - 0.1, speed, speed + 0.1),
-    )
-    said = summary([chain, tree], [measured("tree", 1.3, 1.4, 1.5)], 3, identical, dtype)
+    chain = measured("chain of 2", 1.2, 1.2, 1.2)
+    slower = chain.model_copy(update={"method": "chain of 4", "best_chain": False})
+    tree = measured("tree", speed - 0.1, speed, speed + 0.1)
+    said = summary([slower, chain, tree], identical, dtype)
     assert words in said
+    assert "chain of 4" not in said
 
 
 def test_a_demo_without_drafts_claims_no_gain():
-    same = [measured("tree", 1.1, 1.19, 1.3, drafted=0.0)]
-    said = summary(same, same, 3, True, "float32")
-    assert said.count("as fast as plain vLLM, as it drafted nothing") == 2
+    said = summary([measured("tree", 1.1, 1.19, 1.3, drafted=0.0)], True, "float32")
+    assert "as fast as plain vLLM, as it drafted nothing" in said
     assert "1.19x" not in said
 
 

@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from benchmarks.gpu.check.report import GpuCheckError
 from sequoia_vllm import __version__
 from sequoia_vllm.installed import installed_versions
+from sequoia_vllm.measuring.provenance import git_revision
 
 _PACKAGES = ("torch", "triton", "numpy", "vllm", "sequoia-vllm")
 NO_GPU = (
@@ -65,7 +65,7 @@ class Machine:
             "argv": sys.argv,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "sequoia_vllm": __version__,
-            "commit": _commit(),
+            "commit": git_revision(),
             "python": platform.python_version(),
             "versions": installed_versions(_PACKAGES),
             "cuda": torch.version.cuda,
@@ -81,14 +81,6 @@ class Machine:
             "multiprocessors": found.multi_processor_count, "memory_bytes": found.total_memory,
             "l2_bytes": getattr(found, "L2_cache_size", None), "driver": _driver(),
         }  # fmt: skip
-
-
-def _commit() -> str | None:
-    """The commit of this checkout; None: not a checkout, or one without git."""
-    root = Path(__file__).parents[3]
-    return (
-        _output("git", "-C", str(root), "rev-parse", "HEAD") if (root / ".git").exists() else None
-    )
 
 
 def _driver() -> str | None:

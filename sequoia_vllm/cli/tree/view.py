@@ -13,7 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from sequoia_vllm.cli.common import counted, new_table
-from sequoia_vllm.figures import GREY, PALE, check_format, draw_headline, new_figure, save_figure
+from sequoia_vllm.figures import GREY, INK, PALE, check_format, new_figure, save_figure
 from sequoia_vllm.hardware.choose import Schedule
 from sequoia_vllm.library.files import TreeEntry
 from sequoia_vllm.tree.acceptance import Acceptance
@@ -187,7 +187,11 @@ def plot_tree(tree: TokenTree, acceptance: Acceptance | None, title: str, path: 
         bar.set_ticks([-3, -2, -1, 0], labels=["0.001", "0.01", "0.1", "1"])
         bar.set_label("probability of being accepted", color=GREY)
         bar.outline.set_visible(False)
-    draw_headline(axes, title, heading)
+    axes.set_title(f"{title}\n", loc="left", color=INK, fontsize=11, fontweight="bold")
+    axes.annotate(
+        heading, (0, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points",
+        color=GREY, fontsize=9,
+    )  # fmt: skip
     _levels_axis(axes, tree, values if acceptance is not None else None)
     save_figure(figure, path)
 

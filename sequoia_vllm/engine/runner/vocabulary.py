@@ -224,7 +224,7 @@ def _shared_in_words(matching: Matching, draft: TokensOf, tokenizer: Any) -> str
     return (
         f"the draft {draft.tokenizer} has another vocabulary, and drafts tokens that are the "
         f"target's too: {shared:,} of the target's {size:,} ({shared / size:.0%}), of which "
-        f"{in_text:.0%} of ordinary text is made; others it reads as the last token of their text"
+        f"{in_text:.0%} of ordinary text is made"
     )
 
 
