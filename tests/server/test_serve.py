@@ -18,10 +18,10 @@ import numpy as np
 import openai
 import pytest
 
-from benchmarks.soak.over_http import Endpoint, Tally, compare_all
-from benchmarks.soak.random_requests import random_requests
 from tests.support.models import prompts
 from tests.support.serving import DRAFT, VLLM, Server, environment
+from tests.support.soak.over_http import Endpoint, Tally, compare_all
+from tests.support.soak.random_requests import random_requests
 
 pytestmark = pytest.mark.engine
 
