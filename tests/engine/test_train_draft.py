@@ -56,14 +56,6 @@ def test_answers_come_with_the_targets_law(shard):
     np.testing.assert_array_equal(shard.likely[:ANSWER, 0], text[prompt:])  # the first is greedy
 
 
-def test_what_is_there_is_not_answered_again(data, chat_target):
-    options = f"--texts {TEXTS} --answer {ANSWER} --dtype float32".split()
-    shards = {path: path.stat().st_mtime_ns for path in data.rglob("*.npz")}
-    done = run_here("draft-data", "--target", chat_target, "--out", data, *options)
-    assert done.returncode == 0, done.stderr
-    assert {path: path.stat().st_mtime_ns for path in data.rglob("*.npz")} == shards
-
-
 def test_more_prompts_than_a_pass_reads(tmp_path):
     """vLLM reads 4,096 tokens a pass; on CPUs it fails if a seeded prompt is cut there."""
     lines = [json.dumps({"prompt": f"{place} " + "x = x + 1\n" * 60}) for place in range(20)]
