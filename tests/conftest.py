@@ -38,7 +38,7 @@ KERNELS = "tests/kernels/test_kernels.py"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: workers take files in this order, and should end at the same time.
 
-    Those on Ray are a worker's for half of the time.
+    Those on Ray, all of them nightly, are one worker's for long.
     """
 
     def place(item: pytest.Item) -> tuple[bool, int]:

@@ -50,13 +50,6 @@ def test_what_is_only_called_may_grow(tmp_path, package, name, may_grow, differe
     assert contract.differences([expected]) == found
 
 
-@pytest.mark.parametrize("path", ["base:missing", "base:plain.missing", "missing:Thing"])
-def test_absent_is_reported(tmp_path, package, path):
-    expected = Expected(f"{package}.{path}")
-    for (difference,) in contract.differences([expected]), source_differences(tmp_path, [expected]):
-        assert difference.startswith(f"{package}.{path} is missing (")
-
-
 def test_entries_are_read_by_their_notation():
     assert expected("a.b:c", None) == Expected("a.b:c")
     assert expected("a.b:C.f", "") == Expected("a.b:C.f", ())
@@ -66,13 +59,6 @@ def test_entries_are_read_by_their_notation():
 
 
 DEVICES = [("cpu", False), ("cpu", True), ("gpu", True)]
-
-
-@pytest.mark.parametrize(("device", "v2"), DEVICES)
-def test_nothing_is_expected_twice(device, v2):
-    for version in versions.SUPPORTED_VERSIONS[device]:
-        paths = [expected.path for expected in contract.contract(device, v2, version)]
-        assert len(set(paths)) == len(paths)
 
 
 @pytest.mark.parametrize(

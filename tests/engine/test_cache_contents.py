@@ -4,11 +4,11 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from benchmarks.soak.in_engine import answers
-from benchmarks.soak.random_requests import random_requests
 from tests.support.cache_contents import PrefixCache
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import DRAFT, TARGET, prompts
+from tests.support.soak.in_engine import answers
+from tests.support.soak.random_requests import random_requests
 
 pytestmark = pytest.mark.engine
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import threading
 
 import pytest
 import torch
@@ -50,25 +48,6 @@ def _fresh_process_groups():
 
 def measure(settings: AcceptanceSettings, previous=None, **options) -> AcceptanceFile:
     return measure_acceptance(AcceptanceTask.prepare(settings, "test"), previous, **options)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_acceptance_of_the_embedded_pair(temperature):
-    settings = AcceptanceSettings(
-        EngineSpec(TARGET, DRAFT, **QUICK), prompts=PROMPTS, num_prompts=40, max_tokens=32,
-        temperature=temperature, branch=8, depth=2, max_tokens_total=1200, precision=0.001,
-    )  # fmt: skip
-    found = measure(settings)
-    assert [len(row) for row in found.acceptance] == [8, 8]
-    assert found.trials[0][0] > 300
-    # 0.46 greedily and 0.51 at temperature 1, once; neighbouring tokens are alike, so 40
-    # prompts say less than the interval of independent trials would.
-    assert 0.36 < found.acceptance[0][0] < 0.62
-    state = found.calibration
-    assert state.stopped_by == "tokens"
-    # A path ends in a node or in a bonus token; some go on below what is counted.
-    assert len(state.offered) == len(state.accepted) == settings.depth
-    assert 0.5 < sum(map(sum, state.accepted)) / (state.tokens - state.trees) < 1
 
 
 # -- a pair whose vector is known exactly --------------------------------------------
@@ -190,55 +169,6 @@ def test_a_greedy_vector_that_is_known_exactly(constant_pair, tmp_path):
 
 
 # -- Ctrl-C ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def ctrl_c_works():
-    """Also in a process that a shell started in the background, where it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_interrupted_measurement_goes_on(temperature, ctrl_c_works):
-    settings = AcceptanceSettings(
-        EngineSpec(TARGET, DRAFT, **QUICK), prompts=PROMPTS, num_prompts=8, max_tokens=32,
-        temperature=temperature, branch=4, depth=2, max_tokens_total=900, precision=0.001,
-    )  # fmt: skip
-    saved = []
-
-    def interrupt_soon(file: AcceptanceFile) -> None:
-        saved.append(file)
-        if len(saved) == 4:  # a real signal, some time during the next steps
-            threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGINT)).start()
-
-    first = measure(settings, save=interrupt_soon, checkpoint_seconds=0).calibration
-    assert (first.complete, first.stopped_by) == (False, "interrupt")
-    assert first.trees >= saved[-1].calibration.trees > 0
-    _finish_engine()
-    task = AcceptanceTask.prepare(settings, "test")
-    assert task.differences(first) == []
-    final = measure(settings, first).calibration
-    assert final.complete
-    assert final.trees > first.trees
-    assert all(
-        now >= before
-        for row, earlier in zip(final.accepted, first.accepted, strict=True)
-        for now, before in zip(row, earlier, strict=True)
-    )
-    if temperature == 0:
-        # As many tokens as one run would have counted: nothing twice, nothing left out
-        # but what the steps after the last checkpoint did.
-        _finish_engine()
-        uninterrupted = measure(settings).calibration
-        assert abs(final.tokens - uninterrupted.tokens) < 60
-
-
-def _finish_engine() -> None:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
 
 
 # -- times -----------------------------------------------------------------------

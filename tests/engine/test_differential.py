@@ -2,21 +2,24 @@
 
 Each way of verification has 150 requests, and every parameter is in some of them: all kinds are
 served, amid preemptions and beside chunks of prompts. Rare parameters meet in few batches here;
-``python -m benchmarks.soak`` sends as many requests as wanted, from any seed. Only requests with
-one right answer are compared, and those are matched: traversal merely runs beside them.
+``SEQUOIA_VLLM_SOAK`` says how many requests each has instead. Only requests with one right answer
+are compared, and those are matched: traversal merely runs beside them.
 """
+
+import os
 
 import pytest
 
-from benchmarks.soak.in_engine import answers, differences, kv_cache_usage
-from benchmarks.soak.random_requests import random_requests
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import prompts
+from tests.support.soak.in_engine import answers, differences, kv_cache_usage
+from tests.support.soak.random_requests import random_requests
 
 pytestmark = pytest.mark.engine
 
-REQUESTS = random_requests(prompts(32), 300, seed=14, vocabulary=4096)
-OF_VERIFICATION = {"sequoia": REQUESTS[:150], "traversal": REQUESTS[150:]}
+COUNT = int(os.environ.get("SEQUOIA_VLLM_SOAK", "150"))
+REQUESTS = random_requests(prompts(32), 2 * COUNT, seed=14, vocabulary=4096)
+OF_VERIFICATION = {"sequoia": REQUESTS[:COUNT], "traversal": REQUESTS[COUNT:]}
 BOTH = ["sequoia", pytest.param("traversal", marks=pytest.mark.nightly)]
 OPTIONS = {
     "kv_cache_memory_bytes": 8 << 20,  # some 50 and 100 preemptions

@@ -1,50 +1,66 @@
-"""Adapters on the target: every request's tokens are those that plain vLLM gives it."""
+"""Adapters on the target, on both runners: every request's tokens are those of plain vLLM."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 
 from tests.support.adapters import RANK, save_adapter
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import prompts
+from tests.support.on_v2 import call_on_v2
 
 pytestmark = pytest.mark.engine
 
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 
 
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory):
-    """No adapter, one and another, in turn."""
-    folder = tmp_path_factory.mktemp("adapters")
+def generate_with_adapters(folder: str, max_tokens: int) -> dict[str, Any]:
+    """Plain vLLM without adapters; and plain, and trees: none, one and another in turn.
+
+    Greedy and seeded. The second time the prefix cache has each adapter's prompts.
+    """
+    from vllm.lora.request import LoRARequest
+
     first, second = (
-        LoRARequest(name, number, save_adapter(folder / name, number))
+        LoRARequest(name, number, save_adapter(Path(folder) / name, number))
         for number, name in enumerate(("first", "second"), start=1)
     )
-    return [None, first, second] * 2
+
+    def generate(llm: Any, adapters: list | None, seed: int) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                temperature=0.0 if row % 2 else 0.8, seed=seed + row, max_tokens=max_tokens,
+                ignore_eos=True,
+            )
+            for row in range(6)
+        ]  # fmt: skip
+        found = llm.generate(prompts(6), params, lora_request=adapters, use_tqdm=False)
+        return tokens_of(found)
+
+    answers: dict[str, Any] = {}
+    for name, config in (("plain", None), ("trees", sequoia())):
+        with running(config, **LORA) as llm:
+            answers[name] = [generate(llm, [None, first, second] * 2, seed) for seed in (0, 0, 7)]
+            if config is None:
+                answers["without"] = generate(llm, None, 0)
+            answers["accepted"] = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+    return answers
 
 
-def params(seed):
-    return [
-        SamplingParams(
-            temperature=0.0 if row % 2 else 0.8, seed=seed + row, max_tokens=40, ignore_eos=True
-        )
-        for row in range(6)
-    ]
-
-
-def outputs(llm, adapters, seed):
-    found = llm.generate(prompts(6), params(seed), lora_request=adapters, use_tqdm=False)
-    return tokens_of(found)
-
-
-def test_adapters_and_none_in_one_batch(adapters):
-    """Greedy and seeded; again with what the prefix cache has of each adapter's prompts."""
-    with running(None, **LORA) as llm:
-        plain = [outputs(llm, adapters, seed) for seed in (0, 0, 7)]
-        without = outputs(llm, None, 0)
+def check(answers: dict[str, Any], max_tokens: int) -> None:
     # (On CPUs, vLLM's kernels give a request without an adapter the last one of the batch.)
-    assert all(plain[0][row] != without[row] for row in (1, 2, 4, 5))
-    with running(sequoia(), **LORA) as llm:
-        assert [outputs(llm, adapters, seed) for seed in (0, 0, 7)] == plain
-        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 50
+    assert all(answers["plain"][0][row] != answers["without"][row] for row in (1, 2, 4, 5))
+    assert answers["trees"] == answers["plain"]
+    assert answers["accepted"] > max_tokens
+
+
+def test_adapters_and_none_in_one_batch(tmp_path):
+    check(generate_with_adapters(str(tmp_path), 40), 40)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_adapters_and_none_in_one_batch_on_v2(tmp_path):
+    check(call_on_v2(generate_with_adapters, tmp_path, folder=str(tmp_path), max_tokens=12), 12)

@@ -176,51 +176,26 @@ def test_two_ranks(plain_outputs, disk, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("with_trees", "without", "options", "message"),
     [
-        (
-            {"speculative_config": {"offload": {"directory": "/missing"}}},
-            "/missing is no directory",
-        ),
-        ({"speculative_config": {"offload": {}}}, "directory: Field required"),
-        (
-            {"speculative_config": {"offload": {"directory": "/tmp", "memory_gb": 3}}},
-            "did you mean 'memory_gib'",
-        ),
-        (
-            {
-                "speculative_config": {"offload": {"directory": "/tmp"}},
-                "additional_config": {"sequoia_offload": {"directory": "/"}},
-            },
-            "differ: give one",
-        ),
-        (
-            {"additional_config": {"sequoia_offload": {"directory": "/tmp", "weights": "ssd"}}},
-            "additional_config.sequoia_offload: weights: Input should be 'disk'",
-        ),
-        (
-            {"additional_config": {"sequoia_offload": {"directory": "/tmp"}}, "enable_lora": True},
-            "drop --enable-lora",
-        ),
-        (
-            {
-                "additional_config": {"sequoia_offload": {"directory": "/tmp"}},
-                "weight_transfer_config": {"backend": "nccl"},
-            },
-            "drop --weight-transfer-config",
-        ),
-        (
-            {
-                "additional_config": {"sequoia_offload": {"directory": "/tmp"}},
-                "worker_cls": "tests.support.engines.Other",
-            },
-            "leave it at 'auto'",
-        ),
+        ({"directory": "/missing"}, None, {}, "/missing is no directory"),
+        ({}, None, {}, "directory: Field required"),
+        ({"directory": "/tmp", "memory_gb": 3}, None, {}, "did you mean 'memory_gib'"),
+        ({"directory": "/tmp"}, {"directory": "/"}, {}, "differ: give one"),
+        (None, {"directory": "/tmp", "weights": "ssd"}, {},
+         "additional_config.sequoia_offload: weights: Input should be 'disk'"),
+        (None, {"directory": "/tmp"}, {"enable_lora": True}, "drop --enable-lora"),
+        (None, {"directory": "/tmp"}, {"weight_transfer_config": {"backend": "nccl"}},
+         "drop --weight-transfer-config"),
+        (None, {"directory": "/tmp"}, {"worker_cls": "tests.support.engines.Other"},
+         "leave it at 'auto'"),
     ],
-)
-def test_what_cannot_be_is_said_before_models_load(options, message):
-    if "speculative_config" in options:
-        options = {**options, "speculative_config": {**sequoia(), **options["speculative_config"]}}
+)  # fmt: skip
+def test_what_cannot_be_is_said_before_models_load(with_trees, without, options, message):
+    if with_trees is not None:
+        options = {**options, "speculative_config": sequoia(offload=with_trees)}
+    if without is not None:
+        options = {**options, "additional_config": {"sequoia_offload": without}}
     with pytest.raises((ConfigError, OffloadError), match=message):
         EngineArgs(model=str(TARGET), **options).create_engine_config()
 

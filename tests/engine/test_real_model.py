@@ -1,13 +1,14 @@
 """A real chat model, where somebody has fetched it: random requests get plain vLLM's answers."""
 
 import pytest
+from transformers import AutoTokenizer
 
-from benchmarks.soak.chats import prompts_for
-from benchmarks.soak.in_engine import answers, differences
-from benchmarks.soak.random_requests import random_requests
 from examples.smollm2.cache import cached_folder, is_cached
 from tests.support.engines import metric, running, sequoia
 from tests.support.noisy_copy import write_noisy_copy
+from tests.support.soak.in_engine import answers, differences
+from tests.support.soak.random_requests import random_requests
+from tests.support.train_drafter import script_modules
 
 pytestmark = [
     pytest.mark.engine,
@@ -19,7 +20,15 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def requests():
     """Chats of all kinds in the model's template: greedy and seeded, with rarer parameters."""
-    texts = prompts_for(str(cached_folder()), 20)
+    tokenizer = AutoTokenizer.from_pretrained(cached_folder())
+    with script_modules("chat_prompts") as scripts:
+        asked = scripts.chat_prompts.prompts(True, 20, seed=3)
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": one.text}], add_generation_prompt=True, tokenize=False
+        )
+        for one in asked
+    ]
     return random_requests(texts, 20, seed=5, vocabulary=49_152)
 
 

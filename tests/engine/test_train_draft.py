@@ -56,29 +56,6 @@ def test_answers_come_with_the_targets_law(shard):
     np.testing.assert_array_equal(shard.likely[:ANSWER, 0], text[prompt:])  # the first is greedy
 
 
-def test_the_target_writes_every_second_question(shard, chat_target):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(chat_target)
-    starts = [0, *shard.ends[:-1].tolist()]
-    prompts = [
-        tokenizer.decode(shard.tokens[start : start + length].tolist())
-        for start, length in zip(starts, shard.prompt_lengths.tolist(), strict=True)
-    ]
-    assert all(one.startswith(OPENING) and one.endswith(CLOSING) for one in prompts)
-    questions = [one.removeprefix(OPENING).removesuffix(CLOSING) for one in prompts[1::2]]
-    assert set(shard.kinds[1::2]) == {"own question"} != set(shard.kinds[::2])
-    assert len(set(filter(None, questions))) == TEXTS // 2
-
-
-def test_what_is_there_is_not_answered_again(data, chat_target):
-    options = f"--texts {TEXTS} --answer {ANSWER} --dtype float32".split()
-    shards = {path: path.stat().st_mtime_ns for path in data.rglob("*.npz")}
-    done = run_here("draft-data", "--target", chat_target, "--out", data, *options)
-    assert done.returncode == 0, done.stderr
-    assert {path: path.stat().st_mtime_ns for path in data.rglob("*.npz")} == shards
-
-
 def test_more_prompts_than_a_pass_reads(tmp_path):
     """vLLM reads 4,096 tokens a pass; on CPUs it fails if a seeded prompt is cut there."""
     lines = [json.dumps({"prompt": f"{place} " + "x = x + 1\n" * 60}) for place in range(20)]
@@ -110,23 +87,3 @@ def test_a_trained_draft_serves(data, shard, tmp_path):
         )
         assert [list(one.outputs[0].token_ids) for one in outputs] == expected
         assert metric(llm, "sequoia:emitted_tokens") > metric(llm, "sequoia:trees") > 0
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-def test_vllm_knows_a_trained_head(kind, data, tmp_path):
-    """That vLLM's chains draft what the script computes is tested with the shipped heads."""
-    options = ["--mlp", "64", "--tokens", "1024", "--batch-size", "4", "--steps", "2"]
-    done = run_here("train-head", kind, "--data", data, "--out", tmp_path / kind, *options)
-    assert done.returncode == 0, done.stderr
-    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-
-    speculative = SpeculativeConfig(
-        method=kind,
-        model=str(tmp_path / kind),
-        num_speculative_tokens=4,
-        target_model_config=ModelConfig(TARGET),
-        target_parallel_config=ParallelConfig(),
-    )
-    draft = speculative.draft_model_config
-    [name] = draft.architectures
-    assert draft.registry.resolve_model_cls([name], draft)[1] == name

@@ -117,22 +117,6 @@ def test_a_grammar_follows_no_placeholders(scheduler):
     assert (found["a"], found["b"], found["1"]) == (0, 0, DRAFTS)
 
 
-def test_a_step_of_requests_that_never_draft_is_one_without_drafts(scheduler, monkeypatch):
-    """So its steps are known to be plain, and are measured as such."""
-    scheduled = []
-    update = AsyncScheduler._update_after_schedule
-
-    def noting(self, output):
-        scheduled.append(output.num_spec_tokens_to_schedule)
-        update(self, output)
-
-    monkeypatch.setattr(AsyncScheduler, "_update_after_schedule", noting)
-    step(scheduler, {"a": UNDRAFTED, "b": GRAMMAR})
-    step(scheduler, {"a": UNDRAFTED, "b": GRAMMAR, "c": GREEDY})
-    step(scheduler, {"a": UNDRAFTED, "b": GRAMMAR}, new=False)
-    assert scheduled == [0, DRAFTS, 0]
-
-
 def test_a_tree_needs_two_tokens_to_come():
     def most(max_tokens, longest=99, **keys):
         params = SamplingParams(temperature=0, max_tokens=max_tokens, **keys)
@@ -155,15 +139,6 @@ def test_tokens_that_end_a_request():
     assert not ends_with(params, [7, -1, -1])
     params._eos_token_id = 7  # as the front end has it
     assert ends_with(params, [7, -1, -1])
-
-
-def test_requests_whose_logits_are_edited_draft(scheduler):
-    edits = [
-        {"repetition_penalty": 1.3}, {"min_tokens": 9}, {"logit_bias": {3: 1.0}},
-        {"allowed_token_ids": [3, 4]}, {"bad_words": ["no"]}, {"extra_args": {MOST_DRAFTS: 1}},
-    ]  # fmt: skip
-    requests = {str(index): SamplingParams(**edit) for index, edit in enumerate(edits)}
-    assert set(step(scheduler, requests).values()) == {DRAFTS}
 
 
 def test_a_thinking_budget_follows_no_placeholders(scheduler):

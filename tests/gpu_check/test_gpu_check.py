@@ -1,6 +1,5 @@
 """The check of kernels on GPUs, but for what needs one: its times."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -8,14 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu.check import verification_times
 from benchmarks.gpu.check.command import run_check
-from benchmarks.gpu.check.machine import Machine
 from benchmarks.gpu.check.report import GpuCheckError
-from benchmarks.gpu.check.stage import StageRun
-from benchmarks.gpu.check.timing import OnceTimer
 from benchmarks.gpu.item_run import LOG
 from benchmarks.gpu.results import FILE, Results
 
@@ -105,31 +100,3 @@ def test_the_interpreter_is_not_timed(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(GpuCheckError, match="TRITON_INTERPRET=1 runs kernels in Python"):
         run_check(tmp_path / "kernels.json", tiny=False)
-
-
-# -- the stage's bookkeeping ---------------------------------------------------------
-
-
-def stage_run(say=lambda line: None):
-    return StageRun(Machine(torch.device("cpu"), True), OnceTimer(), True, say)
-
-
-def test_a_failure_does_not_end_a_stage():
-    run = stage_run()
-    with run.attempt("a part"):
-        raise RuntimeError("out of registers")
-    run.check("another", 0.0, 0.0)
-    assert len(run.found.checks) == 1
-    assert not run.found.passed
-    assert "a part: RuntimeError: out of registers" in run.found.failures[0]
-    assert Path(__file__).name in run.found.failures[0]
-
-
-@pytest.mark.parametrize(
-    ("error", "passed"), [(0.5, True), (1.5, False), (float("nan"), False), (float("inf"), False)]
-)
-def test_only_small_errors_pass(error, passed):
-    run = stage_run()
-    run.check("a check", error, 1.0)
-    assert run.found.passed is passed
-    json.dumps(dataclasses.asdict(run.found), allow_nan=False)

@@ -1,7 +1,6 @@
 """The program that measures on GPUs: processes, results, models. No engine runs here."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import psutil
@@ -12,7 +11,7 @@ from benchmarks.gpu import command, stages
 from benchmarks.gpu.item_run import run_item
 from benchmarks.gpu.items import ITEMS, MACHINE, Item, in_order
 from benchmarks.gpu.models import pair_of, write_models
-from benchmarks.gpu.results import FILE, SCHEMA, GpuRunError, Results
+from benchmarks.gpu.results import FILE, GpuRunError, Results
 from benchmarks.gpu.serving import MONITORS
 from benchmarks.gpu.sizes import ON_A_GPU
 from benchmarks.gpu.steps import speculation
@@ -69,20 +68,6 @@ def test_an_item_ends_with_its_time_and_its_processes_with_it(tmp_path):
     assert run_item(item("hang"), tmp_path, True, 3.0, "fork") == "timeout"
     found = Results(tmp_path / FILE).of("hang")
     assert not psutil.pid_exists(found.parts["child"]["pid"])
-
-
-def test_what_does_not_fit_into_the_time_is_not_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_LEAST_SECONDS", 101.0)
-    assert not run(tmp_path, item("succeed")).of("succeed").has_begun
-
-
-def test_what_a_killed_process_was_writing_is_passed_over(tmp_path):
-    file = tmp_path / FILE
-    file.write_text(json.dumps({"schema": SCHEMA, "item": "a", "begins": "now"}) + '\n{"schema"')
-    results = Results(file)
-    results.add("a", part="b", values={"c": 1})
-    found = Results(file).of("a")
-    assert (found.has_begun, found.state, found.parts) == (True, None, {"b": {"c": 1}})
 
 
 def test_results_of_another_commit_are_not_mixed_in(tmp_path):

@@ -1,7 +1,5 @@
 """The head of `benchmarks.gpu.rival`, and its sampling of answers."""
 
-import sys
-from importlib import import_module
 from multiprocessing import Pipe
 
 import pytest
@@ -36,29 +34,6 @@ def test_a_head_grown_like_its_target_drafts_the_same(tmp_path, times):
         )
     assert torch.equal(small[0], large[0])
     assert torch.allclose(small[1], large[1], atol=1e-3)
-
-
-@pytest.mark.parametrize("module", ["answers", "training"])
-def test_modules_over_the_trainer_are_importable(module):
-    with script_modules():
-        assert import_module(f"benchmarks.gpu.rival.{module}")
-    del sys.modules[f"benchmarks.gpu.rival.{module}"]
-
-
-def test_answers_are_drawn_by_their_temperature(monkeypatch):
-    """20,000 draws; a right one fails once in 10,000 runs."""
-    with script_modules():
-        draw = import_module("benchmarks.gpu.rival.answers")._draw
-    monkeypatch.delitem(sys.modules, "benchmarks.gpu.rival.answers")
-    torch.manual_seed(0)
-    logs = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(20_000, 4)
-    heat = torch.ones(20_000, 1)
-    assert (draw(logs, 0 * heat, 1.0) == 0).all()
-    within = 4 * (0.25 / 20_000) ** 0.5
-    counts = torch.bincount(draw(logs, heat, 1.0), minlength=4) / 20_000
-    assert (counts - logs[0].exp()).abs().max() < within
-    of_nucleus = torch.bincount(draw(logs, heat, 0.7), minlength=4) / 20_000
-    assert (of_nucleus - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < within
 
 
 def test_methods_are_compared_on_real_questions(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.support.calling import called_once
 from tests.support.engines import leave_nan, sequoia
 from tests.support.generating import completions, counted
 from tests.support.heads import DFLASH, EAGLE3
@@ -24,22 +23,21 @@ def greedy(tokens: int = 12) -> Any:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-def start_and_generate() -> dict[str, Any]:
-    """Answers of plain vLLM, and with each head for batches of three and of one."""
+def start_and_generate(head: str) -> dict[str, Any]:
+    """Answers of plain vLLM, and with this head for batches of three and of one."""
     from gpu_stand_in import sleeping
 
     texts, options = prompts(3), {"model": TARGET, "skip_tokenizer_init": False}
     with rehearsing(None, **options) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, texts, greedy(20))}
-    for name, head in (("eagle3", EAGLE3), ("dflash", DFLASH)):
-        allocator = sleeping.install()
-        config = sequoia(size=8, depth=DEPTH, draft=head)
-        with rehearsing(config, **options, enable_sleep_mode=True) as llm:
-            leave_nan(llm)
-            answers[f"{name} lost"] = lost_of_ours(llm, allocator)
-            answers[name] = generate_with_trees(llm, texts, greedy())
-            answers[f"{name} alone"] = generate_with_trees(llm, texts[:1], greedy())
-            answers[f"{name} pausing"] = pause(llm, texts)
+    allocator = sleeping.install()
+    config = sequoia(size=8, depth=DEPTH, draft=head)
+    with rehearsing(config, **options, enable_sleep_mode=True) as llm:
+        leave_nan(llm)
+        answers["lost"] = lost_of_ours(llm, allocator)
+        answers["together"] = generate_with_trees(llm, texts, greedy())
+        answers["alone"] = generate_with_trees(llm, texts[:1], greedy())
+        answers["pausing"] = pause(llm, texts)
     return answers
 
 
@@ -65,10 +63,16 @@ def pause(llm: Any, texts: list[Any]) -> dict[str, Any]:
     }
 
 
-answers = called_once(call_on_gpu, start_and_generate)
+# Graphs of DFlash: `tests/v2/test_sampled_trees_v2.py` replays them in every run.
+HEADS = [EAGLE3, pytest.param(DFLASH, marks=pytest.mark.nightly)]
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3 alone", "dflash", "dflash alone"])
+@pytest.fixture(scope="module", params=HEADS, ids=["eagle3", "dflash"])
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return call_on_gpu(start_and_generate, tmp_path_factory.mktemp("heads"), head=request.param)
+
+
+@pytest.mark.parametrize("name", ["together", "alone"])
 def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
     found = answers[name]
     plain = answers["plain"]["tokens"]
@@ -79,23 +83,20 @@ def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
     assert found["graphs"]["TreeGraphManager"] >= found["counts"]["steps"] - 3
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_heads_read_from_a_graph_where_nothing_is_drafted(name, answers):
+def test_heads_read_from_a_graph_where_nothing_is_drafted(answers):
     """Each step reads, a short prompt at first, and grows; or it only reads.
 
     What the last trees left is read without a graph, as it is more than a token of each.
     """
-    found = answers[f"{name} pausing"]
+    found = answers["pausing"]
     assert found["tokens"] == answers["plain"]["tokens"]
     assert found["replays"][:9] == [2, 2, 2, 0, 1, 1, 1, 2, 2]
     assert found["counts"]["accepted_tokens"] > 5
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_drafts_are_accepted(name, answers):
-    assert answers[name]["counts"]["tokens_per_tree"] > 1.2
+def test_drafts_are_accepted(answers):
+    assert answers["together"]["counts"]["tokens_per_tree"] > 1.2
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_nothing_of_ours_is_lost_in_sleep_without_weights(name, answers):
-    assert answers[f"{name} lost"] == []
+def test_nothing_of_ours_is_lost_in_sleep_without_weights(answers):
+    assert answers["lost"] == []

@@ -14,7 +14,6 @@ from tests.support import attending, committing, drawing, verifying
 from tests.support.device_apart import (
     DEVICE,
     DeviceApartError,
-    DeviceTensor,
     device_apart,
     on_device,
 )
@@ -142,21 +141,6 @@ def test_steps_that_wait_or_mix_are_refused(step, message):
         device = torch.zeros(4, device=DEVICE)
         with pytest.raises(DeviceApartError, match=message):
             step(device, torch.zeros(4))
-
-
-def test_what_gpus_allow():
-    host = torch.arange(4.0)
-    with device_apart():
-        device = host.to(DEVICE, non_blocking=True)
-        assert isinstance(device, DeviceTensor)
-        assert device.device == DEVICE
-        device += 1
-        device[1:3] = 7
-        device[device > 6] = 9
-        device[torch.zeros(1, dtype=torch.long, device=DEVICE)] = -1.0
-        more = torch.where(device > 0, device, torch.zeros_like(device)) * torch.tensor(2.0)
-        assert more.to("cpu", non_blocking=True).tolist() == [0, 18, 18, 8]
-        assert host.tolist() == [0, 1, 2, 3]
 
 
 def test_a_kernel_given_a_host_tensor():

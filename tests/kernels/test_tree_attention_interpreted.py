@@ -53,8 +53,14 @@ def assert_close(actual, expected, tolerance=2e-5):
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (8, 1), (6, 2)])
-@pytest.mark.parametrize("block_size", [16, 32])
+def in_turn(values, others):
+    """Each value with one of the others, such as processors: without splits, and with."""
+    return list(zip(values, itertools.cycle(others), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size"), in_turn([(2, 2), (4, 1), (8, 1), (6, 2)], [16, 32, 32, 16])
+)
 def test_query_heads_share_key_heads(heads, block_size):
     batch = Batch([37, 5], [7, 3], heads=heads, block_size=block_size)
     assert_close(batch.run(), batch.expected())
@@ -100,11 +106,6 @@ def test_contexts_around_the_ends_of_splits(context):
     batch = Batch([context, 3], [7, 2], heads=(2, 1), spare_blocks=45)
     assert splits_of(batch, processors=32) >= 3
     assert_close(batch.run(processors=32), batch.expected())
-
-
-def in_turn(values, processors):
-    """Each value with one of the numbers of processors: without splits, and with."""
-    return list(zip(values, itertools.cycle(processors), strict=False))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.calibration import measure_acceptance as acceptance_module
 from sequoia_vllm.calibration.acceptance_task import (
-    TAIL,
     AcceptanceSettings,
     AcceptanceTask,
     add_counts,
@@ -87,26 +86,6 @@ def test_how_well_tokens_per_step_are_known():
     assert tokens_margin(TokenTree((-1,)), Acceptance.of(truth), trials) == 0
 
 
-def test_trees_that_count_go_on_below_what_they_count():
-    """Else they start in the middle of what is easy, where deep trees never do."""
-    random = np.random.default_rng(0)
-    easy = np.arange(200_000) // 10 % 2 == 0
-    right = random.random(len(easy)) < np.where(easy, 0.95, 0.3)
-
-    def root_share(tree: TokenTree) -> float:
-        """How often a chain's first draft is taken, step after step."""
-        starts, at = [], 0
-        while at < len(right) - tree.depth:
-            starts.append(at)
-            ahead = right[at : at + tree.depth]
-            at += 1 + (tree.depth if ahead.all() else int(ahead.argmin()))
-        return float(right[starts].mean())
-
-    deep = root_share(probing_tree(1, 14))
-    assert root_share(probing_tree(1, 3)) > 1.2 * deep
-    assert root_share(probing_tree(1, 3, TAIL)) == pytest.approx(deep, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
     [
@@ -118,16 +97,6 @@ def test_trees_that_count_go_on_below_what_they_count():
 )
 def test_wilson_interval(successes, trials, low, high):
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-5)
-
-
-def test_a_vector_is_shares_of_trials():
-    found = estimate_acceptance([[200, 200, 100]], [[120, 20, 5]])
-    assert found.acceptance == [[0.6, 0.1, 0.05]]
-    assert found.trials == [[200, 200, 100]]
-    assert all(
-        low < p < high
-        for low, p, high in zip(found.low[0], found.acceptance[0], found.high[0], strict=True)
-    )
 
 
 def test_rows_below_depth_one():
@@ -449,23 +418,34 @@ def test_counting_again(dice, few, tmp_path, monkeypatch, number, code):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("only", "arguments", "message"),
     [
-        ((*PAIR, "--prompts", "none.jsonl"), "name a file with --prompts"),
-        ((*PAIR, "--output", "no/such/dir/x.json"), "there is no directory"),
-        ((*PAIR, "--output", "."), "is a directory: name a file"),
-        ((*PAIR, "--acceptance", "a.json"), "--only acceptance measures what --acceptance gives"),
-        ((*PAIR, "--batch-sizes", "0"), "batch size 0"),
-        (("--model", "t", "--draft-model", "d"), "the target 't' is no folder here"),
-        (("--model", TARGET, "--draft-model", "d"), "the draft 'd' is no folder here"),
+        ("acceptance", "--prompts none.jsonl", "name a file with --prompts"),
+        ("acceptance", "--output no/such/dir/x.json", "there is no directory"),
+        ("acceptance", "--output .", "is a directory: name a file"),
+        ("acceptance", "--acceptance a.json", "acceptance measures what --acceptance gives"),
+        ("acceptance", "--batch-sizes 0", "batch size 0"),
+        ("acceptance", "--model t", "the target 't' is no folder here"),
+        ("acceptance", "--draft-model d", "the draft 'd' is no folder here"),
+        ("times", "--tokens 1;2", "whole numbers separated by commas"),
+        ("times", "--tokens 1,2", "the largest at least 4"),
+        ("times", "--batch-sizes 0", "batch size 0"),
+        ("times", "--context 8", "too short for 32 tokens per completion; give at least 17"),
+        ("times", "--context 256,99999", "contexts [256, 99999]: the target takes"),
+        ("times", "--context 0,256", "give at least 1"),
+        ("times", "--profile p.json", "--only times measures what --profile gives"),
+        ("times", "--prompts none.txt", "name a file with --prompts"),
+        ("times", "--output no/such/dir/x.json", "there is no directory"),
     ],
 )
-def test_friendly_errors(tmp_path, monkeypatch, arguments, message):
+def test_friendly_errors(tmp_path, monkeypatch, only, arguments, message):
+    """Before anything is written. Of a repeated option the last counts."""
     monkeypatch.chdir(tmp_path)
-    result = call(*arguments)
+    result = CliRunner().invoke(app, ["tune", "--only", only, *PAIR, *arguments.split()])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_files_are_not_taken_for_calibrations(tmp_path):

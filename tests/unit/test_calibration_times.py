@@ -5,11 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from sequoia_vllm.calibration import measure_profile
 from sequoia_vllm.calibration.measure_profile import Ladder, ProfileSettings, Rounds
-from sequoia_vllm.cli import app
 from sequoia_vllm.cli.tune_steps import print_profile
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
@@ -25,8 +23,6 @@ from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.measuring.engines import EngineSpec, token_windows
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
-from tests.support.models import DRAFT
-from tests.support.models import TARGET as TARGET_MODEL
 
 TARGET = {1: 0.010, 2: 0.020, 4: 0.021, 8: 0.024}
 GROWTH = {1: 0.0, 2: 0.0, 4: 0.001, 8: 0.002}  # preparing inputs of more nodes
@@ -245,32 +241,6 @@ def test_table(capsys):
 
 
 # -- the command -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--tokens", "1;2"), "whole numbers separated by commas"),
-        (("--tokens", "1,2"), "the largest at least 4"),
-        (("--batch-sizes", "0"), "batch size 0"),
-        (("--context", "8"), "too short for 32 tokens per completion; give at least 17"),
-        (("--context", "256,99999"), "contexts [256, 99999]: the target takes"),
-        (("--context", "0,256"), "give at least 1"),
-        (("--profile", "p.json"), "--only times measures what --profile gives"),
-        (("--prompts", "none.txt"), "name a file with --prompts"),
-        (("--output", "no/such/dir/x.json"), "there is no directory"),
-    ],
-)
-def test_friendly_errors(tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(
-        app,
-        ["tune", "--only", "times", "--model", TARGET_MODEL, "--draft-model", DRAFT, *arguments],
-    )
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-    assert "Traceback" not in result.output
-    assert not list(tmp_path.iterdir())
 
 
 # -- rounds ----------------------------------------------------------------------

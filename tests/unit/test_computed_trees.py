@@ -13,7 +13,7 @@ from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes, model_classes
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_library import Selection, TreeLibrary, shipped_directory
+from sequoia_vllm.library.tree_library import Selection, TreeLibrary
 from sequoia_vllm.library.user_files import adaptation_path
 from sequoia_vllm.tree import TokenTree
 from tests.support.models import DRAFT, TARGET
@@ -225,11 +225,3 @@ def test_other_pairs_have_no_tree_before_they_are_tuned(library, shapes):
     """Whatever their sizes: times of other models, or of other CPUs, say less than serving does."""
     with pytest.raises(LibraryError, match=UNTIMED):
         library.select(key(CPU), shapes=shapes)
-
-
-def test_a_library_without_profiles_has_its_classes(tmp_path):
-    """A directory of trees alone: no files to know models by."""
-    shutil.copy(shipped_directory() / "l40s.json", tmp_path)
-    shutil.copytree(shipped_directory() / "acceptance", tmp_path / "acceptance")
-    found = TreeLibrary(tmp_path, tmp_path / "user").select(key(L40S))
-    assert "are unknown: the most cautious" in found.reason

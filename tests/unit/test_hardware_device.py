@@ -8,9 +8,8 @@ from sequoia_vllm.hardware.device import (
     identify,
     known_devices,
     nearest,
-    normalize,
 )
-from sequoia_vllm.hardware.models import model_classes, parameters_from_name, size_name
+from sequoia_vllm.hardware.models import model_classes, parameters_from_name
 
 NAMES = {
     "a100-40gb": ["NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"],
@@ -42,27 +41,17 @@ NAMES = {
         "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
     ],
     "x86-cpu": [
-        "cpu",
-        "Intel(R) Xeon(R) Processor",
-        "Intel(R) Xeon(R) Platinum 8480+",
-        "AMD EPYC 9654 96-Core Processor",
-        "13th Gen Intel(R) Core(TM) i7-13700K",
-        "AMD Ryzen 9 7950X 16-Core Processor",
-        "QEMU Virtual CPU version 2.5+",
-        "Common KVM processor",
-        "Genuine Intel(R) CPU 0000%@",
+        "cpu", "Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Platinum 8480+",
+        "AMD EPYC 9654 96-Core Processor", "13th Gen Intel(R) Core(TM) i7-13700K",
+        "AMD Ryzen 9 7950X 16-Core Processor", "QEMU Virtual CPU version 2.5+",
+        "Common KVM processor", "Genuine Intel(R) CPU 0000%@",
     ],
     None: [
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "Intel(R) Data Center GPU Max 1550",
-        "Intel(R) Arc(TM) A770 Graphics",
-        "NVIDIA GB10",
-        "Neoverse-N1",
-        "Apple M4",
-        "NVIDIA A1000",
-        "TPU v5e",
+        "NVIDIA GeForce RTX 4090 Laptop GPU", "Intel(R) Data Center GPU Max 1550",
+        "Intel(R) Arc(TM) A770 Graphics", "NVIDIA GB10", "Neoverse-N1", "Apple M4",
+        "NVIDIA A1000", "TPU v5e",
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -76,20 +65,6 @@ def test_driver_names(name, expected):
 def test_every_device_is_found_by_its_own_id():
     for id_ in (*known_devices(), "x86-cpu"):
         assert identify(id_).id == id_
-
-
-def test_no_two_devices_match_one_name():
-    import re
-
-    for names in NAMES.values():
-        for name in names:
-            words = normalize(name)
-            matching = [
-                device.id
-                for device in known_devices().values()
-                if any(re.fullmatch(pattern, words) for pattern in device.match)
-            ]
-            assert len(matching) <= 1, (name, matching)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +181,3 @@ class TestModels:
             "meta-llama/Llama-3.2-1B": 1.236, "Qwen/Qwen3-0.6B": 0.596,
         }.items():  # fmt: skip
             assert sizes[name] == pytest.approx(billions, rel=0.001)
-
-    def test_size_names(self):
-        assert [size_name(n) for n in (6.738e9, 68e6, 1.5e9, None)] == [
-            "6.74b", "68m", "1.5b", "unknown",
-        ]  # fmt: skip

@@ -216,22 +216,6 @@ def test_a_step_is_the_sum_of_its_parts():
 # -- trees -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["h100-sxm", "l4"])
-@pytest.mark.parametrize("batch", [1, 16])
-def test_trees_of_block_drafters_are_no_shallower(device, batch):
-    """Against a model whose passes read as many bytes."""
-    pair, spec = model_classes("heads")["8b-dflash"], identify(device).spec
-    as_model = pair.draft.model_copy(update={"head": None})
-    block, model = (
-        choose_tree(SHIPPED, roofline_profile(spec, pair.target, draft), batch)
-        for draft in (pair.draft, as_model)
-    )
-    assert block.depth >= model.depth
-    assert block.size >= model.size
-    if batch == 1:
-        assert block.depth > model.depth
-
-
 def test_a_tree_has_no_more_levels_than_the_head_drafts():
     profile = predicted("8b-dflash")
     assert choose_tree(SHIPPED, profile).depth > 6

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from benchmarks.generate_trees import COMMAND, generate_library
-from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify, known_devices
 from sequoia_vllm.hardware.models import every_class, model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
@@ -81,22 +80,6 @@ def test_every_entry_is_what_it_says(library):
     assert np.mean(losses) < 0.012
     assert np.mean(losses, axis=1).max() < 0.035
     assert np.max(losses) < 0.125
-
-
-def test_roofline_entries_follow_from_their_own_numbers(library):
-    """What a file holds is enough to compute its estimates again."""
-    entry = library.entry("l40s/8b-1b/shipped")
-    shapes = model_classes()[entry.model_class]
-    profile = roofline_profile(
-        library.file("l40s").datasheet, shapes.target, shapes.draft, entry.dtype,
-        entry.tensor_parallel_size, entry.profile.context_length,
-    )  # fmt: skip
-    assert profile.assumptions == entry.profile.assumptions
-    cost = CostModel(profile)
-    for estimate in entry.estimates:
-        prefix = library.entry(entry.name).tree.trim(estimate.num_speculative_tokens + 1)
-        again = cost.estimate(prefix, Acceptance.of(entry.acceptance), estimate.batch_size)
-        assert again.speedup == pytest.approx(estimate.speedup, abs=1e-3)
 
 
 def test_weights_fit_the_devices(library):
@@ -175,13 +158,6 @@ def test_by_driver_name(library, device, name):
     assert selection.entry.estimates[0].speedup > 1
     assert "roofline, not measured" in selection.reason
     assert repr(device) in selection.reason
-
-
-def test_batch_size_decides_what_is_expected(library):
-    schedule = library.select(H200).entry.to_schedule()
-    assert schedule.estimate(1).speedup > schedule.estimate(200).speedup
-    assert drafts_at(schedule.ranges, 200) < drafts_at(schedule.ranges, 1)
-    assert schedule.estimate(200) == schedule.estimate(128)
 
 
 def test_paths_say_nothing_of_sizes(library, tmp_path):

@@ -2,12 +2,9 @@
 
 from fractions import Fraction
 
-import numpy as np
 import pytest
-import torch
 from scipy import stats
 
-from tests.oracles.attention import random_ancestors, tree_attention_reference
 from tests.oracles.laws import ChiSquare, assert_same_law, chi_square, plackett_luce
 from tests.oracles.random_numbers import philox
 from tests.oracles.verification import Uniforms, algorithm_2, children_of
@@ -74,46 +71,3 @@ def test_philox_is_philox():
 
 
 # -- attention and commit ------------------------------------------------------------
-
-
-def paged(tokens, table, block_size, blocks):
-    """A cache ``[blocks, block_size, H, D]`` with ``tokens[r]`` of request r; NaN elsewhere."""
-    cache = torch.full((blocks, block_size, *tokens[0].shape[1:]), float("nan"))
-    for row, own in zip(table.tolist(), tokens, strict=True):
-        for position, token in enumerate(own):
-            cache[row[position // block_size], position % block_size] = token
-    return cache
-
-
-@pytest.mark.parametrize("first_node", [0, 2])
-def test_tree_attention_is_that_of_loops(first_node):
-    """Row by row and head by head over the keys that a node sees, which are put in a list."""
-    generator = torch.Generator().manual_seed(0)
-    contexts, starts, heads, scale = [5, 9, 0], [0, 3, 3, 7], (4, 2), 0.4
-    nodes = first_node + 4
-    ancestors = random_ancestors(nodes, generator)
-    lengths = [context + nodes for context in contexts]
-    keys, values = (
-        [torch.randn(length, heads[1], 8, generator=generator) for length in lengths] for _ in "kv"
-    )
-    table = torch.randperm(15, generator=generator).view(3, 5).int()
-    query = torch.randn(8, heads[0], 8, generator=generator)
-    found = tree_attention_reference(
-        query, paged(keys, table, 4, 15), paged(values, table, 4, 15), table, contexts, starts,
-        ancestors, first_node, scale, key_scale=2.0, value_scale=0.5,
-    )  # fmt: skip
-    assert found[7].isnan().all()  # no request's
-    for request, row in ((0, 0), (0, 2), (2, 3), (2, 6)):
-        node, context = first_node + row - starts[request], contexts[request]
-        seen = [*range(context), *(context + j for j in range(node + 1) if ancestors[node, j])]
-        for head in range(heads[0]):
-            key_head = head // 2
-            weights = [
-                float(2.0 * scale * (keys[request][k, key_head] @ query[row, head])) for k in seen
-            ]
-            shares = np.exp(weights) / np.exp(weights).sum()
-            expected = sum(
-                0.5 * share * values[request][k, key_head]
-                for share, k in zip(shares, seen, strict=True)
-            )
-            torch.testing.assert_close(found[row, head], expected.float(), atol=1e-5, rtol=1e-5)

@@ -13,7 +13,7 @@ from benchmarks.serving.__main__ import app
 from benchmarks.serving.loads import make_loads, server_options
 from benchmarks.serving.run import Run
 from benchmarks.serving.server import ServingError, bench_serve
-from benchmarks.serving.table import METRICS, make_markdown, make_rows
+from benchmarks.serving.table import METRICS
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data/bench_serve.json").read_text())
 RATES, REQUESTS = [0.25, 0.9, 2, 0.2], [2, 3, 4, 32, 3, 2]
@@ -70,27 +70,6 @@ def call(folder, *options: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, [f"--output={folder}", *OPTIONS, *options])
     assert result.exit_code == code, result.output
     return result.output
-
-
-class TestTable:
-    def test_medians_spread_and_ratios(self):
-        found = {
-            ("1 a second", "plain"): {1: recorded(), 2: recorded(1.02), 3: recorded(1.01)},
-            ("1 a second", "sequoia"): {1: recorded(2), 2: recorded(2.04), 3: recorded(2.02)},
-        }
-        plain, ours = make_rows(found)
-        for name, key in METRICS.items():
-            assert plain[name]["median"] == pytest.approx(recorded(1.01)[key])
-        assert plain["tokens"]["low"] == RECORDED["output_throughput"]
-        assert plain["e2e"]["high"] == RECORDED["mean_e2el_ms"]
-        for name in ("tokens", "e2e"):
-            assert ours[f"{name}_of_plain"] == pytest.approx(2)
-            assert ours[f"{name}_of_best"] == 1
-            assert plain[f"{name}_of_best"] == pytest.approx(0.5)
-        text = make_markdown([plain, ours])
-        assert "| 1 a second | sequoia |" in text
-        assert "| 2.00x, 2.00x | 1.00x, 1.00x |" in text
-        assert "disagree" not in text
 
 
 class TestRun:

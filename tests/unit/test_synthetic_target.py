@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -20,10 +18,8 @@ from transformers import (
 from typer.testing import CliRunner
 
 from benchmarks.synthetic_target import (
-    SourceShape,
     SyntheticTargetError,
     check_synthetic_target,
-    shape_for_parameters,
     write_synthetic_target,
 )
 from benchmarks.synthetic_target.__main__ import app
@@ -97,18 +93,6 @@ def test_a_hidden_size_that_is_no_multiple_is_refused(tmp_path, hidden, like):
         write_synthetic_target(str(source), tmp_path / "made", layers=4, hidden=hidden)
 
 
-def test_the_config_says_what_it_is(source, tmp_path):
-    made = write_synthetic_target(str(source), tmp_path / "made", layers=4)
-    origin = synthetic_origin(made.folder)
-    assert origin is not None
-    assert (origin["from"], origin["from_layers"], origin["layers"]) == (str(source), 3, 4)
-    assert origin["parameters"] == made.shape.parameters
-    assert len(origin["from_sha256"]) == 64
-    assert AutoConfig.from_pretrained(made.folder).sequoia_grown == origin
-    assert synthetic_origin(source) is None
-    assert synthetic_origin("nobody/has-this-model") is None
-
-
 def test_a_model_that_computes_something_else_is_found(tmp_path):
     source = save_model("llama", tmp_path / "source")
     made = write_synthetic_target(str(source), tmp_path / "made", layers=4)
@@ -134,22 +118,6 @@ def test_other_models_are_refused_by_name(tmp_path, change, message):
     (source / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(SyntheticTargetError, match=message):
         write_synthetic_target(str(source), tmp_path / "made", layers=4)
-
-
-EMBEDDED = SourceShape(
-    layers=4, width=672, hidden=256, outside=4096 * 256 + 256, per_layer=4 * 256 * 256 + 512,
-    per_column=768,
-)  # fmt: skip
-
-
-@given(st.floats(2, 1e4))
-def test_any_size_is_met(factor):
-    asked = EMBEDDED.parameters(4, 672) * factor
-    shape = shape_for_parameters(EMBEDDED, asked)
-    assert shape.parameters == EMBEDDED.parameters(shape.layers, shape.width)
-    assert shape.parameters == pytest.approx(asked, rel=0.02)
-    assert 4 <= shape.layers <= 80
-    assert shape.width >= 672
 
 
 def test_command(tmp_path):

@@ -159,21 +159,6 @@ class TestPrompts:
         assert not seen(held) & (set(topics) - set(topics[::8]))
         assert not seen(learnt) & set(topics[::8])
 
-    def test_every_second_is_left_to_the_target(self, scripts):
-        own = scripts.chat_prompts.prompts(False, 9, seed=0, own=True)
-        written = scripts.chat_prompts.prompts(False, 5, seed=0)
-        assert own[::2] == written
-        assert own[1::2] == [scripts.chat_prompts.Prompt(scripts.chat_prompts.OWN, "")] * 4
-
-    def test_a_chat_until_the_user_writes(self, scripts, target):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-        assert scripts.draft_data._opening(tokenizer) is None
-        tokenizer.chat_template = (
-            "{% for one in messages %}system, user: {{ one.content }}.{% endfor %}"
-        )
-        opening = scripts.draft_data._opening(tokenizer)
-        assert tokenizer.decode(opening) == "system, user: "
-
     def test_a_file_of_ones_own(self, scripts, tmp_path):
         lines = [{"prompt": f"p{number}", "kind": "mine"} for number in range(17)]
         path = tmp_path / "prompts.jsonl"
@@ -251,18 +236,6 @@ def test_the_loss_is_the_cross_entropy_of_what_is_known(scripts, target, data):
     assert both == pytest.approx((found + other) / 2, rel=1e-2)
 
 
-def test_batches_are_of_like_length_and_a_pass_has_each_text_once(scripts, target, data):
-    [shard] = scripts.draft_data.read_shards(data, "training")
-    words = scripts.distil.whole_vocabulary(VOCABULARY)
-    texts = scripts.answers.Texts([shard], words, 1 << 20)
-    batches = texts.shuffled_batches(4, seed=0)
-    first, second = ([next(batches) for _ in range(6)] for _ in range(2))
-    lengths = np.diff(shard.ends, prepend=0)
-    for one in (first, second):
-        assert sum(batch.shape[1] for batch in one) == np.sort(lengths)[3::4].sum()
-    assert [batch.shape[1] for batch in first] != [batch.shape[1] for batch in second]
-
-
 def test_the_targets_own_copy_is_always_accepted(scripts, target, data):
     quality = scripts.draft_quality.measure_draft(target, data, "cpu", lambda: None)
     assert set(quality) == {"all", *scripts.chat_prompts.KINDS}
@@ -286,37 +259,6 @@ def trained(data, tmp_path_factory):
     done = run_here("train-draft", "--data", data, "--out", out, *OPTIONS, "--steps", "30")
     assert done.returncode == 0, done.stderr
     return out
-
-
-@pytest.mark.parametrize("hidden", [16, 32, 48])  # the target has 32
-def test_a_draft_begins_with_the_targets_likeness_of_tokens(scripts, target, data, hidden):
-    [shard] = scripts.draft_data.read_shards(data, "training")
-    tokenizer, words = scripts.distil.draft_vocabulary(target, VOCABULARY, [shard], KEPT)
-    recipe = scripts.distil.DraftRecipe(
-        scripts.shapes.Shape(hidden, 1, 2, 16), KEPT, 64, 1e-3,
-        scripts.training.Schedule(1, 0, 1, 1, 0), "cpu",
-    )  # fmt: skip
-    config = transformers.AutoConfig.from_pretrained(target)
-    draft, random = (scripts.distil.new_draft(recipe, config, KEPT, tokenizer) for _ in range(2))
-    counts = scripts.answers.token_counts([shard], VOCABULARY)
-    scripts.distil.embed_like(draft, target, words, counts)
-    own, before = (one.get_input_embeddings().weight.detach() for one in (draft, random))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(target).get_input_embeddings()
-    known = np.flatnonzero(words.drawn >= 0)
-    weights = np.sqrt(counts[known] + 1)
-    shared = theirs.weight.detach().float().numpy()[known]
-    shared = (shared - np.average(shared, axis=0, weights=weights)) * np.sqrt(weights)[:, None]
-    # The best inner products of weighted tokens that so few numbers can have.
-    left, values, _ = np.linalg.svd(shared, full_matrices=False)
-    best = torch.from_numpy(left[:, :hidden] * values[:hidden]).float()
-    products = best @ best.T
-    weighted = own[words.drawn[known], :32] * torch.from_numpy(np.sqrt(weights)).float()[:, None]
-    of_own = weighted @ weighted.T
-    scale = of_own.trace() / products.trace()
-    assert torch.allclose(of_own, scale * products, atol=1e-4 * float(of_own.max()))
-    assert torch.equal(own[:, 32:], before[:, 32:])
-    unknown = np.setdiff1d(np.arange(KEPT), words.drawn[known])
-    assert torch.equal(own[unknown], before[unknown])
 
 
 @pytest.mark.slow
@@ -475,17 +417,6 @@ class TestTrainHead:
         assert set(metrics["sha256"]) == {"the weights", "the target's weights", "the answers"}
         card = (heads / kind / "README.md").read_text("utf-8")
         assert f"| translation | {metrics['quality']['translation']['greedy']:.3f} |" in card
-
-    def test_a_reduced_vocabulary_is_of_the_answers_tokens(self, scripts, heads, data):
-        [shard] = scripts.draft_data.read_shards(data, "training")
-        config = json.loads((heads / "eagle3" / "config.json").read_text("utf-8"))
-        assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCABULARY, KEPT)
-        target = scripts.draft_data.read_recipe(data).target
-        head, _ = scripts.heads.load_head(heads / "eagle3", Path(target), "cpu")
-        kept = head.draft_tokens.numpy()
-        assert head.t2d.nonzero()[:, 0].tolist() == kept.tolist()
-        counts = scripts.answers.token_counts([shard], VOCABULARY)
-        assert counts[kept].min() >= np.delete(counts, kept).max()
 
     def test_a_target_of_another_form(self, scripts, tmp_path):
         config = transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sequoia_vllm.vocabulary.mapped import MappedVocabulary, SharedVocabulary
+from sequoia_vllm.vocabulary.mapped import MappedVocabulary
 from sequoia_vllm.vocabulary.matching import Matching, Segments, match
 from sequoia_vllm.vocabulary.tokens import (
     Vocabulary,
@@ -293,10 +293,3 @@ def test_half_precision_stays_as_it_is():
         found = mapped.target_logits(torch.zeros(1, 2, dtype=dtype))
         assert found.dtype == dtype
         assert found[0].tolist() == [pytest.approx(0.693, abs=0.003), -torch.inf]
-
-
-def test_shared_vocabularies_cost_nothing():
-    ids, logits = torch.arange(3), torch.zeros(2, 3)
-    shared = SharedVocabulary()
-    assert shared.read(ids) is ids
-    assert shared.target_logits(logits) is logits

@@ -106,7 +106,7 @@ def generate_of(kind: str) -> dict[str, Any]:
     }
 
 
-# `tests/gpu_rehearsal/test_heads.py` has DFlash each time.
+# `test_sampled_trees_v2.py` has DFlash each time, from graphs.
 KINDS = ["eagle3", pytest.param("dflash", marks=pytest.mark.nightly)]
 
 

@@ -54,9 +54,9 @@ def greedy_requests() -> tuple[list[str], list[Any]]:
 
 
 def generate_greedy() -> dict[str, Any]:
-    """Answers of plain V2, and of trees with and without asynchronous scheduling; and one alone."""
+    """Answers of trees with and without asynchronous scheduling; and to one request alone."""
     texts, params = greedy_requests()
-    answers = {"plain": generate(None, texts, params)}
+    answers: dict[str, Any] = {}
     with running(sequoia()) as llm:
         answers["trees"] = generate_on(llm, texts, params)
         llm.collective_rpc("sequoia_stats", args=(True,))
@@ -85,7 +85,7 @@ embedded = called_once(call_on_v2, generate_with_the_embedded_pair)
 
 @pytest.fixture(scope="module")
 def greedy(embedded) -> dict[str, Any]:
-    return embedded["greedy"]
+    return {**embedded["greedy"], "plain": embedded["special"]["plain"]["greedy"]}
 
 
 def test_greedy_tokens_are_those_of_both_plain_runners(greedy):
@@ -96,14 +96,14 @@ def test_greedy_tokens_are_those_of_both_plain_runners(greedy):
         "SequoiaCPUModelRunnerV2",
         "TreeSchedulingAhead",
     )
-    assert trees["tokens"] == greedy["plain"]["tokens"]
+    assert trees["tokens"] == greedy["plain"]
     assert trees["tokens"] == on_v1
     assert trees["counts"]["tokens_per_tree"] > 1.5
 
 
 def test_greedy_tokens_do_not_depend_on_the_batch(greedy):
     alone = greedy["alone"]
-    assert alone["tokens"] == greedy["plain"]["tokens"][:1]
+    assert alone["tokens"] == greedy["plain"][:1]
     stats = alone["stats"]
     expected = accepted_by_depth([alone["prompt"]], stats["tree"]["parents"], stats["tree_steps"])
     assert stats["depth_counts"] == expected
@@ -111,7 +111,7 @@ def test_greedy_tokens_do_not_depend_on_the_batch(greedy):
 
 def test_greedy_tokens_without_asynchronous_scheduling(greedy):
     assert greedy["synchronous"]["scheduler"] == "TreeScheduling"
-    assert greedy["synchronous"]["tokens"] == greedy["plain"]["tokens"][2:]
+    assert greedy["synchronous"]["tokens"] == greedy["plain"][2:]
     assert greedy["synchronous"]["counts"]["tokens_per_tree"] > 1.5
 
 
@@ -151,7 +151,7 @@ def grammar_params() -> list[Any]:
 
 
 def generate_special() -> dict[str, Any]:
-    """Tokens and logprobs of plain V2 and of trees."""
+    """Tokens and logprobs of plain V2 and of trees; and plain's answers to the greedy requests."""
     params = special_params()
     texts = prompts(len(params))
     thinking = {"reasoning_start_str": "(", "reasoning_end_str": "return"}
@@ -167,6 +167,9 @@ def generate_special() -> dict[str, Any]:
             }
             if config:
                 answers[name]["counts"] = counted(llm)
+            else:
+                asked = greedy_requests()
+                answers[name]["greedy"] = completions(llm.generate(*asked, use_tqdm=False))
             outputs = llm.generate(texts[:3], grammar_params(), use_tqdm=False)
             answers[name]["grammar"] = tokens_of(outputs)
             if config:
@@ -335,7 +338,7 @@ def test_a_draft_that_fails_ends_speculation_only(special, greedy):
     assert len(found["rows"]) - max(with_drafts) > 20  # none of the last ones
     found = greedy["failed, synchronous"]
     assert found["said"] == said
-    assert found["tokens"] == greedy["plain"]["tokens"]
+    assert found["tokens"] == greedy["plain"]
     assert found["counts"]["drafts"] > greedy["synchronous"]["counts"]["drafts"]
 
 

@@ -11,8 +11,8 @@ import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.soak.random_requests import RandomRequest
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from tests.support.soak.random_requests import RandomRequest
 
 # A request that takes longer than this hangs; an idle machine answers the longest in a second.
 HANGS_AFTER = 120.0

@@ -7,8 +7,8 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from benchmarks.soak.random_requests import RandomRequest
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from tests.support.soak.random_requests import RandomRequest
 
 _SAME_LOGPROB = 1e-3
 

@@ -1,1 +1,0 @@
-"""Tokens per step by drafter: vLLM's chain and our tree, with as many passes of the draft."""
