@@ -19,12 +19,7 @@ from tests.support.cores import needs_two_cores
 from tests.support.models import DRAFT, TARGET, prompts
 from tests.support.serving import Server
 
-# CI has ranks that a driver tells its tree in `tests/engine/test_tensor_parallel.py`, and engines
-# in processes of their own in `tests/engine/test_multiprocess.py` and `tests/server`.
-pytestmark = [
-    pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1200),
-    needs_two_cores,
-]  # fmt: skip
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200), needs_two_cores]
 
 # Not one that anything would choose by itself: the second child has the longer branch.
 #
@@ -81,6 +76,7 @@ def test_killed_worker_amid_a_generation(found):
     assert all(PLAIN_LEAVES.fullmatch(Path(file).name) for file in files), files
 
 
+@pytest.mark.nightly  # the executor above, behind a server as in `tests/server`
 def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(
     ray_cluster, plain_outputs, monkeypatch, tmp_path
 ):
