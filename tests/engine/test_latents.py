@@ -13,15 +13,9 @@ TOKENS = 40
 OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 3}
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return save_latent_pair(tmp_path_factory.mktemp("latents"))
-
-
-@pytest.mark.parametrize("drafter", ["model", pytest.param("lookup", marks=pytest.mark.nightly)])
-def test_tokens_are_those_of_plain_vllm(pair, drafter):
-    """Three requests at a time: prompts are read beside trees."""
-    target, draft = pair
+def test_tokens_are_those_of_plain_vllm(tmp_path):
+    """Three requests at a time: a prompt is read beside trees."""
+    target, draft = save_latent_pair(tmp_path)
     prompts, params = random_prompts(LENGTHS, VOCABULARY), greedy_and_seeded(len(LENGTHS), TOKENS)
     with running(None, model=target, **OPTIONS) as llm:
         plain = tokens_of(llm.generate(prompts, params, use_tqdm=False))

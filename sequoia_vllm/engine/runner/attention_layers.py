@@ -91,7 +91,7 @@ class LatentTreeBuilder(MLACommonMetadataBuilder):
         # vLLM's Triton backend reserves memory for as many rows per request as it may decode. The
         # rows of trees need none of it, and would take gigabytes.
         super().__init__(*args, **kwargs)
-        self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc]
+        self.query_len_support = QueryLenSupport.VARLEN
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any) -> Any:
