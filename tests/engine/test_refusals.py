@@ -56,9 +56,9 @@ TINY = {
 
 MODELS = {
     "sparse": (
-        lambda: transformers.DeepseekV3Config(
+        lambda: transformers.DeepseekV2Config(
             **TINY, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=16, v_head_dim=16,
-            qk_nope_head_dim=16, index_topk=16, architectures=["DeepseekV3ForCausalLM"],
+            qk_nope_head_dim=16, index_topk=16, architectures=["DeepseekV2ForCausalLM"],
         ),
         "chooses the tokens that it attends to (sparse MLA",
     ),
