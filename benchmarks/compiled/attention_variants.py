@@ -41,6 +41,12 @@ def attention_variants() -> list[Variant]:
         for rows in (16, 128)
     ]
     shapes.append(_Shape("bf16", "bf16", 512, tree_attention._ROWS_OF_NODES, 8, 16, 2, True))
+    # As MLA has it: latents of 512 channels (DeepSeek, Kimi, GLM) or 256 (Mistral), and 64 more.
+    shapes += [
+        _Shape("bf16", cache, head_size, rows, 16, 64, 2, extra=64)
+        for head_size, cache in ((512, "bf16"), (512, "fp8e4nv"), (256, "bf16"), (256, "fp8e4nv"))
+        for rows in (16, 128)
+    ]
     # As Mistral, Gemma 2 (heads of 256, windows in every other layer) and gpt-oss have it.
     shapes += [
         _Shape("bf16", "bf16", head_size, rows, 4, 16, 2, False, *features)
@@ -68,6 +74,7 @@ class _Shape:
     windowed: bool = False
     soft_capped: bool = False
     has_sinks: bool = False
+    extra: int = 0
 
     def variants(self) -> list[Variant]:
         """One per tile that some device takes."""
@@ -77,13 +84,15 @@ class _Shape:
         for capability in CAPABILITIES:
             if not quantized or capability >= tree_attention._FP8_CAPABILITY:
                 tile = choose_tile(
-                    self.rows, self.head_size, element_size, capability, quantized, self.windowed
-                )
+                    self.rows, self.head_size, element_size, capability, quantized, self.windowed,
+                    bool(self.extra),
+                )  # fmt: skip
                 tiles.setdefault(tile, []).append(capability)
         return [
             Variant(
-                name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}/"
-                f"{self.group}, block {self.block_size}, {self.words} words:"
+                name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}"
+                f"{f' + {self.extra}' if self.extra else ''}/{self.group}, block "
+                f"{self.block_size}, {self.words} words:"
                 f" {tile.rows} x {tile.keys}{' in 255' if tile.max_registers else ''}"
                 f"{', only nodes' if self.only_nodes else ''}"
                 f"{', window' if self.windowed else ''}{', soft cap' if self.soft_capped else ''}"
@@ -102,6 +111,7 @@ class _Shape:
                     "ONLY_NODES": self.only_nodes,
                     "SOFT_CAPPED": self.soft_capped,
                     "HAS_SINKS": self.has_sinks,
+                    "EXTRA": self.extra,
                 },
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,

@@ -151,7 +151,7 @@ class CacheGroup:
 
     Args:
         kv_caches: One per layer, all of one shape and dtype, in the layout of
-            `cpu_cache`.
+            `cpu_cache`; or latents, ``[blocks, block_size, width]``.
     """
 
     def __init__(self, kv_caches: Sequence[Tensor]) -> None:
@@ -163,6 +163,8 @@ class CacheGroup:
         self._addresses = (ctypes.c_void_p * len(self.kv_caches))(
             *(cache.data_ptr() for cache in self.kv_caches)
         )
+        if first.ndim == 3:
+            return
         _, key_heads, block_size, twice_head_size = first.shape
         self._shape = first.element_size(), key_heads, twice_head_size // 2, block_size
 
@@ -172,6 +174,11 @@ class CacheGroup:
         Args:
             source_slots, target_slots: int64 ``[M]``, contiguous.
         """
+        if self.kv_caches[0].ndim == 3:
+            for latents in self.kv_caches:
+                rows = latents.flatten(0, 1)
+                rows[target_slots] = rows[source_slots]
+            return
         kernels = load_kernels()
         if kernels is None:
             for kv_cache in self.kv_caches:

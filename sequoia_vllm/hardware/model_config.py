@@ -5,10 +5,9 @@ from typing import Any
 
 from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.registry import DrafterKind, drafter
-from sequoia_vllm.hardware.models import Experts, ModelShape, Recurrent
+from sequoia_vllm.hardware.models import Experts, Latent, ModelShape, Recurrent
 
 _UNMODELLED = {
-    "kv_lora_rank": "its attention has low-rank keys and values (MLA)",
     "block_configs": "its layers differ from each other",
     "ssm_cfg": "it has state-space layers",
 }
@@ -42,6 +41,7 @@ def read_shape(
     for key, reason in _UNMODELLED.items():
         if reader.value(key):
             raise ShapeError(f"{name} is not modelled: {reason}")
+    latent = read_latent(reader)
     hidden = reader.count("hidden_size")
     heads = reader.count("num_attention_heads")
     layers = drafts.layers or reader.count("num_hidden_layers")
@@ -58,15 +58,35 @@ def read_shape(
         hidden=hidden,
         intermediate=reader.count("intermediate_size", unused),
         heads=heads,
-        kv_heads=reader.count("num_key_value_heads", heads),
+        kv_heads=1 if latent else reader.count("num_key_value_heads", heads),
         head_size=reader.count("head_dim", max(hidden // heads, 1)),
         vocab=reader.count("vocab_size"),
         tied=bool(reader.value("tie_word_embeddings")),
         gated=reader.value("model_type") not in _UNGATED,
         layer_weight_bytes=weight_bytes,
         experts=experts,
+        latent=latent,
         recurrent=None if drafts.layers else read_recurrent(reader, layers),
         head=drafts.head_shape(reader),
+    )
+
+
+def read_latent(config: Fields) -> Latent | None:
+    """The sizes of latent attention (MLA) that a configuration describes; None: it has none.
+
+    Raises:
+        ShapeError: It does not say enough, or vLLM keeps whole keys and values of such a model.
+    """
+    if not config.value("kv_lora_rank"):
+        return None
+    if config.value("model_type") == "minicpm3":
+        raise ShapeError(f"{config.name} is not modelled: its keys and values have low ranks")
+    return Latent(
+        query_rank=config.value("q_lora_rank") or 0,
+        rank=config.count("kv_lora_rank"),
+        positions=config.value("qk_rope_head_dim") or 0,
+        key=config.count("qk_nope_head_dim"),
+        value=config.count("v_head_dim"),
     )
 
 

@@ -75,6 +75,23 @@ class Recurrent(FileModel):
         return self.layers * self.value_heads * per_head
 
 
+class Latent(FileModel):
+    """Latent attention (MLA), whose KV cache holds one latent per token and layer."""
+
+    query_rank: int = Field(ge=0, description="Rank of the queries' latents; 0: they have none.")
+    rank: int = Field(ge=1, description="Channels of a latent without positions.")
+    positions: int = Field(ge=0, description="Its channels with positions.")
+    key: int = Field(ge=1, description="Size of a head's key without positions.")
+    value: int = Field(ge=1, description="Size of a head's value.")
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Parameters of a layer's attention."""
+        queries, width = heads * (self.key + self.positions), self.query_rank
+        into = width * (hidden + queries) if width else hidden * queries
+        keys = hidden * (self.rank + self.positions) + self.rank * heads * (self.key + self.value)
+        return into + keys + heads * self.value * hidden
+
+
 class ModelShape(FileModel):
     """What the roofline needs of a decoder-only transformer."""
 
@@ -98,6 +115,7 @@ class ModelShape(FileModel):
     )
     experts: Experts | None = Field(default=None, description="None: all layers are dense.")
     recurrent: Recurrent | None = Field(default=None, description="None: all layers attend.")
+    latent: Latent | None = Field(default=None, description="None: heads have keys of their own.")
     head: HeadShape | None = Field(
         default=None, description="Of a drafter that reads the target's hidden states."
     )
@@ -121,6 +139,8 @@ class ModelShape(FileModel):
     def _dense_parameters(self) -> int:
         """Parameters of the layers that every token is multiplied with."""
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
+        if self.latent is not None:
+            attention = self.latent.parameters(self.hidden, self.heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         own = self.head.input_parameters(self) if self.head is not None else 0
         own += self.attention_layers * attention
@@ -206,7 +226,17 @@ class ModelShape(FileModel):
     @property
     def kv_values_per_token(self) -> int:
         """Numbers that one token leaves in the KV cache."""
+        if self.latent is not None:
+            return self.attention_layers * (self.latent.rank + self.latent.positions)
         return 2 * self.attention_layers * self.kv_heads * self.head_size
+
+    @property
+    def attention_operations(self) -> int:
+        """Operations for a token and a position that it attends to, when it is decoded."""
+        channels = 2 * self.head_size
+        if self.latent is not None:
+            channels = 2 * self.latent.rank + self.latent.positions
+        return 2 * self.attention_layers * self.heads * channels
 
     def kv_copies(self, devices: int) -> int:
         """Devices that hold the same key/value head: more than one where heads are too few."""

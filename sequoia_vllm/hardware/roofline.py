@@ -222,7 +222,7 @@ class _Forward:
         kv_bytes = batch * context * shape.kv_values_per_token * kv_value_bytes
         attention = self._roofline(
             kv_bytes * shape.kv_copies(self._devices),
-            4 * shape.attention_layers * shape.heads * shape.head_size * (context + tokens) * rows,
+            shape.attention_operations * (context + tokens) * rows,
         )
         attention += self._states(shape, tokens, batch)
         launches = shape.layers * self._assumed.layer_seconds + self._assumed.forward_seconds

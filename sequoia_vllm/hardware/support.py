@@ -11,13 +11,17 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 Kind = Literal[
-    "mla", "attention", "chunked", "alibi", "recurrent", "gdn", "diffusion", "realtime", "mrope",
-    "multimodal", "encoder-decoder", "pooling",
+    "mla", "sparse", "ngram", "attention", "chunked", "alibi", "recurrent", "gdn", "diffusion",
+    "realtime", "mrope", "multimodal", "encoder-decoder", "pooling",
 ]  # fmt: skip
 Role = Literal["target", "draft"]
 
 UNSUPPORTED: dict[Kind, str] = {
     "mla": "uses multi-head latent attention (MLA)",
+    "sparse": "chooses the tokens that it attends to (sparse MLA: a tree's nodes would have to "
+    "choose among their ancestors)",
+    "ngram": "embeds a token with those before it (n-grams: rows before a tree's node are no "
+    "ancestors of it)",
     "attention": "has attention layers of its own, which trees do not know",
     "chunked": "uses chunked local attention (past a chunk's end a tree's nodes have other "
     "contexts)",
@@ -35,7 +39,7 @@ UNSUPPORTED: dict[Kind, str] = {
 
 MAX_NODES = 64  # of a tree over Gated DeltaNet layers: a program of the kernels holds them all
 
-_TARGETS: frozenset[Kind] = frozenset({"gdn", "mrope", "multimodal"})
+_TARGETS: frozenset[Kind] = frozenset({"mla", "gdn", "mrope", "multimodal"})
 """Kinds that trees serve as targets. A draft reads tokens, each with one position, and has a KV
 cache alone."""
 
@@ -47,6 +51,8 @@ FIX: dict[Role, str] = {
 # Fields that only models of a kind have, unless the field is false or empty.
 _FIELDS: dict[Kind, tuple[str, ...]] = {
     "mla": ("kv_lora_rank", "compress_ratios"),
+    "sparse": ("index_topk", "compress_ratios"),
+    "ngram": ("ngram_vocab_size_ratio",),
     "attention": ("rswa_window", "param_sink_number"),
     "chunked": ("attention_chunk_size",),
     "alibi": ("alibi",),
@@ -60,6 +66,7 @@ _FIELDS: dict[Kind, tuple[str, ...]] = {
 }  # fmt: skip
 # Architectures, where no field tells.
 _ARCHITECTURES: dict[Kind, str] = {
+    "ngram": r"LongcatFlashNgram.*",
     "attention": r"(HrmText|Inkling|MiMoV2|MiniMaxM3).*",
     "alibi": r"Bloom.*",
     "recurrent": r"(Bailing(MoeV2_5|MoeV3)|Falcon(H1|Mamba)|Glm5Next|GraniteMoeHybrid|InternS2|"

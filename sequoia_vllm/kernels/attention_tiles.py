@@ -48,6 +48,7 @@ def choose_tile(
     capability: int,
     quantized: bool = False,
     windowed: bool = False,
+    latent: bool = False,
 ) -> Tile:
     """The tile for requests of up to ``rows`` rows.
 
@@ -58,6 +59,7 @@ def choose_tile(
         capability: Compute capability of the device, times ten.
         quantized: Whether the cache is in fp8.
         windowed: Whether the layer has a sliding window.
+        latent: Whether keys have more channels than values.
     """
     rows = min(MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
     padded_head_size = triton.next_power_of_2(head_size)
@@ -67,8 +69,9 @@ def choose_tile(
         registers = _ALL_REGISTERS if padded_head_size == 128 else None
         warps = 8 if padded_head_size > 256 else 4
         return Tile(16, 16, num_warps=warps, num_stages=2, max_registers=registers)
-    if padded_head_size > 256:  # Gemma 4's layers without a window
-        return Tile(min(rows, 32), 32, num_warps=8, num_stages=2)
+    if padded_head_size > 256:  # Gemma 4's layers without a window, and MLA
+        registers = _ALL_REGISTERS if latent else None
+        return Tile(min(rows, 32), 32, num_warps=8, num_stages=2, max_registers=registers)
     # The output stays in registers, and so do queries that are not read elsewhere and
     # keys in fp8, which are converted there.
     in_registers = quantized or capability not in _READ_SHARED_MEMORY
@@ -84,7 +87,7 @@ def choose_tile(
     full = in_registers and output_size >= 64 * 128
     keys = 32 if full or padded_head_size > 128 else 64 if output_size > 16 * 64 else 128
     blackwell = not in_registers and capability > HOPPER
-    spills = (blackwell and padded_head_size <= 64 <= rows) or (windowed and keys == 128)
+    spills = (blackwell and padded_head_size <= 64 <= rows) or (windowed and keys == 128) or latent
     registers = _ALL_REGISTERS if spills else None
     # Three stages. While one block is computed, the next one's keys and values are on their way,
     # and the block table's entries for the one after.

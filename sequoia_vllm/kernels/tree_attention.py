@@ -38,6 +38,8 @@ _WORD_BITS = 32
 _SPLITS_AT_ONCE = 16
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8_CAPABILITY = 89
+EXTRA_SIZES = (16, 32, 64, 128)
+"""Channels that keys may have more than values: those with positions, of latent keys."""
 # For a program that reads no context: it is short, and larger ones would spill registers.
 _ROWS_OF_NODES = 16
 
@@ -211,7 +213,8 @@ def tree_attention(
         query: ``[T, Hq, D]``, bfloat16, float16 or float32.
         key_cache, value_cache: ``[blocks, block_size, Hkv, D]`` with any strides but
             D's, which is 1; of the query's dtype, or float8_e4m3fn (uint8 is taken
-            as that). The nodes' own keys and values are in it already.
+            as that). The nodes' own keys and values are in it already. Or values are the
+            first channels of their keys, a view of them: all but `EXTRA_SIZES` (MLA).
         block_table: int32 ``[R, max_blocks]``: position p of request r lies in block
             ``block_table[r, p // block_size]``. Nobody sees positions past its columns:
             rows of nodes there get numbers without meaning.
@@ -226,7 +229,7 @@ def tree_attention(
         key_scale, value_scale: Factors of what an fp8 cache holds, positive: two
             floats, or two float32 tensors of one element. Not used for other caches.
         workspace: On the same device, and of no other stream.
-        output: Like ``query``; its strides may differ.
+        output: Like ``query``, as wide as values; its strides may differ.
         max_queries: Bound on a request's rows; N - first_node if not given.
         written: int32 ``[R]``: so many of a request's rows, its first ones, have a key and a
             value in the cache. Nobody sees others, whose rows get numbers without meaning;
@@ -255,7 +258,8 @@ def tree_attention(
         raise ValueError("key_scale and value_scale must be both tensors or both floats")
     if quantized and workspace.capability < _FP8_CAPABILITY:
         raise ValueError("an fp8 KV cache needs a GPU of compute capability 8.9 or higher")
-    tokens, heads, head_size = query.shape
+    tokens, heads, key_size = query.shape
+    head_size = output.shape[2]
     if context_lse is not None:
         _check_context_lse(context_lse, heads, tokens, quantized)
         if mask.window is not None or soft_cap or sinks is not None:
@@ -275,7 +279,7 @@ def tree_attention(
         rows = min(rows, _ROWS_OF_NODES)
     tile = choose_tile(
         rows, head_size, query.element_size(), workspace.capability, quantized,
-        windowed=mask.window is not None,
+        windowed=mask.window is not None, latent=key_size != head_size,
     )  # fmt: skip
     row_tiles = -(-queries * group // tile.rows)
     units = requests * key_heads * row_tiles
@@ -308,7 +312,7 @@ def tree_attention(
         BLOCK_SIZE=block_size, WORDS=words, QUANTIZED=quantized,
         SCALES_IN_MEMORY=isinstance(key_scale, Tensor), ROWS=tile.rows,
         ONLY_NODES=context_lse is not None, SOFT_CAPPED=bool(soft_cap),
-        HAS_SINKS=sinks is not None, **shared,
+        HAS_SINKS=sinks is not None, EXTRA=key_size - head_size, **shared,
         num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
     )  # fmt: skip
     if splits > 1:
@@ -386,17 +390,28 @@ def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output
         raise ValueError(f"queries are {query.dtype}; expected one of {_QUERY_DTYPES}")
     if key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
         raise ValueError(f"a cache of {key_cache.dtype} does not fit queries of {query.dtype}")
-    if (key_cache.shape, key_cache.dtype) != (value_cache.shape, value_cache.dtype):
-        raise ValueError("key and value cache differ in shape or dtype")
-    if (output.shape, output.dtype) != (query.shape, query.dtype):
-        raise ValueError("output and query differ in shape or dtype")
     key_heads, head_size = key_cache.shape[2:]
+    value_size = value_cache.shape[3]
+    if value_size != head_size:
+        _check_latents(key_cache, value_cache, head_size - value_size)
+    elif (key_cache.shape, key_cache.dtype) != (value_cache.shape, value_cache.dtype):
+        raise ValueError("key and value cache differ in shape or dtype")
+    if (output.shape, output.dtype) != ((*query.shape[:2], value_size), query.dtype):
+        raise ValueError("output and query differ in shape or dtype")
     if query.shape[2] != head_size or query.shape[1] % key_heads:
         raise ValueError(
             f"queries {list(query.shape)} do not fit a cache of {list(key_cache.shape)}"
         )
     if any(tensor.stride(-1) != 1 for tensor in (query, key_cache, value_cache, output)):
         raise ValueError("a head's numbers must lie side by side (last stride 1)")
+
+
+def _check_latents(key_cache: Tensor, value_cache: Tensor, extra: int) -> None:
+    if extra not in EXTRA_SIZES:
+        raise ValueError(f"keys have {extra} channels more than values: not in {EXTRA_SIZES}")
+    where = [(each.data_ptr(), each.stride(), each.dtype) for each in (key_cache, value_cache)]
+    if where[0] != where[1]:
+        raise ValueError("values of another size than keys must be the keys' first channels")
 
 
 def _check_context_lse(context_lse: Tensor, heads: int, tokens: int, quantized: bool) -> None:

@@ -11,6 +11,9 @@ A layer may have a window: a row then sees no position before that of its node's
 window. No row sees positions before the window of a request's root: blocks are counted from there.
 Those that some row of a tile sees in part are masked, too.
 
+Where EXTRA is not 0, keys have so many channels more than values, which are the keys' first ones: a
+latent (MLA). Each position is then read once.
+
 Maxima and log-sum-exps are in base 2, of scores times ``scale`` (which therefore
 holds log2(e) too), capped softly or not.
 """
@@ -69,11 +72,11 @@ def _seen(word_pointers, row_exists, first, KEYS: tl.constexpr, WORDS: tl.conste
 
 @triton.jit
 def _attend_block(
-    accumulator, maximum, total, query, word_pointers, row_exists,
+    accumulator, maximum, total, query, extra_query, word_pointers, row_exists,
     key_cache, value_cache, blocks, key_block_stride, key_slot_stride, value_block_stride,
     value_slot_stride, start, end, context, first_seen, lowest, scale, soft_cap,
-    HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WORDS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, EXTRA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
     WINDOWED: tl.constexpr, SOFT_CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Takes positions ``start`` to ``start + KEYS`` into the running softmax.
@@ -95,6 +98,13 @@ def _attend_block(
         key_rows[None, :] + channel[:, None], mask=exists[None, :] & is_channel[:, None], other=0.0
     )
     scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee")
+    if EXTRA:
+        extra_keys = tl.load(
+            key_rows[None, :] + HEAD_SIZE + tl.arange(0, EXTRA)[:, None],
+            mask=exists[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(extra_query, extra_keys.to(query.dtype), scores, input_precision="ieee")
     if SOFT_CAPPED:
         scores = _capped(scores * scale, soft_cap)
         scale = 1.0
@@ -112,12 +122,15 @@ def _attend_block(
     weights = tl.exp2(scores * scale - reference[:, None])
     decay = tl.exp2(maximum - reference)
     total = total * decay + tl.sum(weights, axis=1)
-    value_rows = value_cache + block * value_block_stride + slot * value_slot_stride
-    values = tl.load(
-        value_rows[:, None] + channel[None, :],
-        mask=exists[:, None] & is_channel[None, :],
-        other=0.0,
-    )
+    if EXTRA:
+        values = tl.trans(keys)
+    else:
+        value_rows = value_cache + block * value_block_stride + slot * value_slot_stride
+        values = tl.load(
+            value_rows[:, None] + channel[None, :],
+            mask=exists[:, None] & is_channel[None, :],
+            other=0.0,
+        )
     accumulator = tl.dot(
         weights.to(query.dtype),
         values.to(query.dtype),
@@ -153,7 +166,7 @@ def tree_attention_kernel(
     BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, QUANTIZED: tl.constexpr,
     SCALES_IN_MEMORY: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr, ONLY_NODES: tl.constexpr, WINDOWED: tl.constexpr,
-    SOFT_CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SOFT_CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
     """Attention of ``ROWS`` rows over one split, for one key head of one request.
 
@@ -192,11 +205,14 @@ def tree_attention_kernel(
     row_exists = node < num_queries
     token = (first_token + node).to(tl.int64)
     head = key_head * GROUP + row % GROUP
+    query_rows = query + (token * query_token_stride + head * query_head_stride)[:, None]
     queries = tl.load(
-        query + (token * query_token_stride + head * query_head_stride)[:, None] + channel[None, :],
-        mask=row_exists[:, None] & is_channel[None, :],
-        other=0.0,
+        query_rows + channel[None, :], mask=row_exists[:, None] & is_channel[None, :], other=0.0
     )
+    extra_queries = queries
+    if EXTRA:
+        extra = HEAD_SIZE + tl.arange(0, EXTRA)[None, :]
+        extra_queries = tl.load(query_rows + extra, mask=row_exists[:, None], other=0.0)
     mask_row = shape_row(slots, request, slot_rows) + first_node + node
     word_pointers = ancestors + mask_row * ancestors_stride
     if QUANTIZED:
@@ -245,26 +261,26 @@ def tree_attention_kernel(
             unmasked_start = tl.minimum(tl.maximum(begun, split_start), unmasked_end)
             for start in tl.range(split_start, unmasked_start, KEYS):
                 accumulator, maximum, total = _attend_block(
-                    accumulator, maximum, total, queries, word_pointers, row_exists,
+                    accumulator, maximum, total, queries, extra_queries, word_pointers, row_exists,
                     key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
                     value_block_stride, value_slot_stride, start, end, context, first_seen, lowest,
-                    scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, True,
-                    WINDOWED, SOFT_CAPPED,
+                    scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, EXTRA, BLOCK_SIZE, WORDS, KEYS,
+                    True, WINDOWED, SOFT_CAPPED,
                 )  # fmt: skip
         for start in tl.range(unmasked_start, unmasked_end, KEYS):
             accumulator, maximum, total = _attend_block(
-                accumulator, maximum, total, queries, word_pointers, row_exists,
+                accumulator, maximum, total, queries, extra_queries, word_pointers, row_exists,
                 key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
                 value_block_stride, value_slot_stride, start, end, context, first_seen, lowest,
-                scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, False,
+                scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, EXTRA, BLOCK_SIZE, WORDS, KEYS, False,
                 WINDOWED, SOFT_CAPPED,
             )  # fmt: skip
     for start in tl.range(unmasked_end, split_end, KEYS):
         accumulator, maximum, total = _attend_block(
-            accumulator, maximum, total, queries, word_pointers, row_exists,
+            accumulator, maximum, total, queries, extra_queries, word_pointers, row_exists,
             key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
             value_block_stride, value_slot_stride, start, end, context, first_seen, lowest,
-            scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, True,
+            scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, EXTRA, BLOCK_SIZE, WORDS, KEYS, True,
             WINDOWED, SOFT_CAPPED,
         )  # fmt: skip
 

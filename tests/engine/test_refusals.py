@@ -55,12 +55,12 @@ TINY = {
 }  # fmt: skip
 
 MODELS = {
-    "mla": (
+    "sparse": (
         lambda: transformers.DeepseekV2Config(
             **TINY, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=16, v_head_dim=16,
-            qk_nope_head_dim=16, architectures=["DeepseekV2ForCausalLM"],
+            qk_nope_head_dim=16, index_topk=16, architectures=["DeepseekV2ForCausalLM"],
         ),
-        "uses multi-head latent attention",
+        "chooses the tokens that it attends to (sparse MLA",
     ),
     "mamba": (
         lambda: transformers.MambaConfig(
@@ -133,8 +133,10 @@ def test_gated_delta_net_targets_on_cpus_and_their_largest_trees(tmp_path):
 
 
 def test_draft_models(tmp_path):
-    make, reason = MODELS["mla"]
+    make, reason = MODELS["sparse"]
     draft = save_config(tmp_path, make())
+    said = f"the draft model {draft} uses multi-head latent attention (MLA): choose another"
+    refused(said, speculative_config=sequoia(draft=draft))
     refused(f"the draft model {draft} {reason}", speculative_config=sequoia(draft=draft))
 
 

@@ -129,6 +129,26 @@ def test_windows_of_levels(first_node, window):
     assert_close(batch.run(32, window=window), expected)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "processors", "size", "extra"),
+    [(2, 1, 512, 64), (9, 32, 256, 64), (33, 1, 512, 64), (64, 32, 512, 32)],
+)
+def test_latents(nodes, processors, size, extra):
+    """Keys of MLA, whose first channels are the values."""
+    batch = Batch([300, 31, 0], [nodes, 2, 1], heads=(3, 1), head_size=size, extra=extra)
+    assert_close(batch.run(processors), batch.expected())
+
+
+def test_latents_in_fp8():
+    batch = Batch(
+        [300, 5], [9, 3], heads=(4, 1), head_size=512, extra=64, dtype=torch.bfloat16,
+        cache_dtype=torch.float8_e4m3fn,
+    )  # fmt: skip
+    scales = {"key_scale": 0.25, "value_scale": 0.25}
+    tolerance = 3 * torch.finfo(torch.bfloat16).eps
+    assert_close(batch.run(16, **scales), batch.expected(**scales), tolerance)
+
+
 SCORES = [
     (0.7, False, torch.float32), (0.0, True, torch.float32), (0.7, True, torch.float32),
     (50.0, True, torch.float16),
@@ -465,6 +485,12 @@ def test_refusals():
         Batch([4], [2], cache_dtype=torch.float8_e4m3fn).run(context_lse=lse)
     batch.keys = batch.keys.transpose(1, 3).contiguous().transpose(1, 3)
     with pytest.raises(ValueError, match="side by side"):
+        batch.run()
+    with pytest.raises(ValueError, match="keys have 8 channels more than values"):
+        Batch([4], [2], extra=8).run()
+    batch = Batch([4], [2], extra=64)
+    batch.values = batch.values.clone()
+    with pytest.raises(ValueError, match="must be the keys' first channels"):
         batch.run()
 
 

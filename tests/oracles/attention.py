@@ -33,7 +33,7 @@ def tree_attention_reference(
 
     Args:
         query: ``[T, Hq, D]``: rows of all requests, in node order.
-        key_cache, value_cache: ``[blocks, block_size, Hkv, D]``.
+        key_cache, value_cache: ``[blocks, block_size, Hkv, D]``; values may have another size.
         block_table: int ``[R, columns]``.
         query_start_loc: R + 1 numbers: the rows of request r end where those of r + 1 begin.
         ancestors: bool ``[N, N]``: whether the row's node sees the column's; or ``[R, N, N]``, of
@@ -47,16 +47,17 @@ def tree_attention_reference(
         soft_cap, sinks: As `dense_attention` has them.
 
     Returns:
-        float32 ``[T, Hq, D]``.
+        float32 ``[T, Hq, D]``, of the values' size, computed in float64.
     """
-    output = torch.full(query.shape, elsewhere, dtype=torch.float32, device=query.device)
+    shape = *query.shape[:2], value_cache.shape[3]
+    output = torch.full(shape, elsewhere, dtype=torch.float32, device=query.device)
     for request, context in enumerate(context_lens):
         first, last = query_start_loc[request], query_start_loc[request + 1]
         if first == last:
             continue
         nodes = range(first_node, first_node + last - first)
         keys, values = (
-            gathered(cache, block_table[request], context + nodes.stop)
+            gathered(cache, block_table[request], context + nodes.stop).double()
             for cache in (key_cache, value_cache)
         )
         sees = ancestors[request] if ancestors.ndim == 3 else ancestors

@@ -14,11 +14,15 @@ UNTOUCHED = 7.0
 
 
 class Batch:
-    """Random requests in a paged cache whose unused positions hold NaN."""
+    """Random requests in a paged cache whose unused positions hold NaN.
+
+    With `extra`, the cache holds latents: keys of so many channels more than their values.
+    """
 
     def __init__(
         self, contexts, sizes, *, nodes=None, first_node=0, heads=(4, 2), head_size=64,
         block_size=16, dtype=torch.float32, cache_dtype=None, seed=0, spare_blocks=2,
+        extra=0,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         nodes = nodes or max([*sizes, 1]) + first_node
@@ -31,19 +35,21 @@ class Batch:
         columns = -(-max(ends) // block_size) + spare_blocks
         blocks = torch.randperm(len(contexts) * columns + 1, generator=generator)[:-1]
         self.table = blocks.view(len(contexts), columns).to(torch.int32)
-        shape = (len(blocks) + 1, heads[1], 2, block_size, head_size)
+        parts, key_size = 1 if extra else 2, head_size + extra
+        shape = (len(blocks) + 1, heads[1], parts, block_size, key_size)
         cache = torch.full(shape, float("nan"))
         for row, end in zip(self.table.tolist(), ends, strict=True):
             for position in range(end):
-                entry = torch.randn(heads[1], 2, head_size, generator=generator)
+                entry = torch.randn(heads[1], parts, key_size, generator=generator)
                 cache[row[position // block_size], :, :, position % block_size] = entry
         # The layout is neither contiguous nor [blocks, block_size, heads, size] in memory.
         cache = cache.to(cache_dtype or dtype)
-        self.keys, self.values = (cache[:, :, i].transpose(1, 2) for i in (0, 1))
+        self.keys, self.values = (cache[:, :, i].transpose(1, 2) for i in (0, -1))
+        self.values = self.values[..., :head_size]
         tokens = int(self.starts[-1]) + 3
-        packed = torch.randn(tokens, heads[0] + 2, head_size, generator=generator)
+        packed = torch.randn(tokens, heads[0] + 2, key_size, generator=generator)
         self.query = packed.to(dtype)[:, :-2]
-        self.scale = head_size**-0.5
+        self.scale = key_size**-0.5
 
     def give_own_trees(self, seed=1):
         """Each request slot has a tree of its own, and requests have slots in any order."""
@@ -70,10 +76,11 @@ class Batch:
         return output, lse
 
     def run(self, processors=1, ancestors=None, continued=False, window=None, **arguments):
-        output = torch.full_like(self.query, UNTOUCHED)
+        value_size = self.values.shape[3]
+        output = torch.full_like(self.query[..., :value_size], UNTOUCHED)
         if continued:
             output, arguments["context_lse"] = self.attend_to_contexts()
-        workspace = TreeAttentionWorkspace(self.query.shape[2], "cpu", processors)
+        workspace = TreeAttentionWorkspace(value_size, "cpu", processors)
         workspace._memory.fill_(float("nan"))  # what no split wrote must not be read
         mask = NodeMask.of(self.ancestors if ancestors is None else ancestors, window)
         scales = {"key_scale": 1.0, "value_scale": 1.0}

@@ -72,6 +72,22 @@ MIXTURES: dict[str, tuple[dict[str, Any], float, float]] = {
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
         "decoder_sparse_step": 1, "architectures": ["Qwen3NextForCausalLM"],
     }, 79.6e9, 3.5e9),
+    "DeepSeek-V2-Lite": ({
+        "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "vocab_size": 102400, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        "architectures": ["DeepseekV2ForCausalLM"],
+    }, 15.7e9, 2.45e9),
+    "DeepSeek-V3": ({
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "vocab_size": 129280, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+        "architectures": ["DeepseekV3ForCausalLM"],
+    }, 671e9, 37e9),
     "ERNIE-4.5-21B-A3B": ({
         "model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288,
         "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4,

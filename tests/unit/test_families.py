@@ -40,7 +40,7 @@ def test_engines_refuse_the_same_of_vllms_classes(row):
 def test_names_tell_rows():
     assert vllm.__version__.startswith(FILE.vllm)
     assert all(family_of(name) is row for name, row in NAMES.items())
-    assert "see docs" not in refusal_of("a/b", "target", ["MistralForCausalLM"], {"mla"})
+    assert "see docs" not in refusal_of("a/b", "target", ["MistralForCausalLM"], {"sparse"})
 
 
 def test_classes_with_attention_of_their_own_are_known():
@@ -89,7 +89,8 @@ ASKED = {
     "gpt-oss": "runs as a target (interpreted)",
     "Qwen3.5 to 3.8 (hybrid)": "runs as a target (interpreted; on GPUs alone; its",
     "Granite 4 (hybrid)": "refused as a target, as it has recurrent",
-    "DeepSeek V2, V3, R1": "refused as a target, as it uses multi-head latent attention",
+    "DeepSeek V2, V3, R1": "runs as a target (interpreted); known drafts: none",
+    "DeepSeek V3.2": "refused as a target, as it chooses the tokens that it attends to",
     "Llama 4": "refused as a target, as it uses chunked local attention",
     "no family in docs/supported.md": "runs by its configuration; known drafts: none",
 }

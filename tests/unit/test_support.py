@@ -43,15 +43,15 @@ def test_advise_and_engine_refuse_a_target_in_the_same_words(family, draft, tmp_
         refusals.refuse_model(model, "target")
     said = advise(target, *draft)
     assert said == str(error.value)
-    of_drafts = {"gdn", "mrope", "multimodal"}
+    of_drafts = {"mla", "gdn", "mrope", "multimodal"}
     assert all((UNSUPPORTED[kind] in said) == (kind not in of_drafts) for kind in kinds)
     assert "serve it without Sequoia, or choose another target model" in said
 
 
 def test_an_engine_refuses_a_target_before_it_reads_its_own_configuration(monkeypatch):
     monkeypatch.setattr(engine_config, "sequoia_request", lambda arguments: {"tree": "nonsense"})
-    target = in_vllm(REFUSED["DeepSeek V2, V3, R1"], "a/target")
-    with pytest.raises(ConfigError, match="the target model a/target uses multi-head latent"):
+    target = in_vllm(REFUSED["DeepSeek V3.2"], "a/target")
+    with pytest.raises(ConfigError, match="the target model a/target chooses the tokens"):
         engine_config.create_speculative_config(lambda *_: 1 / 0, SimpleNamespace(), target, None)
 
 
@@ -87,14 +87,14 @@ def test_drafts_are_refused_too(family, tmp_path):
 
 
 def test_doctor_looks_at_a_target(tmp_path):
-    target = save(tmp_path, REFUSED["DeepSeek V2, V3, R1"])
+    target = save(tmp_path, REFUSED["DeepSeek V3.2"])
     check = _target(target)
     assert (check.ok, check.found) == (
-        False, f"the target model {target} uses multi-head latent attention (MLA)"
+        False, f"the target model {target} {UNSUPPORTED['sparse']}"
     )  # fmt: skip
     assert check.fix == (
         "serve it without Sequoia, or choose another target model "
-        "(DeepSeek V2, V3, R1: see docs/supported.md#refused-targets)"
+        "(DeepSeek V3.2: see docs/supported.md#refused-targets)"
     )
     assert _target(DRAFT).ok
     assert not _target("none").ok
@@ -102,7 +102,7 @@ def test_doctor_looks_at_a_target(tmp_path):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_experts_are_served(name):
-    assert kinds_of(MIXTURES[name][0]) <= {"gdn"}
+    assert kinds_of(MIXTURES[name][0]) <= {"gdn", "mla"}
 
 
 @pytest.mark.parametrize(

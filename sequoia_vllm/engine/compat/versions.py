@@ -46,6 +46,11 @@ CHANGED: tuple[Expected, ...] = (
         None,
         since=(0, 33),
     ),
+    expected(
+        f"{_ATTENTION}.mla.triton_mla:_reserve_attn_logits_workspace",
+        "vllm_config, max_decode_rows, q_num_heads, kv_lora_rank",
+        since=(0, 33),
+    ),
     expected("vllm.config:VllmConfig._limit_max_model_len_to_draft", "self", since=(0, 33)),
 )
 """What only some of the versions have, on GPUs; the ledger's file has what all of them have."""

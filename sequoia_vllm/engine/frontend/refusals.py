@@ -58,9 +58,11 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 def kinds_in_vllm(model: Any) -> set[Kind]:
     """The kinds of model that vLLM takes this one for."""
-    recurrent, is_served = _has_recurrent_layers(model), "gdn" in _described(model)
+    described = _described(model)
+    recurrent, is_served = _has_recurrent_layers(model), "gdn" in described
     found: dict[Kind, bool] = {
-        "mla": model.use_mla, "attention": "attention" in _described(model),
+        "mla": model.use_mla, "sparse": model.use_mla and "sparse" in described,
+        "ngram": "ngram" in described, "attention": "attention" in described,
         "chunked": model.attention_chunk_size is not None, "alibi": model.uses_alibi,
         "recurrent": recurrent and not is_served, "gdn": recurrent and is_served,
         "diffusion": model.is_diffusion,

@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -72,6 +76,29 @@ class TreeForward(ABC):
         self, layer: Any, query: Tensor, kv_cache: Tensor, tree: Any, output: Tensor
     ) -> None:
         """Writes the rows of tree nodes."""
+
+
+class LatentTreeBuilder(MLACommonMetadataBuilder):
+    """Builds vLLM's metadata of latent attention (MLA), in which trees are decoded.
+
+    Requests of more rows than a tree has nodes read a prompt, whose rows attend to keys and values
+    of each head. All others are decoded: their queries are brought into the latents' space.
+    """
+
+    query_len_support = QueryLenSupport.SINGLE_ONLY
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # vLLM's Triton backend reserves memory for as many rows per request as it may decode. The
+        # rows of trees need none of it, and would take gigabytes.
+        super().__init__(*args, **kwargs)
+        self.query_len_support = QueryLenSupport.VARLEN
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any) -> Any:
+        """Calls vLLM's, and adds the block table of all requests."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args)
+        metadata.block_table = common_attn_metadata.block_table_tensor
+        return metadata
 
 
 @contextmanager

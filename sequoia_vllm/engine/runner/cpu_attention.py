@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -154,6 +155,11 @@ class CPUTreeAttentionBackend(CPUAttentionBackend):
     """Registered for CPU_ATTN in the workers of a Sequoia engine only."""
 
     @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Also 16: vLLM takes that on CPUs for a target with MLA, and so for its draft."""
+        return [MultipleOf(16)]
+
+    @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
         """The attention implementation."""
         return CPUTreeAttentionImpl
@@ -164,8 +170,12 @@ class CPUTreeAttentionBackend(CPUAttentionBackend):
         return CPUTreeAttentionMetadataBuilder
 
 
-CPU_BACKENDS = {AttentionBackendEnum.CPU_ATTN: f"{__name__}.{CPUTreeAttentionBackend.__qualname__}"}
-"""Our backend, under the name that CPU layers look up."""
+CPU_BACKENDS = {
+    AttentionBackendEnum.CPU_ATTN: f"{__name__}.{CPUTreeAttentionBackend.__qualname__}",
+    AttentionBackendEnum.CPU_MLA: "sequoia_vllm.engine.runner.cpu_mla.CPUMLATreeBackend",
+}
+"""Our backends, under the names that CPU layers look up."""
+_OTHER = {"AMXMLAImpl": " (use --attention-backend CPU_MLA)"}  # where vLLM finds AMX
 
 
 def unsupported_attention(layer_name: str, impl: Any) -> str | None:
@@ -173,6 +183,8 @@ def unsupported_attention(layer_name: str, impl: Any) -> str | None:
     features = {
         **unmaskable_features(impl),
         "a quantized KV cache": bool(getattr(impl, "is_fp8_kv_cache", False)),
-        f"the backend {type(impl).__name__}": not isinstance(impl, CPUTreeAttentionImpl),
+        f"the backend {type(impl).__name__}{_OTHER.get(type(impl).__name__, '')}": (
+            not hasattr(impl, "_forward_trees")
+        ),
     }
     return reason_of(layer_name, features)

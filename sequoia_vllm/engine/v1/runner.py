@@ -65,6 +65,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     speculative_config: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        # The draft's configuration, made from this one, would choose blocks anew, and not those
+        # that the target's latents need. Until: vLLM leaves a draft the target's blocks.
+        vllm_config.cache_config.user_specified_block_size = True
         # vLLM drops logits processors when it speculates; requests that need them get no drafts.
         # Until: vLLM asks the speculative method.
         with patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):

@@ -228,8 +228,7 @@ class TreeRunner(GPUModelRunner):
         else:
             trees = self._scoring.trees_of(input_batch)
         self._trees, self._metadata = trees, metadata
-        if trees is not None:
-            self.tree_backend.attach(trees, metadata, self._target_layers)
+        self.tree_backend.attach(trees, metadata, self._target_layers)
         return metadata
 
     def _model_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:

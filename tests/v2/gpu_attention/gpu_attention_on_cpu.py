@@ -12,13 +12,33 @@ def register() -> None:
     import torch
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from sequoia_vllm.engine.v2 import runner_cpu
     from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 
-    def get_attn_backend_cls(cls: Any, *args: Any, **kwargs: Any) -> str:
-        return AttentionBackendEnum.TRITON_ATTN.get_path()
+    def get_attn_backend_cls(cls: Any, *args: Any, attn_selector_config: Any, **_: Any) -> str:
+        latent = AttentionBackendEnum.TRITON_MLA
+        return (
+            latent if attn_selector_config.use_mla else AttentionBackendEnum.TRITON_ATTN
+        ).get_path()
+
+    checked = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, config: Any) -> None:
+        """What the CPU's latent attention cannot do, the GPU's can."""
+        cache, scheduler = config.cache_config, config.scheduler_config
+        asked = cache.enable_prefix_caching, scheduler.max_num_batched_tokens
+        chunks = scheduler.enable_chunked_prefill
+        checked(cls, config)
+        cache.enable_prefix_caching, scheduler.max_num_batched_tokens = asked
+        scheduler.enable_chunked_prefill = chunks
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    # The CPU's operator for it has no float32.
+    TritonMLAImpl.do_kv_cache_update = CPUMLAImpl.do_kv_cache_update
 
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     # vLLM's cache update asks for it, to choose its block sizes.

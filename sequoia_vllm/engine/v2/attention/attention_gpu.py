@@ -204,18 +204,6 @@ class FlashTreeBackend(FlashAttentionBackend):
         return FlashTreeBuilder
 
 
-class NoTreesBackend:
-    """Registered for FlashInfer and composites: where vLLM prefers these, it takes the next one.
-
-    Selection happens before loading, and calls only `validate_configuration` of this class.
-    """
-
-    @staticmethod
-    def validate_configuration(**_selected: Any) -> list[str]:
-        """Reasons why vLLM must not use it for any layer."""
-        return ["trees cannot use it: leave --attention-backend out, or name FLASH_ATTN"]
-
-
 class TritonTreeBackend(TritonAttentionBackend):
     """Registered for TRITON_ATTN in the workers of a Sequoia engine only."""
 

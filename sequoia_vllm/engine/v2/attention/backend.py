@@ -45,11 +45,15 @@ class TreeBackend(ABC):
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> Any:
         """Makes the ``tree`` attribute of the target's attention metadata."""
 
-    def attach(self, trees: ScoringTreesV2, metadata: dict[str, Any], layers: list[str]) -> None:
-        """Hands ``trees`` to the attention of these layers.
+    def attach(
+        self, trees: ScoringTreesV2 | None, metadata: dict[str, Any], layers: list[str]
+    ) -> None:
+        """Hands ``trees``, unless there are none, to the attention of these layers.
 
         Layers of a cache group share one metadata object, which has the group's block table.
         """
+        if trees is None:
+            return
         for shared in {id(metadata[name]): metadata[name] for name in layers}.values():
             shared.tree = self.scoring_queries(trees, shared)
 

@@ -19,6 +19,7 @@ from sequoia_vllm.engine.runner.attention_layers import (
     window_of,
 )
 from sequoia_vllm.engine.runner.kv_commit import layers_by_cache
+from sequoia_vllm.engine.v2.attention import mla_layers
 from sequoia_vllm.engine.v2.attention.attention_gpu import (
     DraftMetadata,
     FlashTreeImpl,
@@ -41,12 +42,9 @@ _MODULE = "sequoia_vllm.engine.v2.attention.attention_gpu"
 _CLASSES = {
     AttentionBackendEnum.FLASH_ATTN: f"{_MODULE}.FlashTreeBackend",
     AttentionBackendEnum.TRITON_ATTN: f"{_MODULE}.TritonTreeBackend",
-    # Preferred on Blackwell; the others where images attend in both directions.
-    AttentionBackendEnum.FLASHINFER: f"{_MODULE}.NoTreesBackend",
-    AttentionBackendEnum.TRITON_FLASHINFER: f"{_MODULE}.NoTreesBackend",
-    AttentionBackendEnum.TRITON_FLASH_ATTN: f"{_MODULE}.NoTreesBackend",
+    **mla_layers.OTHER_CLASSES,
 }
-_LARGEST_HEAD = 512  # Gemma 4's layers without a window
+_LARGEST_HEAD = 512  # Gemma 4's layers without a window, and latents
 
 
 class GPUTreeBackend(TreeBackend):
@@ -60,6 +58,7 @@ class GPUTreeBackend(TreeBackend):
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
         self._states: GdnStates | None = None
+        self._chain: Tensor | None = None  # the longest one's ancestors, where layers have latents
 
     @contextmanager
     def replace_attention(self) -> Iterator[None]:
@@ -71,6 +70,11 @@ class GPUTreeBackend(TreeBackend):
         """Reason why our kernel cannot serve this layer; None: it can."""
         if isinstance(impl, GdnTreeLayer):
             return impl.unsupported_heads
+        if isinstance(impl, mla_layers.MLATreeImpl):
+            if self._chain is None:
+                self._chain = mla_layers.longest_chain(self._ancestors)
+                self.masks.of(self._chain)  # here, not in a step: see __init__
+            return reason_of(layer_name, impl.unsupported_features(self._context_attention))
         if isinstance(impl, GPUTreeForward):
             self.masks.of(self._ancestors, window_of(impl))  # here, not in a step: see __init__
         head_size = getattr(impl, "head_size", 0)
@@ -93,6 +97,17 @@ class GPUTreeBackend(TreeBackend):
         if found:
             self._states = GdnStates(found, rows)
         return bool(found)
+
+    def attach(
+        self, trees: ScoringTreesV2 | None, metadata: dict[str, Any], layers: list[str]
+    ) -> None:
+        """See `TreeBackend.attach`; layers with latents are told of chains, too."""
+        if self._chain is None:
+            return super().attach(trees, metadata, layers)
+        for shared in {id(metadata[name]): metadata[name] for name in layers}.values():
+            parts = mla_layers.decoded_nodes(trees, shared, self._chain)
+            shared.tree = tuple(self._queries(nodes, table) for nodes, table in parts)
+        return None
 
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> Any:
         """The trees' rows, as views of buffers that stay in place for CUDA graphs."""
@@ -124,6 +139,9 @@ class GPUTreeBackend(TreeBackend):
         """Moves keys and values in one launch per group of layers with equal blocks and shape."""
         if not self._layers:
             keys = {name: each for name, each in caches.items() if isinstance(each, Tensor)}
+            keys |= {
+                name: each[:, None] for name, each in keys.items() if each.ndim == 3
+            }  # latents
             self._layers = [
                 (names[0], CacheLayers.of([keys[name] for name in names]))
                 for names in layers_by_cache(keys, metadata)

@@ -1,0 +1,180 @@
+"""Layers with latent attention (MLA): vLLM's Triton backend, but trees go through our kernel.
+
+In decoding all heads share one key head: a key is a whole latent, its value the first channels.
+Requests that `LatentTreeBuilder` has decoded may be chains of several rows. Our kernel takes them,
+too, as it does trees: vLLM's takes only requests of equally many rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.mla import triton_mla
+from vllm.v1.attention.backends.mla.triton_mla import (
+    TritonMLABackend,
+    TritonMLAImpl,
+    TritonMLAMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from sequoia_vllm.drafting.growth import NodeQueries
+from sequoia_vllm.engine.runner.attention_layers import LatentTreeBuilder
+from sequoia_vllm.engine.v2.attention.attention_gpu import GPUTreeQueries
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
+from sequoia_vllm.kernels.tree_attention import EXTRA_SIZES, tree_attention
+
+logger = logging.getLogger("vllm.sequoia")
+
+
+def longest_chain(ancestors: Tensor) -> Tensor:
+    """bool ``[N, N]``: each node of a chain as long as the tree is large sees all before it.
+
+    Called once, at the start: it logs what decodes latents.
+    """
+    logger.info("Sequoia: latent attention (MLA) is decoded in Triton, as trees need it")
+    nodes = ancestors.shape[-1]
+    return torch.ones(nodes, nodes, dtype=torch.bool, device=ancestors.device).tril()
+
+
+def decoded_nodes(
+    trees: ScoringTreesV2 | None, metadata: Any, chain: Tensor
+) -> Iterator[tuple[NodeQueries, Tensor]]:
+    """What our kernel decodes of a batch, with its block tables: trees, then chains.
+
+    Requests of one row each are vLLM's own, unless there are trees beside them.
+
+    Args:
+        trees: The batch's, whose requests come first; None: it has none.
+        metadata: vLLM's, of all requests.
+        chain: From `longest_chain`.
+    """
+    first, last = 0, metadata.num_decodes
+    if trees is not None:
+        first = trees.num_requests
+        yield trees, metadata.block_table[:first]
+    elif metadata.num_decode_tokens == last:
+        return
+    if first == last:
+        return
+    starts = metadata.query_start_loc[first : last + 1]
+    contexts = metadata.decode.seq_lens[first:] - starts.diff()
+    chains = NodeQueries(
+        request_slots=contexts.long(),  # all have one mask
+        context_lens=contexts,
+        query_start_loc=starts,
+        first=0,
+        width=min(len(chain), metadata.max_query_len),
+        ancestors=chain,
+        max_keys=metadata.max_seq_len,
+    )
+    yield chains, metadata.block_table[first:]
+
+
+class MLATreeImpl(TritonMLAImpl):
+    """vLLM's latent attention in Triton, with trees."""
+
+    def unsupported_features(self, context_attention: str) -> dict[str, bool]:
+        """Features that our kernel cannot serve, and whether this layer has them."""
+        extra = self.qk_rope_head_dim
+        return {
+            f"latents with {extra} channels for positions": extra not in (0, *EXTRA_SIZES),
+            "latents (context_attention is not for them: leave it out)": (
+                context_attention != "triton"
+            ),
+        }
+
+    def reserve_workspace(self) -> None:
+        """Reserves memory for one row per request, like `LatentTreeBuilder` (from vLLM 0.33 on)."""
+        requests = self._vllm_config.scheduler_config.max_num_seqs
+        triton_mla._reserve_attn_logits_workspace(
+            self._vllm_config, requests, self.num_heads, self.kv_lora_rank
+        )
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs decoding like vLLM's, but masks each tree node to its ancestors."""
+        trees: tuple[GPUTreeQueries, ...] = getattr(attn_metadata, "tree", ())
+        if not trees:
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        keys = kv_c_and_k_pe_cache.unsqueeze(2)
+        output = query.new_zeros(*query.shape[:2], self.kv_lora_rank)
+        for tree in trees:
+            tree_attention(
+                query,
+                keys,
+                keys[..., : self.kv_lora_rank],
+                tree.block_table,
+                tree.context_lens,
+                tree.query_start_loc,
+                tree.masks.of(tree.ancestors),
+                slots=tree.request_slots,
+                first_node=tree.first,
+                scale=self.scale,
+                key_scale=layer._k_scale,
+                value_scale=layer._k_scale,
+                workspace=tree.workspace,
+                output=output,
+                max_queries=tree.width,
+                max_keys=tree.max_keys,
+            )
+        return output, None
+
+
+class MLATreeBuilder(LatentTreeBuilder, TritonMLAMetadataBuilder):
+    """Builds vLLM's metadata of latent attention in Triton."""
+
+
+class MLATreeBackend(TritonMLABackend):
+    """Registered for TRITON_MLA in the workers of a Sequoia engine only."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonMLAImpl]:
+        """The attention implementation."""
+        return MLATreeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonMLAMetadataBuilder]:
+        """The metadata builder."""
+        return MLATreeBuilder
+
+
+class NoTreesBackend:
+    """Registered for what trees cannot use: where vLLM prefers it, it takes the next one.
+
+    Selection happens before loading, and calls only `validate_configuration` of this class.
+    """
+
+    @staticmethod
+    def validate_configuration(**_selected: Any) -> list[str]:
+        """Reasons why vLLM must not use it for any layer."""
+        return [
+            "trees cannot use it: leave --attention-backend out, or name FLASH_ATTN (for latent "
+            "attention TRITON_MLA)"
+        ]
+
+
+OTHER_CLASSES = {
+    AttentionBackendEnum.TRITON_MLA: f"{__name__}.{MLATreeBackend.__qualname__}",
+    **dict.fromkeys(
+        (
+            # Preferred on Blackwell; the next two where images attend in both directions.
+            AttentionBackendEnum.FLASHINFER, AttentionBackendEnum.TRITON_FLASHINFER,
+            AttentionBackendEnum.TRITON_FLASH_ATTN,
+            AttentionBackendEnum.CUTLASS_MLA, AttentionBackendEnum.FLASH_ATTN_MLA,
+            AttentionBackendEnum.FLASHINFER_MLA, AttentionBackendEnum.FLASHMLA,
+            AttentionBackendEnum.TOKENSPEED_MLA,
+        ),
+        f"{__name__}.{NoTreesBackend.__qualname__}",
+    ),
+}  # fmt: skip
+"""Our backend for latent attention, and what stands for backends that trees cannot use."""

@@ -1,0 +1,52 @@
+"""A tiny target with latent attention (MLA) and an ordinary draft; what runs it as on GPUs here."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 64
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64,
+    "num_attention_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0,
+    "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+# As the published ones have it. Without it vLLM 0.32 rotates wrong numbers on CPUs: its operator
+# there takes a query's heads for tokens.
+_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def save_latent_pair(directory: Path) -> tuple[str, str]:
+    """A DeepSeek V3 of a dense layer and one of experts, and a Llama as its draft.
+
+    They share embeddings and head, which know each token's likeliest successor. The target's layers
+    decide how often the draft is wrong.
+    """
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    of_target = DeepseekV3Config(
+        **_SHARED, num_hidden_layers=2, num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=512,
+        qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32, first_k_dense_replace=1,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
+        moe_intermediate_size=32, topk_method="noaux_tc", scoring_func="sigmoid",
+        rope_parameters=_ROPE,
+    )  # fmt: skip
+    of_draft = LlamaConfig(**_SHARED, num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
+    target, draft = DeepseekV3ForCausalLM(of_target).float(), LlamaForCausalLM(of_draft).float()
+    embeddings = torch.randn(VOCABULARY, _SHARED["hidden_size"])
+    for model, name in ((target, "target"), (draft, "draft")):
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.ndim >= 2:
+                    parameter.normal_(0, 0.15)
+                if model is draft and re.search("o_proj|down_proj", parameter_name):
+                    parameter.mul_(0.1)
+            model.model.embed_tokens.weight.copy_(embeddings)
+            model.lm_head.weight.copy_(embeddings.roll(1, 0) * 0.2)
+        model.save_pretrained(directory / name)
+    return str(directory / "target"), str(directory / "draft")
