@@ -1,13 +1,17 @@
-"""How the kernels of recurrent layers are compiled: Qwen3-Next's heads, in bfloat16."""
+"""How the kernels of recurrent layers are compiled, in bfloat16, with published models' heads."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton.language as tl
 
 from benchmarks.compiled.variant import Variant
-from sequoia_vllm.kernels import gdn_tree, gdn_tree_kernels
+from sequoia_vllm.kernels import gdn_tree, mamba_tree, recurrent_tree, recurrent_tree_kernels
 
-_HEADS = {"HEADS": 16, "VALUE_HEADS": 32, "KEY": 128, "VALUE": 128, "PART": gdn_tree._PART}
+# Qwen3-Next's, and those of Granite 4 Small.
+_GDN = {"HEADS": 16, "VALUE_HEADS": 32, "KEY": 128, "VALUE": 128}
+_MAMBA = {"HEADS": 1, "VALUE_HEADS": 128, "KEY": 128, "VALUE": 64}
 _ROWS = {
     "state_indices": "*i32", "cu_nodes": "*i32", "slots": "*i64", "slot_rows": "i32",
     "block_stride": "i32:16",
@@ -15,15 +19,25 @@ _ROWS = {
 _KEPT = dict.fromkeys(("keys", "updates", "decays"), "*fp32")
 
 
-def gdn_variants() -> list[Variant]:
+def recurrent_variants() -> list[Variant]:
     """Scoring of small and of large trees, and the commit of paths of up to 15 nodes."""
-    return [_convolution(), *(_scoring(nodes) for nodes in (16, 64)), *_commits()]
+    gdn = {"a": "*bf16", "b": "*bf16", "log_a": "*fp32", "depth": "i32", "scale": "fp32"}
+    mamba = {"dt": "*bf16", "d": "*bf16", "a": "*fp32", "dt_stride": "i32:16"}
+    return [
+        _convolution(),
+        *(_scoring("score nodes", gdn_tree.score_gdn_kernel, gdn, _GDN, n) for n in (16, 64)),
+        *(
+            _scoring("score nodes of Mamba2", mamba_tree.score_mamba_kernel, mamba, _MAMBA, n)
+            for n in (16, 64)
+        ),
+        *_commits(),
+    ]
 
 
 def _convolution() -> Variant:
     return Variant(
         "convolve nodes",
-        gdn_tree_kernels.convolve_nodes_kernel,
+        recurrent_tree_kernels.convolve_nodes_kernel,
         {
             **dict.fromkeys(("inputs", "weights", "history", "kept", "convolved"), "*bf16"),
             **dict.fromkeys(("input_stride", "token_stride", "channels"), "i32:16"),
@@ -32,27 +46,28 @@ def _convolution() -> Variant:
         },
         {
             "bias": None, "channel_stride": 1, "WIDTH": 4, "HAS_BIAS": False, "SILU": True,
-            "NODES": gdn_tree._NODES, "CHANNELS": gdn_tree._CHANNELS,
+            "NODES": recurrent_tree._NODES, "CHANNELS": recurrent_tree._CHANNELS,
         },
     )  # fmt: skip
 
 
-def _scoring(nodes: int) -> Variant:
-    floats = ("convolved", "a", "b", "dt_bias", "output")
-    part = dict.fromkeys(("PART", "KEY_PART"), 16 if nodes > 32 else gdn_tree._PART)
+def _scoring(
+    name: str, kernel: Any, inputs: dict[str, str], heads: dict[str, int], nodes: int
+) -> Variant:
+    part = dict.fromkeys(("PART", "KEY_PART"), 16 if nodes > 32 else recurrent_tree._KEY_PART)
     return Variant(
-        f"score nodes of trees of {nodes}",
-        gdn_tree_kernels.score_nodes_kernel,
+        f"{name} of trees of {nodes}",
+        kernel,
         {
-            **dict.fromkeys(floats, "*bf16"),
-            **dict.fromkeys(("log_a", "states"), "*fp32"),
+            **dict.fromkeys(("convolved", "dt_bias", "output"), "*bf16"),
+            **inputs,
             **_ROWS,
             **_KEPT,
-            **dict.fromkeys(("max_nodes", "depth"), "i32"),
+            "states": "*fp32",
+            "max_nodes": "i32",
             "ancestors": "*i1",
-            "scale": "fp32",
         },
-        {**_HEADS, **part, "NODES": nodes},
+        {**heads, **part, "NODES": nodes},
         num_warps=8 if nodes > 32 else 4,
         num_stages=1,
     )
@@ -69,18 +84,21 @@ def _commits() -> list[Variant]:
     return [
         Variant(
             "commit inputs",
-            gdn_tree_kernels.commit_inputs_kernel,
+            recurrent_tree_kernels.commit_inputs_kernel,
             {**path, "token_stride": "i32:16", "channels": "i32:16", "kept": "*bf16"},
             {
                 "channel_stride": 1, "TYPE": tl.bfloat16, "WIDTH": 4, "PATH": 16,
-                "CHANNELS": gdn_tree._COMMITTED_CHANNELS,
+                "CHANNELS": recurrent_tree._COMMITTED_CHANNELS,
             },
         ),
         Variant(
             "commit states",
-            gdn_tree_kernels.commit_states_kernel,
+            recurrent_tree_kernels.commit_states_kernel,
             {**path, **_KEPT},
-            {**_HEADS, "KEY_PART": gdn_tree._COMMITTED_KEYS, "TYPE": tl.float32, "PATH": 16},
+            {
+                **_GDN, "KEY_PART": recurrent_tree._COMMITTED_KEYS, "TYPE": tl.float32,
+                "PATH": 16, "PART": 32,
+            },
             num_stages=1,
         ),
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from benchmarks.compiled.drafting_variants import (
     target_state_variants,
     truncation_variants,
 )
-from benchmarks.compiled.recurrent_variants import gdn_variants
+from benchmarks.compiled.recurrent_variants import recurrent_variants
 from benchmarks.compiled.variant import CAPABILITIES, Variant
 from benchmarks.compiled.verification_variants import (
     commit_variants,
@@ -36,7 +36,7 @@ def all_variants() -> tuple[Variant, ...]:
         *target_statistics_variants(), *verify_variants(), *traversal_variants(),
         *begin_drafting_variants(), *truncation_variants(), *draft_input_variants(),
         *target_state_variants(), *scoring_input_variants(), *continuation_variants(),
-        *gdn_variants(),
+        *recurrent_variants(),
     )  # fmt: skip
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):

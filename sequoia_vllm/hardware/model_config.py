@@ -10,6 +10,8 @@ from sequoia_vllm.hardware.models import Experts, Latent, ModelShape, Recurrent
 _UNMODELLED = {
     "block_configs": "its layers differ from each other",
     "ssm_cfg": "it has state-space layers",
+    "hybrid_override_pattern": "its layers have attention, a state or an MLP (Nemotron-H)",
+    "hybrid_layer_ids": "its layers share attention (Zamba 2)",
 }
 # Types whose configuration says nothing of it; every other type is taken to have a gate.
 _UNGATED = frozenset({"apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2"})
@@ -197,22 +199,37 @@ def read_experts(config: Fields, layers: range) -> Experts | None:
     return Experts(count=count, per_token=per_token, width=width, layers=sparse, shared=shared)
 
 
+# Numbers of key and of value heads, and sizes of a key and of a value.
+_HEADS = (
+    ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+     "linear_value_head_dim"),
+    ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head"),
+)  # fmt: skip
+
+
 def read_recurrent(config: Fields, layers: int) -> Recurrent | None:
-    """The Gated DeltaNet layers that a configuration describes; None: all layers attend."""
-    if config.value("linear_num_key_heads") is None:
+    """The recurrent layers that a configuration describes; None: all layers only attend."""
+    names = next((each for each in _HEADS if config.value(each[0]) is not None), None)
+    width = config.value("conv_L_cache")
+    if names is None and width is None:
         return None
     types, every = config.value("layer_types"), config.value("full_attention_interval") or 4
-    kinds = types or ["full_attention" if (i + 1) % every == 0 else "" for i in range(layers)]
-    found = sum(kind != "full_attention" for kind in kinds[:layers])
+    if names == _HEADS[1] and not types:  # Falcon-H1: attention beside a state in each layer
+        return Recurrent(layers=layers, attending=layers, **_heads(config, names))
+    kinds = types or ["attention" if (i + 1) % every == 0 else "" for i in range(layers)]
+    found = sum(kind not in ("attention", "full_attention") for kind in kinds[:layers])
     if not found:
         return None
-    return Recurrent(
-        layers=found,
-        heads=config.count("linear_num_key_heads"),
-        value_heads=config.count("linear_num_value_heads"),
-        key=config.count("linear_key_head_dim"),
-        value=config.count("linear_value_head_dim"),
-    )
+    if names is None:  # a convolution's inputs are its state, and it has as many gates and outputs
+        inputs = config.count("hidden_size")
+        heads = {"value_heads": 1, "value": inputs, "key": width - 1}
+        return Recurrent(layers=found, heads=max(1, inputs // (2 * width - 2)), **heads)
+    return Recurrent(layers=found, **_heads(config, names))
+
+
+def _heads(config: Fields, names: tuple[str, ...]) -> dict[str, int]:
+    fields = ("heads", "value_heads", "key", "value")
+    return {field: config.count(name) for field, name in zip(fields, names, strict=True)}
 
 
 def _is_sparse(config: Fields, layer: int) -> bool:

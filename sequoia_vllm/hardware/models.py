@@ -49,9 +49,15 @@ class Experts(FileModel):
 
 
 class Recurrent(FileModel):
-    """Gated DeltaNet layers, which have a state per request in place of keys and values."""
+    """Recurrent layers, which have a state per request in place of keys and values.
 
-    layers: int = Field(ge=1, description="Layers of this kind; the others attend.")
+    They are Gated DeltaNet's, or Mamba2's, whose queries and keys are C and B.
+    """
+
+    layers: int = Field(ge=1, description="Layers of this kind.")
+    attending: int | None = Field(
+        default=None, ge=0, description="Layers that attend; none: all that are not of this kind."
+    )
     heads: int = Field(ge=1, description="Heads of queries and keys.")
     value_heads: int = Field(ge=1, description="Heads of values.")
     key: int = Field(ge=1, description="Size of a key.")
@@ -154,7 +160,10 @@ class ModelShape(FileModel):
     @property
     def attention_layers(self) -> int:
         """Layers with keys and values."""
-        return self.layers - (self.recurrent.layers if self.recurrent else 0)
+        if self.recurrent is None:
+            return self.layers
+        attending, others = self.recurrent.attending, self.layers - self.recurrent.layers
+        return others if attending is None else attending
 
     def _routed_parameters(self, rows: float | None) -> int:
         """Parameters of the routed experts that a pass over so many rows reads; None: of all."""

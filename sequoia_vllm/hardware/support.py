@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 Kind = Literal[
-    "mla", "sparse", "ngram", "attention", "chunked", "alibi", "recurrent", "gdn", "diffusion",
+    "mla", "sparse", "ngram", "attention", "chunked", "alibi", "recurrent", "hybrid", "diffusion",
     "realtime", "mrope", "multimodal", "encoder-decoder", "pooling",
 ]  # fmt: skip
 Role = Literal["target", "draft"]
@@ -26,8 +26,8 @@ UNSUPPORTED: dict[Kind, str] = {
     "chunked": "uses chunked local attention (past a chunk's end a tree's nodes have other "
     "contexts)",
     "alibi": "uses ALiBi (a bias by distance, which tree attention does not add)",
-    "recurrent": "has recurrent (Mamba or linear-attention) layers",
-    "gdn": "has recurrent (Gated DeltaNet) layers",
+    "recurrent": "has recurrent layers of a kind that trees do not know (Mamba, linear attention)",
+    "hybrid": "has recurrent layers (Gated DeltaNet, Mamba2 or short convolutions)",
     "diffusion": "denoises blocks of tokens (diffusion)",
     "realtime": "reads audio beside every token that it generates",
     "mrope": "uses multi-axis RoPE (M-RoPE)",
@@ -37,9 +37,9 @@ UNSUPPORTED: dict[Kind, str] = {
 }
 """Kinds of models, each with what makes trees impossible."""
 
-MAX_NODES = 64  # of a tree over Gated DeltaNet layers: a program of the kernels holds them all
+MAX_NODES = 64  # of a tree over recurrent layers: a program of the kernels holds them all
 
-_TARGETS: frozenset[Kind] = frozenset({"mla", "gdn", "mrope", "multimodal"})
+_TARGETS: frozenset[Kind] = frozenset({"mla", "hybrid", "mrope", "multimodal"})
 """Kinds that trees serve as targets. A draft reads tokens, each with one position, and has a KV
 cache alone."""
 
@@ -72,8 +72,8 @@ _ARCHITECTURES: dict[Kind, str] = {
     "recurrent": r"(Bailing(MoeV2_5|MoeV3)|Falcon(H1|Mamba)|Glm5Next|GraniteMoeHybrid|InternS2|"
     r"Jamba|Kimi(K3|Linear)|Lfm2|Mamba|MiniCPMV4_[67]|NemotronH|OlmoHybrid|Qwen3(Next|_5)|Qwen4Exp|"
     r"Zamba).*",
-    # vLLM's class of these layers is the one that ours extends; it serves other models by others.
-    "gdn": r"(Qwen3(Next|_5)|InternS2Preview).*",
+    # vLLM's classes of these layers are those that ours extend; it serves other models by others.
+    "hybrid": r"(FalconH1|GraniteMoeHybrid|InternS2Preview|Lfm2|NemotronH|Qwen3(Next|_5)|Zamba2).*",
     "diffusion": r"Diffusion.*",
     "realtime": r".*RealtimeGeneration",
     "multimodal": r"(?!ChatGLM|Inkling).*ForConditionalGeneration|"
@@ -132,8 +132,8 @@ def kinds_of(config: Mapping[str, Any]) -> set[Kind]:
     if any(part.get("model_type") in _KEEPS_KEYS for part in parts):
         found.discard("mla")
     if any(has_only_attention(part.get("layer_types")) for part in parts):
-        found -= {"recurrent", "gdn"}
-    if "gdn" in found:  # recurrent layers of a kind that is served
+        found -= {"recurrent", "hybrid"}
+    if "hybrid" in found:  # recurrent layers of a kind that is served
         found.discard("recurrent")
     return found
 

@@ -69,13 +69,6 @@ MODELS = {
         ),
         "has recurrent",
     ),
-    "hybrid": (
-        lambda: transformers.FalconH1Config(
-            **TINY, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16,
-            architectures=["FalconH1ForCausalLM"],
-        ),
-        "has recurrent",
-    ),
     "encoder-decoder": (
         lambda: transformers.WhisperConfig(
             vocab_size=4096, d_model=64, encoder_layers=1, decoder_layers=1,
@@ -118,7 +111,7 @@ def test_target_models(kind, tmp_path):
     assert refusal(target, "target", kinds) in said
 
 
-def test_gated_delta_net_targets_on_cpus_and_their_largest_trees(tmp_path):
+def test_hybrid_targets_on_cpus_and_their_largest_trees(tmp_path):
     config = transformers.Qwen3NextConfig(
         **TINY, num_experts=2, num_experts_per_tok=1, architectures=["Qwen3NextForCausalLM"],
         layer_types=["linear_attention", "full_attention"],
@@ -127,7 +120,7 @@ def test_gated_delta_net_targets_on_cpus_and_their_largest_trees(tmp_path):
         "model": save_config(tmp_path, config), "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
     }  # fmt: skip
-    refused("trees over Gated DeltaNet layers are for GPUs", **options)
+    refused("trees over recurrent layers are for GPUs", **options)
     large = sequoia(size=65, depth=8)
     refused("choose one of 64 nodes at most", speculative_config=large, **options)
 

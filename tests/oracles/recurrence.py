@@ -1,4 +1,4 @@
-"""Trees over a Gated DeltaNet layer in float64: each path walked by the plain recurrence."""
+"""Trees over recurrent layers in float64: each path walked by the plain recurrence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,66 +8,114 @@ from torch import Tensor
 
 
 @dataclass
-class Layer:
-    """Weights of a layer: ``[C, W]``, ``[C]`` or None, ``[Hv]`` and ``[Hv]``; sizes of its heads.
-
-    A token's inputs are queries ``[H, K]``, keys ``[H, K]`` and values ``[Hv, V]``, flat.
-    """
+class Convolution:
+    """A short convolution alone: weights ``[C, W]``, bias ``[C]`` or None."""
 
     weights: Tensor
     bias: Tensor | None
+
+    def mixed(self, window: Tensor) -> Tensor:
+        """The convolution of ``[W, C]``: a token's inputs behind those of the tokens before."""
+        sums = (window.double() * self.weights.double().T).sum(0)
+        return sums if self.bias is None else sums + self.bias.double()
+
+    def step(self, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes one token.
+
+        Args:
+            window: ``[W, C]``.
+            state: Of the layer; here none.
+
+        Returns:
+            Its output, and the state after it.
+        """
+        return self.mixed(window), state
+
+
+@dataclass
+class GdnLayer(Convolution):
+    """A Gated DeltaNet layer: ``[Hv]`` and ``[Hv]``; numbers and sizes of its heads.
+
+    A token's inputs are queries ``[H, K]``, keys ``[H, K]`` and values ``[Hv, V]``, flat. Its gates
+    a and b are ``[Hv]``, its state is ``[Hv, V, K]``.
+    """
+
     log_a: Tensor
     dt_bias: Tensor
     heads: tuple[int, int]
     sizes: tuple[int, int]
 
+    def step(self, window, state, a, b):  # type: ignore[no-untyped-def, override]
+        """See `Convolution.step`; the output is ``[Hv, V]``."""
+        (heads, value_heads), (key_size, value_size) = self.heads, self.sizes
+        mixed = _silu(self.mixed(window))
+        keys = heads * key_size
+        query, key, value = mixed.split([keys, keys, value_heads * value_size])
+        group = value_heads // heads
+        query, key = (
+            (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(group, 0)
+            for each in (query.view(heads, key_size), key.view(heads, key_size))
+        )
+        decay = torch.exp(-torch.exp(self.log_a.double()) * _softplus(a, self.dt_bias))
+        strength = 1 / (1 + torch.exp(-b.double()))
+        state = state.double() * decay[:, None, None]
+        missing = value.view(value_heads, value_size) - torch.einsum("hvk,hk->hv", state, key)
+        state = state + torch.einsum("hv,hk->hvk", strength[:, None] * missing, key)
+        return torch.einsum("hvk,hk->hv", state, query) * key_size**-0.5, state
 
-def step(
-    layer: Layer, inputs: Tensor, state: Tensor, token: Tensor, a: Tensor, b: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes one token.
 
-    Args:
-        layer: The layer.
-        inputs: ``[W - 1, C]``: those of the tokens before, the oldest first.
-        state: ``[Hv, V, K]``.
-        token: ``[C]``: its inputs.
-        a, b: ``[Hv]``: its gates.
+@dataclass
+class MambaLayer(Convolution):
+    """A Mamba2 layer: A, D and the steps' bias, ``[Hv]`` each; numbers and sizes of its heads.
 
-    Returns:
-        Its output ``[Hv, V]``, and inputs and state after it.
+    A token's inputs are x ``[Hv, V]``, B ``[H, K]`` and C ``[H, K]``, flat. Its step dt is
+    ``[Hv]``, its state ``[Hv, V, K]``.
     """
-    (heads, value_heads), (key_size, value_size) = layer.heads, layer.sizes
-    window = torch.cat([inputs.double(), token.double()[None]])
-    sums = (window * layer.weights.double().T).sum(0)
-    if layer.bias is not None:
-        sums = sums + layer.bias.double()
-    mixed = sums / (1 + torch.exp(-sums))
-    query, key, value = mixed.split([heads * key_size, heads * key_size, value_heads * value_size])
-    group = value_heads // heads
-    query, key = (
-        (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(group, 0)
-        for each in (query.view(heads, key_size), key.view(heads, key_size))
-    )
-    gate = a.double() + layer.dt_bias.double()
-    softplus = torch.where(gate > 20, gate, torch.log1p(torch.exp(gate)))
-    decay = torch.exp(-torch.exp(layer.log_a.double()) * softplus)
-    strength = 1 / (1 + torch.exp(-b.double()))
-    state = state.double() * decay[:, None, None]
-    missing = value.view(value_heads, value_size) - torch.einsum("hvk,hk->hv", state, key)
-    state = state + torch.einsum("hv,hk->hvk", strength[:, None] * missing, key)
-    output = torch.einsum("hvk,hk->hv", state, query) * key_size**-0.5
-    return output, window[1:], state
+
+    a: Tensor
+    d: Tensor
+    dt_bias: Tensor
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+
+    def step(self, window, state, dt):  # type: ignore[no-untyped-def, override]
+        """See `Convolution.step`; the output is ``[Hv, V]``."""
+        (groups, heads), (state_size, head_size) = self.heads, self.sizes
+        vectors = groups * state_size
+        parts = _silu(self.mixed(window)).split([heads * head_size, vectors, vectors])
+        x = parts[0].view(heads, head_size)
+        b, c = (
+            each.view(groups, state_size).repeat_interleave(heads // groups, 0)
+            for each in parts[1:]
+        )
+        dt = _softplus(dt, self.dt_bias)
+        kept = torch.exp(self.a.double() * dt)[:, None, None] * state.double()
+        state = kept + torch.einsum("h,hv,hk->hvk", dt, x, b)
+        return torch.einsum("hvk,hk->hv", state, c) + self.d.double()[:, None] * x, state
+
+
+def _silu(value: Tensor) -> Tensor:
+    return value / (1 + torch.exp(-value))
+
+
+def _softplus(value: Tensor, bias: Tensor) -> Tensor:
+    total = value.double() + bias.double()
+    return torch.where(total > 20, total, torch.log1p(torch.exp(total)))
 
 
 def walk(
-    layer: Layer, inputs: Tensor, state: Tensor, tokens: Tensor, a: Tensor, b: Tensor,
+    layer: Convolution, inputs: Tensor, state: Tensor, tokens: Tensor, gates: Sequence[Tensor],
     path: Sequence[int],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """Outputs, inputs and states after each node of a path; ``tokens``, ``a``, ``b`` by node."""
+    """Outputs, inputs and states after each node of a path; ``tokens`` and ``gates`` by node.
+
+    ``inputs`` are ``[W - 1, C]``: those of the tokens before, the oldest first.
+    """
     found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     for node in path:
-        output, inputs, state = step(layer, inputs, state, tokens[node], a[node], b[node])
+        window = torch.cat([inputs.double(), tokens[node].double()[None]])
+        inputs = window[1:]
+        output, state = layer.step(window, state, *(gate[node] for gate in gates))
         for values, value in zip(found, (output, inputs, state), strict=True):
             values.append(value)
     return found

@@ -209,6 +209,36 @@ def test_recurrent_layers_have_states_and_no_keys():
     assert shape(config, layer_types=["full_attention"] * 48).recurrent is None
 
 
+GRANITE_4_TINY = {
+    "model_type": "granitemoehybrid", "num_hidden_layers": 40, "hidden_size": 1536,
+    "intermediate_size": 512, "shared_intermediate_size": 1024, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "vocab_size": 100352, "tie_word_embeddings": True,
+    "num_local_experts": 62, "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_n_groups": 1,
+    "mamba_d_state": 128, "mamba_d_head": 64, "mamba_expand": 2,
+    "layer_types": (["mamba"] * 9 + ["attention"]) * 4,
+}  # fmt: skip
+
+
+def test_mamba2_layers_are_counted_as_recurrent():
+    found = shape(GRANITE_4_TINY)
+    assert (found.attention_layers, found.recurrent.layers) == (4, 36)
+    assert found.recurrent.state_values == 36 * 48 * 64 * 128
+    assert 6.5e9 < found.layer_parameters + 1536 * 100352 < 7.5e9
+    in_parallel = shape({**GRANITE_4_TINY, "layer_types": None})  # as of Falcon-H1
+    assert (in_parallel.attention_layers, in_parallel.recurrent.layers) == (40, 40)
+    with pytest.raises(ShapeError, match="Nemotron-H"):
+        shape(GRANITE_4_TINY, hybrid_override_pattern="M-*")
+
+
+def test_short_convolutions_have_their_last_inputs_as_state():
+    kinds = ["conv", "conv", "full_attention"] * 2
+    config = {**QWEN_3, "layer_types": kinds, "num_hidden_layers": 6, "conv_L_cache": 3}
+    found = shape(config)
+    assert (found.attention_layers, found.recurrent.layers) == (2, 4)
+    assert found.recurrent.state_values == 4 * 2 * 1024
+    assert found.recurrent.parameters(1024) == pytest.approx(4 * 4 * 1024 * 1024, rel=0.01)
+
+
 def test_a_context_costs_recurrent_layers_nothing():
     config, draft = MIXTURES["Qwen3-Next-80B-A3B"][0], model_classes()["7b-68m"].draft
     all_attend = shape(config, layer_types=["full_attention"] * 48)

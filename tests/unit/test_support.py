@@ -43,7 +43,7 @@ def test_advise_and_engine_refuse_a_target_in_the_same_words(family, draft, tmp_
         refusals.refuse_model(model, "target")
     said = advise(target, *draft)
     assert said == str(error.value)
-    of_drafts = {"mla", "gdn", "mrope", "multimodal"}
+    of_drafts = {"mla", "hybrid", "mrope", "multimodal"}
     assert all((UNSUPPORTED[kind] in said) == (kind not in of_drafts) for kind in kinds)
     assert "serve it without Sequoia, or choose another target model" in said
 
@@ -73,7 +73,7 @@ def test_a_hybrid_class_without_recurrent_layers_is_served():
     assert kinds_of(config) == set()
     assert refusals.kinds_in_vllm(in_vllm(config)) == set()
     config["layer_types"] = ["attention", "mamba"]
-    assert refusals.kinds_in_vllm(in_vllm(config)) == {"recurrent"}
+    assert refusals.kinds_in_vllm(in_vllm(config)) == {"hybrid"}
 
 
 @pytest.mark.parametrize("family", [*REFUSED, *READ_IMAGES])
@@ -102,7 +102,7 @@ def test_doctor_looks_at_a_target(tmp_path):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_experts_are_served(name):
-    assert kinds_of(MIXTURES[name][0]) <= {"gdn", "mla"}
+    assert kinds_of(MIXTURES[name][0]) <= {"hybrid", "mla"}
 
 
 @pytest.mark.parametrize(
@@ -134,21 +134,24 @@ def test_multimodal_models_of_vllm_are_known_by_their_architecture():
 def test_recurrent_models_of_vllm_are_known_by_their_architecture():
     models = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
     recurrent = {name for name, (_, place) in models.items() if RECURRENT & bases_in_vllm(place)}
-    assert {name for name in models if of(name) & {"gdn", "recurrent"}} == recurrent
-    served = {name for name in recurrent if "gdn" in of(name)}
+    assert {name for name in models if of(name) & {"hybrid", "recurrent"}} == recurrent
+    served = {name for name in recurrent if "hybrid" in of(name)}
     assert served > {"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration"}
 
 
-def test_models_are_served_whose_recurrent_layers_are_of_the_class_that_ours_extends():
+def test_models_are_served_whose_recurrent_layers_are_of_classes_that_ours_extend():
     models = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
     folder = Path(registry.__file__).parent
     texts = {
         name: (folder / f"{module}.py").read_text(encoding="utf-8")
         for name, (module, _) in models.items()
-        if "gdn" in of(name)
+        if "hybrid" in of(name)
     }
-    its_own = {name for name, text in texts.items() if "QwenGatedDeltaNetAttention(" in text}
-    assert texts.keys() - its_own == {"InternS2PreviewForConditionalGeneration"}  # a Qwen3.5
+    extended = ("QwenGatedDeltaNetAttention(", "MambaMixer2(", "ShortConv(")
+    others = {name for name, text in texts.items() if not any(one in text for one in extended)}
+    # With the layers of Nemotron-H, LFM2 and Qwen3.5.
+    of_images = {name for name in others if name.startswith(("NemotronH_", "Lfm2Vl"))}
+    assert others - of_images == {"InternS2PreviewForConditionalGeneration"}
 
 
 @pytest.mark.parametrize("models", ["_REWARD_MODELS", "_TOKEN_CLASSIFICATION_MODELS"])

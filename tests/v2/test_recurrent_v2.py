@@ -1,7 +1,10 @@
-"""Trees over Gated DeltaNet layers (`Qwen3NextForCausalLM`) with what GPUs have, in float32.
+"""Trees over recurrent layers with what GPUs have, in float32.
 
-Plain tokens are those of vLLM's own engine, with its code for GPUs. Prompts are read by a
-recurrence of ours in both (`tests.support.recurrent.run_in_float32`).
+The targets are Qwen3Next (Gated DeltaNet), GraniteMoeHybrid, NemotronH and FalconH1 (Mamba2), and
+Lfm2 (short convolutions).
+Plain tokens are those of vLLM's own engine, with its code for GPUs, but for Mamba2's decoding.
+Prompts of layers with states are read by a recurrence of ours in both
+(`tests.support.recurrent.run_in_float32`, `tests.support.mamba.run_as_on_gpus`).
 """
 
 from pathlib import Path
@@ -17,6 +20,7 @@ from tests.support.generating import (
     greedy_and_seeded,
     random_prompts,
 )
+from tests.support.mamba import run_as_on_gpus, save_mamba_pair
 from tests.support.on_v2 import call_on_v2
 from tests.support.recurrent import VOCABULARY, run_in_float32, save_hybrid_pair
 
@@ -26,6 +30,11 @@ OPTIONS = {"skip_tokenizer_init": True, "block_size": 16, "enable_prefix_caching
 LENGTHS = [9, 40, 23, 70]
 TOKENS, ENDS = 30, 6
 SIZE, LARGE = 8, 64
+# Layers with states, and what a node leaves in each, in numbers: inputs of 96 channels, a key (or
+# B) of 16, and two heads' updates of 32 and decays; of convolutions inputs alone.
+LAYERS = {"FalconH1": 3}
+LEFT = {"Lfm2": 64}
+AGAIN = [pytest.param(name, marks=pytest.mark.nightly) for name in ("NemotronH", "FalconH1")]
 
 
 def params(tokens: int = TOKENS) -> list[Any]:
@@ -49,10 +58,18 @@ def states_of(llm: Any) -> dict[str, Any]:
     return found | ({"nodes": backend._states.kept.size_in_bytes} if backend else {})
 
 
-def generate_all(models: str) -> dict[str, Any]:
-    """Answers of plain vLLM and of trees."""
+def save_pair(models: str, name: str) -> tuple[str, str]:
+    """Saves a target and a draft that is often right, and lets vLLM run them here."""
+    if name != "Qwen3Next":
+        run_as_on_gpus()
+        return save_mamba_pair(Path(models), name)
     run_in_float32()
-    target, draft = save_hybrid_pair(Path(models), scale=0.25)
+    return save_hybrid_pair(Path(models), scale=0.25)
+
+
+def generate_all(models: str, name: str) -> dict[str, Any]:
+    """Answers of plain vLLM and of trees."""
+    target, draft = save_pair(models, name)
     prompts, options = random_prompts(LENGTHS, VOCABULARY), {"model": target, **OPTIONS}
     answers: dict[str, Any] = {}
     with running(None, **options) as llm:
@@ -74,8 +91,7 @@ def generate_all(models: str) -> dict[str, Any]:
 
 def generate_large(models: str) -> dict[str, Any]:
     """Answers of plain vLLM, and of the largest trees."""
-    run_in_float32()
-    target, draft = save_hybrid_pair(Path(models), scale=0.25)
+    target, draft = save_pair(models, "Qwen3Next")
     given = random_prompts(LENGTHS, VOCABULARY)[:2], params()[:2]
     options = {"model": target, **OPTIONS}
     trees = whole_trees(LARGE, draft=draft, tree={"size": LARGE, "depth": 9})
@@ -96,10 +112,11 @@ def resumed(llm: Any, prompts: list[Any], tokens: list[Any]) -> dict[str, Any]:
     return {"tokens": completions(outputs), "hits": hits}
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("recurrent")
-    return call_on_v2(generate_all, directory, gpu_attention=True, models=str(directory))
+@pytest.fixture(scope="module", params=["Qwen3Next", "GraniteMoeHybrid", "Lfm2", *AGAIN])
+def answers(request, tmp_path_factory) -> dict[str, Any]:
+    directory, name = tmp_path_factory.mktemp("recurrent"), request.param
+    more = {"models": str(directory), "name": name}
+    return {"name": name, **call_on_v2(generate_all, directory, gpu_attention=True, **more)}
 
 
 @pytest.mark.parametrize("case", ["trees", "cached", "pressed"])
@@ -118,8 +135,9 @@ def test_tokens_of_the_largest_trees_are_those_of_plain_vllm(tmp_path):
 
 
 def test_trees_are_accepted_and_rejected(answers):
-    assert answers["trees"]["attention"] == "GdnTreeLayer"
-    assert 1.3 < answers["trees"]["counts"]["tokens_per_tree"] < 3
+    layers = {"Qwen3Next": "GdnTreeLayer", "FalconH1": "TritonTreeImpl", "Lfm2": "ConvTreeLayer"}
+    assert answers["trees"]["attention"] == layers.get(answers["name"], "MambaTreeLayer")
+    assert 1.2 < answers["trees"]["counts"]["tokens_per_tree"] < 3
     assert answers["pressed"]["counts"]["preemptions"] > 0
 
 
@@ -128,13 +146,17 @@ def test_cached_states_are_right(case, answers):
     """vLLM's own engine has no hits at first either: it caches few states of decoding requests."""
     expected = [[one[0][-ENDS:]] for one in answers["plain"]["tokens"][::2]]
     assert answers[case]["tokens"] == expected
-    assert (answers[case]["hits"] > 0) == (case == "resumed again")
+    if case == "resumed again":
+        assert answers[case]["hits"] > 0
+    elif answers["name"] == "Qwen3Next":
+        assert answers[case]["hits"] == 0
 
 
 def test_a_request_holds_plains_states_and_what_its_nodes_leave(answers):
     states, plain = answers["trees"]["states"], answers["plain"]["states"]
     nodes = states.pop("nodes")
     assert states == plain
-    # Of two layers: inputs of 96 channels, a key of 16, and two heads' updates of 32 and decays.
-    assert nodes % (2 * 4 * (96 + 16 + 2 * 32 + 2)) == 0
-    assert nodes // (2 * 4 * (96 + 16 + 2 * 32 + 2)) >= SIZE
+    each = LEFT.get(answers["name"], 96 + 16 + 2 * 32 + 2)
+    left = 4 * LAYERS.get(answers["name"], 2) * each
+    assert nodes % left == 0
+    assert nodes // left >= SIZE

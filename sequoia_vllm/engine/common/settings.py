@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.metadata import entry_points
@@ -131,3 +132,10 @@ def _load_plugin() -> None:
     """
     for found in entry_points(group="vllm.general_plugins", name="sequoia"):
         found.load()()
+
+
+def without_speculation(vllm_config: Any) -> Any:
+    """A copy of an engine's configuration, as if it drafted nothing."""
+    plain = copy(vllm_config)
+    object.__setattr__(plain, "speculative_config", None)
+    return plain

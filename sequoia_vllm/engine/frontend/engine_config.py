@@ -174,7 +174,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
         pair,
         kind,
         reader.levels(name, kind),
-        MAX_NODES if "gdn" in kinds_in_vllm(target) else None,
+        MAX_NODES if "hybrid" in kinds_in_vllm(target) else None,
         found,
         max_model_len=target.max_model_len,
         file_name=pair.file_name,

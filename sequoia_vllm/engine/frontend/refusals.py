@@ -59,12 +59,12 @@ def refuse_unsupported(vllm_config: Any) -> None:
 def kinds_in_vllm(model: Any) -> set[Kind]:
     """The kinds of model that vLLM takes this one for."""
     described = _described(model)
-    recurrent, is_served = _has_recurrent_layers(model), "gdn" in described
+    recurrent, is_served = _has_recurrent_layers(model), "hybrid" in described
     found: dict[Kind, bool] = {
         "mla": model.use_mla, "sparse": model.use_mla and "sparse" in described,
         "ngram": "ngram" in described, "attention": "attention" in described,
         "chunked": model.attention_chunk_size is not None, "alibi": model.uses_alibi,
-        "recurrent": recurrent and not is_served, "gdn": recurrent and is_served,
+        "recurrent": recurrent and not is_served, "hybrid": recurrent and is_served,
         "diffusion": model.is_diffusion,
         "realtime": any("Realtime" in name for name in model.architectures),
         "mrope": model.uses_mrope, "multimodal": model.is_multimodal_model,
@@ -104,10 +104,10 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
         return _present(
             {
                 "the KV cache layout is known on x86 CPUs only": not known,
-                "trees over Gated DeltaNet layers are for GPUs, as vLLM's CPUs run such layers by "
+                "trees over recurrent layers are for GPUs, as vLLM's CPUs run such layers by "
                 "other code: serve this target on a GPU, or without Sequoia": (
                     not vllm_config.use_v2_model_runner
-                    and "gdn" in kinds_in_vllm(vllm_config.model_config)
+                    and "hybrid" in kinds_in_vllm(vllm_config.model_config)
                 ),
                 "context_attention is for GPUs: leave it out on CPUs": on_gpus,
                 "vLLM offloads weights from GPUs to the host's memory, and nothing on CPUs: drop "
@@ -299,9 +299,9 @@ def _size_reasons(vllm_config: Any) -> list[str]:
             "smaller tree or a larger budget": nodes >= budget,
             f"a tree of {nodes} nodes does not fit in max_model_len={length}: choose a smaller "
             "tree": nodes >= length,
-            f"a tree of {nodes} nodes is too large for Gated DeltaNet layers: choose one of "
+            f"a tree of {nodes} nodes is too large for recurrent layers: choose one of "
             f"{MAX_NODES} nodes at most": nodes > MAX_NODES
-            and "gdn" in kinds_in_vllm(vllm_config.model_config),
+            and "hybrid" in kinds_in_vllm(vllm_config.model_config),
             f"on GPUs vLLM warms up with requests of {warm_up_length(nodes)} tokens for a tree of "
             f"{nodes} nodes, and max_model_len={length} has no room for them: choose a smaller "
             "tree, or longer requests": nodes < length < warm_up_length(nodes)

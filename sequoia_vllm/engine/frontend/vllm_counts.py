@@ -4,12 +4,11 @@ states.
 
 import logging
 from collections.abc import Callable
-from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.engine.common.settings import SequoiaSettings, is_tagged
+from sequoia_vllm.engine.common.settings import SequoiaSettings, is_tagged, without_speculation
 
 
 def describe(original: Callable[..., str], self: Any) -> str:
@@ -67,6 +66,5 @@ def align_states(original: Callable[..., None], vllm_config: Any, backend: Any) 
     vLLM makes each state longer by an input per draft. Trees keep theirs elsewhere.
     """
     if SequoiaSettings.enabled(vllm_config):
-        vllm_config = copy(vllm_config)
-        object.__setattr__(vllm_config, "speculative_config", None)
+        vllm_config = without_speculation(vllm_config)
     original(vllm_config, backend)

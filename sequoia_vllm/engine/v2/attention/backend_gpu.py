@@ -27,13 +27,15 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import (
     GPUTreeQueries,
 )
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.attention.gdn_layers import (
-    GdnTreeLayer,
-    GdnTreeMetadata,
-    replaced_gdn_layers,
-)
-from sequoia_vllm.engine.v2.attention.gdn_states import GdnStates, scored_nodes
+from sequoia_vllm.engine.v2.attention.gdn_layers import GdnTreeLayer
+from sequoia_vllm.engine.v2.attention.mamba_layers import ConvTreeLayer, MambaTreeLayer
 from sequoia_vllm.engine.v2.attention.other_rows import other_chains
+from sequoia_vllm.engine.v2.attention.recurrent_layers import (
+    RecurrentTreeLayer,
+    RecurrentTreeMetadata,
+    replaced_layers,
+)
+from sequoia_vllm.engine.v2.attention.recurrent_states import NodeStates, scored_nodes
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.tree_attention import NodeMasks, TreeAttentionWorkspace
@@ -57,19 +59,20 @@ class GPUTreeBackend(TreeBackend):
         self.masks.of(ancestors)  # here, not in a step: making one waits for the device
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
-        self._states: GdnStates | None = None
+        self._states: NodeStates | None = None
         self._chain: Tensor | None = None  # the longest one's ancestors, where layers have latents
 
     @contextmanager
     def replace_attention(self) -> Iterator[None]:
         """Replaces what our classes extend, and backends that trees cannot use."""
-        with replaced_backends(_CLASSES), replaced_gdn_layers():
+        ours = GdnTreeLayer, MambaTreeLayer, ConvTreeLayer
+        with replaced_backends(_CLASSES), replaced_layers(*ours):
             yield
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
         """Reason why our kernel cannot serve this layer; None: it can."""
-        if isinstance(impl, GdnTreeLayer):
-            return impl.unsupported_heads
+        if isinstance(impl, RecurrentTreeLayer):
+            return impl.unsupported
         if isinstance(impl, mla_layers.MLATreeImpl):
             if self._chain is None:
                 self._chain = mla_layers.longest_chain(self._ancestors)
@@ -93,9 +96,11 @@ class GPUTreeBackend(TreeBackend):
 
     def keep_nodes(self, layers: dict[str, Any], rows: int) -> bool:
         """See `TreeBackend.keep_nodes`."""
-        found = {name: each for name, each in layers.items() if isinstance(each, GdnTreeLayer)}
+        found = {
+            name: each for name, each in layers.items() if isinstance(each, RecurrentTreeLayer)
+        }
         if found:
-            self._states = GdnStates(found, rows)
+            self._states = NodeStates(found, rows)
         return bool(found)
 
     def attach(
@@ -111,7 +116,7 @@ class GPUTreeBackend(TreeBackend):
 
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> Any:
         """The trees' rows, as views of buffers that stay in place for CUDA graphs."""
-        if isinstance(metadata, GdnTreeMetadata):
+        if isinstance(metadata, RecurrentTreeMetadata):
             return scored_nodes(trees, metadata)
         return self._queries(
             trees,

@@ -1,21 +1,22 @@
-"""Trees over Gated DeltaNet layers against every path walked by the plain recurrence in float64."""
+"""Trees over recurrent layers against every path walked by the plain recurrence in float64."""
 
 import pytest
 import torch
 
-from sequoia_vllm.kernels.gdn_tree import (
+from sequoia_vllm.kernels import gdn_tree, mamba_tree
+from sequoia_vllm.kernels.recurrent_tree import (
     MAX_NODES,
-    GdnShape,
     KeptNodes,
+    RecurrentHeads,
     RecurrentStates,
     ScoredNodes,
     commit_nodes,
     convolve_nodes,
-    score_nodes,
 )
 from tests.oracles import recurrence
 
 WIDTH, BLOCKS = 4, 9
+KINDS = ["gdn", "mamba"]
 
 
 def ancestors_of(parents):
@@ -42,11 +43,18 @@ def random_tree(nodes, generator, reach):
 
 
 class Batch:
-    """Requests with trees over two layers, whose states lie anywhere in a cache."""
+    """Requests with trees over two layers, whose states lie anywhere in a cache.
 
-    def __init__(self, trees, counts, sizes=(2, 4, 16, 32), dtype=torch.float32, own=True, seed=0):
+    `kind`: "gdn", "mamba", or "conv", whose layers are convolutions alone.
+    """
+
+    def __init__(
+        self, trees, counts, sizes=(2, 4, 16, 32), dtype=torch.float32, own=True, seed=0,
+        kind="gdn",
+    ):  # fmt: skip
         self.generator = torch.Generator().manual_seed(seed)
-        self.shape = shape = GdnShape(*sizes)
+        self.kind, self.shape = kind, RecurrentHeads(*sizes)
+        shape = self.shape
         self.counts, self.dtype = counts, dtype
         self.trees = trees if own else trees * len(counts)
         starts = torch.tensor([0, *counts]).cumsum(0)
@@ -62,21 +70,12 @@ class Batch:
             depth=max(int(each.sum(1).max()) for each in ancestors) - 1,
             state_indices=self.indices.int(),
         )
-        heads = (shape.heads, shape.value_heads)
-        self.layers = [
-            recurrence.Layer(
-                weights=self.random(shape.channels, WIDTH),
-                bias=self.random(shape.channels) if layer else None,
-                log_a=self.random(shape.value_heads).float(),
-                dt_bias=self.random(shape.value_heads),
-                heads=heads,
-                sizes=(shape.key, shape.value),
-            )
-            for layer in range(2)
-        ]
+        self.layers = [self.layer(has_bias) for has_bias in (False, True)]
         self.inputs = [self.random(self.rows, shape.channels) for _ in range(2)]
+        of_kind = {"gdn": 2, "mamba": 1, "conv": 0}[kind]
         self.gates = [
-            [self.random(self.rows, shape.value_heads) * 3 for _ in range(2)] for _ in range(2)
+            [self.random(self.rows, shape.value_heads) * 3 for _ in range(of_kind)]
+            for _ in range(2)
         ]
         # Channels first in a block, as vLLM can keep them; a page has more than the state.
         self.history = [
@@ -87,9 +86,22 @@ class Batch:
             self.random(BLOCKS, state + 8).float()[:, :state].view(
                 BLOCKS, shape.value_heads, shape.value, shape.key
             )
-            for _ in range(2)
+            for _ in range(2 if kind != "conv" else 0)
         ]  # fmt: skip
-        self.kept = KeptNodes.empty(shape, 2, self.rows + 3, dtype, "cpu")
+        heads = shape if kind != "conv" else None
+        self.kept = KeptNodes.empty(heads, shape.channels, 2, self.rows + 3, dtype, "cpu")
+
+    def layer(self, has_bias):
+        shape = self.shape
+        weights = self.random(shape.channels, WIDTH)
+        bias = self.random(shape.channels) if has_bias else None
+        if self.kind == "conv":
+            return recurrence.Convolution(weights, bias)
+        heads, sizes = (shape.heads, shape.value_heads), (shape.key, shape.value)
+        each = [self.random(shape.value_heads) for _ in range(3)]
+        if self.kind == "gdn":
+            return recurrence.GdnLayer(weights, bias, each[0].float(), each[1], heads, sizes)
+        return recurrence.MambaLayer(weights, bias, -each[0].float().exp(), *each[1:], heads, sizes)
 
     def random(self, *sizes):
         return torch.randn(sizes, generator=self.generator).to(self.dtype)
@@ -99,22 +111,32 @@ class Batch:
         for place, layer in enumerate(self.layers):
             more = {"nodes": self.nodes, "kept": self.kept, "layer": place}
             mixed = convolve_nodes(
-                self.inputs[place], layer.weights, layer.bias, history=self.history[place], **more
-            )
-            output = torch.full((self.rows, self.shape.value_heads, self.shape.value), -7.0)
-            score_nodes(
-                mixed, *self.gates[place], layer.log_a, layer.dt_bias, states=self.states[place],
-                output=output, **more,
+                self.inputs[place], layer.weights, layer.bias, history=self.history[place],
+                silu=self.kind != "conv", **more,
             )  # fmt: skip
+            output = torch.full((self.rows, self.shape.value_heads, self.shape.value), -7.0)
+            if self.kind == "conv":
+                output = mixed
+            else:
+                more |= {"states": self.states[place], "output": output}
+            if self.kind == "gdn":
+                gdn_tree.score_nodes(mixed, *self.gates[place], layer.log_a, layer.dt_bias, **more)
+            elif self.kind == "mamba":
+                beside = torch.zeros(self.rows, 3)  # of one projection
+                [dt] = self.gates[place]
+                dt = torch.cat([beside, dt, beside], dim=1)[:, 3:-3]
+                mamba_tree.score_nodes(mixed, dt, layer.a, layer.d, layer.dt_bias, **more)
             outputs.append(output)
         return outputs
 
     def walked(self, place, request, path):
         rows = slice(*self.nodes.cu_nodes[request : request + 2].tolist())
         block = self.indices[request]
+        state = self.states[place][block] if self.states else torch.zeros(())
+        gates = [gate[rows] for gate in self.gates[place]]
         return recurrence.walk(
-            self.layers[place], self.history[place][block], self.states[place][block],
-            self.inputs[place][rows], *(gate[rows] for gate in self.gates[place]), path,
+            self.layers[place], self.history[place][block], state, self.inputs[place][rows], gates,
+            path,
         )  # fmt: skip
 
     def commit(self, paths, contexts=None, table=None, **more):
@@ -151,30 +173,39 @@ def check(batch, tolerance=2e-5):
 CHAIN, STAR = [-1, *range(11)], [-1, *[0] * 11]
 
 
-def test_outputs_are_those_of_the_paths():
+@pytest.mark.parametrize("kind", [*KINDS, "conv"])
+def test_outputs_are_those_of_the_paths(kind):
     generator = torch.Generator().manual_seed(1)
     trees = [CHAIN, STAR, random_tree(12, generator, 4), random_tree(12, generator, 12)]
-    check(Batch(trees, [12, 12, 12, 12]))
+    check(Batch(trees, [12, 12, 12, 12], kind=kind))
 
 
 @pytest.mark.parametrize("reach", [2, 64])
-def test_large_trees(reach):
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_trees(kind, reach):
     tree = random_tree(MAX_NODES, torch.Generator().manual_seed(2), reach)
-    check(Batch([tree], [MAX_NODES], sizes=(1, 1, 16, 16), own=False), tolerance=2e-4)
+    batch = Batch([tree], [MAX_NODES], sizes=(1, 1, 16, 16), own=False, kind=kind)
+    check(batch, tolerance=2e-4)
 
 
-def test_sizes_of_heads_that_models_have():
-    check(Batch([[-1, 0, 1, 0]], [4], sizes=(1, 2, 128, 128), own=False), tolerance=2e-4)
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("gdn", (1, 2, 128, 128)), ("mamba", (1, 2, 128, 80)), ("mamba", (2, 2, 256, 64))],
+)
+def test_sizes_of_heads_that_models_have(kind, sizes):
+    check(Batch([[-1, 0, 1, 0]], [4], sizes=sizes, own=False, kind=kind), tolerance=2e-4)
 
 
-def test_prefixes_of_one_tree_and_no_tree():
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefixes_of_one_tree_and_no_tree(kind):
     tree = random_tree(12, torch.Generator().manual_seed(3), 5)
-    check(Batch([tree], [1, 7, 0, 12, 2], own=False))
-    check(Batch([[-1]], [1, 1], own=False))
+    check(Batch([tree], [1, 7, 0, 12, 2], own=False, kind=kind))
+    check(Batch([[-1]], [1, 1], own=False, kind=kind))
 
 
-def test_padding_is_left_alone():
-    batch = Batch([CHAIN], [3, 4, 2], own=False)
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_left_alone(kind):
+    batch = Batch([CHAIN], [3, 4, 2], own=False, kind=kind)
     batch.nodes.state_indices[1] = 0
     before = [each.clone() for each in (*batch.history, *batch.states)]
     assert all((output[3:7] == -7).all() for output in batch.score())
@@ -195,7 +226,8 @@ def committed(batch, paths, **more):
             _, inputs, states = batch.walked(place, request, path)
             for block, step in [(int(batch.indices[request]), -1), *edges.get(request, [])]:
                 expected[0][place][block] = inputs[step].to(batch.dtype)
-                expected[1][place][block] = states[step].float()
+                if batch.states:
+                    expected[1][place][block] = states[step].float()
     batch.score()
     batch.commit(paths, **more)
     for found, wanted in zip((batch.history, batch.states), expected, strict=True):
@@ -203,20 +235,22 @@ def committed(batch, paths, **more):
             torch.testing.assert_close(each, one, rtol=2e-5, atol=2e-5)
 
 
-def test_commits_replay_paths():
+@pytest.mark.parametrize("kind", [*KINDS, "conv"])
+def test_commits_replay_paths(kind):
     """From a root alone to more tokens than the convolution looks back."""
     generator = torch.Generator().manual_seed(4)
     trees = [CHAIN, STAR, random_tree(12, generator, 3), random_tree(12, generator, 6), CHAIN]
     paths = [list(range(12)), [0, 7], path_to(trees[2], 11), path_to(trees[3], 9), [0]]
-    batch = Batch(trees, [12] * 5)
+    batch = Batch(trees, [12] * 5, kind=kind)
     committed(batch, paths)
     committed(batch, [[0], [0, 11], [0], path_to(trees[3], 4), [0, 1, 2]])  # from there on
 
 
-def test_a_block_that_ends_within_a_path_gets_its_state():
+@pytest.mark.parametrize("kind", [*KINDS, "conv"])
+def test_a_block_that_ends_within_a_path_gets_its_state(kind):
     """Ends: within the path, with it, before it, with the root alone; and a path without one."""
     contexts, size = [13, 12, 16, 15, 17], 16
-    batch = Batch([CHAIN], [12] * 5, own=False)
+    batch = Batch([CHAIN], [12] * 5, own=False, kind=kind)
     free = [block for block in range(1, BLOCKS) if block not in batch.indices.tolist()]
     table = torch.tensor([[free[0], 0, 0]] * 5, dtype=torch.int32)
     table[2:, 0] = free[1]
@@ -242,7 +276,7 @@ def test_bfloat16():
 
 
 def test_what_nodes_leave_takes_the_bytes_of_k_u_and_g():
-    kept = KeptNodes.empty(GdnShape(16, 32, 128, 128), 3, 5, torch.bfloat16, "cpu")
+    kept = KeptNodes.empty(RecurrentHeads(16, 32, 128, 128), 8192, 3, 5, torch.bfloat16, "cpu")
     per_node = 2 * 8192 + 4 * (16 * 128 + 32 * 128 + 32)
     assert kept.size_in_bytes == 3 * 5 * per_node
 
@@ -250,7 +284,7 @@ def test_what_nodes_leave_takes_the_bytes_of_k_u_and_g():
 def test_what_does_not_fit_is_refused():
     for sizes in [(2, 3, 16, 16), (1, 1, 24, 16), (1, 1, 16, 8)]:
         with pytest.raises(ValueError, match="powers of two"):
-            GdnShape(*sizes)
+            RecurrentHeads(*sizes)
     with pytest.raises(ValueError, match="alike"):
         RecurrentStates.of(
             [torch.zeros(2, 3, 8), torch.zeros(2, 3, 9)], [torch.zeros(2)] * 2, [0, 1]

@@ -1,4 +1,4 @@
-"""What nodes leave in Gated DeltaNet layers, and the commit of accepted paths to their states."""
+"""What nodes leave in recurrent layers, and the commit of accepted paths to their states."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from typing import Any
 from torch import Tensor
 
 from sequoia_vllm.engine.runner.kv_commit import layers_by_cache
-from sequoia_vllm.engine.v2.attention.gdn_layers import GdnTreeLayer, GdnTreeMetadata
+from sequoia_vllm.engine.v2.attention.recurrent_layers import (
+    RecurrentTreeLayer,
+    RecurrentTreeMetadata,
+)
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
-from sequoia_vllm.kernels.gdn_tree import KeptNodes, RecurrentStates, ScoredNodes, commit_nodes
+from sequoia_vllm.kernels.recurrent_tree import (
+    KeptNodes,
+    RecurrentStates,
+    ScoredNodes,
+    commit_nodes,
+)
 
 
-class GdnStates:
+class NodeStates:
     """The target's recurrent layers.
 
     Args:
@@ -20,17 +28,19 @@ class GdnStates:
         rows: The most nodes of a step, roots included.
     """
 
-    def __init__(self, layers: dict[str, GdnTreeLayer], rows: int) -> None:
+    def __init__(self, layers: dict[str, RecurrentTreeLayer], rows: int) -> None:
         self._layers = layers
-        weight = next(iter(layers.values())).conv1d.weight
         [shape] = {layer.shape for layer in layers.values()}
-        self.kept = KeptNodes.empty(shape, len(layers), rows, weight.dtype, weight.device)
+        [weight, *_] = [layer.convolution.weight for layer in layers.values()]
+        self.kept = KeptNodes.empty(
+            shape, len(weight), len(layers), rows, weight.dtype, weight.device
+        )
         for place, layer in enumerate(layers.values()):
             layer.kept, layer.place = self.kept, place
         self._groups: list[tuple[str, RecurrentStates]] = []
 
     def commit(self, metadata: dict[str, Any], trees: ScoringTreesV2, accepted: Tensor) -> None:
-        """Replays the accepted paths on all layers' states: two launches per cache group.
+        """Replays the accepted paths on all layers' states: at most two launches per cache group.
 
         Args:
             metadata: Each layer's metadata of this step.
@@ -53,20 +63,20 @@ class GdnStates:
 
     def _by_group(self, metadata: dict[str, Any]) -> list[tuple[str, RecurrentStates]]:
         """The first layer of each cache group, and the states of all its layers."""
-        states_of = {name: layer.kv_cache[1] for name, layer in self._layers.items()}
+        inputs = {name: layer.last_inputs for name, layer in self._layers.items()}
         found = []
-        for names in layers_by_cache(states_of, metadata):
+        for names in layers_by_cache(inputs, metadata):
             layers = [self._layers[name] for name in names]
             states = RecurrentStates.of(
                 [layer.last_inputs for layer in layers],
-                [layer.kv_cache[1] for layer in layers],
+                [state for layer in layers for state in layer.kv_cache[1:]],
                 [layer.place for layer in layers],
             )
             found.append((names[0], states))
         return found
 
 
-def scored_nodes(trees: ScoringTreesV2, metadata: GdnTreeMetadata) -> ScoredNodes:
+def scored_nodes(trees: ScoringTreesV2, metadata: RecurrentTreeMetadata) -> ScoredNodes:
     """The trees, as kernels read them; views of buffers that stay in place for CUDA graphs."""
     return ScoredNodes(
         cu_nodes=trees.query_start_loc,

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The Triton code of `sequoia_vllm.kernels.gdn_tree`.
+"""The Triton code that all kinds of recurrent layers share: see `kernels.recurrent_tree`.
 
 Rows of a pass are nodes, request by request in stored order. A request whose state index is 0 or
 less is a CUDA graph's padding: nothing of it is read or written, as in vLLM's kernels.
@@ -20,7 +20,7 @@ _POINTERS_OF_PATHS = [
 
 
 @triton.jit
-def _rows_and_state(cu_nodes, state_indices, request):
+def rows_and_state(cu_nodes, state_indices, request):
     """First row of a request, its nodes, and where its state is."""
     first = tl.load(cu_nodes + request).to(tl.int64)
     state = tl.load(state_indices + request).to(tl.int64)
@@ -42,7 +42,7 @@ def convolve_nodes_kernel(
     request = tl.program_id(0)
     node = tl.program_id(1) * NODES + tl.arange(0, NODES)
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    first, num_nodes, state = _rows_and_state(cu_nodes, state_indices, request)
+    first, num_nodes, state = rows_and_state(cu_nodes, state_indices, request)
     exists = node < num_nodes
     in_range = channel < channels
     mask = exists[:, None] & in_range[None, :]
@@ -76,12 +76,13 @@ def convolve_nodes_kernel(
 
 
 @triton.jit
-def _dot(left, right):
+def dot(left, right):
+    """Product of float32 matrices by tensor cores."""
     return tl.dot(left, right, input_precision="tf32x3")
 
 
 @triton.jit
-def _products(
+def products(
     vectors, keys, states, exists, has_state,
     KEY: tl.constexpr, KEY_PART: tl.constexpr, NODES: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -95,85 +96,49 @@ def _products(
         vector = tl.load(vectors + at, mask=exists[:, None], other=0.0).to(tl.float32)
         key = tl.load(keys + at, mask=exists[:, None], other=0.0).to(tl.float32)
         state = tl.load(states + at, mask=has_state[:, None], other=0.0).to(tl.float32)
-        with_keys += _dot(vector, tl.trans(key))
-        with_state += _dot(vector, tl.trans(state))
+        with_keys += dot(vector, tl.trans(key))
+        with_state += dot(vector, tl.trans(state))
         squared += tl.sum(vector * vector, axis=1)
     return with_keys, with_state, squared
 
 
-@triton.jit(
-    do_not_specialize=["slot_rows", "max_nodes", "depth"],
-    do_not_specialize_on_alignment=["state_indices", "cu_nodes", "slots"],
-)
-def score_nodes_kernel(
-    convolved, a, b, log_a, dt_bias, states, block_stride, state_indices, cu_nodes, slots,
-    ancestors, slot_rows, max_nodes, depth, scale, keys, updates, decays, output,
-    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_PART: tl.constexpr, NODES: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """All nodes of one request, in one head and a part of its values."""
-    request = tl.program_id(0)
-    head = tl.program_id(1)
-    key_head = head // (VALUE_HEADS // HEADS)
-    value = tl.program_id(2) * PART + tl.arange(0, PART)
-    first, num_nodes, state_index = _rows_and_state(cu_nodes, state_indices, request)
-    node = tl.arange(0, NODES)
-    exists = node < num_nodes
-    row = first + node
+@triton.jit
+def softplus(value):
+    """As in vLLM's kernels."""
+    return tl.where(value <= 20.0, tl.log(1.0 + tl.exp(value)), value)
 
-    at_gate = row * VALUE_HEADS + head
-    gate = tl.load(a + at_gate, mask=exists, other=0.0).to(tl.float32)
-    gate += tl.load(dt_bias + head).to(tl.float32)
-    soft = tl.where(gate <= 20.0, tl.log(1.0 + tl.exp(gate)), gate)  # softplus
-    log_decay = -tl.exp(tl.load(log_a + head).to(tl.float32)) * soft
-    strength = tl.sigmoid(tl.load(b + at_gate, mask=exists, other=0.0).to(tl.float32))
 
+@triton.jit
+def decays_of(log_decay, slots, request, slot_rows, ancestors, max_nodes, node, exists):
+    """G of each node, and e^{G_i - G_j} where node i sees j, else 0."""
     seen_at = (shape_row(slots, request, slot_rows) + node[:, None]) * max_nodes + node[None, :]
     both = exists[:, None] & exists[None, :]
     seen = tl.load(ancestors + seen_at, mask=both, other=0) != 0
-    decay = tl.sum(tl.where(seen, log_decay[None, :], 0.0), axis=1)  # G, from the root down
+    decay = tl.sum(tl.where(seen, log_decay[None, :], 0.0), axis=1)
     since = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0))
-    since = tl.where(seen, since, 0.0)
-    before = tl.exp(decay)[:, None]
+    return decay, tl.where(seen, since, 0.0)
 
-    vectors = row[:, None] * (2 * HEADS * KEY + VALUE_HEADS * VALUE)
-    has_state = value < tl.where(num_nodes > 0, VALUE, 0)
-    states += state_index * block_stride + (head * VALUE + value[:, None]) * KEY
-    at_keys = convolved + vectors + (HEADS + key_head) * KEY
-    at_value = vectors + 2 * HEADS * KEY + head * VALUE + value[None, :]
-    update = tl.load(convolved + at_value, mask=exists[:, None], other=0.0).to(tl.float32)
-    with_keys, with_state, squared = _products(
-        at_keys, at_keys, states, exists, has_state, KEY, KEY_PART, NODES, PART
-    )
-    # As vLLM's decoding kernel makes vectors of length 1.
-    per_key = 1.0 / tl.sqrt(squared + 1e-6)
-    wanted = strength[:, None] * (update - before * with_state * per_key[:, None])
-    strict = tl.where(node[:, None] != node[None, :], since, 0.0)
-    coupling = (strength * per_key)[:, None] * strict * with_keys * per_key[None, :]
-    update = wanted
-    # Forward substitution, a level of the tree at once: a level's rows hold after as many rounds.
-    for _ in range(depth):
-        update = wanted - _dot(coupling, update)
-    with_keys, with_state, squared = _products(
-        convolved + vectors + key_head * KEY, at_keys, states, exists, has_state, KEY, KEY_PART,
-        NODES, PART,
-    )  # fmt: skip
-    per_query = (scale / tl.sqrt(squared + 1e-6))[:, None]
-    reading = per_query * since * with_keys * per_key[None, :]
-    result = before * with_state * per_query + _dot(reading, update)
 
-    at_update = at_gate[:, None] * VALUE + value[None, :]
+@triton.jit
+def keep_head(
+    result, update, decay, at_keys, per_key, output, updates, decays, keys, row, exists, head,
+    value, HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, KEY_PART: tl.constexpr,
+):  # fmt: skip
+    """Writes a head's outputs, u, G, and k: keys that a factor makes those of the form."""
+    at_head = row * VALUE_HEADS + head
+    at_update = at_head[:, None] * VALUE + value[None, :]
     tl.store(output + at_update, result.to(output.dtype.element_ty), mask=exists[:, None])
     tl.store(updates + at_update, update, mask=exists[:, None])
     if tl.program_id(2) == 0:
-        tl.store(decays + at_gate, decay, mask=exists)
-        if head % (VALUE_HEADS // HEADS) == 0:
+        tl.store(decays + at_head, decay, mask=exists)
+        group: tl.constexpr = VALUE_HEADS // HEADS
+        if head % group == 0:
             feature = tl.arange(0, KEY_PART)[None, :]
-            at_kept = keys + (row[:, None] * HEADS + key_head) * KEY + feature
+            at_kept = keys + (row[:, None] * HEADS + head // group) * KEY + feature
             for start in range(0, KEY, KEY_PART):
                 key = tl.load(at_keys + start + feature, mask=exists[:, None], other=0.0)
-                key = key.to(tl.float32) * per_key[:, None]
-                tl.store(at_kept + start, key, mask=exists[:, None])
+                tl.store(at_kept + start, key.to(tl.float32) * per_key, mask=exists[:, None])
 
 
 @triton.jit
@@ -229,7 +194,7 @@ def commit_inputs_kernel(
     layer = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     mask = channel < channels
-    first, num_nodes, state = _rows_and_state(cu_nodes, state_indices, request)
+    first, num_nodes, state = rows_and_state(cu_nodes, state_indices, request)
     _, tokens = _accepted_tokens(accepted, request, accepted_stride, depth, num_nodes, PATH)
     if tokens > 0:
         blocks = tl.load(addresses + layer).to(tl.pointer_type(TYPE))
@@ -256,7 +221,7 @@ def _state_after(state, key, update, decay, tokens, PATH: tl.constexpr):
     step = tl.arange(0, PATH)
     last = tl.sum(tl.where(step == tokens - 1, decay, 0.0))
     since = tl.where(step < tokens, tl.exp(tl.where(step < tokens, last - decay, 0.0)), 0.0)
-    return tl.exp(last) * state + _dot(tl.trans(update * since[:, None]), key)
+    return tl.exp(last) * state + dot(tl.trans(update * since[:, None]), key)
 
 
 @triton.jit(do_not_specialize=_NUMBERS_OF_PATHS, do_not_specialize_on_alignment=_POINTERS_OF_PATHS)
@@ -273,7 +238,7 @@ def commit_states_kernel(
     head = tl.program_id(1) % VALUE_HEADS
     value = tl.program_id(2) // (KEY // KEY_PART) * PART + tl.arange(0, PART)
     feature = tl.program_id(2) % (KEY // KEY_PART) * KEY_PART + tl.arange(0, KEY_PART)
-    first, num_nodes, state_index = _rows_and_state(cu_nodes, state_indices, request)
+    first, num_nodes, state_index = rows_and_state(cu_nodes, state_indices, request)
     path, tokens = _accepted_tokens(accepted, request, accepted_stride, depth, num_nodes, PATH)
     if tokens > 0:
         taken = path >= 0

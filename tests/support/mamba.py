@@ -1,0 +1,113 @@
+"""Tiny targets with Mamba2 layers or short convolutions, and what lets vLLM run them on CPUs."""
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 64
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 3,
+    "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 2, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_head": 32,
+    "mamba_d_conv": 4, "mamba_chunk_size": 16, "mamba_expand": 1,
+}  # fmt: skip
+_TYPES = ["mamba", "attention", "mamba"]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybrid": {
+        **_MAMBA, "layer_types": _TYPES, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 128, "attention_multiplier": 32**-0.5,
+    },
+    "NemotronH": {
+        "layers_block_type": _TYPES, "mamba_num_heads": 2, "mamba_head_dim": 32, "n_groups": 1,
+        "ssm_state_size": 16, "conv_kernel": 4, "chunk_size": 16,
+    },
+    "FalconH1": {
+        **_MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": False, "embedding_multiplier": 1.0,
+        "lm_head_multiplier": 1.0,
+    },
+    "Lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False, "conv_dim": 64, "block_dim": 64,
+    },
+}  # fmt: skip
+"""Fields of a tiny target's configuration, by what its class in `transformers` begins with."""
+
+
+def save_mamba_pair(directory: Path, name: str, scale: float = 0.25) -> tuple[str, str]:
+    """A target of `CONFIGS`, and as its draft a Llama with its embedding, whose layers add nothing.
+
+    `scale`: weight of what the target's layers add, which decides how often the draft is wrong.
+    """
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = getattr(hf, f"{name}Config")(**_SHARED, **CONFIGS[name])
+    target = getattr(hf, f"{name}ForCausalLM")(config).float()
+    shape = {**_SHARED, "num_hidden_layers": 1}
+    draft = hf.LlamaForCausalLM(hf.LlamaConfig(**shape)).float()
+    into_stream = ("o_proj", "out_proj", "down_proj", "output_linear")
+    with torch.no_grad():
+        for key, parameter in target.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.15)
+            if any(part in key for part in into_stream):
+                parameter.mul_(scale)
+            elif key.endswith(("A_log", "dt_bias", "D")):
+                parameter.uniform_(-1.0, 0.5)
+        draft.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
+        draft.get_output_embeddings().weight.copy_(target.get_output_embeddings().weight)
+        for key, parameter in draft.named_parameters():
+            if "o_proj" in key or "down_proj" in key:
+                parameter.zero_()
+    paths = directory / "target", directory / "draft"
+    for model, path in zip((target, draft), paths, strict=True):
+        model.save_pretrained(path)
+    return str(paths[0]), str(paths[1])
+
+
+def run_as_on_gpus() -> None:
+    """Test only: the layers of this process do here what they do on GPUs.
+
+    vLLM's RoPE on CPUs takes a dimension of heads (LFM2's) for one of tokens, and reads behind
+    positions. Its Mamba2 on CPUs leaves out states within prompts, which it caches elsewhere: the
+    plain recurrence reads prompts, for plain engines and ours alike.
+    """
+    from vllm.model_executor.layers.mamba import short_conv
+    from vllm.model_executor.layers.mamba.ops import ssd_combined
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    short_conv.current_platform = SimpleNamespace(is_cpu=lambda: False)
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+    ssd_combined._mamba_chunk_scan_combined_fwd = read_prompts
+
+
+def read_prompts(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, out: Tensor, *,
+    dt_bias: Tensor, initial_states: Tensor | None, return_intermediate_states: bool,
+    seq_idx: Tensor, cu_chunk_seqlens: Tensor, last_chunk_indices: Tensor, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Stands for `_mamba_chunk_scan_combined_fwd`: token by token."""
+    heads, size = x.shape[1:]
+    b, c = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (b, c))
+    step = torch.nn.functional.softplus(dt + dt_bias)
+    requests, skipped, states = seq_idx.tolist(), options["D"], []
+    for chunk, (first, end) in enumerate(pairwise(cu_chunk_seqlens.tolist())):
+        if chunk == 0 or requests[chunk] != requests[chunk - 1]:
+            state = torch.zeros(heads, size, b.shape[2])
+            if initial_states is not None:
+                state = initial_states[requests[chunk]]
+        for row in range(first, end):
+            new = (step[row][:, None] * x[row])[..., None] * b[row][:, None]
+            state = (step[row] * a).exp()[:, None, None] * state + new
+            out[row] = (state @ c[row][..., None])[..., 0] + skipped[:, None] * x[row]
+        states.append(state)
+    found = torch.stack(states)
+    return found if return_intermediate_states else found[last_chunk_indices]
