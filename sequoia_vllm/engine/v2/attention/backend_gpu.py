@@ -96,9 +96,7 @@ class GPUTreeBackend(TreeBackend):
 
     def keep_nodes(self, layers: dict[str, Any], rows: int) -> bool:
         """See `TreeBackend.keep_nodes`."""
-        found = {
-            name: each for name, each in layers.items() if isinstance(each, RecurrentTreeLayer)
-        }
+        found = {name: one for name, one in layers.items() if isinstance(one, RecurrentTreeLayer)}
         if found:
             self._states = NodeStates(found, rows)
         return bool(found)

@@ -88,7 +88,7 @@ class MLATreeImpl(TritonMLAImpl):
         }
 
     def reserve_workspace(self) -> None:
-        """Reserves memory for one row per request, like `LatentTreeBuilder` (from vLLM 0.33 on)."""
+        """Reserves memory for one row per request, like `LatentTreeBuilder`, where vLLM asks."""
         requests = self._vllm_config.scheduler_config.max_num_seqs
         triton_mla._reserve_attn_logits_workspace(
             self._vllm_config, requests, self.num_heads, self.kv_lora_rank
