@@ -23,6 +23,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Reports are nobody's, and what they say of the CPU takes a second to find out.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# On a busy machine a grammar's first expression takes longer than vLLM's five seconds.
+os.environ.setdefault("VLLM_REGEX_COMPILATION_TIMEOUT_S", "120")
 # What engines learn while tests run is kept nowhere else.
 os.environ.setdefault("SEQUOIA_VLLM_TREES", tempfile.mkdtemp(prefix="sequoia-trees-"))
 # Of all processes that tests start, unless they have another PYTHONPATH.
