@@ -17,6 +17,8 @@ _ROUNDS = 6  # of reweighting: steps far from the fit count less each time
 # Residuals beyond so many standard deviations weigh less (Huber).
 _OUTLYING = 1.5
 _LEAST_NOISE = 0.01
+# Seconds of the shortest step: a step whose drafting was another's may seem to take none.
+_SHORTEST = 1e-6
 # Between fits, a step's difference from its expected time counts up to this share of it.
 _CLIPPED = 0.06
 # The machine's pace counts as changed beyond this logarithm: less may be noise.
@@ -81,6 +83,7 @@ class StepTimes:
         key = drafts, batch_size.bit_length()
         kind = self._kinds.get(key) or self._kinds.setdefault(key, _Kind(drafts))
         self._use(kind, key[1])
+        seconds = max(seconds, _SHORTEST)
         kind.samples.append((batch_size, prompts, context, seconds))
         kind.evidence += 1.0 if prompts == 0 else _MIXED_EVIDENCE
         known = len(kind.samples)

@@ -131,7 +131,10 @@ def bench(
 
         plot_speeds(report, plot)
         note(f"drawn to {plot}")
-    print_json(report.to_dict()) if as_json else print_report(report)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_report(report)
     if report.greedy is not None and not report.greedy.passed:
         wrong = next(m for m in report.greedy.mismatches if not m.near_tie)
         fail(f"greedy output differs from plain vLLM's: {_described_mismatch(wrong)}", MISMATCH)

@@ -244,6 +244,7 @@ def summary(greedy: Sequence[Result], identical: bool, dtype: str) -> str:
 
 
 def _as_dict(runs: MethodRuns, result: Result) -> dict[str, Any]:
-    last, names = runs.rounds[-1], "method tokens_per_second speedup tokens_per_step note"
-    shown = result.model_dump(include=set(names.split()))
+    last = runs.rounds[-1]
+    names = {"method", "tokens_per_second", "speedup", "tokens_per_step", "note"}
+    shown = result.model_dump(include=names)
     return {**shown, "texts": last.texts, "token_ids": last.token_ids, "stats": last.counters}
