@@ -175,9 +175,15 @@ def test_two_servers_are_compared_in_one_command(load, tmp_path):
     """Their options are parsed by vLLM; nothing is started."""
     from vllm.benchmarks.serve import add_cli_args
 
-    for tool in ("vllm", "guidellm", "curl"):
+    ready = tmp_path / "ready"  # a server is ready once it has said how it was called
+    tools = {
+        "vllm": f'[ "$1" != serve ] || {{ touch {ready}; exec sleep 60; }}',
+        "guidellm": ":",
+        "curl": f"rm {ready}",
+    }
+    for tool, then in tools.items():
         file = tmp_path / tool
-        file.write_text(f'#!/bin/sh\necho "{tool} $@" >> "$0.log"\n[ "$1" != serve ] || sleep 60\n')
+        file.write_text(f'#!/bin/sh\necho "{tool} $@" >> "$0.log"\n{then}\n')
         file.chmod(0o755)
     [command] = long_commands(COMPARES)
     subprocess.run(
