@@ -41,18 +41,21 @@ class TreeBackend(ABC):
         """
         return False
 
+    attends_without_trees = False
+    """Whether our attention has rows in steps without trees, too; so with latents on GPUs."""
+
     @abstractmethod
-    def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> Any:
+    def scoring_queries(self, trees: ScoringTreesV2 | None, metadata: Any) -> Any:
         """Makes the ``tree`` attribute of the target's attention metadata."""
 
     def attach(
         self, trees: ScoringTreesV2 | None, metadata: dict[str, Any], layers: list[str]
     ) -> None:
-        """Hands ``trees``, unless there are none, to the attention of these layers.
+        """Hands ``trees`` to the attention of these layers, where it has rows in this step.
 
         Layers of a cache group share one metadata object, which has the group's block table.
         """
-        if trees is None:
+        if trees is None and not self.attends_without_trees:
             return
         for shared in {id(metadata[name]): metadata[name] for name in layers}.values():
             shared.tree = self.scoring_queries(trees, shared)

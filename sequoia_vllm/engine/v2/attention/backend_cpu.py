@@ -42,8 +42,9 @@ class CPUTreeBackend(TreeBackend):
         """See `cpu_attention.unsupported_attention`."""
         return unsupported_attention(layer_name, impl)
 
-    def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> TreeQueries:
+    def scoring_queries(self, trees: ScoringTreesV2 | None, metadata: Any) -> TreeQueries:
         """Rows and masks of the trees."""
+        assert trees is not None  # no attention of ours is in other steps
         lengths = trees.query_start_loc.diff()
         offsets = torch.arange(trees.width)
         rows = trees.query_start_loc[:-1, None] + offsets

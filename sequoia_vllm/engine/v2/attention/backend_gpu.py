@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 
 from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.drafting.growth import NodeQueries
@@ -27,6 +27,7 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import (
     GPUTreeQueries,
 )
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.attention.backend_classes import CLASSES
 from sequoia_vllm.engine.v2.attention.gdn_layers import GdnTreeLayer
 from sequoia_vllm.engine.v2.attention.mamba_layers import ConvTreeLayer, MambaTreeLayer
 from sequoia_vllm.engine.v2.attention.other_rows import other_chains
@@ -40,12 +41,6 @@ from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.tree_attention import NodeMasks, TreeAttentionWorkspace
 
-_MODULE = "sequoia_vllm.engine.v2.attention.attention_gpu"
-_CLASSES = {
-    AttentionBackendEnum.FLASH_ATTN: f"{_MODULE}.FlashTreeBackend",
-    AttentionBackendEnum.TRITON_ATTN: f"{_MODULE}.TritonTreeBackend",
-    **mla_layers.OTHER_CLASSES,
-}
 _LARGEST_HEAD = 512  # Gemma 4's layers without a window, and latents
 
 
@@ -66,7 +61,7 @@ class GPUTreeBackend(TreeBackend):
     def replace_attention(self) -> Iterator[None]:
         """Replaces what our classes extend, and backends that trees cannot use."""
         ours = GdnTreeLayer, MambaTreeLayer, ConvTreeLayer
-        with replaced_backends(_CLASSES), replaced_layers(*ours):
+        with replaced_backends(CLASSES), replaced_layers(*ours):
             yield
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
@@ -76,6 +71,7 @@ class GPUTreeBackend(TreeBackend):
         if isinstance(impl, mla_layers.MLATreeImpl):
             if self._chain is None:
                 self._chain = mla_layers.longest_chain(self._ancestors)
+                self.attends_without_trees = True
                 self.masks.of(self._chain)  # here, not in a step: see __init__
             return reason_of(layer_name, impl.unsupported_features(self._context_attention))
         if isinstance(impl, GPUTreeForward):
@@ -101,19 +97,14 @@ class GPUTreeBackend(TreeBackend):
             self._states = NodeStates(found, rows)
         return bool(found)
 
-    def attach(
-        self, trees: ScoringTreesV2 | None, metadata: dict[str, Any], layers: list[str]
-    ) -> None:
-        """See `TreeBackend.attach`; layers with latents are told of chains, too."""
-        if self._chain is None:
-            return super().attach(trees, metadata, layers)
-        for shared in {id(metadata[name]): metadata[name] for name in layers}.values():
-            parts = mla_layers.decoded_nodes(trees, shared, self._chain)
-            shared.tree = tuple(self._queries(nodes, table) for nodes, table in parts)
-        return None
-
-    def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> Any:
+    def scoring_queries(self, trees: ScoringTreesV2 | None, metadata: Any) -> Any:
         """The trees' rows, as views of buffers that stay in place for CUDA graphs."""
+        if isinstance(metadata, MLACommonMetadata):  # layers with latents take chains, too
+            assert self._chain is not None
+            parts = mla_layers.decoded_nodes(trees, metadata, self._chain)
+            return tuple(self._queries(nodes, table) for nodes, table in parts)
+        if trees is None:
+            return None
         if isinstance(metadata, RecurrentTreeMetadata):
             return scored_nodes(trees, metadata)
         return self._queries(
@@ -142,9 +133,8 @@ class GPUTreeBackend(TreeBackend):
         """Moves keys and values in one launch per group of layers with equal blocks and shape."""
         if not self._layers:
             keys = {name: each for name, each in caches.items() if isinstance(each, Tensor)}
-            keys |= {
-                name: each[:, None] for name, each in keys.items() if each.ndim == 3
-            }  # latents
+            latents = {name: each[:, None] for name, each in keys.items() if each.ndim == 3}
+            keys |= latents
             self._layers = [
                 (names[0], CacheLayers.of([keys[name] for name in names]))
                 for names in layers_by_cache(keys, metadata)

@@ -19,7 +19,6 @@ from vllm.v1.attention.backends.mla.triton_mla import (
     TritonMLAImpl,
     TritonMLAMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import LatentTreeBuilder
@@ -146,35 +145,3 @@ class MLATreeBackend(TritonMLABackend):
     def get_builder_cls() -> type[TritonMLAMetadataBuilder]:
         """The metadata builder."""
         return MLATreeBuilder
-
-
-class NoTreesBackend:
-    """Registered for what trees cannot use: where vLLM prefers it, it takes the next one.
-
-    Selection happens before loading, and calls only `validate_configuration` of this class.
-    """
-
-    @staticmethod
-    def validate_configuration(**_selected: Any) -> list[str]:
-        """Reasons why vLLM must not use it for any layer."""
-        return [
-            "trees cannot use it: leave --attention-backend out, or name FLASH_ATTN (for latent "
-            "attention TRITON_MLA)"
-        ]
-
-
-OTHER_CLASSES = {
-    AttentionBackendEnum.TRITON_MLA: f"{__name__}.{MLATreeBackend.__qualname__}",
-    **dict.fromkeys(
-        (
-            # Preferred on Blackwell; the next two where images attend in both directions.
-            AttentionBackendEnum.FLASHINFER, AttentionBackendEnum.TRITON_FLASHINFER,
-            AttentionBackendEnum.TRITON_FLASH_ATTN,
-            AttentionBackendEnum.CUTLASS_MLA, AttentionBackendEnum.FLASH_ATTN_MLA,
-            AttentionBackendEnum.FLASHINFER_MLA, AttentionBackendEnum.FLASHMLA,
-            AttentionBackendEnum.TOKENSPEED_MLA,
-        ),
-        f"{__name__}.{NoTreesBackend.__qualname__}",
-    ),
-}  # fmt: skip
-"""Our backend for latent attention, and what stands for backends that trees cannot use."""
