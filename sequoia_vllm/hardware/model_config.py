@@ -10,11 +10,13 @@ from sequoia_vllm.hardware.models import Experts, Latent, ModelShape, Recurrent
 _UNMODELLED = {
     "block_configs": "its layers differ from each other",
     "ssm_cfg": "it has state-space layers",
-    "hybrid_override_pattern": "its layers have attention, a state or an MLP (Nemotron-H)",
     "hybrid_layer_ids": "its layers share attention (Zamba 2)",
+    "moe_latent_size": "its experts read latents",
 }
 # Types whose configuration says nothing of it; every other type is taken to have a gate.
-_UNGATED = frozenset({"apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2"})
+_UNGATED = frozenset({
+    "apertus", "arcee", "gpt_neox", "nemotron", "nemotron_h", "persimmon", "phi", "starcoder2",
+})  # fmt: skip
 _BITS_BY_METHOD = {
     "fp8": 8, "fbgemm_fp8": 8, "ptpc_fp8": 8, "modelopt": 8,
     "mxfp8": 8, "modelopt_mxfp8": 8, "modelopt_fp4": 4, "mxfp4": 4, "gpt_oss_mxfp4": 4, "nvfp4": 4,
@@ -46,7 +48,7 @@ def read_shape(
     latent = read_latent(reader)
     hidden = reader.count("hidden_size")
     heads = reader.count("num_attention_heads")
-    layers = drafts.layers or reader.count("num_hidden_layers")
+    layers = drafts.layers or len(_mlps(reader)) or reader.count("num_hidden_layers")
     first = reader.count("num_hidden_layers") if drafts.is_targets_own else 0
     experts = read_experts(reader, range(first, first + layers))
     weight_bytes = _weight_bytes(reader, quantization)
@@ -165,6 +167,7 @@ _PER_TOKEN = (
 _WIDTH = "moe_intermediate_size", "intermediate_size"
 _SHARED_WIDTH = (
     "shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim",
+    "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 _SHARED_COUNT = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
 _DENSE_FIRST = "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
@@ -204,6 +207,7 @@ _HEADS = (
     ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
      "linear_value_head_dim"),
     ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head"),
+    ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim"),
 )  # fmt: skip
 
 
@@ -213,6 +217,9 @@ def read_recurrent(config: Fields, layers: int) -> Recurrent | None:
     width = config.value("conv_L_cache")
     if names is None and width is None:
         return None
+    if blocks := _blocks(config):
+        counts = {"layers": blocks.count("M"), "attending": blocks.count("*")}
+        return Recurrent(**counts, **_heads(config, _HEADS[2]))
     types, every = config.value("layer_types"), config.value("full_attention_interval") or 4
     if names == _HEADS[1] and not types:  # Falcon-H1: attention beside a state in each layer
         return Recurrent(layers=layers, attending=layers, **_heads(config, names))
@@ -232,8 +239,29 @@ def _heads(config: Fields, names: tuple[str, ...]) -> dict[str, int]:
     return {field: config.count(name) for field, name in zip(fields, names, strict=True)}
 
 
+_BLOCKS = {
+    "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
+    "mlp": "-", "moe": "E",
+}  # fmt: skip
+
+
+def _blocks(config: Fields) -> str:
+    """What each layer of a Nemotron-H is: a state, attention, an MLP or experts; others: ""."""
+    if config.value("model_type") != "nemotron_h":
+        return ""
+    types = config.value("layers_block_type") or ()
+    return config.value("hybrid_override_pattern") or "".join(_BLOCKS[each] for each in types)
+
+
+def _mlps(config: Fields) -> str:
+    """Those of a Nemotron-H's layers that others count: an MLP or experts."""
+    return _blocks(config).translate({ord("M"): None, ord("*"): None})
+
+
 def _is_sparse(config: Fields, layer: int) -> bool:
     """Whether a layer has experts; without a word about it each has."""
+    if mlps := _mlps(config):
+        return mlps[layer : layer + 1] != "-"
     if types := config.value("mlp_layer_types"):
         return layer >= len(types) or types[layer] != "dense"
     if layer in (config.value("mlp_only_layers") or ()):

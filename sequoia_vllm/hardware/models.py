@@ -39,13 +39,14 @@ class Experts(FileModel):
         """Routed experts of a layer that a pass over so many rows is expected to read."""
         return self.count * (1 - (1 - self.per_token / self.count) ** rows)
 
-    def routed_parameters(self, experts: float, hidden: int) -> float:
-        """Parameters of so many routed experts in each sparse layer."""
-        return self.layers * experts * 3 * hidden * self.width
+    def routed_parameters(self, experts: float, rows: int) -> float:
+        """Parameters of so many routed experts in each sparse layer, of matrices of so many rows
+        in all."""
+        return self.layers * experts * rows * self.width
 
-    def other_parameters(self, hidden: int) -> int:
+    def other_parameters(self, hidden: int, rows: int) -> int:
         """Parameters of the sparse layers' routers and shared experts."""
-        return self.layers * hidden * (self.count + 3 * self.shared)
+        return self.layers * (hidden * self.count + rows * self.shared)
 
 
 class Recurrent(FileModel):
@@ -147,7 +148,7 @@ class ModelShape(FileModel):
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
         if self.latent is not None:
             attention = self.latent.parameters(self.hidden, self.heads)
-        mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
+        mlp = self._mlp_rows * self.intermediate
         own = self.head.input_parameters(self) if self.head is not None else 0
         own += self.attention_layers * attention
         if self.recurrent is not None:
@@ -155,7 +156,12 @@ class ModelShape(FileModel):
         if self.experts is None:
             return self.layers * mlp + own
         dense = (self.layers - self.experts.layers) * mlp
-        return dense + self.experts.other_parameters(self.hidden) + own
+        return dense + self.experts.other_parameters(self.hidden, self._mlp_rows) + own
+
+    @property
+    def _mlp_rows(self) -> int:
+        """Rows of all matrices of an MLP or expert."""
+        return (3 if self.gated else 2) * self.hidden
 
     @property
     def attention_layers(self) -> int:
@@ -170,7 +176,7 @@ class ModelShape(FileModel):
         if self.experts is None:
             return 0
         read = self.experts.count if rows is None else self.experts.read_by(rows)
-        return round(self.experts.routed_parameters(read, self.hidden))
+        return round(self.experts.routed_parameters(read, self._mlp_rows))
 
     @property
     def output_vocab(self) -> int:

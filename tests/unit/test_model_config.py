@@ -226,8 +226,33 @@ def test_mamba2_layers_are_counted_as_recurrent():
     assert 6.5e9 < found.layer_parameters + 1536 * 100352 < 7.5e9
     in_parallel = shape({**GRANITE_4_TINY, "layer_types": None})  # as of Falcon-H1
     assert (in_parallel.attention_layers, in_parallel.recurrent.layers) == (40, 40)
-    with pytest.raises(ShapeError, match="Nemotron-H"):
-        shape(GRANITE_4_TINY, hybrid_override_pattern="M-*")
+
+
+NEMOTRON_3_NANO = {
+    "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 2688, "head_dim": 128,
+    "intermediate_size": 1856, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "vocab_size": 131072, "n_routed_experts": 128, "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+    "n_shared_experts": 1, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128,
+    "n_groups": 8,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+}  # fmt: skip
+
+
+def test_each_layer_of_nemotron_h_is_a_state_attention_an_mlp_or_experts():
+    found = shape(NEMOTRON_3_NANO)
+    assert (found.attention_layers, found.recurrent.layers, found.experts.layers) == (6, 23, 23)
+    assert 31e9 < found.parameters < 32.5e9  # 31.6 by the model's card, 3.2 to 3.6 of them active
+    assert 3.0e9 < found.matmul_parameters < 3.7e9
+    types = {"M": "mamba", "-": "mlp", "*": "attention"}
+    dense = shape(
+        {**NEMOTRON_3_NANO, "hybrid_override_pattern": None},
+        layers_block_type=[types[block] for block in "M-M-M*-"],
+    )
+    assert (dense.layers, dense.recurrent.layers, dense.attention_layers) == (3, 3, 1)
+    assert dense.experts is None
+    with pytest.raises(ShapeError, match="latents"):
+        shape(NEMOTRON_3_NANO, moe_latent_size=1024)
 
 
 def test_short_convolutions_have_their_last_inputs_as_state():
