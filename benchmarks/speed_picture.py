@@ -1,12 +1,12 @@
-"""Draws measured speeds by the number of requests at once (matplotlib, no display needed).
+"""Draws speeds that `bench` found, by the number of requests at once (matplotlib, no display).
 
-``python -m benchmarks.speed_picture benchmarks/speeds/h100.json docs/h100.svg``
+``python -m benchmarks.speed_picture benchmarks/gpu/h200.jsonl docs/h200.svg``
 """
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from sequoia_vllm.cli.common import friendly_errors
@@ -16,60 +16,54 @@ _WIDTH = 0.84  # of a group of bars, where groups are 1 apart
 
 
 def main() -> None:
-    """Draws one file of `benchmarks/speeds`."""
+    """Draws the greedy rows of one file's results of `bench`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("speeds", type=Path, help="rounds by temperature and requests at once")
+    parser.add_argument("speeds", type=Path, help="results of `bench`, one in each line")
     parser.add_argument("picture", type=Path, help="a .svg, .png or .pdf")
     options = parser.parse_args()
     with friendly_errors():
-        draw(json.loads(options.speeds.read_text(encoding="utf-8")), options.picture)
+        draw(greedy_cases(options.speeds), options.picture)
 
 
-def draw(measured: dict[str, Any], path: Path) -> None:
-    """Draws a group of bars for each case.
+def greedy_cases(file: Path) -> list[list[dict[str, Any]]]:
+    """Each greedy case's results, one for each method."""
+    found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    cases = [each["results"] for each in found if each["what"] == "bench"]
+    return [rows for rows in cases if rows[0]["temperature"] == 0]
 
-    Dots are rounds over plain vLLM's round, and bars are medians of them.
-    """
+
+def draw(cases: list[list[dict[str, Any]]], path: Path) -> None:
+    """Draws a group of bars for each case: medians, and the range of rounds."""
     figure, [axes] = new_figure(7.6, 3.2, 1)
-    chains = len(measured["methods"]) - 2
-    colours = [
-        colour_of("plain"), *(colour_of("chain", n) for n in range(chains)), colour_of("sequoia")
-    ]  # fmt: skip
-    width = _WIDTH / len(measured["methods"])
-    for group, row in enumerate(measured["speeds"]):
-        for index, ratios in enumerate(speedups(row)):
-            place = group + (index - (len(row["rounds"]) - 1) / 2) * width
-            name = measured["methods"][index] if group == 0 else None
-            axes.bar(place, median(ratios), 0.93 * width, color=colours[index], label=name)
-            axes.plot(
-                [place] * len(ratios), ratios, linestyle="", marker="o", markersize=3.5, color=INK,
-                markeredgecolor="white", markeredgewidth=0.6,
+    width = _WIDTH / len(cases[0])
+    for group, rows in enumerate(cases):
+        kinds: Counter[str] = Counter()
+        for index, row in enumerate(rows):
+            place = group + (index - (len(rows) - 1) / 2) * width
+            speed = row["speedup"]
+            colour = colour_of(row["kind"], kinds[row["kind"]])
+            kinds[row["kind"]] += 1
+            axes.bar(
+                place, speed["median"], 0.93 * width, color=colour,
+                label=row["method"] if group == 0 else None,
             )  # fmt: skip
+            axes.vlines(place, speed["low"], speed["high"], color=INK, linewidth=1.2)
             axes.annotate(
-                f"{median(ratios):.2f}", (place, max(ratios)), xytext=(0, 4),
-                textcoords="offset points", ha="center", fontsize=8,
+                f"{speed['median']:.2f}", (place, speed["high"]), xytext=(0, 4),
+                textcoords="offset points", ha="center", fontsize=7.5,
             )  # fmt: skip
     axes.axhline(1, color=GREY, linewidth=0.8)
-    axes.set_xticks(range(len(measured["speeds"])), labels=map(_case, measured["speeds"]))
-    axes.margins(y=0.2)
+    axes.set_xticks(range(len(cases)), labels=[_case(rows[0]["batch_size"]) for rows in cases])
+    axes.margins(y=0.25)
     axes.set_ylim(bottom=0)
     draw_grid(axes, "y")
     axes.set_ylabel("speed over plain vLLM", fontsize=9)
-    axes.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=len(measured["methods"]))
-    figure.supxlabel(f"{measured['device']}\n{measured['pair']}", fontsize=8, color=GREY)
+    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=3)
     save_figure(figure, path)
 
 
-def speedups(row: dict[str, Any]) -> list[list[float]]:
-    """Each method's rounds over plain vLLM's."""
-    plain = row["rounds"][0]
-    return [[one / base for one, base in zip(found, plain, strict=True)] for found in row["rounds"]]
-
-
-def _case(row: dict[str, Any]) -> str:
-    count, temperature = row["requests"], row["temperature"]
-    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    return f"{count} request{'s' if count > 1 else ''}, {how}"
+def _case(requests: int) -> str:
+    return "1 request" if requests == 1 else f"{requests} requests at once"
 
 
 if __name__ == "__main__":
