@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sequoia_vllm.config import OffloadSpec
-from sequoia_vllm.engine.offload.settings import with_offload
+from sequoia_vllm.engine.offload import with_offload
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.measuring.interrupts import interrupts_get_through

@@ -20,7 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.offload.settings import offload_of
+from sequoia_vllm.engine.offload import offload_of
 from sequoia_vllm.hardware.interconnect import Assumptions
 from tests.engine.test_refusals import parsed
 from tests.support.engines import metric, running, sequoia

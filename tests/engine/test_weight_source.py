@@ -1,5 +1,6 @@
 """What vLLM's offloading options come to: bytes of a pass, the name they are kept under, trees."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,13 +8,15 @@ from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend import engine_config
-from sequoia_vllm.engine.offload.weight_source import offloaded_layers, weight_source, with_streamed
+from sequoia_vllm.engine.offload import offloaded_layers, weight_source, with_streamed
 from sequoia_vllm.hardware.models import PairShapes, every_class
+from sequoia_vllm.library.pair_key import PairKey
 from tests.support.models import DRAFT, TARGET
 
 LLAMA = every_class()["70b-8b"].target
 LAYER = 2.0 * LLAMA.layer_parameters / LLAMA.layers
 GIB = 2**30
+PAIR = PairKey("NVIDIA L40", LLAMA.name, LLAMA.name, "bfloat16")
 
 
 def arguments(**options) -> EngineArgs:
@@ -105,16 +108,16 @@ def test_names_tell_what_changes_times():
 
 def test_some_parameters_of_layers_are_no_known_number_of_bytes():
     source = offloaded_layers(arguments(cpu_offload_gb=60, cpu_offload_params={"mlp"}))
-    shapes = with_streamed(PairShapes(LLAMA, LLAMA), source, "bfloat16", "NVIDIA L40", 1)
+    shapes = with_streamed(PairShapes(LLAMA, LLAMA), source, PAIR)
     assert shapes.streamed is None
     assert "uva-60gib-mlp offloads is not known" in shapes.problem
     unread = PairShapes(None, LLAMA, "no configuration")
-    assert with_streamed(unread, source, "bfloat16", "NVIDIA L40", 1) == unread
+    assert with_streamed(unread, source, PAIR) == unread
 
 
 def test_types_without_a_size_are_said():
     source = offloaded_layers(arguments(cpu_offload_gb=60))
-    found = with_streamed(PairShapes(LLAMA, LLAMA), source, "int3", "NVIDIA L40", 1)
+    found = with_streamed(PairShapes(LLAMA, LLAMA), source, replace(PAIR, dtype="int3"))
     assert "dtype 'int3'" in found.problem
 
 

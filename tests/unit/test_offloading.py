@@ -11,11 +11,7 @@ pytest.importorskip("vllm")
 from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
 
-from sequoia_vllm.engine.offload.vllms import (
-    OffloadedWeights,
-    offloading_backend,
-    report_offloading,
-)
+from sequoia_vllm.engine.offload import offloaded_bytes, offloading_backend, report_offloading
 from sequoia_vllm.engine.v2.drafting.drafter import nothing_offloaded
 
 DEVICE = torch.device("meta")
@@ -58,21 +54,21 @@ def prefetching(copied: list[int], buffers: int) -> SimpleNamespace:
 
 def test_views_of_host_memory_are_counted_by_their_mark():
     layers = model()
-    assert OffloadedWeights.of(layers, NoopOffloader(), DEVICE) == OffloadedWeights(2048, 0, 0)
+    assert offloaded_bytes(layers, NoopOffloader(), DEVICE) == (2048, 0, 0)
     layers[1].weight._vllm_is_uva_offloaded = True
-    assert OffloadedWeights.of(layers, NoopOffloader(), DEVICE) == OffloadedWeights(2048, 1024, 0)
+    assert offloaded_bytes(layers, NoopOffloader(), DEVICE) == (2048, 1024, 0)
 
 
 def test_parameters_that_stay_on_the_host_are_counted_by_their_device():
     """Where VLLM_WEIGHT_OFFLOADING_DISABLE_UVA is set."""
     layers = model()
     layers[0].weight = nn.Parameter(torch.zeros(16, 16))
-    assert OffloadedWeights.of(layers, NoopOffloader(), DEVICE) == OffloadedWeights(2048, 1024, 0)
+    assert offloaded_bytes(layers, NoopOffloader(), DEVICE) == (2048, 1024, 0)
 
 
 def test_what_is_prefetched_is_counted_by_its_copies():
-    found = OffloadedWeights.of(model(), prefetching([1024], buffers=512), DEVICE)
-    assert found == OffloadedWeights(total=2048, offloaded=1024, buffers=512)
+    found = offloaded_bytes(model(), prefetching([1024], buffers=512), DEVICE)
+    assert found == (2048, 1024, 512)
 
 
 @pytest.mark.parametrize(

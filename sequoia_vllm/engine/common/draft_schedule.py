@@ -7,8 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.offload.settings import offload_of
-from sequoia_vllm.engine.offload.vllms import offloading_backend
+from sequoia_vllm.engine.offload import is_offloaded
 from sequoia_vllm.graph_batches import last_with
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond
@@ -159,11 +158,3 @@ def _log_schedule(
         "prompts in max_num_batched_tokens=%d: %s",
         max_num_seqs, drafts, budget, ranges,
     )  # fmt: skip
-
-
-def is_offloaded(vllm_config: Any) -> bool:
-    """Whether some of the target's weights are read from outside the device in every pass."""
-    return (
-        offloading_backend(vllm_config.offload_config) is not None
-        or offload_of(vllm_config.additional_config) is not None
-    )

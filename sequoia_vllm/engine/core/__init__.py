@@ -2,5 +2,5 @@
 
 Until: vLLM's look-ahead slots follow its schedule by batch size.
 
-May import: common, compat.
+May import: common, compat, offload.
 """

@@ -15,9 +15,10 @@ from typing import Any
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.state import AdaptationState, StateError, Workload
 from sequoia_vllm.adaptation.trials import Step
-from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, is_offloaded, most_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import StepOutcome
+from sequoia_vllm.engine.offload import is_offloaded
 from sequoia_vllm.library.user_files import (
     USER_DIRECTORY_VARIABLE,
     adaptation_path,

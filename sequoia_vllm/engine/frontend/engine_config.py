@@ -36,8 +36,12 @@ from sequoia_vllm.engine.frontend.refusals import (
 )
 from sequoia_vllm.engine.frontend.request import sequoia_request, short_in_commands
 from sequoia_vllm.engine.frontend.tree_choice import LibraryAnswer, look_up
-from sequoia_vllm.engine.offload.settings import choose_offloading, with_offload
-from sequoia_vllm.engine.offload.weight_source import OffloadedLayers, weight_source, with_streamed
+from sequoia_vllm.engine.offload import (
+    choose_offloading,
+    weight_source,
+    with_offload,
+    with_streamed,
+)
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
 from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.library.files import LibraryError
@@ -165,10 +169,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
     if kind.has_weights:
         has_fp8_cache = args.kv_cache_dtype.startswith("fp8") or asks_for_fp8_cache(target)
         shapes = reader.shapes(name, kind, has_fp8_cache) if config.is_tree_chosen else None
-        if shapes is not None and isinstance(source, OffloadedLayers):
-            shapes = with_streamed(
-                shapes, source, pair.dtype, pair.device, pair.tensor_parallel_size
-            )
+        shapes = shapes and with_streamed(shapes, source, pair)
         found = look_up(config, pair, shapes)
     return Facts(
         pair,

@@ -9,7 +9,7 @@ from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters.registry import DRAFTERS, drafter
 from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.offload.vllms import offloading_backend
+from sequoia_vllm.engine.offload import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.families import refusal_of
 from sequoia_vllm.hardware.support import (

@@ -8,9 +8,9 @@ from typing import Any
 from vllm.model_executor.offloader.base import set_offloader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from sequoia_vllm.engine.offload import offload_of
 from sequoia_vllm.engine.offload.disk import DiskOffloader
 from sequoia_vllm.engine.offload.layer_ring import keep_freed_memory
-from sequoia_vllm.engine.offload.settings import offload_of
 from sequoia_vllm.engine.offload.weight_file import OffloadError
 
 
@@ -33,7 +33,6 @@ class OffloadingCPUWorker(CPUWorker):
 
     _offloader: DiskOffloader | None = None
 
-    # Parameters of offloaded layers are buffers that several layers share.
     # Refused by name where weights are on a disk: parameters of offloaded layers are buffers that
     # layers share.
     reload_weights = _needs_weights_in_memory("reload_weights")

@@ -8,7 +8,7 @@ from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu import model_runner
 
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.offload.vllms import report_offloading
+from sequoia_vllm.engine.offload import report_offloading
 from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
 from sequoia_vllm.engine.v2.runner import TreeRunner
