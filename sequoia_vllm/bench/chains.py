@@ -6,9 +6,10 @@ chain. We assume that every draft adds the same time to a step. Predictions only
 each reported result was measured with an engine of its own.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sequoia_vllm.bench.engines import BenchEngine
 from sequoia_vllm.bench.methods import DEFAULT, Method, Sampling, chain, usable_samplings
@@ -28,20 +29,17 @@ _RUN = 3
 _CLOSE = 0.97
 
 
-@dataclass(frozen=True)
-class Chain:
+class Chain(NamedTuple):
     """A chain's length and its sampling."""
 
     drafts: int
     sampling: Sampling = DEFAULT
 
 
-@dataclass(frozen=True)
-class PredictedChain:
-    """A chain's predicted speed in a case."""
+class PredictedChain(NamedTuple):
+    """A chain, and how many tokens per second the whole batch is predicted to get with it."""
 
     chain: Chain
-    tokens_per_step: float
     tokens_per_second: float
 
 
@@ -55,8 +53,7 @@ class ChainSearch:
     def methods(self, draft: str, case: EngineCase | None = None) -> list[Method]:
         """The chains chosen for a case; None: the chains of all cases, each once."""
         cases = self.chosen.values() if case is None else [self.chosen[case]]
-        chains = _shortest_first({chain for chosen in cases for chain in chosen})
-        return [chain(draft, one.drafts, one.sampling) for one in chains]
+        return [chain(draft, *one) for one in sorted({one for chosen in cases for one in chosen})]
 
 
 def search_chains(
@@ -112,23 +109,15 @@ def predict(plain: RoundRun, longest: RoundRun, sampling: Sampling) -> list[Pred
     target = longest.parts["target"] / steps
     first = plain.parts["target"] / max(1, plain.parts["steps"])
     by_draft = max(0.0, target + drafting - first) / MOST_CHAIN_DRAFTS
-    tokens = 1.0
+    tokens, received = 1.0, longest.steady.step_tokens
     found = []
     for length in range(1, MOST_CHAIN_DRAFTS + 1):
-        tokens += accepted_share(longest.steady.step_tokens, length)
+        # The share of steps that accepted at least so many drafts: they have more tokens.
+        tokens += sum(got > length for got in received) / max(1, len(received))
         seconds = longest.steady.step_seconds - by_draft * (MOST_CHAIN_DRAFTS - length)
         rate = longest.steady.batch_size * tokens / seconds
-        found.append(PredictedChain(Chain(length, sampling), tokens, rate))
+        found.append(PredictedChain(Chain(length, sampling), rate))
     return found
-
-
-def accepted_share(step_tokens: Sequence[int], drafts: int) -> float:
-    """Share of steps that accepted at least the first ``drafts`` drafts.
-
-    Args:
-        step_tokens: Tokens that each request got in each step: its accepted drafts and one more.
-    """
-    return sum(tokens > drafts for tokens in step_tokens) / max(1, len(step_tokens))
 
 
 def choose(
@@ -142,7 +131,15 @@ def choose(
         case: sorted(predicted, key=lambda one: one.tokens_per_second, reverse=True)
         for case, predicted in found.items()
     }
-    wanted = {case: _wanted(predicted) for case, predicted in fastest.items()}
+    wanted = {
+        case: [
+            one.chain
+            for rank, one in enumerate(predicted[:_RUN])
+            if rank < _SURELY_RUN
+            or one.tokens_per_second >= _CLOSE * predicted[0].tokens_per_second
+        ]
+        for case, predicted in fastest.items()
+    }
     # Greedy cases first: sampled cases can use their chains, where there is no room for more.
     greedy_first = sorted(wanted, key=lambda case: case.temperature > 0)
     engines: list[Chain] = []
@@ -155,18 +152,5 @@ def choose(
         running = [one for one in wanted[case] if one in engines]
         if not running:  # too few engines for all cases
             running = [one.chain for one in fastest[case] if one.chain in engines][:1]
-        chosen[case] = _shortest_first(running)
+        chosen[case] = sorted(running)
     return chosen
-
-
-def _wanted(fastest: Sequence[PredictedChain]) -> list[Chain]:
-    enough = _CLOSE * fastest[0].tokens_per_second
-    return [
-        one.chain
-        for rank, one in enumerate(fastest[:_RUN])
-        if rank < _SURELY_RUN or one.tokens_per_second >= enough
-    ]
-
-
-def _shortest_first(chains: Iterable[Chain]) -> list[Chain]:
-    return sorted(chains, key=lambda one: (one.drafts, one.sampling))

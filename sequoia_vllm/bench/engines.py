@@ -124,8 +124,10 @@ class BenchEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        tree = 0 if self.tree is None else self.tree.depth
+        most = self.method.most_drafts if self.method.kind is Kind.CHAIN else tree
         params = SamplingParams(
-            temperature=temperature, max_tokens=max_tokens + self._most_accepted, ignore_eos=True,
+            temperature=temperature, max_tokens=max_tokens + most, ignore_eos=True,
             output_kind=RequestOutputKind.DELTA, detokenize=False,
         )  # fmt: skip
         engine = self._llm.llm_engine
@@ -139,24 +141,21 @@ class BenchEngine:
         while engine.has_unfinished_requests():
             outputs = {rows[output.request_id]: output for output in engine.step()}
             if min(map(len, tokens)) < max_tokens:
-                seconds = time.perf_counter() - start
-                arrivals.append(_arrival(outputs, tokens, seconds, max_tokens))
+                new = [0] * len(tokens)
+                for row, output in outputs.items():
+                    new[row] = len(output.outputs[0].token_ids)
+                    tokens[row].extend(output.outputs[0].token_ids)
+                has_all = max(map(len, tokens)) >= max_tokens
+                arrivals.append(Arrival(time.perf_counter() - start, tuple(new), has_all))
         wanted = [ids[:max_tokens] for ids in tokens]
         decode = self._llm.get_tokenizer().decode
         texts = [decode(ids, skip_special_tokens=True) for ids in wanted]
         return Generation(wanted, texts, arrivals)
 
-    @property
-    def _most_accepted(self) -> int:
-        """The most drafts that a step can accept."""
-        if self.method.kind is Kind.CHAIN:
-            return self.method.most_drafts
-        return 0 if self.tree is None else self.tree.depth
-
     def take_part_seconds(self, batch_size: int) -> dict[str, float]:
         """Takes the first worker's `part_seconds` since the last call.
 
-        It counts only steps in which ``batch_size`` requests decoded and none read its prompt.
+        Only steps in which ``batch_size`` requests decoded and none read its prompt count.
         """
         steps = self._llm.collective_rpc("sequoia_take_steps", args=(batch_size,))[0]
         return part_seconds([StepRecord(**step) for step in steps])
@@ -197,17 +196,6 @@ def part_seconds(steps: Sequence[StepRecord]) -> dict[str, float]:
     }
 
 
-def _arrival(
-    outputs: dict[int, Any], tokens: list[list[int]], seconds: float, wanted: int
-) -> Arrival:
-    """Appends a step's outputs, by row, to ``tokens``, and counts them."""
-    new = [0] * len(tokens)
-    for row, output in outputs.items():
-        new[row] = len(output.outputs[0].token_ids)
-        tokens[row].extend(output.outputs[0].token_ids)
-    return Arrival(seconds, tuple(new), any(len(ids) >= wanted for ids in tokens))
-
-
 @contextmanager
 def open_engines(
     methods: Sequence[Method], engine: EngineSpec, options: dict[str, Any], progress: Progress
@@ -222,7 +210,15 @@ def open_engines(
         BenchError: If memory is too small for all of them, or vLLM would ignore part of a method.
     """
     check_memory(engine, len(methods))
-    order = sorted(methods, key=_start_order)
+    # Sequoia's first, which matters for engines in this process: vLLM adds an extension to a worker
+    # class only if no base class has it yet. Trees that the engine chooses come after others, as it
+    # may turn out to be a plain engine.
+    order = sorted(
+        methods,
+        key=lambda one: (
+            one.kind is not Kind.SEQUOIA, (one.speculative_config or {}).get("tree", AUTO) == AUTO
+        ),
+    )  # fmt: skip
     engines = {}
     with ExitStack() as stack:
         for number, method in enumerate(order):
@@ -244,21 +240,11 @@ def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | N
     return {**config, "use_heterogeneous_vocab": True}
 
 
-def _start_order(method: Method) -> tuple[bool, bool]:
-    """Sort key that starts Sequoia's engines first, which matters for engines in this process.
-
-    vLLM adds an extension to a worker class only if no base class has it yet. Trees that the engine
-    chooses come after others, as it may turn out to be a plain engine.
-    """
-    is_chosen = (method.speculative_config or {}).get("tree", AUTO) == AUTO
-    return method.kind is not Kind.SEQUOIA, is_chosen
-
-
 def check_runner(engine: BenchEngine) -> None:
     """Checks that the engine does what its method's name says.
 
     Raises:
-        BenchError: If vLLM ignores the chain's sampling.
+        BenchError: vLLM ignores the chain's sampling.
     """
     if "block" in engine.method.sampling and not engine.uses_v2:
         raise BenchError(
@@ -267,21 +253,19 @@ def check_runner(engine: BenchEngine) -> None:
         )
 
 
-def most_engines(engine: EngineSpec) -> int | None:
-    """How many engines the machine has memory for; None: not known."""
-    available = _available_gib()
-    return None if available is None else int(available / _needed_gib(engine))
+def most_engines(engine: EngineSpec) -> int:
+    """How many engines the machine has memory for."""
+    return int(_available_gib() / _needed_gib(engine))
 
 
 def check_memory(engine: EngineSpec, count: int) -> None:
-    """Checks that the machine has memory for so many engines, where its memory is known.
+    """Checks that the machine has memory for so many engines.
 
     Raises:
         BenchError: If it has not.
     """
-    available = _available_gib()
-    needed = count * _needed_gib(engine)
-    if available is not None and needed > available:
+    available, needed = _available_gib(), count * _needed_gib(engine)
+    if needed > available:
         raise BenchError(
             f"{count} engines need about {needed:.0f} GiB together, and {available:.0f} GiB are "
             "free: compare fewer (--chain, --trees), or give them less (--kv-cache-gib)"
@@ -298,13 +282,10 @@ def _needed_gib(engine: EngineSpec) -> float:
     return target + _weights_gib(engine.draft) + engine.kv_cache_gib + _PROCESS_GIB
 
 
-def _available_gib() -> float | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    values = dict(line.split(":", 1) for line in lines)
-    return int(values["MemAvailable"].split()[0]) / (1 << 20)
+def _available_gib() -> float:
+    import psutil  # vLLM depends on it
+
+    return float(psutil.virtual_memory().available / (1 << 30))
 
 
 def _weights_gib(model: str) -> float:

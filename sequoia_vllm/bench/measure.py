@@ -9,6 +9,7 @@ token must be within `NEAR_TIE` of the target's best one.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from sequoia_vllm.bench.chains import ChainSearch, search_chains
@@ -64,19 +65,6 @@ class BenchRuns:
     greedy: GreedyCheck | None = None
 
 
-@dataclass
-class Turns:
-    """Counts the turns of all cases together, so that progress never jumps back at a new case."""
-
-    progress: Progress
-    total: int
-    done: int = 0
-
-    def report(self, what: str) -> None:
-        """Reports what begins; warming up is not a turn of its own."""
-        self.progress(what, self.done, self.total)
-
-
 def measure(
     settings: BenchSettings,
     progress: Progress | None = None,
@@ -101,12 +89,15 @@ def measure(
             yield engines[method.name]
 
     with ExitStack() as stack:
-        room = _room_for_chains(settings)
+        if settings.search_chains:  # needs room for one more engine at least
+            check_memory(settings.engine, len(settings.methods) + 1)
         engines = stack.enter_context(opened(settings.methods))
         plain = engines[settings.methods[0].name]
         found = BenchRuns(plain.dtype)
         if settings.search_chains:
-            found.search = search_chains(settings, plain, room, one_opened, report)
+            room = most_engines(settings.engine) - len(settings.methods)
+            most = min(_MOST_CHAINS, room)
+            found.search = search_chains(settings, plain, most, one_opened, report)
             chains = found.search.methods(settings.engine.draft)
             engines |= stack.enter_context(opened(chains))
         chosen, draft = found.search, settings.engine.draft
@@ -114,31 +105,19 @@ def measure(
             case: settings.methods_in(case, chosen.methods(draft, case) if chosen else ())
             for case in settings.cases
         }
-        turns = Turns(report, settings.rounds * sum(map(len, methods.values())))
+        # Turns of all cases are counted together, so that progress never jumps back.
+        total, ended = settings.rounds * sum(map(len, methods.values())), 0
         for case in settings.cases:
-            found.runs[case] = _measure_case(settings, case, methods[case], engines, turns, watch)
+            where = f"T={case.temperature:g}, batch {case.batch_size}: "
+
+            def say(what: str, done: int, before: int = ended, where: str = where) -> None:
+                report(where + what, before + done, total)
+
+            found.runs[case] = _measure_case(settings, case, methods[case], engines, say, watch)
+            ended += settings.rounds * len(methods[case])
             if case.temperature == 0:
                 _check_outputs(settings, case, found, plain)
     return found
-
-
-def _room_for_chains(settings: BenchSettings) -> int:
-    """How many chains the search may choose.
-
-    Raises:
-        BenchError: If memory is too small for one more engine.
-    """
-    if not settings.search_chains:
-        return 0
-    check_memory(settings.engine, len(settings.methods) + 1)
-    room = most_engines(settings.engine)
-    return _MOST_CHAINS if room is None else min(_MOST_CHAINS, room - len(settings.methods))
-
-
-def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
-    """Rotates the methods by one each turn, so that none is always first or last."""
-    start = turn % len(methods)
-    return [*methods[start:], *methods[:start]]
 
 
 def _measure_case(
@@ -146,22 +125,21 @@ def _measure_case(
     case: EngineCase,
     methods: Sequence[Method],
     engines: Mapping[str, BenchEngine],
-    turns: Turns,
+    say: Callable[[str, int], None],
     watch: Watch | None,
 ) -> list[MethodRuns]:
-    where = f"T={case.temperature:g}, batch {case.batch_size}"
     runs: dict[str, MethodRuns] = {}
     for method in methods:
-        turns.report(f"{where}: warming up {method.name}")
+        say(f"warming up {method.name}", 0)
         engine = engines[method.name]
         warm_up(engine, settings.prompts, case, settings.max_tokens)
         runs[method.name] = MethodRuns(method, engine.tree, engine.drafts(case.batch_size), [])
     for number in range(settings.rounds):
-        for method in rotated(methods, number):
-            turns.report(f"{where}: round {number + 1}, {method.name}")
+        first = number % len(methods)  # each in turn, so that none is always first or last
+        for place, method in enumerate([*methods[first:], *methods[:first]]):
+            say(f"round {number + 1}, {method.name}", number * len(methods) + place)
             one = run_round(engines[method.name], settings.prompts, case, settings.max_tokens)
             runs[method.name].rounds.append(one)
-            turns.done += 1
             if watch is not None:
                 watch(method, case, one)
     return list(runs.values())
@@ -171,23 +149,25 @@ def _check_outputs(
     settings: BenchSettings, case: EngineCase, found: BenchRuns, plain: BenchEngine
 ) -> None:
     """Compares every greedy output of this case with plain vLLM's from the first round."""
-    check = found.greedy or GreedyCheck(compared=0, identical=0, bound=NEAR_TIE.get(found.dtype))
+    bound = NEAR_TIE.get(found.dtype)
+    check = found.greedy or GreedyCheck(compared=0, identical=0, bound=bound)
     expected = found.runs[case][0].rounds[0].token_ids
     compared, identical = check.compared, check.identical
     mismatches: dict[tuple[str, int, int, int | None], Mismatch] = {}
     for runs in found.runs[case]:
-        outputs = [pair for one in runs.rounds for pair in enumerate(one.token_ids)]
-        compared += len(outputs)
-        for prompt, output in outputs:
-            position = first_difference(output, expected[prompt])
-            if position is None:
+        for prompt, output in (pair for one in runs.rounds for pair in enumerate(one.token_ids)):
+            compared += 1
+            if output == expected[prompt]:
                 identical += 1
                 continue
-            token, plain_token = _token(output, position), _token(expected[prompt], position)
+            pairs = [*zip_longest(output, expected[prompt])]
+            position = next(place for place, (got, wanted) in enumerate(pairs) if got != wanted)
+            token, plain_token = pairs[position]
             key = runs.method.name, prompt, position, token
             if key in mismatches:
                 continue
             gaps = plain.gaps_to_best(settings.prompts[prompt], output)[position:]
+            gap = max(gaps, default=0.0)
             ended = token is None or plain_token is None
             mismatches[key] = Mismatch(
                 method=runs.method.name,
@@ -196,33 +176,10 @@ def _check_outputs(
                 position=position,
                 token=token,
                 plain_token=plain_token,
-                gap=round(max(gaps, default=0.0), 6),
-                near_tie=not ended and is_near_tie(gaps, found.dtype),
+                gap=round(gap, 6),
+                near_tie=not ended and bound is not None and gap <= bound,
             )
     found.greedy = GreedyCheck(
-        compared=compared, identical=identical, bound=check.bound,
+        compared=compared, identical=identical, bound=bound,
         mismatches=[*check.mismatches, *mismatches.values()],
     )  # fmt: skip
-
-
-def first_difference(found: Sequence[int], plain: Sequence[int]) -> int | None:
-    """Position of the first difference between two outputs; None: they are equal."""
-    for position in range(max(len(found), len(plain))):
-        if _token(found, position) != _token(plain, position):
-            return position
-    return None
-
-
-def _token(output: Sequence[int], position: int) -> int | None:
-    return output[position] if position < len(output) else None
-
-
-def is_near_tie(gaps: Sequence[float], dtype: str) -> bool:
-    """Whether rounding explains a difference between two outputs.
-
-    Args:
-        gaps: Log-probability gap (nats) between the target's best token and each token of the
-            method's output, from the difference on.
-        dtype: Type of weights and activations.
-    """
-    return dtype in NEAR_TIE and max(gaps) <= NEAR_TIE[dtype]

@@ -94,29 +94,23 @@ def plain() -> Method:
 
 
 def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
-    """vLLM's own speculation with a draft model or a head: a chain of ``drafts`` tokens."""
+    """vLLM's own speculation with a draft model or a head: a chain of ``drafts`` tokens.
+
+    A folder's ``config.json`` says which it is; anything else is taken for a draft model.
+
+    Raises:
+        BenchError: The file cannot be read.
+    """
+    kind, path = None, Path(draft, "config.json")
+    if path.is_file():
+        stated = read_json(path, "configuration", BenchError)
+        kind = recognise(Fields(stated), lambda: stated.get("model_type")).kind
     config: dict[str, Any] = {
-        "method": chain_method(draft), "model": draft, "num_speculative_tokens": drafts,
+        "method": drafter(kind or "model").method, "model": draft, "num_speculative_tokens": drafts,
         **{_KEYS[word]: word for word in sampling},
     }  # fmt: skip
     name = ", ".join([f"chain of {drafts}", *sampling])
     return Method(name, Kind.CHAIN, config, drafts, sampling)
-
-
-def chain_method(draft: str) -> str:
-    """vLLM's speculative method for chains of this draft, by its ``config.json``.
-
-    Anything but a folder is taken for a draft model.
-
-    Raises:
-        BenchError: If the file cannot be read.
-    """
-    path = Path(draft, "config.json")
-    if not path.is_file():
-        return "draft_model"
-    config = read_json(path, "configuration", BenchError)
-    kind = recognise(Fields(config), lambda: config.get("model_type")).kind
-    return "draft_model" if kind is None else drafter(kind).method
 
 
 def chain_of_words(draft: str, text: str) -> Method:
@@ -132,29 +126,23 @@ def chain_of_words(draft: str, text: str) -> Method:
             f"chain {text!r}: give its length, from 1 up, and vLLM's sampling if it is not the "
             "default, like 4, 4:probabilistic or 4:probabilistic:block; or 4:ngram, without a draft"
         )
-    if is_ngram:
-        return _ngram_chain(int(length))
+    if is_ngram:  # what followed the last tokens before
+        from vllm.platforms import current_platform
+
+        method = "ngram" if current_platform.is_cpu() else "ngram_gpu"
+        config = {"method": method, "num_speculative_tokens": int(length), **_NGRAM}
+        return Method(f"n-gram chain of {length}", Kind.CHAIN, config, int(length))
     if not is_known(sampling):
         raise BenchError(f"chain {text!r}: the installed vLLM has no such sampling; give {length}")
     return chain(draft, int(length), sampling)
 
 
-def _ngram_chain(drafts: int) -> Method:
-    """vLLM's drafts without a model: what followed the last tokens before."""
-    from vllm.platforms import current_platform
-
-    method = "ngram" if current_platform.is_cpu() else "ngram_gpu"
-    config = {"method": method, "num_speculative_tokens": drafts, **_NGRAM}
-    return Method(f"n-gram chain of {drafts}", Kind.CHAIN, config, drafts)
-
-
-def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
+def sequoia(draft: str, tree: str) -> Method:
     """Sequoia with a tree.
 
     Args:
         tree: `SERVED`; `DRAWN`; `LOOKUP`; "auto"; ``16x4`` (16 nodes, root included, at most 4
             deep); a tree file (``.json``); or a name in the library.
-        acceptance: File to optimise ``16x4`` trees for; None: a published vector.
 
     Raises:
         TreeError, LibraryError: If there is no such tree.
@@ -174,24 +162,20 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
         if size < 2 or depth < 1:
             raise BenchError(f"tree {tree!r}: give at least 2 nodes and depth 1, like 16x4")
         config["tree"] = {"size": size, "depth": depth}
-        if acceptance is not None:
-            config["acceptance"] = str(acceptance)
         return Method(f"Sequoia {tree}", Kind.SEQUOIA, config, size - 1)
     found = find_tree(tree).tree
     name = Path(tree).stem if is_tree_file(tree) else tree
     return Method(f"Sequoia {name}", Kind.SEQUOIA, config, found.num_speculative_tokens)
 
 
-def methods(
-    draft: str, chains: Sequence[str], trees: Sequence[str], acceptance: Path | None = None
-) -> list[Method]:
+def methods(draft: str, chains: Sequence[str], trees: Sequence[str]) -> list[Method]:
     """Plain decoding, then these chains (`chain_of_words`), then these trees.
 
     Raises:
         BenchError, TreeError, LibraryError: If one of them is not possible, or two are equal.
     """
     found = [plain(), *(chain_of_words(draft, text) for text in chains)]
-    found += [sequoia(draft, tree, acceptance) for tree in trees]
+    found += [sequoia(draft, tree) for tree in trees]
     names = [method.name for method in found]
     for name in names:
         if names.count(name) > 1:

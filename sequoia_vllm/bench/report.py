@@ -34,11 +34,6 @@ class Spread(FileModel):
         return cls(median=median(values), low=min(values), high=max(values))
 
     @property
-    def disagrees(self) -> bool:
-        """Whether rounds differ by more than `MOST_SPREAD`."""
-        return self.high > MOST_SPREAD * self.low
-
-    @property
     def in_words(self) -> str:
         """The range of a speedup, like ``1.06x to 1.32x``."""
         return f"{self.low:.2f}x to {self.high:.2f}x"
@@ -65,14 +60,12 @@ class StepSplit(FileModel):
 
 
 class PredictedSpeed(FileModel):
-    """The cost model's prediction for a tree, from a profile and an acceptance vector."""
+    """The cost model's prediction for a tree, from what `tune` measured."""
 
     speedup: float = Field(gt=0)
     tokens_per_step: float = Field(ge=1)
     step_seconds: float = Field(gt=0)
     extrapolated: bool = Field(description="Whether a time lies outside what was profiled.")
-    profile: str = Field(description="Where the times come from.")
-    acceptance: str = Field(description="Where the acceptance vector comes from.")
 
 
 class Result(FileModel):
@@ -91,12 +84,6 @@ class Result(FileModel):
     tokens_per_step: float = Field(ge=0, description="Tokens per request and step of all rounds.")
     step_seconds: float = Field(gt=0, description="Mean of all rounds.")
     split: StepSplit
-    request_seconds: Spread = Field(
-        description="Time of a batch from its sending to the end of its last request."
-    )
-    engine_parts: dict[str, float] | None = Field(
-        default=None, description="Sequoia's own timers, seconds per step; prompts included."
-    )
     best_chain: bool = Field(default=False, description="The fastest of vLLM's chains here.")
     predicted: PredictedSpeed | None = None
     measured_over_predicted: float | None = Field(
@@ -130,7 +117,6 @@ class SearchedChain(FileModel):
     temperature: float = Field(ge=0)
     drafts: int = Field(ge=1, description="Its length.")
     sampling: list[str] = Field(description="How it samples, where that is not vLLM's default.")
-    tokens_per_step: float = Field(ge=1, description="Predicted; of a request.")
     tokens_per_second: float = Field(gt=0, description="Predicted; of the whole batch.")
     run: bool = Field(description="Whether it was chosen to run: then it has a result.")
 
@@ -206,15 +192,15 @@ class BenchReport(FileModel):
 
 def disagreement(results: Sequence[Result]) -> str | None:
     """Warns of methods whose speedup differs too much between rounds; None: there are none."""
-    disturbed = [
+    disturbed = "; ".join(
         f"{one.method} at T={one.temperature:g}, batch {one.batch_size}: {one.speedup.in_words}"
         for one in results
-        if one.speedup.disagrees
-    ]
+        if one.speedup.high > MOST_SPREAD * one.speedup.low
+    )
     if not disturbed:
         return None
     return (
-        f"rounds disagree by more than {MOST_SPREAD - 1:.0%} ({'; '.join(disturbed)}): something "
+        f"rounds disagree by more than {MOST_SPREAD - 1:.0%} ({disturbed}): something "
         "else ran on this machine; repeat the command when it is quiet"
     )
 

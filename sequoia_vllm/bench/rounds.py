@@ -151,13 +151,11 @@ class RoundRun:
 
     Attributes:
         steady: Steps in which whole batches decode.
-        request_seconds: Mean time of a batch from start to end.
         parts: `part_seconds`.
         counters: Sequoia's (`StepStats.to_dict`); None: another method.
     """
 
     steady: Steady
-    request_seconds: float
     token_ids: list[list[int]]
     texts: list[str]
     parts: dict[str, float]
@@ -193,7 +191,6 @@ def run_round(
     count = len(prompts)
     return RoundRun(
         steady=pooled([steady_part(one.arrivals) for one in found]),
-        request_seconds=sum(one.arrivals[-1].seconds for one in found) / len(found),
         token_ids=[ids for one in found for ids in one.token_ids][:count],
         texts=[text for one in found for text in one.texts][:count],
         parts=engine.take_part_seconds(case.batch_size),

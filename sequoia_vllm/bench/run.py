@@ -6,7 +6,6 @@ import datetime
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,74 +26,12 @@ from sequoia_vllm.bench.report import (
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, pooled
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.tree_library import tuned_measurements
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.measuring.provenance import model_hashes, provenance, synthetic_origin
 from sequoia_vllm.tree.token_tree import TokenTree
-
-_ROOT = TokenTree((-1,))
-
-
-@dataclass(frozen=True)
-class PredictionBasis:
-    """Measurements that predictions are made from.
-
-    Attributes:
-        acceptances: Vectors, each with its source; at most one per temperature.
-        context_length: Context tokens in the middle of a completion.
-    """
-
-    profile: Profile
-    profile_name: str
-    acceptances: Sequence[tuple[AcceptanceFile, str]]
-    context_length: int
-
-    @classmethod
-    def load(
-        cls, profile: Path, acceptances: Sequence[Path], context_length: int
-    ) -> PredictionBasis:
-        """Reads files.
-
-        Raises:
-            ProfileError, AcceptanceError: If one cannot be read.
-        """
-        vectors = [(AcceptanceFile.load(path), str(path)) for path in acceptances]
-        return cls(Profile.load(profile), str(profile), vectors, context_length)
-
-    @classmethod
-    def tuned(cls, pair: PairKey, context_length: int) -> PredictionBasis | None:
-        """Reads what ``sequoia-vllm tune`` measured for this pair; None: nothing.
-
-        Raises:
-            ProfileError, AcceptanceError: If a file cannot be read.
-        """
-        found = tree_library.tuned_measurements(pair)
-        if found is None:
-            return None
-        return cls.load(found.profile, [found.acceptance], context_length)
-
-    def predict(
-        self, tree: TokenTree | None, drafts: int, batch_size: int, temperature: float
-    ) -> PredictedSpeed | None:
-        """Predicts the speed with so many drafts; None: no vector for this temperature."""
-        known = [entry for entry in self.acceptances if entry[0].temperature == temperature]
-        if not known:
-            return None
-        vector, name = known[0]
-        used = _ROOT if tree is None else tree.trim(drafts + 1)
-        cost = CostModel(self.profile, self.context_length)
-        estimate = cost.estimate(used, vector.vector, batch_size)
-        return PredictedSpeed(
-            speedup=estimate.speedup,
-            tokens_per_step=estimate.expected_tokens,
-            step_seconds=estimate.seconds,
-            extrapolated=estimate.extrapolated,
-            profile=self.profile_name,
-            acceptance=name,
-        )
-
 
 # Environment variables that change speed on CPUs.
 _ENVIRONMENT = (
@@ -110,21 +47,56 @@ DECLINED = "the engine chose not to speculate here"
 Predict = Callable[[MethodRuns, EngineCase], PredictedSpeed | None]
 
 
+@dataclass(frozen=True)
+class PredictionBasis:
+    """What ``sequoia-vllm tune`` measured of a pair, to predict from.
+
+    Attributes:
+        context_length: Context tokens in the middle of a completion.
+    """
+
+    profile: Profile
+    vector: AcceptanceFile
+    context_length: int
+
+    @classmethod
+    def tuned(cls, pair: PairKey, context_length: int) -> PredictionBasis | None:
+        """Reads the files of this pair; None: there are none.
+
+        Raises:
+            ProfileError, AcceptanceError: A file cannot be read.
+        """
+        if (found := tuned_measurements(pair)) is None:
+            return None
+        vector = AcceptanceFile.load(found.acceptance)
+        return cls(Profile.load(found.profile), vector, context_length)
+
+    def predict(self, runs: MethodRuns, case: EngineCase) -> PredictedSpeed | None:
+        """Predicts Sequoia's speed; None: another method, or no vector for this temperature."""
+        if runs.method.kind is not Kind.SEQUOIA or case.temperature != self.vector.temperature:
+            return None
+        tree = (runs.tree or TokenTree((-1,))).trim(runs.drafts + 1)
+        cost = CostModel(self.profile, self.context_length)
+        estimate = cost.estimate(tree, self.vector.vector, case.batch_size)
+        return PredictedSpeed(
+            speedup=estimate.speedup,
+            tokens_per_step=estimate.expected_tokens,
+            step_seconds=estimate.seconds,
+            extrapolated=estimate.extrapolated,
+        )
+
+
 def run_bench(
     settings: BenchSettings,
-    basis: PredictionBasis | None,
     described: dict[str, Any],
     progress: Progress | None = None,
     opener: Opener | None = None,
 ) -> BenchReport:
-    """Measures, and compares with the cost model.
-
-    Args:
-        basis: Measurements to predict from; None: those of `tune` for this pair, if any.
+    """Measures, and compares with what the cost model says of `tune`'s measurements, if any.
 
     Raises:
-        BenchError, CalibrationError, ProfileError, AcceptanceError: If something
-            cannot be measured or read.
+        BenchError, CalibrationError, ProfileError, AcceptanceError: Something cannot be measured
+            or read.
     """
     engine = settings.engine
     found = measure(settings, progress, opener)
@@ -132,22 +104,16 @@ def run_bench(
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         environment={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
-    if basis is None:
-        pair = PairKey(
-            stated["device"], engine.target, engine.draft, found.dtype,
-            engine.tensor_parallel_size, None if engine.offload is None else engine.offload.name,
-        )  # fmt: skip
-        basis = PredictionBasis.tuned(pair, settings.middle_context)
-
-    def predict(runs: MethodRuns, case: EngineCase) -> PredictedSpeed | None:
-        if basis is None or runs.method.kind is not Kind.SEQUOIA:
-            return None
-        return basis.predict(runs.tree, runs.drafts, case.batch_size, case.temperature)
-
+    pair = PairKey(
+        stated["device"], engine.target, engine.draft, found.dtype,
+        engine.tensor_parallel_size, None if engine.offload is None else engine.offload.name,
+    )  # fmt: skip
+    basis = PredictionBasis.tuned(pair, settings.middle_context)
     target, draft = (
         BenchModel(name=name, hashes=model_hashes(name), grown_from=synthetic_origin(name))
         for name in (engine.target, engine.draft)
     )
+    predict = nothing_predicted if basis is None else basis.predict
     summed = results(found, predict, chain_is_wrong=chain_samples_wrongly())
     synthetic = [synthetic_note(model) for model in (target, draft)]
     return BenchReport(
@@ -165,6 +131,10 @@ def run_bench(
     )
 
 
+def nothing_predicted(runs: MethodRuns, case: EngineCase) -> None:
+    """Stands for the cost model where nothing was measured."""
+
+
 def results(found: BenchRuns, predict: Predict, *, chain_is_wrong: bool) -> list[Result]:
     """Results of each method in each case."""
     summed = []
@@ -172,8 +142,10 @@ def results(found: BenchRuns, predict: Predict, *, chain_is_wrong: bool) -> list
         chains = [one for one in runs if one.method.kind is Kind.CHAIN]
         best = max(chains, key=lambda one: median(_rates(one)), default=None)
         for one in runs:
-            predicted, note = predict(one, case), _note(case, one, chain_is_wrong)
-            summed.append(_result(case, one, runs[0], predicted, note, one is best))
+            wrong = chain_is_wrong and one in chains and case.temperature > 0
+            declined = one.method.kind is Kind.SEQUOIA and one.drafts == 0
+            note = CHAIN_SAMPLES_WRONGLY if wrong else DECLINED if declined else None
+            summed.append(_result(case, one, runs[0], predict(one, case), note, one is best))
     return summed
 
 
@@ -207,8 +179,6 @@ def _result(
         tokens_per_step=steady.tokens_per_step,
         step_seconds=steady.step_seconds,
         split=split(runs.rounds, steady.step_seconds),
-        request_seconds=Spread.of([one.request_seconds for one in runs.rounds]),
-        engine_parts=engine_parts([one.counters for one in runs.rounds if one.counters]),
         best_chain=best_chain,
         predicted=predicted,
         note=note,
@@ -219,22 +189,15 @@ def _result(
     return summed.model_copy(update={"measured_over_predicted": speedup.median / predicted.speedup})
 
 
-def _note(case: EngineCase, runs: MethodRuns, chain_is_wrong: bool) -> str | None:
-    if runs.method.kind is Kind.CHAIN and case.temperature > 0 and chain_is_wrong:
-        return CHAIN_SAMPLES_WRONGLY
-    return DECLINED if runs.method.kind is Kind.SEQUOIA and runs.drafts == 0 else None
-
-
 def searched(search: ChainSearch, draft: str) -> list[SearchedChain]:
     """Predictions of every chain in every case."""
     return [
         SearchedChain(
-            method=chain(draft, one.chain.drafts, one.chain.sampling).name,
+            method=chain(draft, *one.chain).name,
             batch_size=case.batch_size,
             temperature=case.temperature,
             drafts=one.chain.drafts,
             sampling=list(one.chain.sampling),
-            tokens_per_step=round(one.tokens_per_step, 4),
             tokens_per_second=round(one.tokens_per_second, 4),
             run=one.chain in search.chosen[case],
         )
@@ -248,15 +211,6 @@ def split(rounds: Sequence[RoundRun], step_seconds: float) -> StepSplit:
     steps = max(1, sum(one.parts["steps"] for one in rounds))
     parts = {part: sum(one.parts[part] for one in rounds) / steps for part in PARTS}
     return StepSplit(**parts, other=step_seconds - sum(parts.values()))
-
-
-def engine_parts(counters: Sequence[dict[str, Any]]) -> dict[str, float] | None:
-    """Seconds per step of each part that Sequoia's runner times itself."""
-    steps = sum(one["steps"] for one in counters)
-    if steps == 0:
-        return None
-    names = counters[0]["seconds"]
-    return {name: sum(one["seconds"][name] for one in counters) / steps for name in names}
 
 
 def synthetic_note(model: BenchModel) -> str | None:

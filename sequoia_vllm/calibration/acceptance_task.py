@@ -179,7 +179,6 @@ class AcceptanceSettings:
 
     Attributes:
         prompts: File with prompts (`load_prompts`); None: the built-in set.
-        raw_prompts: Give bare prompts to the target without its chat template.
         max_tokens: Tokens per completion. Make them as long as those to be served: long greedy
             texts repeat themselves, and repetition is easy to draft.
         temperature, top_p: Sampling of every request; temperature 0 is greedy.
@@ -193,8 +192,6 @@ class AcceptanceSettings:
     engine: EngineSpec
     _: KW_ONLY
     prompts: Path | None = None
-    num_prompts: int | None = None
-    raw_prompts: bool = False
     max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
@@ -229,9 +226,9 @@ class AcceptanceTask:
             PromptError, CalibrationError, TreeError: If they cannot be used.
         """
         engine = settings.engine
-        prompts = load_prompts(settings.prompts, settings.num_prompts)
+        prompts = load_prompts(settings.prompts)
         tokenizer = load_tokenizer(engine.target)
-        encoded = encode_prompts(prompts, tokenizer, raw=settings.raw_prompts)
+        encoded = encode_prompts(prompts, tokenizer)
         # This also refuses a missing draft before an engine starts.
         tail = _tail(settings.depth, load_config(engine.draft))
         tree = settings.tree or probing_tree(settings.branch, settings.depth, tail)
@@ -248,7 +245,7 @@ class AcceptanceTask:
             "target_sha256": model_hashes(engine.target),
             "draft_sha256": model_hashes(engine.draft), "prompts": source_name(settings.prompts),
             "prompts_sha256": prompts_sha256(prompts), "prompts_used": len(fitting),
-            "raw_prompts": settings.raw_prompts, "temperature": settings.temperature,
+            "raw_prompts": False, "temperature": settings.temperature,
             "top_p": settings.top_p if settings.temperature > 0 else None,
             "max_tokens": settings.max_tokens, "branch": settings.branch, "depth": settings.depth,
             "dtype": engine.dtype,

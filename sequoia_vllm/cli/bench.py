@@ -19,9 +19,7 @@ from sequoia_vllm.cli.measuring import (
     OffloadDirectoryOption,
     OffloadMemoryOption,
     PromptsOption,
-    RawPromptsOption,
     TargetOption,
-    VerboseOption,
     check_models,
     check_output,
     check_plot,
@@ -47,7 +45,6 @@ def bench(
     draft: DraftOption = "",
     prompts: PromptsOption = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each round.")] = 4,
-    raw_prompts: RawPromptsOption = False,
     batch_sizes: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,16",
     temperature: Annotated[str, typer.Option(help="Temperatures; 0 is greedy.")] = "0,1",
     trees: Annotated[
@@ -69,13 +66,6 @@ def bench(
     ] = BEST,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
-    profile: Annotated[
-        Path | None, typer.Option(help="Profile to predict from; none: what tune measured, if any.")
-    ] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(help="Acceptance files to predict from, one per temperature; with --profile."),
-    ] = None,
     dtype: DtypeOption = "auto",
     eager: EagerOption = False,
     kv_cache_gib: CacheOption = 1.0,
@@ -88,7 +78,6 @@ def bench(
             help="Draw tokens/s of a request by batch size to this file (.svg, .png or .pdf)."
         ),
     ] = None,
-    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare plain vLLM, its own chain speculation, and Sequoia, in alternating rounds.
@@ -100,15 +89,13 @@ def bench(
     cannot explain it: some later token is further below the target's best one than two units in
     the last place of a logit.
     """
-    quiet_engines(verbose)
+    quiet_engines()
     with friendly_errors():
         draft = draft or known_draft(target)
     options = dict(locals())
     check_output("--output", output)
-    if (profile is None) != (acceptance is None):
-        fail("give both --profile and --acceptance, or neither")
     from sequoia_vllm.bench.rounds import BenchSettings
-    from sequoia_vllm.bench.run import PredictionBasis, run_bench
+    from sequoia_vllm.bench.run import run_bench
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
     with friendly_errors():
@@ -117,13 +104,10 @@ def bench(
         compared = _compared(options)
         chosen = load_prompts(prompts, num_prompts)
         check_models(target, draft)
-        encoded = tuple(encode_prompts(chosen, load_tokenizer(target), raw=raw_prompts))
+        encoded = tuple(encode_prompts(chosen, load_tokenizer(target)))
         settings = BenchSettings(engine_spec(options), prompts=encoded, **compared)
-        basis = None
-        if profile is not None:
-            basis = PredictionBasis.load(profile, _paths(acceptance), settings.middle_context)
         with measuring("bench:", "interrupted: nothing was kept") as progress:
-            report = run_bench(settings, basis, _described(options, chosen), progress)
+            report = run_bench(settings, _described(options, chosen), progress)
     if output is not None:
         report.save(output)
     if plot is not None:
@@ -148,13 +132,12 @@ def _compared(options: dict[str, Any]) -> dict[str, Any]:
     chain = options["chain"]
     chains = [] if chain in (BEST, NONE) else chain.split(",")
     trees = [tree.strip() for tree in options["trees"].split(",")]
-    acceptance = next(iter(_paths(options["acceptance"])), None)
     return {
         "temperatures": _temperatures(options["temperature"]),
         "batch_sizes": tuple(
             check_batch_sizes([*numbers("--batch-sizes", options["batch_sizes"])])
         ),
-        "methods": tuple(methods(options["draft"], chains, trees, acceptance)),
+        "methods": tuple(methods(options["draft"], chains, trees)),
         "search_chains": chain == BEST,
         **{name: options[name] for name in ("max_tokens", "rounds")},
     }
@@ -165,7 +148,7 @@ def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]
     from sequoia_vllm.prompts import prompts_sha256, source_name
 
     shown = (
-        "num_prompts", "raw_prompts", "batch_sizes", "temperature", "trees", "chain", "max_tokens",
+        "num_prompts", "batch_sizes", "temperature", "trees", "chain", "max_tokens",
         "rounds", "dtype", "eager", "kv_cache_gib", "offload_memory_gib",
     )  # fmt: skip
     return {
@@ -184,10 +167,6 @@ def _temperatures(text: str) -> tuple[float, ...]:
     if not all(0 <= value < float("inf") for value in found):
         fail(f"--temperature {text!r}: give numbers from 0 up separated by commas, like 0,1")
     return found
-
-
-def _paths(text: str | None) -> list[Path]:
-    return [Path(part.strip()) for part in text.split(",")] if text else []
 
 
 def print_report(report: BenchReport) -> None:
@@ -231,6 +210,12 @@ def speeds_table(results: list[Result]) -> Table:
     )  # fmt: skip
     for _, group in groupby(results, key=lambda result: (result.temperature, result.batch_size)):
         for number, result in enumerate(group):
+            prediction = ["not predicted" if result.kind == "sequoia" else "", ""]
+            if result.predicted is not None:
+                words = " (extrapolated)" if result.predicted.extrapolated else ""
+                ratio = result.measured_over_predicted
+                compared = "" if ratio is None else f"{ratio:.2f}"
+                prediction = [f"{result.predicted.speedup:.2f}x{words}", compared]
             marks = (" +" if result.best_chain else "") + (
                 " *" if result.note and not result.is_plain else ""
             )
@@ -241,18 +226,10 @@ def speeds_table(results: list[Result]) -> Table:
                 result.speed_in_words,
                 f"{result.tokens_per_step:.2f}",
                 f"{1e3 * result.step_seconds:.2f}",
-                *(_prediction(result) if predicted else ()),
+                *(prediction if predicted else ()),
             )
         table.add_section()
     return table
-
-
-def _prediction(result: Result) -> tuple[str, str]:
-    if result.predicted is None:
-        return "not predicted" if result.kind == "sequoia" else "", ""
-    words = " (extrapolated)" if result.predicted.extrapolated else ""
-    ratio = result.measured_over_predicted
-    return f"{result.predicted.speedup:.2f}x{words}", "" if ratio is None else f"{ratio:.2f}"
 
 
 def _searched(searched: list[SearchedChain]) -> Table:

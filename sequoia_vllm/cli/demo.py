@@ -101,10 +101,6 @@ def demo(
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 32,
-    tree: Annotated[
-        str,
-        typer.Option(help="Sequoia's tree, like bench's --trees; default with SmolLM2: served."),
-    ] = "",
     chain: Annotated[
         str,
         typer.Option(
@@ -146,8 +142,8 @@ def demo(
 
         spec = EngineSpec(target, draft, dtype=dtype, kv_cache_gib=0.25)
         room = most_engines(spec)
-        chain = chain or (_CHAINS if room is None or room >= 5 else "2")
-        compared = methods(draft, chain.split(","), [tree or pair.tree])
+        chain = chain or (_CHAINS if room >= 5 else "2")
+        compared = methods(draft, chain.split(","), [pair.tree])
         texts = load_prompts(prompts or pair.prompts, num_prompts)
         check_models(target, draft)
         from vllm.platforms import current_platform

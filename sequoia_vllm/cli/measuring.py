@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 
 TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
-VerboseOption = Annotated[
-    bool, typer.Option("--verbose", help="Show what vLLM and its libraries log and warn of.")
-]
 DraftOption = Annotated[
     str, typer.Option("--draft-model", help="Draft model, name or path; none: the known one.")
 ]
@@ -37,9 +34,6 @@ PromptsOption = Annotated[
         help='Prompts: .jsonl with {"prompt": ...} or {"messages": ...} per line, or .txt with one '
         "per line; none: a built-in set of 64."
     ),
-]
-RawPromptsOption = Annotated[
-    bool, typer.Option("--raw-prompts", help="Leave the target's chat template out.")
 ]
 _DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 
@@ -68,11 +62,9 @@ _LEVEL, _QUIET = "VLLM_LOGGING_LEVEL", "ERROR"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def quiet_engines(verbose: bool = False) -> None:
-    """Makes engines log only errors, unless ``verbose``; call it before importing vLLM."""
-    if verbose:
-        return
-    os.environ.setdefault(_LEVEL, _QUIET)  # unless the user set another level
+def quiet_engines() -> None:
+    """Makes engines log only errors, unless the user set a level; call it before importing vLLM."""
+    os.environ.setdefault(_LEVEL, _QUIET)
     if os.environ[_LEVEL] == _QUIET:
         logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM reads the variable later
         warnings.simplefilter("ignore")

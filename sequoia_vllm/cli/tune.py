@@ -19,9 +19,7 @@ from sequoia_vllm.cli.measuring import (
     OffloadDirectoryOption,
     OffloadMemoryOption,
     PromptsOption,
-    RawPromptsOption,
     TargetOption,
-    VerboseOption,
     check_models,
     check_output,
     engine_spec,
@@ -104,7 +102,6 @@ def tune(
         "often drafts are accepted; times: how long the parts of a step take.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure less, and less exactly.")] = False,
     prompts: PromptsOption = None,
-    raw_prompts: RawPromptsOption = False,
     temperature: Annotated[float, typer.Option(
         min=0, help="Temperature of every request; 0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(
@@ -115,9 +112,6 @@ def tune(
     acceptance: Annotated[Path | None, typer.Option(
         rich_help_panel=COUNTING,
         help="Use this file, which --only acceptance wrote: do not count.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(
-        min=1, rich_help_panel=COUNTING,
-        help="Count on the first so many prompts; none: all.")] = None,
     max_tokens_total: Annotated[int | None, _budgeted(
         COUNTING, "max_tokens_total", "Stop when so many tokens were generated.", min=1)] = None,
     profile: Annotated[Path | None, typer.Option(
@@ -143,7 +137,6 @@ def tune(
     output: Annotated[Path | None, typer.Option(
         "--output", "-o", show_default=False,
         help="With --only: file to write. Default acceptance.json or profile.json.")] = None,
-    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Measure, choose the best tree for each batch size, and keep it for `"tree": "auto"`.
@@ -153,7 +146,7 @@ def tune(
     both measurements beside it, and is for exactly this device, pair and dtype.
     Ctrl-C keeps what was counted: the same command goes on from it.
     """
-    quiet_engines(verbose)
+    quiet_engines()
     with friendly_errors():
         draft = draft or known_draft(target)
     options = dict(locals())
@@ -215,8 +208,8 @@ def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSetti
     counting = AcceptanceSettings(
         # Compilation does not change acceptance, and may take longer than the counting.
         replace(engine, enforce_eager=eager or quick),
-        prompts=prompts, num_prompts=options["num_prompts"], raw_prompts=options["raw_prompts"],
-        temperature=temperature, top_p=options["top_p"], branch=budget.branch, depth=budget.depth,
+        prompts=prompts, temperature=temperature, top_p=options["top_p"], branch=budget.branch,
+        depth=budget.depth,
         max_tokens=budget.counted, precision=budget.precision,
         max_tokens_total=budget.max_tokens_total,
     )  # fmt: skip

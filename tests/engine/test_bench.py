@@ -17,8 +17,12 @@ from sequoia_vllm.bench.report import BenchReport
 from sequoia_vllm.bench.rounds import BenchSettings
 from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY
 from sequoia_vllm.cli import app
+from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library import tree_library, user_files
+from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 from tests.support.models import DRAFT, MODELS, TARGET
@@ -49,11 +53,13 @@ def bench(*options):
 
 def test_bench_of_the_embedded_pair(tmp_path):
     shipped = tree_library.shipped_directory()
+    pair = PairKey(current_device_name(), str(TARGET), str(DRAFT), "float32")
+    tuned = tree_library.TreeLibrary().measurements(pair)
+    Profile.load(shipped / "profiles" / "amd-epyc-embedded.json").save(tuned.profile)
+    AcceptanceFile.load(shipped / "acceptance" / "embedded-greedy.json").save(tuned.acceptance)
     done = bench(
         "--dtype", "float32", "--batch-sizes", "1,2", "--temperature", "0,1", "--chain", "2,3",
         "--trees", "auto,8x3", "--rounds", "2", "--num-prompts", "2",
-        "--profile", str(shipped / "profiles" / "amd-epyc-embedded.json"),
-        "--acceptance", str(shipped / "acceptance" / "embedded-greedy.json"),
         "--output", str(tmp_path / "bench.json"),
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr

@@ -226,8 +226,6 @@ def test_predictions_are_what_shorter_chains_do():
         for method in (plain(), chain("d", 8))
     )
     for one in predict(base, longest, DEFAULT):
-        tokens = pair.tokens(one.chain.drafts, pair.accepts)
-        assert one.tokens_per_step == pytest.approx(tokens, rel=0.03)
         assert one.tokens_per_second == pytest.approx(pair.rate(one.chain, GREEDY), rel=0.03)
     alike = predict(base, longest, DEFAULT)[-1]
     assert alike.tokens_per_second == pytest.approx(longest.steady.tokens_per_second)
@@ -274,7 +272,7 @@ def test_chains_of_drafts_with_another_vocabulary_draft_greedily():
 
 def predicted(**rates):
     """Chains k1, k2, ... of vLLM's default sampling, with their tokens per second."""
-    return [PredictedChain(Chain(int(name[1:])), 2.0, rate) for name, rate in rates.items()]
+    return [PredictedChain(Chain(int(name[1:])), rate) for name, rate in rates.items()]
 
 
 def test_a_third_chain_only_if_it_is_close():
@@ -315,20 +313,20 @@ def compared(monkeypatch):
         assert options["max_num_batched_tokens"] >= 2 * 128
         yield {method.name: FakeEngine(method, pair) for method in methods}
 
-    def run(available_gib):
+    def run(available_gib, progress=None):
         monkeypatch.setattr(engines, "_available_gib", lambda: available_gib)
         settings = BenchSettings(
             EngineSpec("t", "d", kv_cache_gib=1.0), methods=(plain(), sequoia("d", "auto")),
             search_chains=True, prompts=([1], [2]), temperatures=(0.0, 1.0), rounds=2,
         )  # fmt: skip
         assert settings.most_drafts == 127
-        return measure.measure(settings, opener=open_engines), started, pair
+        return measure.measure(settings, progress, open_engines), started, pair
 
     return run
 
 
 def test_chains_found_are_run_with_the_methods_of_their_case(compared):
-    found, started, pair = compared(None)
+    found, started, pair = compared(1e6)
     assert started[:3] == [
         ["plain vLLM", "Sequoia auto"], ["chain of 8"], ["chain of 8, probabilistic"],
     ]  # fmt: skip
@@ -360,3 +358,17 @@ def test_no_more_chains_than_there_is_memory_for(compared):
 def test_no_memory_for_a_chain(compared):
     with pytest.raises(BenchError, match="3 engines need about 6 GiB"):
         compared(5.5)
+
+
+def test_methods_take_turns_and_progress_never_jumps_back(compared):
+    said = []
+    compared(1e6, lambda *given: said.append(given))
+    turns = [(what, done) for what, done, _ in said if "round" in what]
+    assert [done for _, done in turns] == list(range(len(turns)))
+    assert {total for what, _, total in said if "round" in what} == {len(turns)}
+    for case in ("T=0", "T=1"):
+        one, two = (
+            [what.split(", ", 2)[2] for what, _ in turns if f"{case}, batch 1: round {n}" in what]
+            for n in (1, 2)
+        )
+        assert two == [*one[1:], one[0]]

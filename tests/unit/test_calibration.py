@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +33,7 @@ from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import model_hashes
+from sequoia_vllm.prompts import BUILTIN
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from tests.support.models import DRAFT, TARGET
 
@@ -255,6 +257,13 @@ def task(**settings) -> AcceptanceTask:
     return AcceptanceTask.prepare(AcceptanceSettings(EngineSpec(TARGET, DRAFT), **options), "dice")
 
 
+def first_prompts(folder: Path, count: int) -> Path:
+    """A file with the first built-in prompts."""
+    file = folder / "few.jsonl"
+    file.write_text("\n".join(BUILTIN.read_text("utf-8").splitlines()[:count]), "utf-8")
+    return file
+
+
 def run(chosen: AcceptanceTask, previous=None, **options) -> AcceptanceFile:
     return measure_acceptance(chosen, previous, checkpoint_seconds=0, **options)
 
@@ -280,8 +289,8 @@ def test_stops_at_the_most_tokens(dice):
     assert state.precision > 0.001
 
 
-def test_greedy_runs_stop_when_every_completion_is_long_enough(dice):
-    chosen = task(precision=0.001, num_prompts=2)
+def test_greedy_runs_stop_when_every_completion_is_long_enough(dice, tmp_path):
+    chosen = task(precision=0.001, prompts=first_prompts(tmp_path, 2))
     state = run(chosen).calibration
     assert (state.complete, state.stopped_by) == (True, "prompts")
     assert state.started == len(dice.engines[0].seen) == 2
@@ -289,8 +298,9 @@ def test_greedy_runs_stop_when_every_completion_is_long_enough(dice):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_an_interrupted_run_goes_on(dice, temperature):
-    chosen = task(precision=0.05, temperature=temperature, num_prompts=6, max_tokens=128)
+def test_an_interrupted_run_goes_on(dice, temperature, tmp_path):
+    prompts = first_prompts(tmp_path, 6)
+    chosen = task(precision=0.05, temperature=temperature, prompts=prompts, max_tokens=128)
     dice.interrupt_after = 40
     first = run(chosen)
     state = first.calibration
@@ -318,7 +328,7 @@ def test_interrupted_before_anything(dice):
         run(task())
 
 
-def test_what_is_another_measurement():
+def test_what_is_another_measurement(tmp_path):
     chosen = task()
     dice_state = SimpleNamespace(measures=chosen.measures)
     assert chosen.differences(dice_state) == []
@@ -326,7 +336,8 @@ def test_what_is_another_measurement():
     finer = replace(chosen, settings=replace(chosen.settings, precision=0.001, batch_size=1))
     assert finer.differences(dice_state) == []
     assert task(temperature=0.5).differences(dice_state) == ["temperature", "top_p"]
-    assert task(num_prompts=3).differences(dice_state) == ["prompts_sha256", "prompts_used"]
+    fewer = task(prompts=first_prompts(tmp_path, 3))
+    assert fewer.differences(dice_state) == ["prompts", "prompts_sha256", "prompts_used"]
     assert task(branch=4).differences(dice_state) == ["branch"]
 
 
@@ -344,9 +355,9 @@ def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
     assert str(tmp_path) not in json.dumps(found.to_dict())
     assert list(found.calibration.measures["target_sha256"]) == ["config.json", "model.safetensors"]
     assert list(found.provenance["settings"]) == [
-        "target", "draft", "prompts", "num_prompts", "raw_prompts", "max_tokens", "temperature",
-        "top_p", "branch", "depth", "precision", "max_tokens_total", "batch_size", "tree",
-        "verification", "dtype", "tensor_parallel_size", "enforce_eager", "kv_cache_gib", "offload",
+        "target", "draft", "prompts", "max_tokens", "temperature", "top_p", "branch", "depth",
+        "precision", "max_tokens_total", "batch_size", "tree", "verification", "dtype",
+        "tensor_parallel_size", "enforce_eager", "kv_cache_gib", "offload",
     ]  # fmt: skip
     assert found.provenance["settings"]["prompts"] == "mine.txt"
 

@@ -119,7 +119,7 @@ def test_answers_are_shown_while_others_are_measured(capsys):
     """Once for each engine, greedy; markup in them is text."""
     show, greedy = answers_shown(["Why?", "How?"]), EngineCase(1, 0.0)
     steady = Steady([1], 1, 0.5, 1)
-    one = RoundRun(steady, 1.0, [[1], [2]], ["\nA fox [bold] swims.", "So."], {}, None)
+    one = RoundRun(steady, [[1], [2]], ["\nA fox [bold] swims.", "So."], {}, None)
     for method, case in (
         (plain(), greedy), (plain(), greedy), (sequoia("d", SERVED), greedy),
         (plain(), EngineCase(1, 0.7)),

@@ -49,7 +49,7 @@ def compare_side_by_side(
 
 def _compare(settings: BenchSettings, engines: dict[str, Any], file: Path) -> None:
     described = {"max_tokens": settings.max_tokens, "rounds": settings.rounds}
-    report = run_bench(settings, None, described, _report, lambda *ignored: nullcontext(engines))
+    report = run_bench(settings, described, _report, lambda *ignored: nullcontext(engines))
     _keep(file, report.to_dict())
     for row in report.results:
         print(_line(row), flush=True)
