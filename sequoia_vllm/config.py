@@ -43,7 +43,7 @@ class ConfigError(SequoiaError, ValueError):
 class _Strict(BaseModel):
     """Refuses unknown keys by name, with the nearest valid one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -67,28 +67,23 @@ class TreeSpec(_Strict):
     """A tree to build when the engine starts, best for ``acceptance``."""
 
     size: int = Field(ge=2, le=MOST_NODES, description="Nodes, the root included: size - 1 drafts.")
-    depth: int | None = Field(
-        default=None, ge=1, le=64, description="Most edges from the root to a leaf; none: no limit."
-    )
-    branch: int | None = Field(
-        default=None, ge=1, le=64, description="Most children of a node; none: no limit."
-    )
+    depth: int | None = Field(default=None, ge=1, le=64)
+    """Most edges from the root to a leaf; none: no limit."""
+    branch: int | None = Field(default=None, ge=1, le=64)
+    """Most children of a node; none: no limit."""
 
 
 class OffloadSpec(_Strict):
     """Where the target's layers are kept when they are not in memory (on CPUs)."""
 
     weights: Literal["disk"] = Field(default="disk", description="What holds them.")
-    directory: Path = Field(
-        description="On a disk with room for them, best a local one that nothing else reads from. "
-        "Its file has no name: nothing is left there however the engine ends."
-    )
-    memory_gib: float = Field(
-        default=0.0, ge=0, description="GiB of the first layers that stay in memory all the same."
-    )
-    buffers: int = Field(
-        default=3, ge=2, le=64, description="Layers in memory at once: being computed or read."
-    )
+    directory: Path
+    """On a disk with room for them, best a local one that nothing else reads from. Its file has no
+    name: nothing is left there however the engine ends."""
+    memory_gib: float = Field(default=0.0, ge=0)
+    """GiB of the first layers that stay in memory all the same."""
+    buffers: int = Field(default=3, ge=2, le=64)
+    """Layers in memory at once: being computed or read."""
 
     @property
     def name(self) -> str:
@@ -100,92 +95,64 @@ class SequoiaConfig(_Strict):
     """``{"method": "sequoia", ...}``: our keys, and vLLM's own for the draft model."""
 
     method: Literal["sequoia"] = Field(default="sequoia", description="Selects this plugin.")
-    model: str | None = Field(
-        default=None,
-        description="Draft model (name or path), best with the target's tokens, or a head that was "
-        "trained for the target. None: the known one of that target, see "
-        "`sequoia_vllm.drafters`.",
-    )
-    drafter: DrafterKind | None = Field(
-        default=None,
-        description='What "model" is: a "model" of its own, or an "eagle3", "dflash" or "dspark" '
-        'head; or "mtp", where none is given, as a layer of the target\'s own checkpoint drafts. '
-        '"lookup" drafts without a model from what followed before, also where none is known. '
-        "None: recognised by its configuration.",
-    )
-    tree: str | TreeSpec | InstanceOf[NamedTree] | None = Field(
-        default=None,
-        description='"auto": chosen for the device, the model pair and the batch size, which may '
-        "be no speculation at all; the name of a library tree; a path to a tree file (.json), or "
-        'what is in it ({"parents": [-1, 0, ...]}), for engines that start on other machines; or '
-        '{"size": n, "depth": d}. None: as "auto", but always with some tree.',
-    )
-    acceptance: list[float] | list[list[float]] | Path | InstanceOf[Acceptance] | None = Field(
-        default=None,
-        description="Acceptance vector p[k] or p[d][k], a file with one, or the name of one "
-        "of the library, like shipped, that trees are optimised for. None: a published vector.",
-    )
-    num_speculative_tokens: int | None = Field(
-        default=None, ge=1, description="Upper bound on drafts per step: larger trees are trimmed."
-    )
-    num_speculative_tokens_per_batch_size: Schedule | None = Field(
-        default=None,
-        description="[[first, last, drafts], ...]: drafts per step by batch size (vLLM's key), "
-        "from batch size 1 without gaps; the last range goes on. Each request drafts that prefix "
-        "of the tree; 0 turns speculation off.",
-    )
-    draft_vocabulary: PositiveInt | TokenIds | Path | None = Field(
-        default=None,
-        description="The tokens that a draft model computes logits of; it drafts no others. A "
-        "number keeps the first by the tokenizer's merges. Or give a list of the target's token "
-        "ids, or a file with one. Levels are cheaper, and acceptance is lower. None: all tokens.",
-    )
-    context_attention: ContextAttention = Field(
-        default="triton",
-        description='How the target attends to what came before a tree, on GPUs. With "triton" '
-        'the kernel that reads the tree does it. With "flash" vLLM\'s FlashAttention does it, and '
-        "our kernel adds the tree. That is a launch more, which may pay where contexts are long. "
-        "`sequoia-vllm gpu-check` times both.",
-    )
-    retrieval: bool = Field(
-        default=True,
-        description="Where the last tokens of a request's text occurred in it before, draft what "
-        "followed them there first, beside what the drafter predicts. It helps answers that "
-        "repeat what was said: edits, extraction, code.",
-    )
-    verification: MethodName | None = Field(
-        default=None,
-        description="How sampled trees are verified; output has the target's law by either. "
-        'With "sequoia" by the paper\'s Algorithm 2, one decision after another. With "traversal" '
-        "whole paths at once (arXiv 2505.12398), which accepts more tokens from the same drafts. "
-        'None: what `sequoia-vllm tune` found better for this pair, and else "sequoia"; on GPUs '
-        '"traversal" once it has run on one here (docs/gpus.md).',
-    )
-    adapt: bool | None = Field(
-        default=None,
-        description="While serving, draft as much of the tree as pays by what the engine measures, "
-        "which may be nothing. It is learned for each pair and device, and kept for the next "
-        "start. False: as configured. None: true, unless num_speculative_tokens_per_batch_size is "
-        "given.",
-    )
-    offload: OffloadSpec | None = Field(
-        default=None,
-        description="On CPUs: read the target's layers from a disk in every pass, for models that "
-        'do not fit in memory: {"weights": "disk", "directory": ..., "memory_gib": ...}. (For GPUs '
-        "vLLM has --cpu-offload-gb and --offload-backend, from the host's memory.)",
-    )
+    model: str | None = None
+    """Draft model (name or path), best with the target's tokens, or a head that was trained for the
+    target. None: the known one of that target, see `sequoia_vllm.drafters`."""
+    drafter: DrafterKind | None = None
+    """What "model" is: a "model" of its own, or an "eagle3", "dflash" or "dspark" head; or "mtp",
+    where none is given, as a layer of the target's own checkpoint drafts. "lookup" drafts without a
+    model from what followed before, also where none is known. None: recognised by its
+    configuration."""
+    tree: str | TreeSpec | InstanceOf[NamedTree] | None = None
+    """"auto": chosen for the device, the model pair and the batch size, which may be no speculation
+    at all; the name of a library tree; a path to a tree file (.json), or what is in it ({"parents":
+    [-1, 0, ...]}), for engines that start on other machines; or {"size": n, "depth": d}. None: as
+    "auto", but always with some tree."""
+    acceptance: list[float] | list[list[float]] | Path | InstanceOf[Acceptance] | None = None
+    """Acceptance vector p[k] or p[d][k], a file with one, or the name of one of the library, like
+    shipped, that trees are optimised for. None: a published vector."""
+    num_speculative_tokens: int | None = Field(default=None, ge=1)
+    """Upper bound on drafts per step: larger trees are trimmed."""
+    num_speculative_tokens_per_batch_size: Schedule | None = None
+    """[[first, last, drafts], ...]: drafts per step by batch size (vLLM's key), from batch size 1
+    without gaps; the last range goes on. Each request drafts that prefix of the tree; 0 turns
+    speculation off."""
+    draft_vocabulary: PositiveInt | TokenIds | Path | None = None
+    """The tokens that a draft model computes logits of; it drafts no others. A number keeps the
+    first by the tokenizer's merges. Or give a list of the target's token ids, or a file with one.
+    Levels are cheaper, and acceptance is lower. None: all tokens."""
+    context_attention: ContextAttention = "triton"
+    """How the target attends to what came before a tree, on GPUs. With "triton" the kernel that
+    reads the tree does it. With "flash" vLLM's FlashAttention does it, and our kernel adds the
+    tree. That is a launch more, which may pay where contexts are long. `sequoia-vllm gpu-check`
+    times both."""
+    retrieval: bool = True
+    """Where the last tokens of a request's text occurred in it before, draft what followed them
+    there first, beside what the drafter predicts. It helps answers that repeat what was said:
+    edits, extraction, code."""
+    verification: MethodName | None = None
+    """How sampled trees are verified; output has the target's law by either. With "sequoia" by the
+    paper's Algorithm 2, one decision after another. With "traversal" whole paths at once (arXiv
+    2505.12398), which accepts more tokens from the same drafts. None: what `sequoia-vllm tune`
+    found better for this pair, and else "sequoia"; on GPUs "traversal" once it has run on one here
+    (docs/gpus.md)."""
+    adapt: bool | None = None
+    """While serving, draft as much of the tree as pays by what the engine measures, which may be
+    nothing. It is learned for each pair and device, and kept for the next start. False: as
+    configured. None: true, unless num_speculative_tokens_per_batch_size is given."""
+    offload: OffloadSpec | None = None
+    """On CPUs: read the target's layers from a disk in every pass, for models that do not fit in
+    memory: {"weights": "disk", "directory": ..., "memory_gib": ...}. (For GPUs vLLM has
+    --cpu-offload-gb and --offload-backend, from the host's memory.)"""
     quantization: str | None = Field(default=None, description="The draft's quantization.")
     revision: str | None = Field(default=None, description="The draft's revision.")
     code_revision: str | None = Field(default=None, description="The draft's code revision.")
-    draft_tensor_parallel_size: int | None = Field(
-        default=None, ge=1, description="The draft's tensor parallel size; must be the target's."
-    )
-    max_model_len: int | None = Field(
-        default=None, ge=1, description="The draft's length; longer requests are not drafted for."
-    )
-    draft_load_config: dict[str, Any] | None = Field(
-        default=None, description="How the draft's weights are loaded (vLLM's LoadConfig)."
-    )
+    draft_tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """The draft's tensor parallel size; must be the target's."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """The draft's length; longer requests are not drafted for."""
+    draft_load_config: dict[str, Any] | None = None
+    """How the draft's weights are loaded (vLLM's LoadConfig)."""
 
     @field_validator("tree", mode="before")
     @classmethod

@@ -37,9 +37,10 @@ class Chain(NamedTuple):
 
 
 class PredictedChain(NamedTuple):
-    """A chain, and how many tokens per second the whole batch is predicted to get with it."""
+    """A chain, and what a request is predicted to get in a step, and the whole batch in a second."""
 
     chain: Chain
+    tokens_per_step: float
     tokens_per_second: float
 
 
@@ -116,7 +117,7 @@ def predict(plain: RoundRun, longest: RoundRun, sampling: Sampling) -> list[Pred
         tokens += sum(got > length for got in received) / max(1, len(received))
         seconds = longest.steady.step_seconds - by_draft * (MOST_CHAIN_DRAFTS - length)
         rate = longest.steady.batch_size * tokens / seconds
-        found.append(PredictedChain(Chain(length, sampling), rate))
+        found.append(PredictedChain(Chain(length, sampling), tokens, rate))
     return found
 
 

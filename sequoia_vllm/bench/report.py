@@ -43,13 +43,10 @@ class StepSplit(FileModel):
     """Mean seconds of each part of a step, over steps in which the whole batch decodes."""
 
     target: float = Field(ge=0, description="The target's forward pass, LM head included.")
-    draft: float = Field(
-        ge=0,
-        description="The draft's forward passes, LM head included; for a chain on V2 all drafting.",
-    )
-    drawing: float = Field(
-        ge=0, description="The rest of drafting: choosing children, preparing the passes."
-    )
+    draft: float = Field(ge=0)
+    """The draft's forward passes, LM head included; for a chain on V2 all drafting."""
+    drawing: float = Field(ge=0)
+    """The rest of drafting: choosing children, preparing the passes."""
     verify: float = Field(ge=0, description="Verification and commit; plain vLLM's: sampling.")
     other: float = Field(description="The rest: scheduling, preparing inputs, output, transport.")
 
@@ -77,24 +74,19 @@ class Result(FileModel):
     temperature: float = Field(ge=0)
     drafts: int = Field(ge=0, description="Drafts per request and step; 0: no speculation.")
     depth: int = Field(ge=0, description="Depth of the drafts: a chain's length, a tree's depth.")
-    tokens_per_second: Spread = Field(
-        description="Tokens of the whole batch while all of it decodes, without prompts."
-    )
+    tokens_per_second: Spread
+    """Tokens of the whole batch while all of it decodes, without prompts."""
     speedup: Spread = Field(description="Speed relative to plain vLLM in the same round.")
     tokens_per_step: float = Field(ge=0, description="Tokens per request and step of all rounds.")
     step_seconds: float = Field(gt=0, description="Mean of all rounds.")
     split: StepSplit
     best_chain: bool = Field(default=False, description="The fastest of vLLM's chains here.")
     predicted: PredictedSpeed | None = None
-    measured_over_predicted: float | None = Field(
-        default=None, description="Speedups; none: not predicted."
-    )
+    measured_over_predicted: float | None = None
+    """Speedups; none: not predicted."""
     note: str | None = Field(default=None, description="Remark that belongs to this number.")
-    drafted: float | None = Field(
-        default=None,
-        ge=0,
-        description="Sequoia's trees per request and step; none: another method.",
-    )
+    drafted: float | None = Field(default=None, ge=0)
+    """Sequoia's trees per request and step; none: another method."""
 
     @property
     def is_plain(self) -> bool:
@@ -117,6 +109,7 @@ class SearchedChain(FileModel):
     temperature: float = Field(ge=0)
     drafts: int = Field(ge=1, description="Its length.")
     sampling: list[str] = Field(description="How it samples, where that is not vLLM's default.")
+    tokens_per_step: float = Field(ge=1, description="Predicted; of a request.")
     tokens_per_second: float = Field(gt=0, description="Predicted; of the whole batch.")
     run: bool = Field(description="Whether it was chosen to run: then it has a result.")
 
@@ -130,11 +123,9 @@ class Mismatch(FileModel):
     position: int = Field(ge=0, description="Output tokens that agree before it.")
     token: int | None = Field(default=None, description="The method's; none: it ended there.")
     plain_token: int | None = Field(default=None, description="Plain vLLM's; none: it ended there.")
-    gap: float | None = Field(
-        default=None,
-        description="Largest gap (nats) from the difference on: log-probability of the target's "
-        "best token less that of the method's.",
-    )
+    gap: float | None = None
+    """Largest gap (nats) from the difference on: log-probability of the target's best token less
+    that of the method's."""
     near_tie: bool = Field(description="Whether rounding explains it: no error.")
 
 
@@ -143,9 +134,8 @@ class GreedyCheck(FileModel):
 
     compared: int = Field(ge=0, description="Outputs compared.")
     identical: int = Field(ge=0)
-    bound: float | None = Field(
-        default=None, description="Largest gap of a near-tie, nats; none: every mismatch is wrong."
-    )
+    bound: float | None = None
+    """Largest gap of a near-tie, nats; none: every mismatch is wrong."""
     mismatches: list[Mismatch] = Field(default_factory=list)
 
     @property
@@ -159,9 +149,8 @@ class BenchModel(FileModel):
 
     name: str = Field(min_length=1)
     hashes: dict[str, str] = Field(description="SHA-256 of its files, where they are local.")
-    grown_from: dict[str, Any] | None = Field(
-        default=None, description="Origin of a synthetic target; none: an ordinary model."
-    )
+    grown_from: dict[str, Any] | None = None
+    """Origin of a synthetic target; none: an ordinary model."""
 
 
 class BenchReport(FileModel):
@@ -177,17 +166,13 @@ class BenchReport(FileModel):
     dtype: str
     settings: dict[str, Any] = Field(description="As given, with the prompts' name and hash.")
     results: list[Result] = Field(min_length=1)
-    searched: list[SearchedChain] | None = Field(
-        default=None,
-        description="vLLM's chains as predicted from one of 8 drafts; none: they were given.",
-    )
-    greedy: GreedyCheck | None = Field(
-        default=None, description="None: no greedy outputs were asked for."
-    )
+    searched: list[SearchedChain] | None = None
+    """vLLM's chains as predicted from one of 8 drafts; none: they were given."""
+    greedy: GreedyCheck | None = None
+    """None: no greedy outputs were asked for."""
     notes: list[str] = Field(description="Remarks that belong to all numbers.")
-    provenance: dict[str, Any] = Field(
-        description="Arguments, time, versions, CPU, git revision, environment."
-    )
+    provenance: dict[str, Any]
+    """Arguments, time, versions, CPU, git revision, environment."""
 
 
 def disagreement(results: Sequence[Result]) -> str | None:

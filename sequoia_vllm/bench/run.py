@@ -198,6 +198,7 @@ def searched(search: ChainSearch, draft: str) -> list[SearchedChain]:
             temperature=case.temperature,
             drafts=one.chain.drafts,
             sampling=list(one.chain.sampling),
+            tokens_per_step=round(one.tokens_per_step, 4),
             tokens_per_second=round(one.tokens_per_second, 4),
             run=one.chain in search.chosen[case],
         )

@@ -32,27 +32,20 @@ class DeviceSpec(FileModel):
 
     id: str = Field(min_length=1, description="Our name; the library file's name.")
     name: str = Field(min_length=1, description="The maker's name.")
-    memory_gb: float = Field(
-        gt=0, description="Memory as printed; makers count it in 2^30 bytes, see `memory_bytes`."
-    )
+    memory_gb: float = Field(gt=0)
+    """Memory as printed; makers count it in 2^30 bytes, see `memory_bytes`."""
     bandwidth_gb_s: float = Field(gt=0, description="Memory bandwidth, 10^9 bytes/s.")
-    bf16_tflops: float = Field(
-        gt=0,
-        description="Dense bfloat16 matrix rate, without sparsity, float32 accumulation, "
-        "10^12/s (float16 where the device has no bfloat16).",
-    )
+    bf16_tflops: float = Field(gt=0)
+    """Dense bfloat16 matrix rate, without sparsity, float32 accumulation, 10^12/s (float16 where
+    the device has no bfloat16)."""
     interconnect: str = Field(description="Link between devices of one node.")
-    interconnect_kind: InterconnectKind = Field(
-        description="switch: a device reaches any other at its full rate; mesh: eight devices, an "
-        "equal link to each of the seven others; bus: PCIe, devices read each other's memory; "
-        "host: PCIe, they do not (GeForce drivers), and go through the host's."
-    )
-    interconnect_gb_s: float = Field(
-        gt=0,
-        le=1e6,
-        description="Rate of a device's links together in one direction, 10^9 bytes/s: half of "
-        "what NVLink and Infinity Fabric are printed with, what PCIe is printed with.",
-    )
+    interconnect_kind: InterconnectKind
+    """switch: a device reaches any other at its full rate; mesh: eight devices, an equal link to
+    each of the seven others; bus: PCIe, devices read each other's memory; host: PCIe, they do not
+    (GeForce drivers), and go through the host's."""
+    interconnect_gb_s: float = Field(gt=0, le=1e6)
+    """Rate of a device's links together in one direction, 10^9 bytes/s: half of what NVLink and
+    Infinity Fabric are printed with, what PCIe is printed with."""
     source: str = Field(min_length=1, description="Document the values are from.")
     date: datetime.date = Field(description="Day the values were looked up.")
     note: str | None = Field(default=None, description="What is uncertain about them.")
@@ -76,15 +69,12 @@ class DeviceSpec(FileModel):
 class KnownDevice(DeviceSpec):
     """A row of the device table."""
 
-    match: list[str] = Field(
-        min_length=1, description="Patterns for the whole driver name, see `normalize`."
-    )
+    match: list[str] = Field(min_length=1)
+    """Patterns for the whole driver name, see `normalize`."""
     library: bool = Field(description="Whether the library holds trees computed for it.")
-    host_link: LinkName | None = Field(
-        default=None,
-        description="Link to the host's memory; none: boards differ. In machines with slower "
-        "slots, or where devices share one, it is less.",
-    )
+    host_link: LinkName | None = None
+    """Link to the host's memory; none: boards differ. In machines with slower slots, or where
+    devices share one, it is less."""
 
     def spec(self) -> DeviceSpec:
         """Only the datasheet values."""

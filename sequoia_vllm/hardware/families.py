@@ -26,15 +26,12 @@ class Family(FileModel):
     family: str
     architectures: tuple[str, ...] = Field(description="vLLM's classes, as config.json names them.")
     models: tuple[str, ...] = Field(description="Names on the Hub, with * for what may follow.")
-    config: dict[str, Any] = Field(
-        default={}, description="What else of config.json tells the kind of model."
-    )
-    proved: tuple[Literal["H100", "rehearsed", "interpreted", "tiny model"], str] | None = Field(
-        default=None, description="How it was seen to run, and the file that shows it."
-    )
-    note: str = Field(
-        default="", description="Where it runs, if not everywhere; or what refuses it, closer."
-    )
+    config: dict[str, Any] = {}
+    """What else of config.json tells the kind of model."""
+    proved: tuple[Literal["H100", "rehearsed", "interpreted", "tiny model"], str] | None = None
+    """How it was seen to run, and the file that shows it."""
+    note: str = ""
+    """Where it runs, if not everywhere; or what refuses it, closer."""
 
     @property
     def kinds(self) -> list[Kind]:

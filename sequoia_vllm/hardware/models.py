@@ -28,12 +28,9 @@ class Experts(FileModel):
     width: int = Field(ge=1, description="Width of a routed expert.")
     layers: int = Field(ge=1, description="Layers with experts; the others are dense.")
     shared: int = Field(default=0, ge=0, description="Width of what every token goes to, too.")
-    weight_bytes: float | None = Field(
-        default=None,
-        gt=0,
-        description="Bytes of a routed expert's weight, where these alone are quantized; none: as "
-        "of the layers' others.",
-    )
+    weight_bytes: float | None = Field(default=None, gt=0)
+    """Bytes of a routed expert's weight, where these alone are quantized; none: as of the layers'
+    others."""
 
     def read_by(self, rows: float) -> float:
         """Routed experts of a layer that a pass over so many rows is expected to read."""
@@ -56,9 +53,8 @@ class Recurrent(FileModel):
     """
 
     layers: int = Field(ge=1, description="Layers of this kind.")
-    attending: int | None = Field(
-        default=None, ge=0, description="Layers that attend; none: all that are not of this kind."
-    )
+    attending: int | None = Field(default=None, ge=0)
+    """Layers that attend; none: all that are not of this kind."""
     heads: int = Field(ge=1, description="Heads of queries and keys.")
     value_heads: int = Field(ge=1, description="Heads of values.")
     key: int = Field(ge=1, description="Size of a key.")
@@ -112,20 +108,15 @@ class ModelShape(FileModel):
     vocab: int = Field(ge=1)
     tied: bool = Field(default=False, description="Embedding and output matrix are one.")
     gated: bool = Field(default=True, description="The MLP has a gate: three matrices, not two.")
-    layer_weight_bytes: float | None = Field(
-        default=None,
-        gt=0,
-        description="Bytes of a weight in the layers, where quantized; none: the model's type.",
-    )
-    kv_value_bytes: float | None = Field(
-        default=None, gt=0, description="Bytes of a number in the KV cache; none: as of weights."
-    )
+    layer_weight_bytes: float | None = Field(default=None, gt=0)
+    """Bytes of a weight in the layers, where quantized; none: the model's type."""
+    kv_value_bytes: float | None = Field(default=None, gt=0)
+    """Bytes of a number in the KV cache; none: as of weights."""
     experts: Experts | None = Field(default=None, description="None: all layers are dense.")
     recurrent: Recurrent | None = Field(default=None, description="None: all layers attend.")
     latent: Latent | None = Field(default=None, description="None: heads have keys of their own.")
-    head: HeadShape | None = Field(
-        default=None, description="Of a drafter that reads the target's hidden states."
-    )
+    head: HeadShape | None = None
+    """Of a drafter that reads the target's hidden states."""
 
     @property
     def is_quantized(self) -> bool:
@@ -311,9 +302,8 @@ class ModelClass(FileModel):
     id: str = Field(min_length=1, description="<target size>-<draft size>.")
     target: ModelShape
     draft: ModelShape
-    devices: list[str] = Field(
-        default=[], description="Devices that the library has trees for with the target offloaded."
-    )
+    devices: list[str] = []
+    """Devices that the library has trees for with the target offloaded."""
 
 
 class _ClassFile(FileModel):

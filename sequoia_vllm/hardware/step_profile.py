@@ -39,17 +39,13 @@ class Curve(FileModel):
 
     batch_size: Count = Field(description="Requests in the batch.")
     context_length: Count = Field(description="Committed tokens of each request.")
-    tokens: list[Count] = Field(
-        min_length=1,
-        description="Tokens of *each request* in the forward pass, increasing. "
-        "The target scores a tree of n nodes with n tokens.",
-    )
-    seconds: list[Seconds] = Field(
-        min_length=1, description="Median time of the pass, one for each of `tokens`."
-    )
-    spread: list[Annotated[float, Field(ge=0)]] | None = Field(
-        default=None, description="Interquartile range of each time, seconds."
-    )
+    tokens: list[Count] = Field(min_length=1)
+    """Tokens of *each request* in the forward pass, increasing. The target scores a tree of n nodes
+    with n tokens."""
+    seconds: list[Seconds] = Field(min_length=1)
+    """Median time of the pass, one for each of `tokens`."""
+    spread: list[Annotated[float, Field(ge=0)]] | None = None
+    """Interquartile range of each time, seconds."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Curve:
@@ -67,25 +63,16 @@ class Overhead(FileModel):
     """Time of a step outside the models' forward passes, at one batch size."""
 
     batch_size: Count = Field(description="Requests in the batch.")
-    context_length: Count | None = Field(
-        default=None, description="Committed tokens of each request; none: whatever it is."
-    )
-    plain_seconds: float = Field(
-        ge=0, le=1e5, description="A plain decoding step: scheduling, sampling, output."
-    )
-    tree_seconds: float = Field(
-        ge=0,
-        le=1e5,
-        description="A speculative step: all of the plain one's, plus commit and tree "
-        "bookkeeping, and verification unless the profile has a curve for it (drawing children "
-        "belongs to the draft level).",
-    )
-    commit_seconds: float | None = Field(
-        default=None,
-        ge=0,
-        le=1e5,
-        description="Moving accepted keys and values, of trees that are no chains.",
-    )
+    context_length: Count | None = None
+    """Committed tokens of each request; none: whatever it is."""
+    plain_seconds: float = Field(ge=0, le=1e5)
+    """A plain decoding step: scheduling, sampling, output."""
+    tree_seconds: float = Field(ge=0, le=1e5)
+    """A speculative step: all of the plain one's, plus commit and tree bookkeeping, and
+    verification unless the profile has a curve for it (drawing children belongs to the draft
+    level)."""
+    commit_seconds: float | None = Field(default=None, ge=0, le=1e5)
+    """Moving accepted keys and values, of trees that are no chains."""
 
 
 class Profile(FileModel):
@@ -96,10 +83,9 @@ class Profile(FileModel):
     schema_: Literal["sequoia-vllm/profile/v1"] = Field(
         default="sequoia-vllm/profile/v1", alias="schema"
     )
-    source: ProfileSource = Field(
-        description="Where the times come from: a running engine, or datasheet values. Earlier "
-        "versions also wrote: an engine's warm-up, times of other models on the same device."
-    )
+    source: ProfileSource
+    """Where the times come from: a running engine, or datasheet values. Earlier versions also
+    wrote: an engine's warm-up, times of other models on the same device."""
     date: datetime.date = Field(description="Day of the measurement, or of the datasheet values.")
     device: str = Field(min_length=1, description="Device name as the driver gives it.")
     target: str = Field(min_length=1, description="Target model, as given to vLLM.")
@@ -108,52 +94,35 @@ class Profile(FileModel):
     draft_parameters: float = Field(gt=0, description="Parameters of the draft.")
     dtype: str = Field(default="bfloat16", description="vLLM's dtype (or quantization).")
     tensor_parallel_size: Count = Field(default=1, description="Devices the target is split over.")
-    target_forward: list[Curve] = Field(
-        min_length=1, description="One target forward pass, logits of every token included."
-    )
-    draft_level: list[Curve] = Field(
-        min_length=1,
-        description="One draft forward pass over the nodes of one level that have children, "
-        "drawing those children included; of a drafter that drafts all levels in one pass: "
-        "drawing alone.",
-    )
-    draft_reading: list[Curve] | None = Field(
-        default=None,
-        description="The step's first draft pass, over what was committed; of a drafter that "
-        "drafts all levels in one pass: that pass, by the positions of its block. None: the "
-        "first pass takes what one over a level does.",
-    )
-    head: HeadShape | None = Field(
-        default=None, description="What the draft is, where it is a head; none: a model."
-    )
+    target_forward: list[Curve] = Field(min_length=1)
+    """One target forward pass, logits of every token included."""
+    draft_level: list[Curve] = Field(min_length=1)
+    """One draft forward pass over the nodes of one level that have children, drawing those children
+    included; of a drafter that drafts all levels in one pass: drawing alone."""
+    draft_reading: list[Curve] | None = None
+    """The step's first draft pass, over what was committed; of a drafter that drafts all levels in
+    one pass: that pass, by the positions of its block. None: the first pass takes what one over a
+    level does."""
+    head: HeadShape | None = None
+    """What the draft is, where it is a head; none: a model."""
     overhead: list[Overhead] = Field(min_length=1, description="The rest of a step.")
-    verification: list[Curve] | None = Field(
-        default=None,
-        description="Walking the trees of a step with their logits, by nodes scored; none: not "
-        "told apart from the target's pass and the rest.",
-    )
-    datasheet: DeviceSpec | None = Field(
-        default=None, description="The datasheet values used (roofline only)."
-    )
+    verification: list[Curve] | None = None
+    """Walking the trees of a step with their logits, by nodes scored; none: not told apart from the
+    target's pass and the rest."""
+    datasheet: DeviceSpec | None = None
+    """The datasheet values used (roofline only)."""
     target_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
     draft_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
-    assumptions: dict[str, float] | None = Field(
-        default=None, description="What the roofline assumed and nobody measured."
-    )
-    streamed: StreamedWeights | None = Field(
-        default=None,
-        description="Weights of the target that each of its passes reads from outside the "
-        "devices' memory; none: all are in it. Computed profiles only.",
-    )
-    offloading: str | None = Field(
-        default=None,
-        description="How measured engines read the target's weights in every pass (`PairKey`); "
-        "none: from memory.",
-    )
-    provenance: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Free form: argv, versions, git SHA, configuration hashes of the models.",
-    )
+    assumptions: dict[str, float] | None = None
+    """What the roofline assumed and nobody measured."""
+    streamed: StreamedWeights | None = None
+    """Weights of the target that each of its passes reads from outside the devices' memory; none:
+    all are in it. Computed profiles only."""
+    offloading: str | None = None
+    """How measured engines read the target's weights in every pass (`PairKey`); none: from
+    memory."""
+    provenance: dict[str, Any] = Field(default_factory=dict)
+    """Free form: argv, versions, git SHA, configuration hashes of the models."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:

@@ -54,24 +54,18 @@ LINKS: dict[LinkName, Link] = {
 class StreamedWeights(FileModel):
     """Weights of the target that every pass reads from outside the device's memory."""
 
-    bytes_per_pass: float = Field(
-        gt=0, description="Bytes of these weights, on each device of a tensor-parallel group."
-    )
+    bytes_per_pass: float = Field(gt=0)
+    """Bytes of these weights, on each device of a tensor-parallel group."""
     bytes_per_second: float = Field(gt=0, description="Achieved, of each device.")
     source: str = Field(min_length=1, description="Where they lie and how they come, in words.")
-    overlaps: bool = Field(
-        description="Whether reading goes on while the device computes: a pass takes the longer "
-        "of both, and else both."
-    )
-    tile_rows: int | None = Field(
-        default=None,
-        ge=1,
-        description="Rows of a tile of the matrix products, where these read the weights "
-        "themselves, once for each tile; none: weights are copied once for all rows.",
-    )
-    buffer_bytes: float = Field(
-        default=0.0, ge=0, description="Memory that they pass through, on each device."
-    )
+    overlaps: bool
+    """Whether reading goes on while the device computes: a pass takes the longer of both, and else
+    both."""
+    tile_rows: int | None = Field(default=None, ge=1)
+    """Rows of a tile of the matrix products, where these read the weights themselves, once for each
+    tile; none: weights are copied once for all rows."""
+    buffer_bytes: float = Field(default=0.0, ge=0)
+    """Memory that they pass through, on each device."""
 
     def read_seconds(self, rows: float) -> float:
         """Seconds to read them for one pass over so many rows (tokens of all requests)."""

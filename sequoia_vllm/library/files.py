@@ -48,32 +48,25 @@ class CalibrationState(FileModel):
     """Progress of a calibration, and what its next run needs to go on."""
 
     complete: bool = Field(description="Whether it came to its end; false: it was interrupted.")
-    stopped_by: Literal["precision", "tokens", "prompts", "interrupt"] = Field(
-        description="What ended it: the precision asked for was reached, the most tokens were "
-        "generated, greedy completions were all at their end, or the user."
-    )
-    precision: float | None = Field(
-        default=None,
-        description="Half-width of an entry's 95 % interval, times the share of trees that reach "
-        "its depth; the largest of these. None: no tree was verified yet.",
-    )
+    stopped_by: Literal["precision", "tokens", "prompts", "interrupt"]
+    """What ended it: the precision asked for was reached, the most tokens were generated, greedy
+    completions were all at their end, or the user."""
+    precision: float | None = None
+    """Half-width of an entry's 95 % interval, times the share of trees that reach its depth; the
+    largest of these. None: no tree was verified yet."""
     wanted_precision: float = Field(gt=0, description="The precision asked for.")
     most_tokens: int = Field(ge=1, description="The most tokens it was to generate.")
     trees: int = Field(ge=0, description="Trees verified.")
     tokens: int = Field(ge=0, description="Tokens that these emitted.")
     offered: list[list[int]] = Field(description="[depth][child]: times it was offered.")
     accepted: list[list[int]] = Field(description="[depth][child]: times it was accepted.")
-    measures: dict[str, Any] = Field(
-        description="What was measured. Another run goes on from here if all of it is the same."
-    )
+    measures: dict[str, Any]
+    """What was measured. Another run goes on from here if all of it is the same."""
     started: int = Field(ge=0, description="Completions started.")
-    completions: dict[int, list[int]] = Field(
-        default_factory=dict,
-        description="Greedy, interrupted: tokens generated so far for each prompt by its number.",
-    )
-    ended: list[int] = Field(
-        default_factory=list, description="Prompts whose completion came to its own end."
-    )
+    completions: dict[int, list[int]] = Field(default_factory=dict)
+    """Greedy, interrupted: tokens generated so far for each prompt by its number."""
+    ended: list[int] = Field(default_factory=list)
+    """Prompts whose completion came to its own end."""
 
 
 class AcceptanceFile(FileModel):
@@ -87,36 +80,27 @@ class AcceptanceFile(FileModel):
     schema_: Literal["sequoia-vllm/acceptance/v1"] = Field(
         default="sequoia-vllm/acceptance/v1", alias="schema"
     )
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9.-]*$",
-        description="Draft strength class: the last part of a library tree's name.",
-    )
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    """Draft strength class: the last part of a library tree's name."""
     description: str = Field(min_length=1, description="What was measured, in one line.")
     source: Literal["measured", "published"]
     date: datetime.date = Field(description="Day of the measurement or publication.")
     target: str | None = Field(default=None, description="Target it was measured on.")
     draft: str | None = Field(default=None, description="Draft it was measured on.")
-    temperature: float | None = Field(
-        default=None, ge=0, description="Sampling temperature; 0 is greedy; none: not stated."
-    )
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature; 0 is greedy; none: not stated."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    acceptance: list[float] | list[list[float]] = Field(
-        description="p[k], or p[d][k] by the depth d of the parent (0: the root): probability "
-        "that the verifier accepts child k (from 0) of an accepted node, whatever its "
-        "siblings do; sums to at most 1."
-    )
-    trials: list[int] | list[list[int]] | None = Field(
-        default=None,
-        description="Same shape: times a node with at least k + 1 children was reached.",
-    )
+    acceptance: list[float] | list[list[float]]
+    """p[k], or p[d][k] by the depth d of the parent (0: the root): probability that the verifier
+    accepts child k (from 0) of an accepted node, whatever its siblings do; sums to at most 1."""
+    trials: list[int] | list[list[int]] | None = None
+    """Same shape: times a node with at least k + 1 children was reached."""
     low: Table | None = Field(default=None, description="Same shape: 95 % interval, lower end.")
     high: Table | None = Field(default=None, description="Same shape: 95 % interval, upper end.")
-    calibration: CalibrationState | None = Field(
-        default=None, description="Written by `tune`: the counts, and how far it came."
-    )
-    provenance: dict[str, Any] = Field(
-        default_factory=dict, description="Free form: argv, versions, hashes of models and prompts."
-    )
+    calibration: CalibrationState | None = None
+    """Written by `tune`: the counts, and how far it came."""
+    provenance: dict[str, Any] = Field(default_factory=dict)
+    """Free form: argv, versions, hashes of models and prompts."""
 
     @field_validator("acceptance")
     @classmethod
@@ -149,9 +133,8 @@ class ProfileReference(FileModel):
     context_length: int = Field(ge=1)
     file: str | None = Field(default=None, description="Measured profile, within the library.")
     sha256: str | None = Field(default=None, description="Its content.")
-    assumptions: dict[str, float] | None = Field(
-        default=None, description="What a roofline assumed and nobody measured."
-    )
+    assumptions: dict[str, float] | None = None
+    """What a roofline assumed and nobody measured."""
 
 
 class TreeEntry(FileModel):
@@ -167,28 +150,22 @@ class TreeEntry(FileModel):
     tensor_parallel_size: int = Field(ge=1)
     acceptance_class: str = Field(description="Name of the acceptance file.")
     acceptance_source: Literal["measured", "published"]
-    acceptance_target: str | None = Field(
-        default=None, description="Target the vector was measured on; none: not stated."
-    )
+    acceptance_target: str | None = None
+    """Target the vector was measured on; none: not stated."""
     acceptance_draft: str | None = Field(default=None, description="Draft, likewise.")
     temperature: float | None = Field(default=None, ge=0)
     acceptance: list[float] | list[list[float]]
     profile: ProfileReference
-    streamed: StreamedWeights | None = Field(
-        default=None,
-        description="Weights of the target that were taken to be read from outside the devices' "
-        "memory in every pass; none: nothing is.",
-    )
+    streamed: StreamedWeights | None = None
+    """Weights of the target that were taken to be read from outside the devices' memory in every
+    pass; none: nothing is."""
     tree: StoredTree = Field(description="With the keys of a tree file.")
-    schedule: list[tuple[int, int, int]] = Field(
-        min_length=1,
-        description="[first, last, drafts] for ranges of batch sizes, without gaps from 1; "
-        "each request drafts that prefix of the tree; 0: no speculation.",
-    )
+    schedule: list[tuple[int, int, int]] = Field(min_length=1)
+    """[first, last, drafts] for ranges of batch sizes, without gaps from 1; each request drafts
+    that prefix of the tree; 0: no speculation."""
     estimates: list[ScheduleEstimate] = Field(min_length=1)
-    verification: MethodName | None = Field(
-        default=None, description="What it was measured to be better with; none: not measured."
-    )
+    verification: MethodName | None = None
+    """What it was measured to be better with; none: not measured."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TreeEntry:

@@ -226,6 +226,8 @@ def test_predictions_are_what_shorter_chains_do():
         for method in (plain(), chain("d", 8))
     )
     for one in predict(base, longest, DEFAULT):
+        tokens = pair.tokens(one.chain.drafts, pair.accepts)
+        assert one.tokens_per_step == pytest.approx(tokens, rel=0.03)
         assert one.tokens_per_second == pytest.approx(pair.rate(one.chain, GREEDY), rel=0.03)
     alike = predict(base, longest, DEFAULT)[-1]
     assert alike.tokens_per_second == pytest.approx(longest.steady.tokens_per_second)
@@ -272,7 +274,7 @@ def test_chains_of_drafts_with_another_vocabulary_draft_greedily():
 
 def predicted(**rates):
     """Chains k1, k2, ... of vLLM's default sampling, with their tokens per second."""
-    return [PredictedChain(Chain(int(name[1:])), rate) for name, rate in rates.items()]
+    return [PredictedChain(Chain(int(name[1:])), 2.0, rate) for name, rate in rates.items()]
 
 
 def test_a_third_chain_only_if_it_is_close():

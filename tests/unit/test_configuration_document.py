@@ -28,7 +28,7 @@ def table(model: type[BaseModel], keys: list[str]) -> str:
         default = "required" if field.is_required() else ""
         if not field.is_required() and field.default is not None:
             default = f"`{json.dumps(field.default)}`"
-        lines.append(f"| `{key}` | {default} | {field.description} |")
+        lines.append(f"| `{key}` | {default} | {' '.join(field.description.split())} |")
     return "\n".join(lines)
 
 
