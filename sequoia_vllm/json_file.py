@@ -11,15 +11,11 @@ from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, read_json, shortene
 
 
 class FileModel(BaseModel):
-    """Base of every file format of this project: strict keys, finite numbers.
+    """Base of every file format of this project: strict keys, finite numbers."""
 
-    Attributes:
-        described: What files of a format that is read are, for messages.
-        refused: Raised of files that cannot be used; `read_model` says more.
-    """
-
-    described: ClassVar[str] = ""
+    described: ClassVar[str] = ""  # what files of a format that is read are, for messages
     refused: ClassVar[type[ValueError]] = ValueError
+    """Raised of files that cannot be used; `read_model` says more."""
 
     model_config = ConfigDict(
         extra="forbid",

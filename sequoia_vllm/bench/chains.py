@@ -37,7 +37,7 @@ class Chain(NamedTuple):
 
 
 class PredictedChain(NamedTuple):
-    """A chain, and what a request is predicted to get in a step, and the whole batch in a second."""
+    """A chain, and what a request gets in a step by prediction, and the batch in a second."""
 
     chain: Chain
     tokens_per_step: float

@@ -46,30 +46,20 @@ def engine_options(max_model_len: int, max_num_seqs: int, most_drafts: int) -> d
 
 @dataclass(frozen=True)
 class Arrival:
-    """New tokens of one engine step.
+    """New tokens of one engine step."""
 
-    Attributes:
-        seconds: Time since the requests were sent.
-        tokens: New tokens of each request of the batch, perhaps 0.
-        finished: Whether some request now has all its tokens.
-    """
-
-    seconds: float
-    tokens: tuple[int, ...]
-    finished: bool
+    seconds: float  # time since the requests were sent
+    tokens: tuple[int, ...]  # new tokens of each request of the batch, perhaps 0
+    finished: bool  # whether some request now has all its tokens
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One batch of completions.
-
-    Attributes:
-        arrivals: New tokens of each step, until every request has all its tokens.
-    """
+    """One batch of completions."""
 
     token_ids: list[list[int]]
     texts: list[str]
-    arrivals: list[Arrival]
+    arrivals: list[Arrival]  # new tokens of each step, until every request has all its tokens
 
 
 class BenchEngine:

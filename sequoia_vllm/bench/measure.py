@@ -36,33 +36,25 @@ _MOST_CHAINS = 6
 
 @dataclass(frozen=True)
 class MethodRuns:
-    """Runs of one method in one case.
-
-    Attributes:
-        tree: Sequoia's tree; None: another method, or "auto" does not speculate.
-        drafts: Drafts of each request at this batch size.
-    """
+    """Runs of one method in one case."""
 
     method: Method
-    tree: TokenTree | None
-    drafts: int
+    tree: TokenTree | None  # sequoia's tree; None: another method, or "auto" does not speculate
+    drafts: int  # drafts of each request at this batch size
     rounds: list[RoundRun]
 
 
 @dataclass
 class BenchRuns:
-    """Everything that was measured.
-
-    Attributes:
-        runs: Runs by case, in the order of the settings' methods; chains from the search come
-            after plain vLLM.
-        greedy: Greedy outputs compared with plain vLLM's; None: there were none.
-    """
+    """Everything that was measured."""
 
     dtype: str
     runs: dict[EngineCase, list[MethodRuns]] = field(default_factory=dict)
+    """Runs by case, in the order of the settings' methods; chains from the search come after plain
+    vLLM."""
     search: ChainSearch | None = None
     greedy: GreedyCheck | None = None
+    """Greedy outputs compared with plain vLLM's; None: there were none."""
 
 
 def measure(

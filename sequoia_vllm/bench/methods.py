@@ -55,15 +55,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Method:
-    """One way to decode.
-
-    Attributes:
-        speculative_config: Argument of ``vllm.LLM``; None: plain decoding.
-    """
+    """One way to decode."""
 
     name: str
     kind: Kind
-    speculative_config: dict[str, Any] | None
+    speculative_config: dict[str, Any] | None  # argument of ``vllm.LLM``; None: plain decoding
     most_drafts: int
     sampling: Sampling = DEFAULT
 

@@ -25,27 +25,19 @@ class EngineCase:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What to compare, and how.
-
-    Attributes:
-        methods: Methods to compare; the first is plain vLLM.
-        search_chains: Look for vLLM's best chain in each case, and run it with the methods.
-        prompts: Token ids; every round completes all of them.
-        batch_sizes: Requests at once; prompts are repeated to fill a batch.
-        temperatures: Temperatures to measure at; 0 is greedy.
-        sampled_chains: Run vLLM's chains above temperature 0, too.
-    """
+    """What to compare, and how."""
 
     engine: EngineSpec
     _: KW_ONLY
-    methods: tuple[Method, ...]
+    methods: tuple[Method, ...]  # methods to compare; the first is plain vLLM
     search_chains: bool = False
-    prompts: tuple[list[int], ...]
-    batch_sizes: tuple[int, ...] = (1,)
-    temperatures: tuple[float, ...] = (0.0,)
+    """Look for vLLM's best chain in each case, and run it with the methods."""
+    prompts: tuple[list[int], ...]  # token ids; every round completes all of them
+    batch_sizes: tuple[int, ...] = (1,)  # requests at once; prompts are repeated to fill a batch
+    temperatures: tuple[float, ...] = (0.0,)  # temperatures to measure at; 0 is greedy
     max_tokens: int = 64
     rounds: int = 3
-    sampled_chains: bool = True
+    sampled_chains: bool = True  # run vLLM's chains above temperature 0, too
 
     def methods_in(self, case: EngineCase, found: Sequence[Method] = ()) -> list[Method]:
         """The methods to run in a case: plain vLLM, chains that were ``found``, all others."""
@@ -77,13 +69,9 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class Steady:
-    """Steps in which every request of the batch was decoding.
+    """Steps in which every request of the batch was decoding."""
 
-    Attributes:
-        step_tokens: Tokens of each request in each step that gave it any.
-    """
-
-    step_tokens: list[int]
+    step_tokens: list[int]  # tokens of each request in each step that gave it any
     steps: int
     seconds: float
     batch_size: int
@@ -147,19 +135,13 @@ def pooled(parts: Sequence[Steady]) -> Steady:
 
 @dataclass(frozen=True)
 class RoundRun:
-    """Measurements of all prompts through one engine, once.
+    """Measurements of all prompts through one engine, once."""
 
-    Attributes:
-        steady: Steps in which whole batches decode.
-        parts: `part_seconds`.
-        counters: Sequoia's (`StepStats.to_dict`); None: another method.
-    """
-
-    steady: Steady
+    steady: Steady  # steps in which whole batches decode
     token_ids: list[list[int]]
     texts: list[str]
-    parts: dict[str, float]
-    counters: dict[str, Any] | None
+    parts: dict[str, float]  # `part_seconds`
+    counters: dict[str, Any] | None  # sequoia's (`StepStats.to_dict`); None: another method
 
 
 def batches(prompts: Sequence[list[int]], batch_size: int) -> list[list[list[int]]]:

@@ -49,15 +49,11 @@ Predict = Callable[[MethodRuns, EngineCase], PredictedSpeed | None]
 
 @dataclass(frozen=True)
 class PredictionBasis:
-    """What ``sequoia-vllm tune`` measured of a pair, to predict from.
-
-    Attributes:
-        context_length: Context tokens in the middle of a completion.
-    """
+    """What ``sequoia-vllm tune`` measured of a pair, to predict from."""
 
     profile: Profile
     vector: AcceptanceFile
-    context_length: int
+    context_length: int  # context tokens in the middle of a completion
 
     @classmethod
     def tuned(cls, pair: PairKey, context_length: int) -> PredictionBasis | None:
@@ -106,7 +102,7 @@ def run_bench(
     )
     pair = PairKey(
         stated["device"], engine.target, engine.draft, found.dtype,
-        engine.tensor_parallel_size, None if engine.offload is None else engine.offload.name,
+        engine.tensor_parallel_size, engine.offloading,
     )  # fmt: skip
     basis = PredictionBasis.tuned(pair, settings.middle_context)
     target, draft = (

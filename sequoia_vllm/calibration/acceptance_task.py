@@ -38,18 +38,12 @@ Counts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class AcceptanceEstimate:
-    """An acceptance vector with its uncertainty; each field is ``[depth][child]``.
+    """An acceptance vector with its uncertainty; each field is ``[depth][child]``."""
 
-    Attributes:
-        acceptance: Share of trials in which the child was accepted.
-        low, high: Wilson 95 % interval of each entry.
-        trials: How often a node of this depth with this child was reached.
-    """
-
-    acceptance: list[list[float]]
+    acceptance: list[list[float]]  # share of trials in which the child was accepted
     low: list[list[float]]
-    high: list[list[float]]
-    trials: list[list[int]]
+    high: list[list[float]]  # ends of the Wilson 95 % intervals, with `low`
+    trials: list[list[int]]  # how often a node of this depth with this child was reached
 
 
 def probing_tree(branch: int, depth: int = 1, tail: int = 0) -> TokenTree:
@@ -175,47 +169,36 @@ def _row(tried: Sequence[int], taken: Sequence[int]) -> tuple[list[float], ...]:
 
 @dataclass(frozen=True)
 class AcceptanceSettings:
-    """What to measure, and how.
-
-    Attributes:
-        prompts: File with prompts (`load_prompts`); None: the built-in set.
-        max_tokens: Tokens per completion. Make them as long as those to be served: long greedy
-            texts repeat themselves, and repetition is easy to draft.
-        temperature, top_p: Sampling of every request; temperature 0 is greedy.
-        branch: Children offered at a node: entries of a row.
-        depth: The most rows of the vector.
-        precision: Stop when the vector is known this well (see `precision`).
-        tree: Tree whose children to count; None: a probing tree of ``branch`` and ``depth``.
-        verification: How sampled trees are verified, see `SequoiaConfig`.
-    """
+    """What to measure, and how."""
 
     engine: EngineSpec
     _: KW_ONLY
-    prompts: Path | None = None
+    prompts: Path | None = None  # file with prompts (`load_prompts`); None: the built-in set
     max_tokens: int = 128
+    """Tokens per completion. Make them as long as those to be served: long greedy texts repeat
+    themselves, and repetition is easy to draft."""
     temperature: float = 0.0
     top_p: float = 1.0
-    branch: int = 10
-    depth: int = 5
-    precision: float = 0.02
+    """Sampling of every request, with `temperature`, which is 0 for greedy."""
+    branch: int = 10  # children offered at a node: entries of a row
+    depth: int = 5  # the most rows of the vector
+    precision: float = 0.02  # stop when the vector is known this well (see `precision`)
     max_tokens_total: int = 100_000
     batch_size: int = 8
     tree: TokenTree | None = None
-    verification: str = DEFAULT_METHOD
+    """Tree whose children to count; None: a probing tree of ``branch`` and ``depth``."""
+    verification: str = DEFAULT_METHOD  # how sampled trees are verified, see `SequoiaConfig`
 
 
 @dataclass(frozen=True)
 class AcceptanceTask:
-    """A measurement that is ready to run.
-
-    Attributes:
-        measures: Identity of the measurement, as plain data; a run continues one of equal identity.
-    """
+    """A measurement that is ready to run."""
 
     settings: AcceptanceSettings
     prompts: list[list[int]]
     tree: TokenTree
     measures: dict[str, Any]
+    """Identity of the measurement, as plain data; a run continues one of equal identity."""
     name: str
 
     @classmethod

@@ -51,7 +51,10 @@ def measure_acceptance(
         if state.precision is None:
             return
         known = f"within {state.precision:.3f}, to be {state.wanted_precision:g}"
-        report(known, state.trees, _trees_needed(state, state.precision))
+        # Until the wanted precision is reached, or all tokens are spent.
+        left = (state.precision / state.wanted_precision) ** 2
+        left = max(1.0, min(left, state.most_tokens / max(1, state.tokens)))
+        report(known, state.trees, round(state.trees * left))
         if save is not None:
             save(_file(task, state))
 
@@ -65,16 +68,11 @@ def measure_acceptance(
 
 @dataclass(frozen=True)
 class Completion:
-    """One request to the engine.
-
-    Attributes:
-        tokens: Input of the request: the prompt, then ``before``.
-        before: Tokens of this greedy completion from an earlier run.
-    """
+    """One request to the engine."""
 
     prompt: int
-    tokens: list[int]
-    before: list[int]
+    tokens: list[int]  # input of the request: the prompt, then ``before``
+    before: list[int]  # tokens of this greedy completion from an earlier run
 
 
 @dataclass
@@ -83,19 +81,15 @@ class Workload:
 
     Each pass samples anew. A greedy completion would repeat itself; counted twice, it would make
     intervals too narrow. It continues what an earlier run began.
-
-    Attributes:
-        started: Completions started so far, earlier runs included.
-        completions: Greedy: tokens generated so far, by prompt.
-        ended: Greedy: prompts whose completion ended by itself.
     """
 
     prompts: Sequence[list[int]]
     greedy: bool
     max_tokens: int
-    started: int = 0
+    started: int = 0  # completions started so far, earlier runs included
     completions: dict[int, list[int]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
+    """Greedy: tokens generated so far, by prompt."""
+    ended: set[int] = field(default_factory=set)  # greedy: prompts whose completion ended by itself
 
     def __post_init__(self) -> None:
         self._waiting = deque(
@@ -103,6 +97,11 @@ class Workload:
             for prompt in range(len(self.prompts))
             if prompt not in self.ended and len(self.completions.get(prompt, ())) < self.max_tokens
         )
+
+    @property
+    def has_next(self) -> bool:
+        """True if `next` has a request to give."""
+        return not self.greedy or bool(self._waiting)
 
     def next(self) -> Completion | None:
         """The next request; None: all greedy completions are done or running."""
@@ -116,14 +115,6 @@ class Workload:
         before = self.completions.get(prompt, [])
         return Completion(prompt, [*self.prompts[prompt], *before], before)
 
-    def has_next(self) -> bool:
-        """True if `next` has a request to give."""
-        return not self.greedy or bool(self._waiting)
-
-    def tokens_left(self, completion: Completion) -> int:
-        """Tokens that this request may generate."""
-        return self.max_tokens - len(completion.before)
-
     def update(self, completion: Completion, generated: Sequence[int], ended: bool = False) -> None:
         """Notes this request's tokens so far; ``ended``: it stopped before its limit."""
         if self.greedy:
@@ -133,11 +124,8 @@ class Workload:
 
     def state(self) -> dict[str, Any]:
         """The fields of `CalibrationState` with these names."""
-        return {
-            "started": self.started,
-            "completions": {prompt: list(ids) for prompt, ids in self.completions.items()},
-            "ended": sorted(self.ended),
-        }
+        completions = {prompt: list(ids) for prompt, ids in self.completions.items()}
+        return {"started": self.started, "completions": completions, "ended": sorted(self.ended)}
 
 
 class _Run:
@@ -151,17 +139,14 @@ class _Run:
         self, task: AcceptanceTask, previous: CalibrationState | None, interval: float
     ) -> None:
         settings = task.settings
-        start = previous or CalibrationState(
+        now = CalibrationState(
             complete=False, stopped_by="interrupt", wanted_precision=settings.precision,
             most_tokens=settings.max_tokens_total, trees=0, tokens=0, offered=[], accepted=[],
             measures=task.measures, started=0,
         )  # fmt: skip
-        self.state = self._start = start.model_copy(
-            update={
-                "complete": False, "stopped_by": "interrupt",
-                "wanted_precision": settings.precision, "most_tokens": settings.max_tokens_total,
-            }
-        )  # fmt: skip
+        stops = {"complete", "stopped_by", "wanted_precision", "most_tokens"}
+        start = (previous or now).model_copy(update=now.model_dump(include=stops))
+        self.state = self._start = start
         self._settings = settings
         self._interval = interval
         self._workload = Workload(
@@ -210,7 +195,7 @@ class _Run:
             params = SamplingParams(
                 temperature=settings.temperature,
                 top_p=settings.top_p,
-                max_tokens=self._workload.tokens_left(new),
+                max_tokens=settings.max_tokens - len(new.before),
                 detokenize=False,
             )
             name = str(self._workload.started)
@@ -250,14 +235,7 @@ class _Run:
             return "precision"
         if self._tokens() >= self._settings.max_tokens_total:
             return "tokens"
-        return None if self._running or self._workload.has_next() else "prompts"
-
-
-def _trees_needed(state: CalibrationState, reached: float) -> int:
-    """Estimate of trees until the wanted precision is reached or all tokens are spent."""
-    by_precision = (reached / state.wanted_precision) ** 2
-    by_tokens = state.most_tokens / max(1, state.tokens)
-    return round(state.trees * max(1.0, min(by_precision, by_tokens)))
+        return None if self._running or self._workload.has_next else "prompts"
 
 
 def _file(task: AcceptanceTask, state: CalibrationState) -> AcceptanceFile:

@@ -64,29 +64,23 @@ _QUICK = 25
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What to measure, and how.
-
-    Attributes:
-        prompts: File with prompts (`load_prompts`), cut and joined to length;
-            None: the built-in set.
-        tokens: Tree sizes, root included; 1 is plain decoding. At each batch
-            size and context `Ladder.goes_on` decides where to end.
-        contexts: Tokens of each request in the middle of its completion.
-        rounds: How often to measure everything; the middle round counts.
-        enough_seconds: No round begins after so much time: slow steps vary little. None: no
-            limit.
-    """
+    """What to measure, and how."""
 
     engine: EngineSpec
     _: KW_ONLY
     prompts: Path | None = None
+    """File with prompts (`load_prompts`), cut and joined to length; None: the built-in set."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    """Tree sizes, root included; 1 is plain decoding. At each batch size and context
+    `Ladder.goes_on` decides where to end."""
     contexts: tuple[int, ...] = (256, 1024)
+    """Tokens of each request in the middle of its completion."""
     max_tokens: int = 32
-    rounds: int = 3
+    rounds: int = 3  # how often to measure everything; the middle round counts
     temperature: float = 0.0
     enough_seconds: float | None = None
+    """No round begins after so much time: slow steps vary little. None: no limit."""
 
     @property
     def trees(self) -> list[int]:
@@ -154,7 +148,7 @@ def _profile(
         head=head,
         verification=[c.verification for c in curves],
         overhead=[c.overhead for c in curves],
-        offloading=None if engine.offload is None else engine.offload.name,
+        offloading=engine.offloading,
         provenance=provenance(
             settings=settings_as_data(settings, prompts=source_name(settings.prompts)),
             models={role: model_hashes(getattr(engine, role)) for role in ("target", "draft")},
@@ -270,7 +264,12 @@ class Rounds:
                 break
             self._run_all(self._plain, [(times, 1) for times in self.times])
             if number == 0:
-                self._climb()
+                wait_for_quiet()
+                for times in self.times:
+                    for size in self._settings.trees:
+                        self._run(self._sequoia, times, size)
+                        if size >= _SMALLEST_TREE and not self._ladder.goes_on(times, size):
+                            break
                 self._in_round = sum(1 + len(times.trees) for times in self.times)
             else:
                 trees = [(times, size) for times in self.times for size in times.trees]
@@ -288,14 +287,6 @@ class Rounds:
         self._shuffle(runs)
         for times, size in runs:
             self._run(engine, times, size)
-
-    def _climb(self) -> None:
-        wait_for_quiet()
-        for times in self.times:
-            for size in self._settings.trees:
-                self._run(self._sequoia, times, size)
-                if size >= _SMALLEST_TREE and not self._ladder.goes_on(times, size):
-                    break
 
     def _run(self, engine: Any, times: BatchTimes, size: int) -> None:
         """Runs one batch of completions, and keeps its steady steps as one round."""
@@ -321,14 +312,11 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Decides after each tree size whether a larger one might still be the best.
-
-    Attributes:
-        frontiers: The most expected tokens of trees of each size, one frontier per acceptance
-            vector; empty: acceptance is not known.
-    """
+    """Decides after each tree size whether a larger one might still be the best."""
 
     frontiers: tuple[Frontier, ...] = ()
+    """The most expected tokens of trees of each size, one frontier per acceptance vector; empty:
+    acceptance is not known."""
 
     @classmethod
     def of(cls, vectors: Sequence[Acceptance], largest: int) -> Ladder:
@@ -342,11 +330,18 @@ class Ladder:
         draft gets so many tokens accepted. If acceptance is known, also False if no larger tree
         can be the fastest, even with its most tokens in its shortest possible step.
         """
-        plain = _typical_seconds(times.plain)
-        if _typical_seconds(times.trees[size]) >= _MOST_PLAIN_STEPS * plain:
+
+        def typical(rounds: list[list[TimedStep]]) -> float:
+            return float(np.median([timed.seconds for timed in middle_round(rounds)]))
+
+        plain = typical(times.plain)
+        if typical(times.trees[size]) >= _MOST_PLAIN_STEPS * plain:
             return False
+        # We assume that all trees of a measuring tree's size and depth take the same time.
+        timed = {(n, measuring_tree(n).depth): typical(rounds) for n, rounds in times.trees.items()}
         return not self.frontiers or any(
-            _highest(frontier, times, size) > _reached(frontier, times, plain)
+            _highest(frontier, times, size)
+            > max(1 / plain, *(frontier.expected_tokens[at] / s for at, s in timed.items()))
             for frontier in self.frontiers
         )
 
@@ -365,19 +360,3 @@ def _highest(frontier: Frontier, times: BatchTimes, size: int) -> float:
     level = quickest(lambda timed: min(seconds for _, seconds in timed.step.levels()))
     tokens = frontier.expected_tokens[-1, 1:]
     return float((tokens / (scored + level * np.arange(1, len(tokens) + 1))).max())
-
-
-def _reached(frontier: Frontier, times: BatchTimes, plain: float) -> float:
-    """Highest tokens per second of what was timed: plain decoding or a tree.
-
-    We assume that other trees of a measuring tree's size and depth take the same time.
-    """
-    trees = (
-        frontier.expected_tokens[size, measuring_tree(size).depth] / _typical_seconds(rounds)
-        for size, rounds in times.trees.items()
-    )
-    return max(1 / plain, *map(float, trees))
-
-
-def _typical_seconds(rounds: list[list[TimedStep]]) -> float:
-    return float(np.median([timed.seconds for timed in middle_round(rounds)]))

@@ -39,7 +39,7 @@ def pair_here(engine: EngineSpec) -> PairKey:
     dtype = str(config.dtype).removeprefix("torch.")
     return PairKey(
         current_device_name(), engine.target, engine.draft, dtype, engine.tensor_parallel_size,
-        None if engine.offload is None else engine.offload.name,
+        engine.offloading,
     )  # fmt: skip
 
 
@@ -136,11 +136,11 @@ def best_tree_at_any_price(
     It considers only sizes that were timed.
     """
     sizes = sorted({n for curve in profile.target_forward for n in curve.tokens if n > 1})
-    frontier = Frontier.of(vector.vector, sizes[-1], MAX_DEPTH, None)
+    frontier = Frontier.of(vector.vector, sizes[-1], MAX_DEPTH)
     search = TreeSearch(frontier, profile, context_length)
-    timed = [size for size in sizes if size <= search.cost.max_tokens(1)]
-    estimates = [search.best_of_size(size, 1) for size in timed]
-    return max(estimates, key=lambda estimate: estimate.speedup)
+    timed = np.array([size for size in sizes if size <= search.cost.max_tokens(1)])
+    tree = search.fastest(timed, 1, 0.0) or TokenTree((-1,))
+    return search.cost.estimate(tree, vector.vector, 1)
 
 
 def margins(entry: TreeEntry, vector: AcceptanceFile) -> list[float | None]:

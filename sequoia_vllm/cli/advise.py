@@ -54,41 +54,27 @@ _MOST_WEIGHTS = 0.8
 
 @dataclass(frozen=True)
 class BatchAdvice:
-    """What is expected at one batch size.
-
-    Attributes:
-        plain_tokens_per_second: Of plain decoding, all requests together.
-        chain_drafts, chain_speedup: The best chain, against plain decoding; 0 drafts: none is
-            faster.
-        tree_nodes, tree_depth, tree_speedup: What the engine drafts of its tree, root included;
-            1 node: it does not draft.
-        measured: Whether times and acceptance were measured, on this device, for batches and trees
-            like these.
-    """
+    """What is expected at one batch size."""
 
     batch_size: int
-    plain_tokens_per_second: float
-    chain_drafts: int
+    plain_tokens_per_second: float  # of all requests together
+    chain_drafts: int  # those of the best chain; 0: none is faster than plain decoding
     chain_speedup: float
-    tree_nodes: int
+    tree_nodes: int  # what the engine drafts of its tree, root included; 1: it does not draft
     tree_depth: int
     tree_speedup: float
-    measured: bool
+    measured: bool  # whether times and acceptance were measured here, for such batches and trees
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to expect of a pair on a device.
-
-    Attributes:
-        own: Kind of the draft, if it is a part of the target's own checkpoint.
-    """
+    """What to expect of a pair on a device."""
 
     pair: PairKey
     batches: list[BatchAdvice]
     times: str
     acceptance: str
-    own: str | None
+    own: str | None  # kind of the draft, if it is a part of the target's own checkpoint
 
     @property
     def command(self) -> str:

@@ -5,9 +5,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from tempfile import TemporaryFile
-from typing import IO, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -130,9 +130,12 @@ def engines_print_aside(shown: bool) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     ours = {number: os.dup(number) for number in (1, 2)}
+    aside = False
     with ExitStack() as stack:
         kept = stack.enter_context(TemporaryFile())
-        if not shown and _is_ours(sys.stderr):
+        with suppress(OSError):  # of streams that are no files
+            aside = not shown and sys.stderr.fileno() == 2
+        if aside:
             _terminal = stack.enter_context(open(os.dup(2), "w", encoding="utf-8"))  # noqa: PTH123
             os.dup2(kept.fileno(), 2)
         os.dup2(2, 1)
@@ -140,7 +143,9 @@ def engines_print_aside(shown: bool) -> Iterator[None]:
             with redirect_stdout(sys.stderr):
                 yield
         except Exception:
-            _show_end(kept)
+            kept.seek(max(0, kept.seek(0, os.SEEK_END) - _MOST_SHOWN))
+            if end := kept.read().decode(errors="replace").strip():
+                error_console().print(end, soft_wrap=True, markup=False, highlight=False)
             raise
         finally:
             sys.stderr.flush()
@@ -148,20 +153,6 @@ def engines_print_aside(shown: bool) -> Iterator[None]:
             for number, own in ours.items():
                 os.dup2(own, number)
                 os.close(own)
-
-
-def _is_ours(stream: TextIO) -> bool:
-    """Whether a stream is the process's own standard error."""
-    try:
-        return stream.fileno() == 2
-    except OSError:
-        return False
-
-
-def _show_end(kept: IO[bytes]) -> None:
-    kept.seek(max(0, kept.seek(0, os.SEEK_END) - _MOST_SHOWN))
-    if end := kept.read().decode(errors="replace").strip():
-        error_console().print(end, soft_wrap=True, markup=False, highlight=False)
 
 
 Report = Callable[[str, int, int], None]
@@ -173,20 +164,16 @@ LINE_SECONDS = 30.0
 @contextmanager
 def progress_bar(description: str) -> Iterator[Report]:
     """Shows progress on standard error: a bar that disappears at the end, or lines."""
-    if error_console().is_terminal:
-        with _bar(description) as report:
-            yield report
-    else:
-        with _lines(ProgressLines(description)) as report:
-            yield report
+    shown = _bar if error_console().is_terminal else _lines
+    with shown(description) as report:
+        yield report
 
 
 class ProgressLines:
     """Describes progress and time left in one line; safe to call from any thread.
 
     Only steps that ended in the present phase predict the time left, so it does not grow during
-    a step. A phase begins when the count of steps starts anew, or when the total changes before
-    any step has ended.
+    a step. A phase begins when the count starts anew, or the total changes before a step has ended.
     """
 
     def __init__(self, description: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -224,10 +211,9 @@ def minutes(seconds: float) -> str:
 
 
 @contextmanager
-def _lines(lines: ProgressLines) -> Iterator[Report]:
+def _lines(description: str) -> Iterator[Report]:
     """Prints a line every `LINE_SECONDS`, also during a step."""
-    ended = threading.Event()
-    errors = error_console()
+    lines, ended, errors = ProgressLines(description), threading.Event(), error_console()
 
     def run() -> None:
         while not ended.wait(LINE_SECONDS):

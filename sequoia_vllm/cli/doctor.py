@@ -31,17 +31,12 @@ INSTALL_ON_GPUS = f"pip install 'vllm=={SUPPORTED_VERSIONS['gpu'][-1]}'"
 
 
 class Finding(NamedTuple):
-    """What a check has found.
-
-    Attributes:
-        fix: What to do; empty: nothing.
-        warns: True if all works, but slower than necessary.
-    """
+    """What a check has found."""
 
     ok: bool
     found: str
-    fix: str = ""
-    warns: bool = False
+    fix: str = ""  # what to do; empty: nothing
+    warns: bool = False  # true if all works, but slower than necessary
 
 
 def doctor(

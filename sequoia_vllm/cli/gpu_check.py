@@ -13,26 +13,17 @@ from sequoia_vllm.cli.common import fail
 
 def gpu_check(
     items: Annotated[
-        str | None,
-        typer.Option(help="What to measure, separated by commas, such as kernels; default: all."),
+        str | None, typer.Option(help="What to measure, like kernels,engine; default: all.")
     ] = None,
     output: Annotated[
         Path,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Folder for results, log and profiles; results in it are not measured again.",
-        ),
+        typer.Option("--output", "-o", help="Folder for results; those in it stay."),
     ] = Path("gpu-run"),
     minutes: Annotated[
         float, typer.Option(help="Time limit in minutes; nothing that would take longer begins.")
     ] = 30.0,
     tiny: Annotated[
-        bool,
-        typer.Option(
-            "--tiny",
-            help="Smallest sizes; with TRITON_INTERPRET=1 on a CPU, where times mean nothing.",
-        ),
+        bool, typer.Option("--tiny", help="Smallest sizes; on a CPU with TRITON_INTERPRET=1.")
     ] = False,
     report: Annotated[
         Path | None, typer.Option(help="Measure nothing: show this results.jsonl.")
@@ -44,17 +35,15 @@ def gpu_check(
     --items kernels` runs there without an installation. Exit code 1: something is wrong; 2:
     nothing could be measured.
     """
-    checkout = find_checkout()
-    if checkout is None:
+    if (checkout := find_checkout()) is None:
         fail(
             "the GPU check is not part of the installed package: clone the repository, and run "
             "this command in the checkout"
         )
-    arguments = ["--output", str(output), "--minutes", str(minutes), *(["--tiny"] if tiny else [])]
-    for name, value in (("--items", items), ("--report", report)):
-        if value is not None:
-            arguments += [name, str(value)]
+    given = {"--output": output, "--minutes": minutes, "--items": items, "--report": report}
+    options = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
     # A new program, so that all of it is the checkout's, and nothing of an installed package.
     path = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-P", "-m", "benchmarks.gpu", *arguments]
+    options += ["--tiny"] if tiny else []
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu", *options]
     os.execve(sys.executable, command, os.environ | {"PYTHONPATH": os.pathsep.join(path)})

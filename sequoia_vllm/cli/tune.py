@@ -54,28 +54,23 @@ class TuneStep(StrEnum):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to measure unless options say otherwise.
-
-    Attributes:
-        precision: Count until no entry's 95 % half-width, times the share of trees that reach
-            its depth, is above this.
-        counted: Tokens per completion for counting acceptance. Few tokens of many prompts tell
-            more than many tokens of few, as acceptance varies most between prompts.
-        timed: Tokens per completion for timing steps.
-        enough_seconds: See `ProfileSettings`.
-    """
+    """How much to measure unless options say otherwise."""
 
     precision: float = 0.02
+    """Count until no entry's 95 % half-width, times the share of trees that reach its depth, is
+    above this."""
     max_tokens_total: int = 100_000
     branch: int = 10
     depth: int = 5
     counted: int = 128
+    """Tokens per completion for counting acceptance. Few tokens of many prompts tell more than many
+    tokens of few, as acceptance varies most between prompts."""
     batch_sizes: str = "1,2,4,8"
     tokens: str = "1,2,3,4,5,6,8,12,16,32,64"
     context: str = "512"
-    timed: int = 32
+    timed: int = 32  # tokens per completion for timing steps
     rounds: int = 3
-    enough_seconds: float | None = None
+    enough_seconds: float | None = None  # see `ProfileSettings`
 
 
 FULL = Budget()

@@ -56,10 +56,15 @@ def fit_to_budget(
     fitting = [_fitting(count, batch, most) for batch, count in enumerate(wanted, start=1)]
     if fitting == wanted:
         return list(schedule)
-    ranges: Ranges = []
-    for count, group in groupby(fitting):
-        first = ranges[-1][1] + 1 if ranges else 1
-        ranges.append((first, first + len(list(group)) - 1, count))
+    return in_ranges(fitting)
+
+
+def in_ranges(drafts: Iterable[int]) -> Ranges:
+    """Drafts at batch sizes 1, 2, ... as ranges of batch sizes with as many."""
+    ranges, last = [], 0
+    for count, sizes in groupby(drafts):
+        first, last = last + 1, last + len(list(sizes))
+        ranges.append((first, last, count))
     return ranges
 
 

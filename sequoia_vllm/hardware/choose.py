@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
 from sequoia_vllm.hardware.budget import Ranges
-from sequoia_vllm.hardware.cost import CostModel, Estimate, Prefixes, check_batch_sizes
+from sequoia_vllm.hardware.cost import CostModel, Prefixes, check_batch_sizes
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.tree.acceptance import Acceptance
@@ -50,19 +50,14 @@ class ScheduleEstimate(FileModel):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What an engine needs: the tree, and its prefix by batch size.
+    """What an engine needs: the tree, and its prefix by batch size."""
 
-    Attributes:
-        tree: In value order; its largest prefix that any range uses.
-        ranges: vLLM's ``num_speculative_tokens_per_batch_size``: (first, last, drafts), from
-            batch size 1, ascending, without gaps; the last one also stands for every larger
-            batch. With 0 drafts it does not speculate.
-        estimates: Expectations at the powers of two.
-    """
-
-    tree: TokenTree
+    tree: TokenTree  # in value order; its largest prefix that any range uses
     ranges: Ranges
-    estimates: list[ScheduleEstimate]
+    """vLLM's ``num_speculative_tokens_per_batch_size``: (first, last, drafts), from batch size 1,
+    ascending, without gaps; the last one also stands for every larger batch. With 0 drafts it does
+    not speculate."""
+    estimates: list[ScheduleEstimate]  # expectations at the powers of two
 
     def estimate(self, batch_size: int) -> ScheduleEstimate:
         """The estimate at the nearest batch size that has one, not above if possible."""
@@ -81,15 +76,12 @@ def choose_tree(
 ) -> TokenTree:
     """The tree with the most expected tokens per second at this batch size.
 
-    The optimal trees of every depth and size are searched (`Frontier`); above 128 nodes, of every
-    eighth size. The tree with the best bound is made first. So the best of all is found after
-    making 256 at most.
+    It searches the optimal trees of every depth and size (`Frontier`); above 128 nodes, of every
+    eighth size.
 
     Args:
         acceptance: p[k] or p[d][k].
-        profile: Times of the device and model pair.
-        max_size: Largest tree, root included; never more than the profile
-            timed at this batch size.
+        max_size: Largest tree, root included; never more than was timed at this batch size.
         max_depth: Most edges from the root to a leaf; never more than the draft has levels.
         max_branch: Most children of a node; None: as many as the vector has.
         context_length: Which of the profile's contexts; None: its shortest.
@@ -98,13 +90,11 @@ def choose_tree(
         The tree, in value order. A tree of size 1 means: do not speculate.
 
     Raises:
-        AcceptanceError: If ``acceptance`` is not an acceptance vector.
-        ProfileError: If ``batch_size`` is below 1.
-        TreeError: If a limit is below 1.
+        AcceptanceError, ProfileError, TreeError: ``acceptance`` is no such vector, or
+            ``batch_size`` or a limit is below 1.
     """
-    check_batch_sizes([batch_size])
-    limits = max_size, max_depth, max_branch
-    search = _search(Acceptance.of(acceptance), profile, context_length, [batch_size], *limits)
+    sizes, limits = check_batch_sizes([batch_size]), (max_size, max_depth, max_branch)
+    search = _search(Acceptance.of(acceptance), profile, context_length, sizes, *limits)
     return search.best(batch_size)
 
 
@@ -119,26 +109,18 @@ def choose_schedule(
 ) -> Schedule:
     """One stored tree, and how many of its drafts to use at each batch size.
 
-    Each request of a batch drafts a prefix of the one tree, which is what vLLM's trimming of
-    draft lists does. The candidates are the optima of single batch sizes, for the powers of two
-    among ``batch_sizes``. The stored tree is the one whose prefixes are best over all of these
-    sizes, by the geometric mean of the speed.
+    Each request of a batch drafts a prefix of the tree. Candidates are the optima of single batch
+    sizes, for the powers of two among ``batch_sizes``. The stored tree is the one whose prefixes
+    have the highest geometric mean of speeds over these sizes.
 
     Args:
         acceptance, profile, max_size, context_length: See `choose_tree`.
-        batch_sizes: Batch sizes the table is for; the largest also stands for
-            all above it.
+        batch_sizes: Those of the table; the largest also stands for all above it.
         tolerance: Share of speed that may be given up for fewer ranges.
         tree: The tree whose prefixes are to be used; None: the best one is looked for.
 
-    Returns:
-        Tree, ranges from batch size 1 without gaps, and estimates. A range with
-        0 tokens does not speculate; no range does if that is nowhere faster.
-
     Raises:
-        AcceptanceError: If ``acceptance`` is not an acceptance vector.
-        ProfileError: If ``batch_sizes`` is empty or has an entry below 1.
-        TreeError: If a limit is below 1.
+        AcceptanceError, ProfileError, TreeError: See `choose_tree`.
     """
     acceptance = Acceptance.of(acceptance)
     sizes = check_batch_sizes(list(batch_sizes))
@@ -205,15 +187,9 @@ class TreeSearch:
         plain = 1.0 / self.cost.plain_seconds(batch_size)
         sizes = np.arange(2, largest + 1)
         sizes = sizes[(sizes <= _EACH_SIZE_TO) | (sizes % _SIZE_STEP == 0) | (sizes == largest)]
-        found = self._fastest(sizes, batch_size, plain)
-        return found or TokenTree((-1,))
+        return self.fastest(sizes, batch_size, plain) or TokenTree((-1,))
 
-    def best_of_size(self, size: int, batch_size: int) -> Estimate:
-        """Estimates the fastest tree of exactly this size, even if plain decoding is faster."""
-        tree = self._fastest(np.array([size]), batch_size, 0.0)
-        return self.cost.estimate(tree or TokenTree((-1,)), self.frontier.acceptance, batch_size)
-
-    def _fastest(
+    def fastest(
         self, sizes: NDArray[np.int64], batch_size: int, at_least: float
     ) -> TokenTree | None:
         """The tree with the highest speed above ``at_least``, in tokens per request and second.
@@ -282,7 +258,7 @@ def _ranges(table: _SpeedTable, tolerance: float) -> Ranges:
     good = table.speedups >= best * (1 - tolerance)
     # A prefix slower than plain decoding is never good enough.
     good[:, 1:] &= table.speedups[:, 1:] > 1 + _SAME
-    ranges: Ranges = []
+    begun: list[tuple[int, int]] = []  # (first batch size, drafts)
     first = 0
     while first < len(good):
         shared = good[first]
@@ -293,21 +269,12 @@ def _ranges(table: _SpeedTable, tolerance: float) -> Ranges:
         means = np.log(table.speedups[first : last + 1, shared]).mean(axis=0)
         # The shortest of the equally fast.
         chosen = int(np.flatnonzero(shared)[np.flatnonzero(means >= means.max() - _SAME)[0]])
-        start = 1 if first == 0 else table.batch_sizes[first]
-        ranges.append((start, table.batch_sizes[last], chosen))
+        if not begun or begun[-1][1] != chosen:
+            begun.append((table.batch_sizes[first] if begun else 1, chosen))
         first = last + 1
-    return _without_gaps(ranges)
-
-
-def _without_gaps(ranges: Ranges) -> Ranges:
-    """Gives batch sizes that nobody asked for to the range before them."""
-    lasts = [following[0] - 1 for following in ranges[1:]] + [ranges[-1][1]]
-    merged: Ranges = []
-    for (first, _, drafts), last in zip(ranges, lasts, strict=True):
-        if merged and merged[-1][2] == drafts:
-            first = merged.pop()[0]
-        merged.append((first, last, drafts))
-    return merged
+    # Batch sizes that nobody asked for belong to the range before them.
+    lasts = [first - 1 for first, _ in begun[1:]] + [table.batch_sizes[-1]]
+    return [(first, last, drafts) for (first, drafts), last in zip(begun, lasts, strict=True)]
 
 
 def _estimate(

@@ -35,30 +35,22 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one tree is expected to do at one batch size.
-
-    Attributes:
-        expected_tokens: Tokens per request and step, bonus token included.
-        speedup: Against plain decoding at the same batch size.
-        extrapolated: Whether a time was read outside the measured range.
-    """
+    """What one tree is expected to do at one batch size."""
 
     batch_size: int
-    expected_tokens: float
+    expected_tokens: float  # tokens per request and step, bonus token included
     seconds: float
     tokens_per_second: float
-    speedup: float
-    extrapolated: bool
+    speedup: float  # against plain decoding at the same batch size
+    extrapolated: bool  # whether a time was read outside the measured range
 
 
 class CostModel:
     """The times of a profile at any number of tokens and any batch size.
 
-    Between measured points times are interpolated linearly, first over tokens and then over batch
-    sizes. They never fall when tokens are added. So noise in a measurement cannot make a larger
-    tree look faster. Outside the measured range times are extrapolated, and `extrapolates` says so.
-    Above the largest token count the last slope goes on. Outside the batch sizes the tokens of the
-    whole batch count.
+    Times are interpolated linearly over tokens, then over batch sizes. They never fall when tokens
+    are added, so noise cannot make a larger tree look faster. `extrapolates` tells what lies
+    outside. There the last slope goes on, and for other batch sizes the whole batch's tokens count.
     """
 
     def __init__(self, profile: Profile, context_length: int | None = None) -> None:
@@ -95,9 +87,7 @@ class CostModel:
         return self._target.seconds(tokens, batch_size)
 
     def draft_seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
-        """One level of ``tokens`` nodes of each request; any shape. Heads that draft in one pass
-        only draw here.
-        """
+        """One level of ``tokens`` nodes of each request; any shape. One-pass heads only draw."""
         return self._draft.seconds(tokens, batch_size)
 
     def first_draft_seconds(
@@ -170,16 +160,12 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Every prefix of a stored tree at once.
+    """Every prefix of a stored tree at once."""
 
-    Attributes:
-        expected_tokens: float64 ``[size]``; entry n - 1 is the first n nodes'.
-        widths: int64 ``[size, depth]``: the draft's rows at each level. Entry [n - 1, d - 1] is
-            the number of nodes at depth d >= 1 that have children among the first n nodes.
-    """
-
-    expected_tokens: Floats
+    expected_tokens: Floats  # float64 ``[size]``; entry n - 1 is the first n nodes'
     widths: NDArray[np.int64]
+    """int64 ``[size, depth]``: the draft's rows at each level. Entry [n - 1, d - 1] is the number
+    of nodes at depth d >= 1 that have children among the first n nodes."""
 
     @cached_property
     def depths(self) -> NDArray[np.int64]:

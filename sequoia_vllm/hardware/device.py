@@ -16,7 +16,8 @@ from pydantic import Field
 
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.streaming import LinkName
-from sequoia_vllm.json_file import FileModel, read_model
+from sequoia_vllm.json_file import FileModel
+from sequoia_vllm.json_input import read_json
 
 _FILE = Path(__file__).with_name("devices.json")
 X86_CPU = "x86-cpu"
@@ -59,9 +60,8 @@ class DeviceSpec(FileModel):
     def memory_bytes(self) -> float:
         """Memory in bytes.
 
-        Memory chips come in powers of two. Drivers report 79.6 GiB of an "80 GB" H100 and 24.0
-        GiB of a "24 GB" RTX 4090. Error correction takes up to 6 % on cards with GDDR6 (L4,
-        L40S), which is not subtracted.
+        Memory chips come in powers of two: drivers report 79.6 GiB of an "80 GB" H100. Error
+        correction takes up to 6 % on cards with GDDR6 (L4, L40S), which is not subtracted.
         """
         return self.memory_gb * 2**30
 
@@ -81,33 +81,22 @@ class KnownDevice(DeviceSpec):
         return DeviceSpec(**self.model_dump(exclude={"match", "library", "host_link"}))
 
 
-class _DeviceFile(FileModel):
-    about: str
-    devices: list[KnownDevice]
-
-
 @dataclass(frozen=True)
 class Device:
-    """What is known about the device with a given driver name.
-
-    Attributes:
-        id: Our id; None when the name is not in the table.
-        spec: Datasheet values (of the slice, for a MIG slice); None for CPUs
-            and unknown devices.
-        mig: The MIG profile ("3g.40gb"), if it is a slice.
-    """
+    """What is known about the device with a given driver name."""
 
     name: str
-    id: str | None
+    id: str | None  # our id; None when the name is not in the table
     spec: DeviceSpec | None
-    mig: str | None = None
+    """Datasheet values (of the slice, for a MIG slice); None for CPUs and unknown devices."""
+    mig: str | None = None  # the MIG profile ("3g.40gb"), if it is a slice
 
 
 @cache
 def known_devices() -> dict[str, KnownDevice]:
     """The device table, by id."""
-    table = read_model(_FILE, _DeviceFile, "device", DeviceError)
-    return {device.id: device for device in table.devices}
+    table = read_json(_FILE, "device", DeviceError)["devices"]
+    return {device["id"]: KnownDevice.model_validate(device) for device in table}
 
 
 def normalize(name: str) -> str:
@@ -132,19 +121,18 @@ def identify(name: str) -> Device:
             "the device name is empty: give the name the driver reports "
             '("NVIDIA H200"; for a CPU its model name, or "cpu")'
         )
-    full, slice_gpus, slice_gb = _split_mig(name)
-    words = normalize(full)
+    part = re.search(r"\bMIG\s+(\d)g\.(\d+)gb\S*", name, flags=re.IGNORECASE)
+    words = normalize(name[: part.start()] if part else name)
     for device in known_devices().values():
         if words == device.id.replace("-", " ") or any(
             re.fullmatch(pattern, words) for pattern in device.match
         ):
-            if slice_gpus is None:
+            if part is None:
                 return Device(name, device.id, device.spec())
-            mig = f"{slice_gpus}g.{slice_gb}gb"
-            return Device(name, device.id, _slice(device.spec(), slice_gpus, slice_gb, mig), mig)
-    if _is_x86_cpu(words):
-        return Device(name, X86_CPU, None)
-    return Device(name, None, None)
+            gpus, gigabytes = int(part[1]), int(part[2])
+            mig = f"{gpus}g.{gigabytes}gb"
+            return Device(name, device.id, _slice(device.spec(), gpus, gigabytes, mig), mig)
+    return Device(name, X86_CPU if _is_x86_cpu(words) else None, None)
 
 
 def current_cpu_name() -> str:
@@ -174,15 +162,11 @@ def this_device_name() -> str:
 
 
 def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:
-    """The candidate most like the device, and why.
+    """The candidate most like the device, and why in words.
 
-    The best tree depends on operations per byte: from some size on scoring more tokens costs more
-    time. It also depends on bandwidth: the faster the target is, the more the launches of a draft
-    level count. Both are compared as ratios. A device that is not known gets the candidate with the
-    fewest operations per byte: the smallest, safest trees.
-
-    Returns:
-        Candidate id and the reason in words.
+    The best tree depends on operations per byte and on bandwidth, which are compared as ratios. A
+    device that is not known gets the candidate with the fewest operations per byte: the smallest,
+    safest trees.
     """
     if spec is None:
         cautious = min(candidates, key=lambda id_: (candidates[id_].ridge, id_))
@@ -202,13 +186,6 @@ def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tu
         f"{best} is the nearest by roofline ({spec.ridge:.4g} against {other.ridge:.4g} operations "
         f"per byte, {spec.bandwidth_gb_s:.4g} against {other.bandwidth_gb_s:.4g} GB/s)"
     )
-
-
-def _split_mig(name: str) -> tuple[str, int | None, int]:
-    found = re.search(r"\bMIG\s+(\d)g\.(\d+)gb\S*", name, flags=re.IGNORECASE)
-    if found is None:
-        return name, None, 0
-    return name[: found.start()], int(found[1]), int(found[2])
 
 
 def _slice(spec: DeviceSpec, gpus: int, memory_gb: int, mig: str) -> DeviceSpec:

@@ -26,7 +26,7 @@ class Family(FileModel):
     family: str
     architectures: tuple[str, ...] = Field(description="vLLM's classes, as config.json names them.")
     models: tuple[str, ...] = Field(description="Names on the Hub, with * for what may follow.")
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default={})
     """What else of config.json tells the kind of model."""
     proved: tuple[Literal["H100", "rehearsed", "interpreted", "tiny model"], str] | None = None
     """How it was seen to run, and the file that shows it."""
@@ -59,15 +59,10 @@ class Family(FileModel):
 
 
 class FamilyFile(FileModel):
-    """All rows.
+    """All rows."""
 
-    Attributes:
-        verified: Date on which tests last compared them with vLLM's classes.
-        vllm: Its version then.
-    """
-
-    verified: str
-    vllm: str
+    verified: str  # date on which tests last compared them with vLLM's classes
+    vllm: str  # its version then
     families: tuple[Family, ...]
 
 

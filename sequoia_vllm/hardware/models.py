@@ -273,21 +273,15 @@ class ModelShape(FileModel):
 
 @dataclass(frozen=True)
 class PairShapes:
-    """Sizes of two models by their configurations, and where the target's weights lie.
+    """Sizes of two models by their configurations, and where the target's weights lie."""
 
-    Attributes:
-        target, draft: None: not to be had.
-        problem: Why one of them is None, or ``streamed`` is not known.
-        head: The kind of head that the draft is; None: it is a model.
-        streamed: Weights of the target outside the devices' memory. None: there are none, or their
-            number is not known (`PairKey.offloading` tells which).
-    """
-
-    target: ModelShape | None
+    target: ModelShape | None  # None: not to be had
     draft: ModelShape | None
-    problem: str | None = None
+    problem: str | None = None  # why one of them is None, or ``streamed`` is not known
     streamed: StreamedWeights | None = None
-    head: DrafterKind | None = None
+    """Weights of the target outside the devices' memory. None: there are none, or their number is
+    not known (`PairKey.offloading` tells which)."""
+    head: DrafterKind | None = None  # the kind of head that the draft is; None: it is a model
 
     @property
     def quantized(self) -> bool:
@@ -302,7 +296,7 @@ class ModelClass(FileModel):
     id: str = Field(min_length=1, description="<target size>-<draft size>.")
     target: ModelShape
     draft: ModelShape
-    devices: list[str] = []
+    devices: list[str] = Field(default=[])
     """Devices that the library has trees for with the target offloaded."""
 
 

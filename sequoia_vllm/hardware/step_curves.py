@@ -17,7 +17,7 @@ interquartile range of all rounds.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -31,35 +31,25 @@ _DIGITS = 7  # a tenth of a microsecond
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of an engine; times in seconds.
-
-    Attributes:
-        requests: Requests in it.
-        fewest, most: Tokens of the request that has fewest, and most, in it.
-        target: The target's forward passes, LM head included.
-        decoding: Whether none of its requests read its prompt.
-        sampling: From the target's logits to what is emitted; in a Sequoia engine
-            all of verification and commit.
-        verify: Walking the trees; 0 in a plain engine of Model Runner V1.
-        commit: Moving accepted keys and values; 0 in a plain engine.
-        drawing: The part of it outside the draft's forward passes, where that can be told.
-        passes: The draft's forward passes: (tokens of all requests, seconds).
-            The first is over what the last step committed, each other one over
-            one level of the trees.
-    """
+    """One step of an engine; times in seconds."""
 
     start: float
-    requests: int
-    fewest: int
-    most: int
-    target: float
-    decoding: bool = True
+    requests: int  # requests in it
+    fewest: int  # tokens of the request that has fewest
+    most: int  # tokens of the request that has most
+    target: float  # the target's forward passes, LM head included
+    decoding: bool = True  # whether none of its requests read its prompt
     sampling: float = 0.0
-    verify: float = 0.0
-    commit: float = 0.0
+    """From the target's logits to what is emitted; in a Sequoia engine all of verification and
+    commit."""
+    verify: float = 0.0  # walking the trees; 0 in a plain engine of Model Runner V1
+    commit: float = 0.0  # moving accepted keys and values; 0 in a plain engine
     drafting: float = 0.0
     drawing: float = 0.0
+    """The part of drafting outside the draft's forward passes, where that can be told."""
     passes: Sequence[tuple[int, float]] = ()
+    """The draft's forward passes: (tokens of all requests, seconds). The first is over what the
+    last step committed, each other one over one level of the trees."""
 
     def levels(self) -> list[tuple[float, float]]:
         """Each pass as (tokens per request, seconds), drawing children included.
@@ -84,36 +74,25 @@ Rounds = list[list[TimedStep]]
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """What was measured at one batch size and context length.
-
-    Attributes:
-        context_length: Tokens of each in the middle of its completion.
-        plain: Steps of a plain engine, by round.
-        trees: Steps of a Sequoia engine, by tree size (root included) and round.
-    """
+    """What was measured at one batch size and context length."""
 
     batch_size: int
-    context_length: int
-    plain: Rounds
-    trees: dict[int, Rounds]
+    context_length: int  # tokens of each in the middle of its completion
+    plain: Rounds  # steps of a plain engine, by round
+    trees: dict[int, Rounds]  # steps of a Sequoia engine, by tree size (root included) and round
 
 
 @dataclass(frozen=True)
 class BatchCurves:
-    """A profile's entries for one batch size and context length.
-
-    Attributes:
-        target, draft, verification, overhead: The entries.
-        step_seconds: Measured time of a whole step, by tree size; 1: plain.
-        forward_seconds: The part of it that the target's forward pass and LM head take.
-    """
+    """A profile's entries for one batch size and context length."""
 
     target: Curve
     draft: Curve
     verification: Curve
     overhead: Overhead
-    step_seconds: dict[int, float]
+    step_seconds: dict[int, float]  # measured time of a whole step, by tree size; 1: plain
     forward_seconds: dict[int, float]
+    """The part of a step that the target's forward pass and LM head take."""
 
 
 def measuring_tree(size: int) -> TokenTree:
@@ -174,35 +153,46 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
     levels = _level_times(times, first_pass)
     plain = middle_round(times.plain)
     middle = {size: middle_round(rounds) for size, rounds in sorted(times.trees.items())}
-    forward = _medians({1: plain, **middle}, lambda timed: timed.step.target)
-    step = _medians({1: plain, **middle}, lambda timed: timed.seconds)
-    verify = _medians(middle, lambda timed: timed.step.verify)
-    rest = _medians(
+
+    def medians(
+        by_size: dict[int, list[TimedStep]], value: Callable[[TimedStep], float]
+    ) -> dict[int, float]:
+        return {size: _median(map(value, steps)) for size, steps in by_size.items()}
+
+    forward = medians({1: plain, **middle}, lambda timed: timed.step.target)
+    step = medians({1: plain, **middle}, lambda timed: timed.seconds)
+    verify = medians(middle, lambda timed: timed.step.verify)
+    rest = medians(
         middle, lambda timed: timed.seconds - levels.seconds_of(timed.step) - timed.step.verify
     )
+    commits = [timed.step.commit for steps in middle.values() for timed in steps]
     tree_seconds = max(0.0, min(rest[size] - forward[size] for size in rest))
     target = {1: forward[1]} | {size: value - tree_seconds for size, value in rest.items()}
+    every = {size: [*chain.from_iterable(rounds)] for size, rounds in times.trees.items()}
     place = {"batch_size": times.batch_size, "context_length": times.context_length}
     return BatchCurves(
         target=Curve(
             **place,
             tokens=list(target),
             seconds=[_positive(value) for value in target.values()],
-            spread=[_spread(times.plain, lambda timed: timed.step.target)]
-            + [_spread(times.trees[size], lambda timed: timed.seconds) for size in middle],
+            spread=[
+                _range_of([timed.step.target for steps in times.plain for timed in steps]),
+                *(_range_of([timed.seconds for timed in every[size]]) for size in middle),
+            ],
         ),
         draft=Curve(**place, tokens=levels.widths, seconds=levels.seconds, spread=levels.spreads),
         verification=Curve(
             **place,
             tokens=list(verify),
             seconds=[_positive(value) for value in verify.values()],
-            spread=[_spread(times.trees[size], lambda timed: timed.step.verify) for size in middle],
+            spread=[_range_of([timed.step.verify for timed in every[size]]) for size in middle],
         ),
         overhead=Overhead(
             **place,
             plain_seconds=round(step[1] - forward[1], _DIGITS),
             tree_seconds=round(tree_seconds, _DIGITS),
-            commit_seconds=round(_commit_seconds(middle), _DIGITS),
+            # Of those that move something; chains need no move.
+            commit_seconds=round(_median([one for one in commits if one > 0] or [0.0]), _DIGITS),
         ),
         step_seconds={size: round(value, _DIGITS) for size, value in step.items()},
         forward_seconds={size: round(value, _DIGITS) for size, value in forward.items()},
@@ -260,28 +250,12 @@ def _level_times(times: BatchTimes, first_pass: int) -> _Levels:
     )
 
 
-def _medians(
-    by_size: Mapping[int, list[TimedStep]], value: Callable[[TimedStep], float]
-) -> dict[int, float]:
-    return {size: _median(map(value, steps)) for size, steps in by_size.items()}
-
-
-def _commit_seconds(by_size: Mapping[int, list[TimedStep]]) -> float:
-    """Median seconds of commits that move something; chains need no move."""
-    commits = [timed.step.commit for steps in by_size.values() for timed in steps]
-    return _median([seconds for seconds in commits if seconds > 0] or [0.0])
-
-
 def _positive(seconds: float) -> float:
     return max(round(seconds, _DIGITS), 10.0**-_DIGITS)
 
 
 def _median(values: Iterable[float]) -> float:
     return float(np.median(list(values)))
-
-
-def _spread(rounds: Rounds, value: Callable[[TimedStep], float]) -> float:
-    return _range_of([value(timed) for steps in rounds for timed in steps])
 
 
 def _range_of(values: Sequence[float]) -> float:

@@ -21,14 +21,10 @@ LinkName = Literal["pcie3", "pcie4", "pcie5", "nvlink-c2c"]
 
 @dataclass(frozen=True)
 class Link:
-    """A way from the host's memory to a device's.
-
-    Attributes:
-        achieved_gb_s: Measured rate of copies from pinned memory, 10^9 bytes/s.
-    """
+    """A way from the host's memory to a device's."""
 
     name: str
-    achieved_gb_s: float
+    achieved_gb_s: float  # measured rate of copies from pinned memory, 10^9 bytes/s
 
     @property
     def bytes_per_second(self) -> float:

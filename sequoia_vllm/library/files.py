@@ -30,12 +30,12 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Table = list[Probability] | list[list[Probability]]
 
 
-def _read_tree(value: Any) -> Any:
-    return value if isinstance(value, TokenTree) else TokenTree.from_dict(value)
-
-
 StoredTree = Annotated[
-    InstanceOf[TokenTree], BeforeValidator(_read_tree), PlainSerializer(TokenTree.to_dict)
+    InstanceOf[TokenTree],
+    BeforeValidator(
+        lambda tree: tree if isinstance(tree, TokenTree) else TokenTree.from_dict(tree)
+    ),
+    PlainSerializer(TokenTree.to_dict),
 ]
 """A token tree inside another file."""
 
@@ -110,9 +110,13 @@ class AcceptanceFile(FileModel):
 
     @model_validator(mode="after")
     def _same_shape(self) -> AcceptanceFile:
+
+        def shape(values: list[Any]) -> list[int]:
+            return [len(row) if isinstance(row, list) else 0 for row in values]
+
         for name in ("trials", "low", "high"):
             values = getattr(self, name)
-            if values is not None and _shape(values) != _shape(self.acceptance):
+            if values is not None and shape(values) != shape(self.acceptance):
                 raise ValueError(f"{name} must have the shape of acceptance")
         if self.source == "measured" and not (self.target and self.draft):
             raise ValueError("a measured vector must name its target and its draft")
@@ -218,9 +222,3 @@ class UserTree(FileModel):
     )
     device: str = Field(min_length=1, description="Device name as the driver gives it.")
     entry: TreeEntry
-
-
-def _shape(values: list[Any]) -> tuple[int, ...]:
-    if values and isinstance(values[0], list):
-        return len(values), *(len(row) for row in values)
-    return (len(values),)

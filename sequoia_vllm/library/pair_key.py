@@ -16,23 +16,17 @@ _WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class PairKey:
-    """A target and its draft on one device, as an engine looks their tree up.
+    """A target and its draft on one device, as an engine looks their tree up."""
 
-    Attributes:
-        device: Name that the driver gives ("NVIDIA H200"); of a CPU its model
-            name, or "cpu".
-        dtype: vLLM's, resolved: never "auto".
-        offloading: One word for how much of the target lies outside the devices' memory, and how it
-            is read; None: nothing does. Trees, times and learned acceptance with such weights are
-            kept apart from those without.
-    """
-
-    device: str
+    device: str  # name that the driver gives ("NVIDIA H200"); of a CPU its model name, or "cpu"
     target: str
     draft: str
-    dtype: str
+    dtype: str  # vLLM's, resolved: never "auto"
     tensor_parallel_size: int = 1
     offloading: str | None = None
+    """One word for how much of the target lies outside the devices' memory, and how it is read;
+    None: nothing does. Trees, times and learned acceptance with such weights are kept apart from
+    those without."""
 
     @property
     def file_name(self) -> str:

@@ -10,7 +10,13 @@ from functools import cache
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.hardware.choose import Schedule, choose_schedule
 from sequoia_vllm.hardware.device import Device, DeviceSpec
-from sequoia_vllm.hardware.models import PairShapes, model_classes, parameters_from_name, size_name
+from sequoia_vllm.hardware.models import (
+    ModelShape,
+    PairShapes,
+    model_classes,
+    parameters_from_name,
+    size_name,
+)
 from sequoia_vllm.hardware.roofline import largest_tree, roofline_profile
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.json_file import dump_json
@@ -37,15 +43,14 @@ def make_entry(
     schedule: Schedule,
 ) -> TreeEntry:
     """Puts a chosen tree, and what it was chosen from, into one entry."""
+    names = (
+        "target", "draft", "target_parameters", "draft_parameters", "dtype",
+        "tensor_parallel_size", "streamed",
+    )  # fmt: skip
     return TreeEntry(
         name=name,
         model_class=model_class,
-        target=profile.target,
-        draft=profile.draft,
-        target_parameters=profile.target_parameters,
-        draft_parameters=profile.draft_parameters,
-        dtype=profile.dtype,
-        tensor_parallel_size=profile.tensor_parallel_size,
+        **{name: getattr(profile, name) for name in names},
         acceptance_class=vector.name,
         acceptance_source=vector.source,
         acceptance_target=vector.target,
@@ -53,7 +58,6 @@ def make_entry(
         temperature=vector.temperature,
         acceptance=vector.acceptance,
         profile=reference,
-        streamed=profile.streamed,
         tree=schedule.tree,
         schedule=schedule.ranges,
         estimates=schedule.estimates,
@@ -85,10 +89,8 @@ def fastest_schedule(profile: Profile, vector: AcceptanceFile) -> Schedule:
 
 def model_class_of(profile: Profile) -> str:
     """Returns the model class of a measured profile; a new name if its models are in none."""
-    for name, model_class in model_classes().items():
-        if (model_class.target.name, model_class.draft.name) == (profile.target, profile.draft):
-            return name
-    return size_class(profile)
+    pairs = {(one.target.name, one.draft.name): name for name, one in model_classes().items()}
+    return pairs.get((profile.target, profile.draft)) or size_class(profile)
 
 
 def size_class(profile: Profile) -> str:
@@ -219,16 +221,15 @@ def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | Non
     The name of a head has its target's number.
     """
 
-    def named(model: str) -> float | None:
+    known = shapes or PairShapes(None, None)
+
+    def size(shape: ModelShape | None, model: str) -> float | None:
+        if shape is not None:
+            return shape.parameters
         return None if is_local(model) else parameters_from_name(model)
 
-    target = shapes.target if shapes else None
-    draft = shapes.draft if shapes else None
-    draft_named = None if shapes is not None and shapes.head else named(pair.draft)
-    return (
-        target.parameters if target else named(pair.target),
-        draft.parameters if draft else draft_named,
-    )
+    draft = None if known.head and known.draft is None else size(known.draft, pair.draft)
+    return size(known.target, pair.target), draft
 
 
 def computed_entry(
@@ -255,27 +256,18 @@ def computed_entry(
         profile = roofline_profile(spec, target, draft, pair.dtype, devices, streamed=streamed)
     except ValueError as error:
         raise LibraryError(str(error)) from error
-    sizes = size_class(profile) + ("" if pair.offloading is None else OFFLOADED)
-    entry = make_entry(
-        f"computed/{device}/{sizes}/{vector.name}",
-        sizes,
-        profile,
-        profile_reference(profile),
-        vector,
-        fastest_schedule(profile, vector),
-    )
+    model_class = size_class(profile) + ("" if pair.offloading is None else OFFLOADED)
+    name = f"computed/{device}/{model_class}/{vector.name}"
+    schedule = fastest_schedule(profile, vector)
+    reference = profile_reference(profile)
+    entry = make_entry(name, model_class, profile, reference, vector, schedule)
     how = f"{pair.dtype}, TP size {devices}"
     if shapes.quantized:
         how += ", quantized weights"
     if streamed is not None:
         size = streamed.bytes_per_pass / 1e9
         how += f", {size:.1f} GB of weights read in each pass: {streamed.source}"
-    return entry, f"computed for {_size_names(shapes)} ({how})"
-
-
-def _size_names(shapes: PairShapes) -> str:
-    """Sizes of a pair in words."""
-    sizes = (shape.parameters if shape else None for shape in (shapes.target, shapes.draft))
-    target, draft = map(size_name, sizes)
     kind = drafter(shapes.head).name if shapes.head else "a draft"
-    return f"a target of {target} and {kind} of {draft} parameters"
+    sizes = size_name(target.parameters), size_name(draft.parameters)
+    pair_in_words = f"a target of {sizes[0]} and {kind} of {sizes[1]} parameters"
+    return entry, f"computed for {pair_in_words} ({how})"

@@ -5,6 +5,7 @@ file per device type. Trees of the user's own, written by the tune command, lie
 in `user_directory` and take precedence.
 """
 
+import difflib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import TypeVar
 from sequoia_vllm.hardware.device import X86_CPU, Device, identify, nearest
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.library.files import (
     AcceptanceFile,
     LibraryError,
@@ -50,15 +50,15 @@ def shipped_directory() -> Path:
     """Where the shipped trees lie: inside the package, or beside it in a checkout.
 
     Raises:
-        LibraryError: If they are in neither place.
+        LibraryError: They are in neither place.
     """
     package = Path(__file__).parents[1]
-    for directory in (package / "trees", package.parent / "trees"):
-        if (directory / "acceptance").is_dir():
-            return directory
+    places = [package / "trees", package.parent / "trees"]
+    if found := next((place for place in places if (place / "acceptance").is_dir()), None):
+        return found
+    neither = " nor ".join(map(str, places))
     raise LibraryError(
-        f"the tree library is missing: neither {package / 'trees'} nor "
-        f"{package.parent / 'trees'} is there; reinstall sequoia-vllm"
+        f"the tree library is missing: neither {neither} is there; reinstall sequoia-vllm"
     )
 
 
@@ -114,18 +114,26 @@ class TreeLibrary:
         Raises:
             LibraryError: If there is none; lists the nearest names.
         """
-        if name.startswith("user/"):
-            path = self._user_file(name.removeprefix("user/"))
-            if path is not None:
-                return UserTree.load(path).entry
-        device = name.split("/", 1)[0]
+        device, _, rest = name.partition("/")
+        own = self._own_tree(rest) if device == "user" else None
+        if own is not None:
+            return own[1]
         if device in self.devices():
             for entry in self.file(device).entries:
                 if entry.name == name:
                     return entry
-        raise LibraryError(self._unknown_name(name))
+        names = [entry.name for entry in self.entries()]
+        close = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        raise LibraryError(
+            f"no tree named {name!r} in the library{hint} (sequoia-vllm tree list shows all)"
+        )
 
-    # -- the user's own trees --------------------------------------------------
+    def _own_tree(self, name: str) -> tuple[Path, TreeEntry] | None:
+        """The file of this name with a tree of the user's, and the tree, if it is there."""
+        path = None if self.readable is None else self.readable / f"{name}.json"
+        found = path is not None and is_there(path)
+        return (path, UserTree.load(path).entry) if path is not None and found else None
 
     def save_user_tree(self, pair: PairKey, entry: TreeEntry) -> Path:
         """Stores a tuned tree so that `select` prefers it from now on.
@@ -133,37 +141,20 @@ class TreeLibrary:
         Raises:
             LibraryError: If it cannot be; names the fix.
         """
-        own = entry.model_copy(
-            update={
-                "name": f"user/{pair.file_name}",
-                "target": pair.target,
-                "draft": pair.draft,
-                "dtype": pair.dtype,
-                "tensor_parallel_size": pair.tensor_parallel_size,
-            }
-        )
-        tree = UserTree(device=pair.device, entry=own)
+        keys = ("target", "draft", "dtype", "tensor_parallel_size")
+        own = {"name": f"user/{pair.file_name}", **{key: getattr(pair, key) for key in keys}}
         make_writable(self.user)
         path = self.user / f"{pair.file_name}.json"
-        path.write_text(dump_json(tree.to_dict()), encoding="utf-8")
+        UserTree(device=pair.device, entry=entry.model_copy(update=own)).save(path)
         return path
 
     def measurements(self, pair: PairKey) -> TunedFiles:
-        """Where the tune command keeps what it measured for this key.
-
-        The files may not be there (`TunedFiles.exist`).
+        """Where the tune command keeps what it measured for this key, if it did.
 
         Raises:
-            LibraryError: If this user has no directory.
+            LibraryError: This user has no directory.
         """
         return TunedFiles(self.user / "measurements" / pair.file_name)
-
-    def _user_file(self, name: str) -> Path | None:
-        """The file of a user tree, if it is there."""
-        path = None if self.readable is None else self.readable / f"{name}.json"
-        return path if path is not None and is_there(path) else None
-
-    # -- choosing --------------------------------------------------------------
 
     def select(self, pair: PairKey, shapes: PairShapes | None = None) -> Selection:
         """The tree for this device, model pair and way of running.
@@ -188,9 +179,9 @@ class TreeLibrary:
             DeviceError: If the device name is empty.
             LibraryError: If there is no tree for this pair on this kind of device.
         """
-        path, kept = self._user_file(pair.file_name), self.readable
-        if path is not None:
-            return selection(UserTree.load(path).entry, [f"tuned here ({path})"])
+        kept = self.readable
+        if (own := self._own_tree(pair.file_name)) is not None:
+            return selection(own[1], [f"tuned here ({own[0]})"])
         device = identify(pair.device)
         file, on = self._file_for(device)
         profiles = sorted((self.shipped / "profiles").glob("*.json"))
@@ -265,14 +256,6 @@ class TreeLibrary:
             )
         best, why = nearest(device.spec, specs)
         return self.file(best), f"no trees for device {device.name!r}: {why}"
-
-    def _unknown_name(self, name: str) -> str:
-        import difflib
-
-        names = [entry.name for entry in self.entries()]
-        close = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
-        hint = f"; did you mean {', '.join(close)}?" if close else ""
-        return f"no tree named {name!r} in the library{hint} (sequoia-vllm tree list shows all)"
 
 
 def tuned_measurements(pair: PairKey) -> TunedFiles | None:

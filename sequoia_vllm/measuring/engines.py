@@ -33,11 +33,7 @@ _POLLING_SECONDS = 1.2
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Settings that all engines of one measurement share.
-
-    Attributes:
-        offload: How the target's layers are read from a disk (`OffloadSpec`); None: from memory.
-    """
+    """Settings that all engines of one measurement share."""
 
     target: str
     draft: str
@@ -47,6 +43,12 @@ class EngineSpec:
     enforce_eager: bool = False
     kv_cache_gib: float = 1.0
     offload: OffloadSpec | None = None
+    """How the target's layers are read from a disk (`OffloadSpec`); None: from memory."""
+
+    @property
+    def offloading(self) -> str | None:
+        """See `PairKey`."""
+        return None if self.offload is None else self.offload.name
 
     def for_vllm(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` without the draft, which is in ``speculative_config``."""

@@ -35,17 +35,12 @@ def paths_of(
 
 @dataclass(frozen=True, eq=False)
 class TreeCounts:
-    """Outcomes of verification over some steps with one tree.
+    """Outcomes of verification over some steps with one tree."""
 
-    Attributes:
-        depth, branch: The tree's edges to its deepest node, and its most children.
-        values: int64 ``[2 + depth + 1 + 2 * depth * branch]``; the properties
-            below are views of it.
-    """
-
-    depth: int
-    branch: int
+    depth: int  # the tree's, in edges
+    branch: int  # most children of a node
     values: NDArray[np.int64]
+    """int64 ``[2 + depth + 1 + 2 * depth * branch]``; the properties below are views of it."""
 
     @classmethod
     def zeros(cls, tree: TokenTree) -> TreeCounts:

@@ -20,17 +20,13 @@ class AcceptanceError(SequoiaError, ValueError):
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Positional acceptance probabilities (paper, Assumption 3.1 and appendix).
-
-    Attributes:
-        table: float64, shape ``[depths, branches]``, read-only. ``table[d, k]``
-            is the probability that, at an accepted node of depth d, the
-            verifier accepts *its child k* (from 0), whatever its siblings do;
-            rows sum to at most 1. One row means that depth does not matter;
-            depths beyond the last row use the last row.
-    """
+    """Positional acceptance probabilities (paper, Assumption 3.1 and appendix)."""
 
     table: NDArray[np.float64]
+    """float64, shape ``[depths, branches]``, read-only. ``table[d, k]`` is the probability that, at
+    an accepted node of depth d, the verifier accepts *its child k* (from 0), whatever its siblings
+    do; rows sum to at most 1. One row means that depth does not matter; depths beyond the last row
+    use the last row."""
 
     @classmethod
     def of(cls, values: Acceptance | ArrayLike) -> Acceptance:

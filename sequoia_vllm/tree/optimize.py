@@ -75,17 +75,13 @@ def optimize_tree(
 
 @dataclass(frozen=True)
 class Frontier:
-    """Every optimal tree up to a size and a depth, from one run of the DP.
+    """Every optimal tree up to a size and a depth, from one run of the DP."""
 
-    Attributes:
-        acceptance: The vector it is optimal for.
-        expected_tokens: float64, shape ``[max_size + 1, max_depth + 1]``: ``G[n, d]`` is the
-            best expectation of a tree of at most n nodes, root included, and at most d edges
-            deep. Row 0 is 0 (no tree); ``G[n, 0]`` is 1 (root only).
-    """
-
-    acceptance: Acceptance
+    acceptance: Acceptance  # the vector it is optimal for
     expected_tokens: NDArray[np.float64]
+    """float64, shape ``[max_size + 1, max_depth + 1]``: ``G[n, d]`` is the best expectation of a
+    tree of at most n nodes, root included, and at most d edges deep. Row 0 is 0 (no tree); ``G[n,
+    0]`` is 1 (root only)."""
     _states: _States
     _table: _Table
     _made: dict[tuple[int, int], TokenTree] = field(default_factory=dict)
@@ -135,17 +131,11 @@ class Frontier:
 
 @dataclass(frozen=True)
 class _States:
-    """What a node's subtree may look like.
+    """What a node's subtree may look like."""
 
-    Attributes:
-        p: float64 ``[S, B]``, acceptance of a node's children in state s.
-        next: int64 ``[S]``, the state of those children; S means "a leaf".
-        roots: int64, states a whole tree may start in, shallowest budget first.
-    """
-
-    p: NDArray[np.float64]
-    next: NDArray[np.int64]
-    roots: NDArray[np.int64]
+    p: NDArray[np.float64]  # float64 ``[S, B]``, acceptance of a node's children in state s
+    next: NDArray[np.int64]  # int64 ``[S]``, the state of those children; S means "a leaf"
+    roots: NDArray[np.int64]  # int64, states a whole tree may start in, shallowest budget first
 
 
 def _unlimited_depth(acceptance: Acceptance, size: int, max_branch: int | None) -> _States:
@@ -187,19 +177,15 @@ def _all_depths(acceptance: Acceptance, max_depth: int, max_branch: int | None) 
 
 @dataclass(frozen=True)
 class _Table:
-    """What `_solve` found.
-
-    Attributes:
-        gain: ``[S + 1, size + 1]``, best value of exactly n nodes; -inf where
-            the limits leave no room; the last row is the leaf.
-        branch: ``[S, B, size - 1]``, p[s, b] * gain[next(s), m] at index m - 1.
-        forest: ``[S, B + 1, size]``, see the module; n nodes at index
-            size - 1 - n, so that the sums below read both tables forwards.
-    """
+    """What `_solve` found."""
 
     gain: NDArray[np.float64]
-    branch: NDArray[np.float64]
+    """``[S + 1, size + 1]``, best value of exactly n nodes; -inf where the limits leave no room;
+    the last row is the leaf."""
+    branch: NDArray[np.float64]  # ``[S, B, size - 1]``, p[s, b] * gain[next(s), m] at index m - 1
     forest: NDArray[np.float64]
+    """``[S, B + 1, size]``, see the module; n nodes at index size - 1 - n, so that the sums below
+    read both tables forwards."""
 
 
 def _solve(states: _States, size: int, progress: Progress | None = None) -> _Table:

@@ -15,19 +15,16 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Matching:
-    """How token numbers of target and draft belong together.
-
-    Attributes:
-        drawn: int64 ``[Vt]``: the draft's token that means the same as each of the
-            target's; -1: none does, and the target's token is never drafted.
-        read: int64 ``[Vt]``: the draft's token that stands for each of the target's
-            where the draft reads it; None: the one with its number.
-        also: int64 ``[E, 2]``: (a draft's token in ``drawn``, another that means the same).
-    """
+    """How token numbers of target and draft belong together."""
 
     drawn: NDArray[np.int64]
+    """int64 ``[Vt]``: the draft's token that means the same as each of the target's; -1: none does,
+    and the target's token is never drafted."""
     read: NDArray[np.int64] | None
+    """int64 ``[Vt]``: the draft's token that stands for each of the target's where the draft reads
+    it; None: the one with its number."""
     also: NDArray[np.int64]
+    """int64 ``[E, 2]``: (a draft's token in ``drawn``, another that means the same)."""
 
     @classmethod
     def of_same_numbers(cls, size: int) -> Matching:

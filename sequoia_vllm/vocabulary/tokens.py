@@ -24,23 +24,19 @@ _BYTE_LEVEL_SHARE = 0.99
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of one model's tokenizer.
-
-    Attributes:
-        texts: What each token that stands for text stands for, by number; see `token_texts`.
-        byte_pieces: The ones that stand for a byte, which no other token has as a rule:
-            "<0x0A>".
-        controls: Names of those that stand for no text, as "<s>".
-        end, begin, unknown: Numbers of the tokens that end and begin a sequence, and of the one
-            for what cannot be spelled.
-    """
+    """The tokens of one model's tokenizer."""
 
     texts: Mapping[int, bytes]
+    """What each token that stands for text stands for, by number; see `token_texts`."""
     byte_pieces: frozenset[int] = frozenset()
+    """The ones that stand for a byte, which no other token has as a rule: "<0x0A>"."""
     controls: Mapping[int, str] = field(default_factory=dict)
+    """Names of those that stand for no text, as "<s>"."""
     end: int | None = None
     begin: int | None = None
     unknown: int | None = None
+    """`end` and `begin` and `unknown`: Numbers of the tokens that end and begin a sequence, and of
+    the one for what cannot be spelled."""
 
     def within(self, size: int) -> Vocabulary:
         """Without the tokens from this number on: the model has no rows for them."""

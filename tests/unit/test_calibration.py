@@ -140,7 +140,7 @@ def finish_all(workload: Workload, most: int = 100) -> list[tuple[int, int]]:
     ran = []
     while len(ran) < most and (completion := workload.next()):
         ran.append((completion.prompt, len(completion.tokens)))
-        made = range(100, 100 + workload.tokens_left(completion))
+        made = range(100, 100 + workload.max_tokens - len(completion.before))
         workload.update(completion, list(made), ended=completion.prompt == 1)
     return ran
 
@@ -176,7 +176,7 @@ def test_a_greedy_workload_goes_on_from_its_state():
     )  # fmt: skip
     order = [again.next() for _ in range(2)]
     assert [completion.tokens for completion in order] == [[2, 5], [4]]
-    assert [again.tokens_left(completion) for completion in order] == [3, 4]
+    assert [again.max_tokens - len(completion.before) for completion in order] == [3, 4]
     assert again.next() is None
 
 

@@ -9,7 +9,6 @@ Unequal trees would be scored as if they were one.
 
 import platform
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 from zlib import crc32
 
@@ -20,6 +19,7 @@ from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.common.draft_schedule import scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.compat.versions import vllm_version
+from sequoia_vllm.hardware.budget import in_ranges
 
 
 def current_versions() -> dict[str, str]:
@@ -76,10 +76,10 @@ def decisions(vllm_config: Any) -> dict[str, str]:
     if not SequoiaSettings.enabled(vllm_config):
         return {"tree": "none"}
     settings = SequoiaSettings.of(vllm_config)
-    tree = settings.tree
+    tree, schedule = settings.tree, in_ranges(scheduled_drafts(vllm_config))
     return {
         "tree": f"{tree.size} nodes, depth {tree.depth}, checksum {tree.checksum:08x}",
-        "drafts by batch size": _in_ranges(scheduled_drafts(vllm_config)),
+        "drafts by batch size": ", ".join(f"{first} to {last}: {n}" for first, last, n in schedule),
         "verification": settings.verification,
         "drafter": settings.drafter,
         "draft with another vocabulary": "yes" if settings.maps_vocabulary else "no",
@@ -88,15 +88,6 @@ def decisions(vllm_config: Any) -> dict[str, str]:
         "retrieval": "yes" if settings.retrieval else "no",
         "adapts": "no" if settings.adapts_as is None else "yes",
     }
-
-
-def _in_ranges(drafts: Sequence[int]) -> str:
-    """Numbers of drafts by ranges of batch sizes, for a message: "1 to 4: 8, 5 to 9: 0"."""
-    ranges, last = [], 0
-    for count, sizes in groupby(drafts):
-        first, last = last + 1, last + len(list(sizes))
-        ranges.append(f"{first} to {last}: {count}")
-    return ", ".join(ranges)
 
 
 def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:

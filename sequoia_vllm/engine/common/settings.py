@@ -27,36 +27,25 @@ _to_be_tagged: ContextVar[bool] = ContextVar("_to_be_tagged", default=False)
 
 @dataclass(frozen=True)
 class SequoiaSettings:
-    """The resolved settings of one engine.
+    """The resolved settings of one engine."""
 
-    Attributes:
-        tree: The tree that every request drafts a prefix of.
-        tree_source: Where it came from, for the log.
-        chosen_for: The device that it was chosen for; None: it does not depend on one.
-        versions: Plugin's and vLLM's versions where the engine was configured.
-        context_attention, retrieval, verification: See `SequoiaConfig`.
-        adapts_as: Name of the file that keeps what the engine learns of how much to draft; None:
-            it drafts as configured.
-        expected_speedup: Against plain decoding at batch size 1; None: not known.
-        drafter: What trees are grown with.
-        maps_vocabulary: Whether the draft has other tokens than the target.
-        draft_tokens: The target's tokens that the draft computes logits of; None: all.
-        keeps: Whether it can write in the user's directory for its next start.
-    """
-
-    tree: TokenTree
-    tree_source: str
-    chosen_for: str | None
-    versions: dict[str, str]
+    tree: TokenTree  # the tree that every request drafts a prefix of
+    tree_source: str  # where it came from, for the log
+    chosen_for: str | None  # the device that it was chosen for; None: it does not depend on one
+    versions: dict[str, str]  # plugin's and vLLM's versions where the engine was configured
     context_attention: ContextAttention = "triton"
     retrieval: bool = True
     verification: str = DEFAULT_METHOD
+    """See `SequoiaConfig` for this and the two before it."""
     adapts_as: str | None = None
-    expected_speedup: float | None = None
-    drafter: DrafterKind = "model"
-    maps_vocabulary: bool = False
+    """Name of the file that keeps what the engine learns of how much to draft; None: it drafts as
+    configured."""
+    expected_speedup: float | None = None  # against plain decoding at batch size 1; None: not known
+    drafter: DrafterKind = "model"  # what trees are grown with
+    maps_vocabulary: bool = False  # whether the draft has other tokens than the target
     draft_tokens: list[int] | None = None
-    keeps: bool = True
+    """The target's tokens that the draft computes logits of; None: all."""
+    keeps: bool = True  # whether it can write in the user's directory for its next start
 
     @staticmethod
     def enabled(vllm_config: Any) -> bool:

@@ -25,47 +25,33 @@ _OUTCOME = "sequoia_outcome"  # set on a step's ModelRunnerOutput
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a worker says of a step.
+    """What a worker says of a step."""
 
-    Attributes:
-        paths: Verified trees, for `TreeCounts.from_bytes`.
-        limit: Most drafts to schedule per request while a measuring tool, or a draft that failed,
-            limits them.
-        has_failed: Whether the draft has.
-        drafts: vLLM's `DraftTokenIds` of the step; None: the engine core has to ask for them.
-        drafting: Seconds from the outcomes of steps to the ends of their drafting, of the steps
-            that have ended since, in order; None: outcomes come after drafting.
-    """
-
-    paths: bytes = b""
+    paths: bytes = b""  # verified trees, for `TreeCounts.from_bytes`
     limit: int | None = None
-    has_failed: bool = False
+    """Most drafts to schedule per request while a measuring tool, or a draft that failed, limits
+    them."""
+    has_failed: bool = False  # whether the draft has
     drafts: Any = None
+    """vLLM's `DraftTokenIds` of the step; None: the engine core has to ask for them."""
     drafting: tuple[float, ...] | None = None
+    """Seconds from the outcomes of steps to the ends of their drafting, of the steps that have
+    ended since, in order; None: outcomes come after drafting."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report of a step to the front end.
-
-    Attributes:
-        drafts: Drafts per request at its batch size, trials left out; None: no request was
-            scheduled.
-        paths: Its verified trees, for `TreeCounts.from_bytes`; empty: there was none.
-        undrafted: The reason of each request that began with it and has no drafts.
-        speedup: Against no drafts, as measured while serving; None: not known.
-        tree: `TokenTree.checksum` of the tree that they are of; 0 without paths.
-        has_failed: Whether the draft has: the engine drafts no more.
-        requests: Requests in the step.
-    """
+    """The report of a step to the front end."""
 
     drafts: int | None
-    paths: bytes
+    """Drafts per request at its batch size, trials left out; None: no request was scheduled."""
+    paths: bytes  # its verified trees, for `TreeCounts.from_bytes`; empty: there was none
     undrafted: list[Reason] = dataclasses.field(default_factory=list)
-    speedup: float | None = None
-    tree: int = 0
-    has_failed: bool = False
-    requests: int = 0
+    """The reason of each request that began with it and has no drafts."""
+    speedup: float | None = None  # against no drafts, as measured while serving; None: not known
+    tree: int = 0  # `TokenTree.checksum` of the tree that they are of; 0 without paths
+    has_failed: bool = False  # whether the draft has: the engine drafts no more
+    requests: int = 0  # requests in the step
 
 
 def attach_outcome(output: Any, outcome: StepOutcome) -> Any:

@@ -34,62 +34,37 @@ PLAIN_WORKERS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one engine's models and machine before it is configured.
+    """What is known of one engine's models and machine before it is configured."""
 
-    Attributes:
-        pair: Its models, on its device.
-        drafter: What the draft is.
-        levels: Levels of the deepest tree that the draft drafts; None: any number.
-        most_nodes: Of a tree over the target's layers, root included; None: any number.
-        library: What the library answers, see `look_up`.
-        max_model_len: Longest request, in tokens; None: any.
-        file_name: What the pair's files are called, see `PairKey.file_name`.
-        on_cpu: Whether it runs on CPUs.
-        worker_cls: The worker that the user names; "auto": none.
-        versions: The plugin's and vLLM's.
-        not_kept: Why it can keep nothing for its next start; None: it can.
-        is_apart: Whether several commands start its ranks, and each chooses a tree.
-        shares_files: Whether the user has named a directory for trees, which may be shared.
-    """
-
-    pair: PairKey
-    drafter: Drafter
-    levels: int | None = None
+    pair: PairKey  # its models, on its device
+    drafter: Drafter  # what the draft is
+    levels: int | None = None  # levels of the deepest tree that the draft drafts; None: any number
     most_nodes: int | None = None
-    library: LibraryAnswer = None
-    max_model_len: int | None = None
-    file_name: str = ""
-    on_cpu: bool = False
-    worker_cls: str = "auto"
-    versions: Mapping[str, str] = field(default_factory=dict)
-    not_kept: str | None = None
-    is_apart: bool = False
+    """Of a tree over the target's layers, root included; None: any number."""
+    library: LibraryAnswer = None  # what the library answers, see `look_up`
+    max_model_len: int | None = None  # longest request, in tokens; None: any
+    file_name: str = ""  # what the pair's files are called, see `PairKey.file_name`
+    on_cpu: bool = False  # whether it runs on CPUs
+    worker_cls: str = "auto"  # the worker that the user names; "auto": none
+    versions: Mapping[str, str] = field(default_factory=dict)  # the plugin's and vLLM's
+    not_kept: str | None = None  # why it can keep nothing for its next start; None: it can
+    is_apart: bool = False  # whether several commands start its ranks, and each chooses a tree
     shares_files: bool = True
+    """Whether the user has named a directory for trees, which may be shared."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to make of one engine.
+    """What to make of one engine."""
 
-    Attributes:
-        config: What the user gave.
-        draft: Name or path of the draft.
-        drafter: What it is.
-        choice: The tree, its schedule and its expected gain.
-        settings: What workers need to know.
-        worker_cls: The engine's worker.
-        speculative_config: The same for vLLM, see `_as_chain`.
-        notes: Lines for the log, each with its level.
-    """
-
-    config: SequoiaConfig
-    draft: str
-    drafter: Drafter
-    choice: TreeChoice
-    settings: SequoiaSettings
-    worker_cls: str
-    speculative_config: dict[str, Any]
-    notes: list[tuple[int, str]]
+    config: SequoiaConfig  # what the user gave
+    draft: str  # name or path of the draft
+    drafter: Drafter  # what it is
+    choice: TreeChoice  # the tree, its schedule and its expected gain
+    settings: SequoiaSettings  # what workers need to know
+    worker_cls: str  # the engine's worker
+    speculative_config: dict[str, Any]  # the same for vLLM, see `_as_chain`
+    notes: list[tuple[int, str]]  # lines for the log, each with its level
 
     @property
     def speculates(self) -> bool:

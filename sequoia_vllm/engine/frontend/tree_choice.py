@@ -33,20 +33,13 @@ LibraryAnswer = Selection | LibraryError | None
 
 @dataclass(frozen=True)
 class ExpectedGain:
-    """What a tree is expected to bring.
+    """What a tree is expected to bring."""
 
-    Attributes:
-        speedup: Against plain decoding at batch size 1; None: not known.
-        source: How ``speedup`` is known, such as "measured".
-        tokens: Per step; None: not known.
-        made_for: Another device that the tree was made for; None: it was made for this one,
-            or for none.
-    """
-
-    speedup: float | None = None
-    source: str = ""
-    tokens: float | None = None
+    speedup: float | None = None  # against plain decoding at batch size 1; None: not known
+    source: str = ""  # how ``speedup`` is known, such as "measured"
+    tokens: float | None = None  # per step; None: not known
     made_for: str | None = None
+    """Another device that the tree was made for; None: it was made for this one, or for none."""
 
     @property
     def pays(self) -> bool | None:
@@ -56,24 +49,16 @@ class ExpectedGain:
 
 @dataclass(frozen=True)
 class TreeChoice:
-    """A tree and how much of it to draft.
+    """A tree and how much of it to draft."""
 
-    Attributes:
-        tree: Size 1: do not speculate.
-        source: Where it came from, for the log.
-        schedule: Drafts by batch size, (first, last, drafts); None: the whole
-            tree at every batch size.
-        device: The device whose measurements or datasheet chose it; None: none did.
-        verification: What the tree was found better with, see `SequoiaConfig`; None: not measured.
-        gain: Its expected gain.
-    """
-
-    tree: TokenTree
-    source: str
+    tree: TokenTree  # size 1: do not speculate
+    source: str  # where it came from, for the log
     schedule: list[tuple[int, int, int]] | None = None
-    device: str | None = None
+    """Drafts by batch size, (first, last, drafts); None: the whole tree at every batch size."""
+    device: str | None = None  # the device whose measurements or datasheet chose it; None: none did
     verification: str | None = None
-    gain: ExpectedGain = field(default_factory=ExpectedGain)
+    """What the tree was found better with, see `SequoiaConfig`; None: not measured."""
+    gain: ExpectedGain = field(default_factory=ExpectedGain)  # its expected gain
 
 
 def look_up(

@@ -145,20 +145,16 @@ def offloading_backend(options: Any) -> OffloadBackend | None:
 
 @dataclass(frozen=True)
 class OffloadedLayers:
-    """Layers that vLLM's offloader keeps in the host's memory.
-
-    Attributes:
-        bytes_on_each: Bytes to offload on each device (UVA); None: ``layers_of_group`` says it.
-        layers_of_group: How many layers of each group of how many are offloaded (prefetch).
-        buffers: Layers that prefetching has buffers for.
-        parameters: Only parameters with one of these in their name; none: all of a layer.
-    """
+    """Layers that vLLM's offloader keeps in the host's memory."""
 
     backend: OffloadBackend
     bytes_on_each: float | None = None
+    """Bytes to offload on each device (UVA); None: ``layers_of_group`` says it."""
     layers_of_group: tuple[int, int] = (0, 1)
-    buffers: int = 1
+    """How many layers of each group of how many are offloaded (prefetch)."""
+    buffers: int = 1  # layers that prefetching has buffers for
     parameters: tuple[str, ...] = ()
+    """Only parameters with one of these in their name; none: all of a layer."""
 
     @property
     def name(self) -> str:

@@ -33,19 +33,14 @@ class _Weight:
 
 @dataclass
 class _Layer:
-    """A decoder layer whose weights are on the disk; sizes in bytes.
+    """A decoder layer whose weights are on the disk; sizes in bytes."""
 
-    Attributes:
-        module: The layer.
-        size: Bytes of its weights as they are loaded.
-        weights, region, mapped: Where they are loaded to.
-    """
-
-    module: nn.Module
-    size: int
+    module: nn.Module  # the layer
+    size: int  # bytes of its weights as they are loaded
     weights: list[_Weight] = field(default_factory=list)
     region: Region | None = None
     mapped: torch.Tensor | None = None
+    """The weights are loaded to these: a region, and its bytes."""
 
     def check_kept(self) -> None:
         """Checks that its weights are still the module's.

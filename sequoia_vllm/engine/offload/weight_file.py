@@ -31,15 +31,10 @@ class OffloadError(SequoiaError, RuntimeError):
 
 @dataclass(frozen=True)
 class Region:
-    """A part of the file: of one layer.
+    """A part of the file: of one layer."""
 
-    Attributes:
-        offset: Offset of its first byte, a multiple of a page.
-        length: In bytes, a multiple of a page.
-    """
-
-    offset: int
-    length: int
+    offset: int  # offset of its first byte, a multiple of a page
+    length: int  # in bytes, a multiple of a page
 
     @property
     def chunks(self) -> int:
