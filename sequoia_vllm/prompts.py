@@ -62,14 +62,12 @@ def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
     """Reads the prompts of a file, or those that come with the package.
 
     Args:
-        path: ``.jsonl`` (a "prompt" or "messages" per line) or ``.txt`` (one
-            prompt per line); blank lines are skipped. None: the built-in set,
-            64 questions, instructions, dialogues and pieces of code.
+        path: ``.jsonl`` (a "prompt" or "messages" per line) or ``.txt`` (one prompt per line).
+            None: the built-in set, 64 questions, instructions, dialogues and pieces of code.
         count: Take the first so many; None: all.
 
     Raises:
-        PromptError: If the file is missing, has another format, is empty or
-            holds fewer than ``count`` prompts; names the line that is wrong.
+        PromptError: The file cannot be used, or has too few; names the line that is wrong.
     """
     if count is not None and count < 1:
         raise PromptError(f"{count} prompts asked for: at least one is needed")
@@ -171,16 +169,15 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Encodes prompts, as a server would that gets them in requests.
 
-    Where the tokenizer has a chat template, a bare prompt is the user's turn of a conversation:
-    its model was trained to answer such.
+    A bare prompt is the user's turn of a conversation where the tokenizer has a chat template.
 
     Args:
         tokenizer: The target's, as `transformers` gives it.
         raw: Encode bare prompts as they are, also where there is a template.
 
     Raises:
-        PromptError: If a conversation is given and there is no template, the
-            template refuses it, or a prompt has no tokens.
+        PromptError: There is no template for a conversation, it refuses one, or a prompt has no
+            tokens.
     """
     encoded = [_encode(prompt, tokenizer, raw) for prompt in prompts]
     for number, tokens in enumerate(encoded, start=1):

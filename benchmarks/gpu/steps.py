@@ -85,7 +85,7 @@ def time_contexts(run: ItemRun, pair: str, kernel: str) -> None:
 def published_trees(engine: Engine, drafts: tuple[int, ...]) -> dict[str, Any]:
     """The engine's tree, and what its prefixes bring by published acceptance: nothing measured."""
     from sequoia_vllm.engine.common.settings import SequoiaSettings
-    from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+    from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 
     tree = SequoiaSettings.of(engine.vllm_config).tree
     tokens = {

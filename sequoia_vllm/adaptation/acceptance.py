@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from sequoia_vllm.adaptation.state import FadedCounts
 from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
-from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 
 # Verified trees after which a count weighs half. Estimates then follow a change of workload within
 # a few hundred trees, and expected tokens have about 2 % noise.

@@ -50,16 +50,14 @@ def probing_tree(branch: int, depth: int = 1, tail: int = 0) -> TokenTree:
     """The wide tree whose children are counted.
 
     Depth 1 is a star: a root with ``branch`` children. Below it, the first two children of each
-    level's first node have ``branch`` children, too. Such nodes are reached most often. One
-    follows likely tokens of the draft and the other less likely ones, so a row counts not only
-    easy contexts.
+    level's first node have ``branch`` children, too: they are reached most often, and one of them
+    follows less likely tokens, so a row counts not only easy contexts.
 
-    A tree starts where the one before it ended. If trees ended with the counted levels, many
-    would start within a stretch that is easy to draft. So the same nodes have ``tail`` more
-    levels of two children, which are not counted.
+    A tree starts where the one before it ended. If trees ended with the counted levels, many would
+    start within a stretch that is easy to draft. So ``tail`` more levels of two children follow.
 
     Raises:
-        TreeError: If a number is below 1, or ``tail`` below 0.
+        TreeError: A number is below 1, or ``tail`` below 0.
     """
     parents = [-1]
     leading, second = 0, None

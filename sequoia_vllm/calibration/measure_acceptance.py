@@ -38,11 +38,10 @@ def measure_acceptance(
         checkpoint_seconds: Time between checkpoints; 0: after every step.
 
     Returns:
-        The measurement, marked incomplete if a KeyboardInterrupt ended it.
+        The measurement, marked incomplete if a KeyboardInterrupt ended it after some trees.
 
     Raises:
-        CalibrationError: If the models cannot be used.
-        KeyboardInterrupt: If it came before any tree was verified.
+        CalibrationError: The models cannot be used.
     """
     run = _Run(task, previous, checkpoint_seconds)
     report = progress or (lambda what, done, total: None)

@@ -99,8 +99,7 @@ def measure_profile(
             timed. Empty: not known.
 
     Raises:
-        PromptError, CalibrationError, ProfileError: If the settings, prompts or
-            models cannot be used.
+        PromptError, CalibrationError, ProfileError: Settings, prompts or models cannot be used.
     """
     from sequoia_vllm.engine.frontend.drafts import head_shape
 

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,17 +109,12 @@ def known_draft(target: str, heads: bool | None = None) -> str:
     )
     if not pairs:
         fail(f"no draft model is known for {target!r}: name one with --draft-model")
-    names = [(kind, known.name_for(target)) for kind, known in pairs]
-    taken = (name for kind, name in names if not kind.is_head or _is_readable(name))
-    return next(taken, names[0][1])
-
-
-def _is_readable(head: str) -> bool:
-    """Whether a head's configuration is at hand; engines pass over one that is not."""
-    try:
-        return bool(read_config("draft", head))
-    except ConfigError:
-        return False
+    for kind, known in pairs:
+        # Engines pass over a head whose configuration is not at hand.
+        with suppress(ConfigError):
+            if not kind.is_head or read_config("draft", known.name_for(target)):
+                return known.name_for(target)
+    return pairs[0][1].name_for(target)
 
 
 def own_layer(target: str) -> Drafter | None:

@@ -22,7 +22,6 @@ from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_names
 if TYPE_CHECKING:
     from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask
     from sequoia_vllm.calibration.measure_profile import ProfileSettings
-    from sequoia_vllm.config import OffloadSpec
     from sequoia_vllm.library.files import CalibrationState, TreeEntry
     from sequoia_vllm.library.pair_key import PairKey
     from sequoia_vllm.library.user_files import TunedFiles
@@ -163,12 +162,12 @@ def tune_pair(
     picture.unlink(missing_ok=True)
     with suppress(FigureError):  # matplotlib is an extra
         plot_tree(entry.tree, vector.vector, title, picture)
+    config: dict[str, Any] = {"method": "sequoia", "model": pair.draft, "tree": "auto"}
+    if engine.offload is not None:
+        config["offload"] = engine.offload.model_dump(mode="json", exclude_defaults=True)
+    keys = ("device", "target", "draft", "dtype", "tensor_parallel_size")
     return {
-        "device": pair.device,
-        "target": pair.target,
-        "draft": pair.draft,
-        "dtype": pair.dtype,
-        "tensor_parallel_size": pair.tensor_parallel_size,
+        **{key: getattr(pair, key) for key in keys},
         "context_length": context,
         "speculates": entry.tree.size > 1,
         "tree": {"size": entry.tree.size, "depth": entry.tree.depth},
@@ -186,7 +185,7 @@ def tune_pair(
         "measurements": str(files.directory),
         "picture": str(picture) if picture.exists() else None,
         "now_used": _now_used(pair),
-        "command": _serve_command(pair, engine.offload),
+        "command": f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'",
     }
 
 
@@ -200,8 +199,7 @@ def _stages(*measurements: tuple[str, Any]) -> Iterator[str]:
 
 def _counted(path: Path, settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
     """Measures acceptance into ``path``; ends the program if it is interrupted."""
-    name = f"tuned-t{settings.temperature:g}"
-    measured = count_into(path, settings, name, stage)
+    measured = count_into(path, settings, f"tuned-t{settings.temperature:g}", stage)
     finish_counting(measured, path)
     return measured
 
@@ -237,13 +235,6 @@ def _now_used(pair: PairKey) -> str:
 
     config = SequoiaConfig(model=pair.draft, tree="auto")
     return choose_engine_tree(config, pair, look_up(config, pair)).source
-
-
-def _serve_command(pair: PairKey, offload: OffloadSpec | None) -> str:
-    config: dict[str, Any] = {"method": "sequoia", "model": pair.draft, "tree": "auto"}
-    if offload is not None:
-        config["offload"] = offload.model_dump(mode="json", exclude_defaults=True)
-    return f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'"
 
 
 def print_acceptance(measured: AcceptanceFile) -> None:

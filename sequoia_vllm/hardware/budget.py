@@ -1,9 +1,8 @@
 """How many drafts the scheduler's token budget has room for, by batch size.
 
-vLLM's scheduler hands out `max_num_batched_tokens` per step to the running
-requests first. If whole trees take all of it, running requests wait for each
-other and no prompt is read. So trees get a share of the budget, and larger
-batches draft a smaller prefix of the tree.
+vLLM's scheduler hands out `max_num_batched_tokens` per step to the running requests first. If whole
+trees take all of it, running requests wait for each other and no prompt is read. So trees get a
+share of the budget, and larger batches draft a smaller prefix of the tree.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,9 +38,8 @@ def fit_to_budget(
 ) -> Ranges:
     """A schedule whose trees leave room for prompts at every batch size.
 
-    Where a batch's trees take more than their share, each request drafts the
-    largest smaller tree that fits and has a power of two of nodes: such batch
-    sizes share CUDA graph sizes, and there are few of them.
+    Where a batch's trees take more than their share, each request drafts the largest smaller tree
+    that fits and has a power of two of nodes: few batch sizes then need CUDA graphs of their own.
 
     Args:
         drafts: Nodes of the tree without its root.
@@ -76,16 +74,13 @@ def _fitting(drafts: int, batch: int, most: int) -> int:
 
 
 def rungs(scheduled: Iterable[int], between: bool = False) -> list[int]:
-    """Numbers of drafts to choose among: the largest, then each with about half as many nodes.
+    """Numbers of drafts to choose among, from the largest down, without 0.
 
-    Where the schedule has a number of nearly this size, that is taken: it needs no graph of its
-    own.
+    Each has about half as many nodes as the one before it. A number of nearly this size in the
+    schedule is taken instead: it needs no graph of its own.
 
     Args:
         between: Also put one between each and the next. For engines without CUDA graphs.
-
-    Returns:
-        From the largest down; without 0.
     """
     numbers = sorted(set(scheduled) - {0})
     drafts = max(numbers, default=0)
@@ -138,8 +133,7 @@ def beyond_budget(
 def warm_up_length(nodes: int) -> int:
     """The shortest ``max_model_len`` with which vLLM's GPU worker may warm up, in tokens.
 
-    Its requests have prompts one token longer than a tree, then a tree, then two single
-    tokens; past ``max_model_len`` they would read and write what follows their row of the
-    block table. (The first of them goes further still, into the second's row.)
+    Its requests have prompts one token longer than a tree, then a tree, then two single tokens;
+    past ``max_model_len`` they would use what follows their row of the block table.
     """
     return (nodes + 1) + nodes + 2

@@ -34,17 +34,15 @@ def decode_shapes(
 ) -> list[tuple[int, int]]:
     """Full graphs for decode steps: (tokens of each request, requests).
 
-    Up to 8 requests nothing is padded. Above, padding is less than an eighth of the requests, or
-    up to half of them in steps of few tokens, whose weights take longer than their arithmetic.
-    Where the schedule drafts nothing the sizes are vLLM's own, so that decoding is as fast as
-    without speculation. Some graphs are for one token of each request: batches in which no request
-    can draft. Others are for numbers of drafts that an adapting engine may change to.
+    Up to 8 requests nothing is padded. Above, padding is less than an eighth of the requests, or up
+    to half of them in steps of few tokens, whose weights take longer than their arithmetic. Where
+    the schedule drafts nothing the sizes are vLLM's own. Some graphs are for one token of each
+    request: batches in which no request can draft.
 
     Args:
-        tokens_by_batch: Tokens of each request at batch sizes 1, 2, ...: its
-            drafts and one.
+        tokens_by_batch: Tokens of each request at batch sizes 1, 2, ...: its drafts and one.
         most_tokens: Most tokens of a step; larger ones are not captured.
-        others: Tokens of each request that batches may change over to.
+        others: Tokens of each request that an adapting engine may change over to.
         most_by_batch: At most so many at batch sizes 1, 2, ...; none: as ``tokens_by_batch``.
     """
     most_requests = min(len(tokens_by_batch), most_tokens)

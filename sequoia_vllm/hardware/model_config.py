@@ -1,6 +1,6 @@
 """A model's shape, read from its configuration as Hugging Face names things."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sequoia_vllm.drafters.fields import Fields, ShapeError
@@ -33,13 +33,11 @@ def read_shape(
     """The shape of the decoder that a configuration describes.
 
     Args:
-        config: An object or mapping with Hugging Face's names (``hidden_size``), that of
-            the text model where there are several.
+        config: An object or mapping with Hugging Face's names, that of the text model of several.
         quantization: What vLLM quantizes weights with; None: what the configuration says.
 
     Raises:
-        ShapeError: If a field is missing, or the model has parts that are not modelled, or its
-            weights have a size that is not known; says which.
+        ShapeError: A field is missing, or something is not modelled; says which.
     """
     reader, drafts = Fields(config, name), drafter(kind)
     for key, reason in _UNMODELLED.items():
@@ -130,30 +128,20 @@ def _stated_bits(stated: Mapping[str, Any], method: str) -> float | None:
     """Bits of a weight; the most of them where parts of the model differ."""
     if stated.get("load_in_8bit"):
         return 8
-    algorithm = str(_nested(stated, "quant_algo") or "").upper()
+    inner = stated.get("quantization")  # ModelOpt writes its fields one level down in its own file
+    named = stated.get("quant_algo") or (isinstance(inner, Mapping) and inner.get("quant_algo"))
+    algorithm = str(named or "").upper()
     if algorithm:
         return 4 if "FP4" in algorithm or "W4" in algorithm else 8 if "8" in algorithm else None
     found = [bits for bits in (stated.get("bits"), stated.get("w_bit")) if bits is not None]
-    found += _group_bits(stated)
+    groups = stated.get("config_groups")  # of compressed-tensors, each with a format of its own
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        found += [weights.get("num_bits")] if isinstance(weights, Mapping) else []
     numbers = [float(bits) for bits in found if isinstance(bits, (int, float)) and 0 < bits <= 16]
     if numbers:
         return max(numbers)
     return _BITS_BY_METHOD.get(method)
-
-
-def _nested(stated: Mapping[str, Any], key: str) -> Any:
-    """ModelOpt writes its fields one level down in its own file."""
-    inner = stated.get("quantization")
-    return stated.get(key) or (inner.get(key) if isinstance(inner, Mapping) else None)
-
-
-def _group_bits(stated: Mapping[str, Any]) -> Iterator[Any]:
-    """Reads compressed-tensors: each group of layers has a format of its own."""
-    groups = stated.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping):
-            yield weights.get("num_bits")
 
 
 # Names of the same fields in different families.

@@ -52,7 +52,7 @@ def streamed_layers(
         buffers: Layers that prefetching has buffers for (``--offload-prefetch-step``).
 
     Raises:
-        ValueError: If the size or the rate is not above 0 and finite.
+        ValueError: The size or the rate is not above 0 and finite.
     """
     for what, value in (("size", size), ("rate", bytes_per_second)):
         if not 0 < value < math.inf:

@@ -62,16 +62,14 @@ def roofline_profile(
     """The profile that datasheet values predict.
 
     Args:
-        dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`. Shapes may say that their
-            layers' weights are smaller.
+        dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`.
         assumptions: What the datasheet does not say; None: the defaults.
-        tokens: Tokens per request to compute times for, increasing, from 1; None: up to the
-            largest tree that is looked for (`largest_tree`).
+        tokens: Tokens per request, increasing, from 1; None: up to `largest_tree`.
         streamed: Weights of the target that are not in the devices' memory; None: all are.
 
     Raises:
-        ValueError: If ``dtype`` is not known, or a model cannot be split over so many devices, or
-            weights are streamed and the draft, which is not, does not fit.
+        ValueError: ``dtype`` is not known, a model cannot be split over so many devices, or the
+            draft does not fit beside streamed weights.
     """
     value_bytes = bytes_per_value(dtype)
     for shape in (target, draft):
@@ -91,7 +89,8 @@ def roofline_profile(
                 batch_size=batch,
                 context_length=context_length,
                 tokens=counts[batch],
-                seconds=[_rounded(time(count, batch)) for count in counts[batch]],
+                # Six digits: the same on every platform, and more than a model deserves.
+                seconds=[float(f"{time(count, batch):.6g}") for count in counts[batch]],
             )
             for batch in batch_sizes
         ]
@@ -301,8 +300,3 @@ class _Forward:
         return (2 * shape.layers + 1) * self._links.all_reduce(
             rows * shape.hidden * self._activation_bytes
         )
-
-
-def _rounded(seconds: float) -> float:
-    """Rounds to six digits: the same on every platform, and more than a model deserves."""
-    return float(f"{seconds:.6g}")

@@ -1,8 +1,7 @@
 """The tree library: trees by name, and the tree for a device and model pair.
 
-Shipped trees lie in ``trees/`` (``sequoia_vllm/trees`` when installed), one
-file per device type. Trees of the user's own, written by the tune command, lie
-in `user_directory` and take precedence.
+Shipped trees lie in ``trees/`` (``sequoia_vllm/trees`` when installed), one file per device type.
+Trees of the user's own, written by `tune`, lie in `user_directory` and take precedence.
 """
 
 import difflib
@@ -69,12 +68,10 @@ class TreeLibrary:
         shipped, user: Their directories; None: the default ones.
 
     Attributes:
-        readable: Directory of the user's own trees; None: this user has none, and reading needs
-            none.
+        readable: Directory of the user's own trees; None: this user has none.
 
     Raises:
-        LibraryError, ProfileError, AcceptanceError: From any method, if a file it needs
-            is corrupt; names the file and the field.
+        LibraryError, ProfileError, AcceptanceError: From any method; names the file and field.
     """
 
     def __init__(self, shipped: Path | None = None, user: Path | None = None) -> None:
@@ -157,27 +154,23 @@ class TreeLibrary:
         return TunedFiles(self.user / "measurements" / pair.file_name)
 
     def select(self, pair: PairKey, shapes: PairShapes | None = None) -> Selection:
-        """The tree for this device, model pair and way of running.
-
-        The first of these:
+        """The tree for this device, model pair and way of running; the first of these:
 
         1. the user's own tree for exactly this pair, device, dtype, TP size and offloading;
         2. the library's tree for the pair on this device, run as here;
-        3. a tree computed from the pair's shapes on the device's datasheet, for the acceptance
-           that engines counted while they served the pair, if they did;
+        3. a tree computed from the pair's shapes on the device's datasheet, for the acceptance that
+           engines counted while they served the pair, if they did;
         4. the library's tree of the device, or of the nearest one by roofline, for the model class
            nearest in size. Devices without a datasheet (CPUs) have only the first two.
 
-        Trees of the library are for the acceptance measured on the pair, or the weakest published
-        one. One line is logged, once for each different choice. A name is compared as it is; a
-        directory by its files, not by its path.
+        Trees are for the acceptance measured on the pair, or the weakest published one. A name is
+        compared as it is; a directory by its files.
 
         Args:
             shapes: What the models' configurations say; None: nothing is known of them.
 
         Raises:
-            DeviceError: If the device name is empty.
-            LibraryError: If there is no tree for this pair on this kind of device.
+            DeviceError, LibraryError: The device name is empty, or there is no tree.
         """
         kept = self.readable
         if (own := self._own_tree(pair.file_name)) is not None:

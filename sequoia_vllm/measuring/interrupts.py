@@ -309,7 +309,10 @@ def _temporary_files() -> Iterator[None]:
     Torch's compiled code stays where it is, for later engines.
     """
     kept = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
-    previous, compiled = tempfile.tempdir, kept["TORCHINDUCTOR_CACHE_DIR"] or _compiled_files()
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    previous = tempfile.tempdir
+    compiled = kept["TORCHINDUCTOR_CACHE_DIR"] or str(Path(default_cache_dir()).absolute())
     with tempfile.TemporaryDirectory(prefix="sequoia-", ignore_cleanup_errors=True) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -322,9 +325,3 @@ def _temporary_files() -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
-
-
-def _compiled_files() -> str:
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return str(Path(default_cache_dir()).absolute())

@@ -4,6 +4,7 @@ import contextlib
 import math
 import re
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -85,23 +86,17 @@ HELP = {
 
 
 class TreeMetrics:
-    """The metrics in `HELP`, with vLLM's labels and their own.
+    """The metrics in `HELP`, with vLLM's labels and their own. Any thread may call.
 
-    vLLM's own ``vllm:spec_decode_*`` go on beside them. For trees ``num_drafts`` counts trees.
-    ``num_draft_tokens`` counts nodes without roots; one path of them at most can be accepted, so
-    accepted / drafted is low by design. ``num_accepted_tokens_per_pos{position=i}`` counts trees
-    that accepted more than i nodes: position i is depth i + 1, and there are as many positions as
-    levels.
+    For trees vLLM's ``vllm:spec_decode_num_drafts`` counts trees, and ``num_draft_tokens`` nodes
+    without roots: accepted / drafted is low by design. Position i of
+    ``num_accepted_tokens_per_pos`` counts trees that accepted more than i nodes.
 
-    The counts of a step are small integers that `observe` adds up; the many
-    counters are brought up to date by `flush`, which need not follow each step. Gauges of the
-    present load are there from an engine's first step until `rest`. Any thread may call.
+    Counts of a step are small integers that `observe` adds up; `flush` brings the many counters up
+    to date. Gauges of the present load are there from an engine's first step until `rest`.
 
     Args:
-        tree: The engines' tree.
-        source: Where it came from, for the log; the label is its first clause.
-        model_name: Label, as served.
-        engines: Their indexes.
+        source: Where the tree came from, for the log; the label is its first clause.
         kinds: Makers of counters and gauges, from name, documentation and labels.
         expected_speedup: Over plain decoding, for one request; None: not known.
     """
@@ -197,8 +192,7 @@ class TreeMetrics:
     def _make_counters(self, tree: TokenTree) -> dict[int, dict[int, Any]]:
         """By engine, the counter of each entry of `TreeCounts.values`.
 
-        They all exist, at zero, from the start; pairs of depth and child that
-        the tree has nowhere get none.
+        All exist from the start, except for pairs of depth and child that the tree has nowhere.
         """
         trees = self._counter("trees")
         tokens = self._counter("emitted_tokens")
@@ -224,3 +218,43 @@ class TreeMetrics:
 def first_clause(text: str) -> str:
     """``text`` up to the first colon or semicolon before a space."""
     return re.split(r"[:;] ", text, maxsplit=1)[0]
+
+
+_FLUSH_SECONDS = 1.0
+_IDLE_SECONDS = 10.0  # without a step: then an engine has no load
+
+
+class Watch:
+    """Flushes the counters of busy engines every second, and takes away gauges of idle ones.
+
+    A thread does it, as steps may end at any time. It ends when all engines are idle.
+
+    Args:
+        metrics: Those of the engines.
+    """
+
+    def __init__(self, metrics: TreeMetrics) -> None:
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._stepped: dict[int, float] = {}  # when each engine that is not idle made its last step
+        self._has_thread = False
+
+    def note_step(self, engine: int) -> None:
+        """Takes note that the engine made a step, which the metrics have observed."""
+        with self._lock:
+            self._stepped[engine] = time.monotonic()
+            if not self._has_thread:
+                self._has_thread = True
+                threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while self._has_thread:
+            time.sleep(_FLUSH_SECONDS)
+            with self._lock:
+                idle_since = time.monotonic() - _IDLE_SECONDS
+                for engine, stepped in list(self._stepped.items()):
+                    self._metrics.flush(engine)
+                    if stepped <= idle_since:
+                        self._metrics.rest(engine)
+                        del self._stepped[engine]
+                self._has_thread = bool(self._stepped)

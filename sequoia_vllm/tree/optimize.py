@@ -43,31 +43,33 @@ def optimize_tree(
 ) -> TokenTree:
     """The tree of ``size`` nodes with the most expected tokens per step.
 
-    The result has exactly ``size`` nodes wherever the limits leave room for
-    them, useless ones (value 0) included when nothing better exists; where the
-    limits leave no room it is the largest, and best, tree they allow.
+    It has exactly ``size`` nodes where the limits leave room for them, useless ones (value 0)
+    included; else it is the largest, and best, tree that they allow.
 
     Args:
         acceptance: p[k] or p[d][k]; anything `Acceptance.of` takes.
         size: Nodes, root included (``num_speculative_tokens + 1``).
         max_depth: Edges from the root to the deepest node; None: no limit.
-        max_branch: Children per node; None: as many as the vector has entries.
-            Never more than that: a child beyond the vector is never accepted.
+        max_branch: Children per node; None, and at most: as many as the vector has entries.
         progress: Called with (sizes done, sizes in all) now and then.
 
     Returns:
         The tree in value order (every prefix is a tree, the best nodes first).
 
     Raises:
-        AcceptanceError: If ``acceptance`` is not an acceptance vector.
-        TreeError: If a limit is not a whole number of at least 1.
+        AcceptanceError, TreeError: ``acceptance`` is no such vector, or a limit is no whole number
+            of at least 1.
     """
     acceptance = Acceptance.of(acceptance)
     _check_limits(size=size, max_depth=max_depth, max_branch=max_branch)
     if max_depth is None or max_depth >= size - 1:
-        states = _unlimited_depth(acceptance, size, max_branch)
-    else:
-        states = _one_depth(acceptance, max_depth, max_branch)
+        # One state per row of p; the last row's children are in the same state.
+        p = acceptance.table[: max(1, size), :max_branch]
+        following = np.minimum(np.arange(len(p)) + 1, len(p) - 1)
+    else:  # one state per level; the children of the last level are leaves
+        rows = np.minimum(np.arange(max_depth), len(acceptance.table) - 1)
+        p, following = acceptance.table[rows, :max_branch], np.arange(max_depth) + 1
+    states = _States(p, following, np.array([0]))
     table = _solve(states, size, progress)
     parents = _trace(states, table, states.roots[-1], size)
     return TokenTree(parents).sorted_by_value(acceptance)
@@ -94,12 +96,7 @@ class Frontier:
         max_depth: int,
         max_branch: int | None = None,
     ) -> Frontier:
-        """Runs the DP; arguments are as in `optimize_tree`.
-
-        Raises:
-            AcceptanceError: If ``acceptance`` is not an acceptance vector.
-            TreeError: If a limit is not a whole number of at least 1.
-        """
+        """Runs the DP; arguments and errors are as in `optimize_tree`."""
         acceptance = Acceptance.of(acceptance)
         _check_limits(max_size=max_size, max_depth=max_depth, max_branch=max_branch)
         # A tree of n nodes is at most n - 1 deep: deeper columns repeat the last one.
@@ -136,20 +133,6 @@ class _States:
     p: NDArray[np.float64]  # float64 ``[S, B]``, acceptance of a node's children in state s
     next: NDArray[np.int64]  # int64 ``[S]``, the state of those children; S means "a leaf"
     roots: NDArray[np.int64]  # int64, states a whole tree may start in, shallowest budget first
-
-
-def _unlimited_depth(acceptance: Acceptance, size: int, max_branch: int | None) -> _States:
-    """One state per row of p; the last row's children are in the same state."""
-    p = acceptance.table[: max(1, size), :max_branch]
-    count = len(p)
-    return _States(p, np.minimum(np.arange(count) + 1, count - 1), np.array([0]))
-
-
-def _one_depth(acceptance: Acceptance, max_depth: int, max_branch: int | None) -> _States:
-    """One state per level; the children of the last level are leaves."""
-    rows = np.minimum(np.arange(max_depth), len(acceptance.table) - 1)
-    p = acceptance.table[rows, :max_branch]
-    return _States(p, np.arange(max_depth) + 1, np.array([0]))
 
 
 def _all_depths(acceptance: Acceptance, max_depth: int, max_branch: int | None) -> _States:

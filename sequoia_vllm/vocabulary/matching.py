@@ -60,12 +60,10 @@ def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: i
     """Matches tokens by their text, and those without text by name and role.
 
     Several tokens of the draft may mean one of the target's: "<0x41>" is "A". A draft that ends
-    sequences with another token than the target still ends them. Some tokens of the target are
-    meant by no token of the draft. The draft spells the text of such a token and reads the last
-    token of that, or else the unknown one.
+    sequences with another token than the target still ends them. For tokens of the target that none
+    of the draft's means, the draft reads the last token of their spelling, or the unknown one.
 
     Args:
-        target, draft: Their vocabularies.
         target_size, draft_size: Rows of their logits, Vt and Vd.
     """
     target, draft = target.within(target_size), draft.within(draft_size)
@@ -107,7 +105,9 @@ def _read(target: Vocabulary, draft: Vocabulary, drawn: NDArray[np.int64]) -> ND
     """`Matching.read`."""
     names, texts = draft.by_name(), draft.by_text()
     segments = Segments(texts)
-    read = np.where(drawn == NONE, _unknown(draft), drawn)
+    known = (draft.unknown, draft.begin, draft.end, 0)
+    unknown = next(number for number in known if number is not None)
+    read = np.where(drawn == NONE, unknown, drawn)
     for number, name in target.controls.items():
         if name in names:
             read[number] = names[name]
@@ -117,12 +117,6 @@ def _read(target: Vocabulary, draft: Vocabulary, drawn: NDArray[np.int64]) -> ND
         elif spelled := segments.split(text):
             read[number] = spelled[-1]
     return read
-
-
-def _unknown(draft: Vocabulary) -> int:
-    """What the draft reads where it has no token for something."""
-    known = (draft.unknown, draft.begin, draft.end)
-    return next((number for number in known if number is not None), 0)
 
 
 class Segments:

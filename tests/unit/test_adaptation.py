@@ -16,7 +16,7 @@ from sequoia_vllm.adaptation.trials import Step
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.metrics.counts import TreeCounts, paths_of
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
-from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 from tests.support.open_loop import Machine, Request, Seen, Server, poisson, walks_of
 
 PROSE, CODE, NONE = (0.55, 0.1, 0.05), (0.85, 0.08, 0.03), (0.05, 0.01, 0.0)

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sequoia_vllm.engine.runner.step_stats import StepStats
-from sequoia_vllm.metrics import watch
+from sequoia_vllm.metrics import prometheus
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
 from sequoia_vllm.tree import TokenTree
@@ -237,15 +237,15 @@ def eventually(shows) -> bool:
 
 @pytest.fixture
 def quick_watch(monkeypatch):
-    monkeypatch.setattr(watch, "_FLUSH_SECONDS", 0.01)
-    monkeypatch.setattr(watch, "_IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(prometheus, "_FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(prometheus, "_IDLE_SECONDS", 0.1)
 
 
 def test_metrics_stay_current_after_the_last_step(quick_watch):
     """No step comes any more, and nobody reads: counters are complete, gauges of a load go."""
     registry = CollectorRegistry()
     metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(registry), 2.0)
-    watched = watch.Watch(metrics)
+    watched = prometheus.Watch(metrics)
     for round in (1, 2):  # it goes on after a pause
         for engine in (0, 1):
             metrics.observe(engine, counted([[1]]), drafts=5, speedup=1.1)
@@ -261,10 +261,10 @@ def test_metrics_stay_current_after_the_last_step(quick_watch):
 
 def test_busy_engines_keep_their_gauges(quick_watch, monkeypatch):
     """Engine 0 made its last step long ago, engine 1 has just made one."""
-    monkeypatch.setattr(watch, "_IDLE_SECONDS", 1e9)
+    monkeypatch.setattr(prometheus, "_IDLE_SECONDS", 1e9)
     registry = CollectorRegistry()
     metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(registry))
-    watched = watch.Watch(metrics)
+    watched = prometheus.Watch(metrics)
     for engine in (0, 1):
         metrics.observe(engine, counted([[1]]), drafts=5, speedup=1.1)
         watched.note_step(engine)

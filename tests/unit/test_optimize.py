@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sequoia_vllm.tree import Acceptance, Frontier, TokenTree, TreeError, optimize_tree
-from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 from tests.support.reference_trees import acceptances, brute_force, published, simulate
 
 LIMITS = st.one_of(st.none(), st.integers(1, 9))

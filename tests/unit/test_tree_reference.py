@@ -7,7 +7,7 @@ import pytest
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.tree_reference import find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree, TreeError
-from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 
 TREE = TokenTree((-1, 0, 0, 1))
 

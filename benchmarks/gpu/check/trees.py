@@ -1,7 +1,7 @@
 """The trees that are grown and verified here."""
 
 from sequoia_vllm.tree import TokenTree, optimize_tree
-from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 
 
 def best_tree(size: int, depth: int) -> TokenTree:

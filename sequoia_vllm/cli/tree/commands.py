@@ -30,7 +30,7 @@ from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.tree_library import TreeLibrary
-from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
+from sequoia_vllm.library.tree_reference import find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import optimize_tree
 from sequoia_vllm.tree.token_tree import MOST_NODES
@@ -112,7 +112,7 @@ def show(
             list_trees(device=tree, as_json=as_json)
             return
         found = find_tree(tree)
-        vector = _vector(acceptance, found)
+        vector = found.acceptance if acceptance is None else _given(acceptance)
         if as_json:
             data = {"name": found.title, **tree_json(found.tree, vector)}
             if found.entry is not None:
@@ -145,7 +145,8 @@ def plot(
 
     with friendly_errors():
         found = find_tree(tree)
-        plot_tree(found.tree, _vector(acceptance, found), found.title, output)
+        vector = found.acceptance if acceptance is None else _given(acceptance)
+        plot_tree(found.tree, vector, found.title, output)
         console().print(f"wrote {output}", soft_wrap=True)
 
 
@@ -203,11 +204,6 @@ def _names_device(reference: str) -> bool:
     if "/" in reference or not reference.strip() or is_tree_file(reference):
         return False
     return identify(reference).id in TreeLibrary().devices()
-
-
-def _vector(reference: str | None, found: NamedTree) -> Acceptance | None:
-    """The vector that ``reference`` names, else the one that the tree was made for."""
-    return found.acceptance if reference is None else _given(reference)
 
 
 def _given(reference: str) -> Acceptance:

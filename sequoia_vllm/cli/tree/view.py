@@ -145,14 +145,9 @@ def legend() -> str:
 
 def _bar(value: float) -> Text:
     """A bar whose length shows this probability."""
-    return Text("█" * max(1, round(_BAR * value)), _colour(value))
-
-
-def _colour(value: float) -> str:
-    for least, colour in ((0.3, "green"), (0.1, "cyan"), (0.03, "blue")):
-        if value >= least:
-            return colour
-    return "bright_black"
+    colours = ((0.3, "green"), (0.1, "cyan"), (0.03, "blue"), (-1, "bright_black"))
+    colour = next(colour for least, colour in colours if value >= least)
+    return Text("█" * max(1, round(_BAR * value)), colour)
 
 
 # Logarithm of the value drawn in the palest colour; below it all look alike.

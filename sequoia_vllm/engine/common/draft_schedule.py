@@ -125,7 +125,12 @@ def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
         offloaded = is_offloaded(vllm_config)
         fitting = fit_to_budget(schedule, *limits, budget, offloaded)
         if fitting != schedule:
-            _log_schedule(fitting, *limits, budget)
+            logger.info(
+                "Sequoia: drafts by batch size, so that %d requests of up to %d drafts leave room "
+                "for prompts in max_num_batched_tokens=%d: %s",
+                limits[1], limits[0], budget,
+                ", ".join(f"{first} to {last}: {count}" for first, last, count in fitting),
+            )  # fmt: skip
         speculative.num_speculative_tokens_per_batch_size = schedule = fitting
     elif beyond := beyond_budget(schedule, *limits, budget):
         logger.warning(
@@ -147,14 +152,3 @@ def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
                 "take more than %d tokens, whose arithmetic takes longer than their launches",
                 uncaptured, MOST_TOKENS,
             )  # fmt: skip
-
-
-def _log_schedule(
-    schedule: list[tuple[int, int, int]], drafts: int, max_num_seqs: int, budget: int
-) -> None:
-    ranges = ", ".join(f"{first} to {last}: {count}" for first, last, count in schedule)
-    logger.info(
-        "Sequoia: drafts by batch size, so that %d requests of up to %d drafts leave room for "
-        "prompts in max_num_batched_tokens=%d: %s",
-        max_num_seqs, drafts, budget, ranges,
-    )  # fmt: skip

@@ -1,13 +1,11 @@
 """What became of a step's trees, on its way from the worker to the engine core and the front end.
 
-The worker puts a `StepOutcome` on the model runner's output, which the executor pickles as a whole.
-The engine core puts a `StepReport` on the statistics that vLLM sends to the front end with each
-step, if statistics are on.
+The worker puts a `StepOutcome` on the model runner's output. The engine core puts a `StepReport` on
+the statistics that vLLM sends to the front end with each step, if statistics are on.
 
-Where the engine core takes one step at a time, vLLM sends its workers three messages per step, and
-waits for each answer: run the target, sample, and say which tokens were drafted. Here the first
-message also samples, unless the engine core must add masks of grammars. The drafts come with the
-sampled tokens. Where it works a step ahead nothing waits, and nothing is changed.
+Where the engine core takes one step at a time, vLLM sends its workers three messages per step: run
+the target, sample, and say which tokens were drafted. Here the first also samples, unless masks of
+grammars are added, and drafts come with the sampled tokens. A step ahead nothing is changed.
 """
 
 import dataclasses

@@ -37,8 +37,7 @@ def find_draft(
         Its name (of one without weights the kind's), and what it is.
 
     Raises:
-        ConfigError: No draft is given, and none is known for this target; or a folder is
-            given in which there is none; or a draft of a kind that cannot be used.
+        ConfigError: There is no draft, or it cannot be used.
     """
 
     def found(name: str) -> tuple[str, Drafter]:

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ def sequoia_request(args: EngineArgs) -> dict[str, Any] | None:
     """The Sequoia configuration in these engine arguments, or None if there is none."""
     request = args.speculative_config
     if isinstance(request, str):
-        request = {"method": METHOD} if request.strip() == METHOD else _json_object(request)
+        with suppress(ValueError):
+            request = {"method": METHOD} if request.strip() == METHOD else parse_json(request)
     if request is not None and not isinstance(request, dict):
         return None  # vLLM reports what is wrong with it
     merged = dict(request or {})
@@ -100,13 +101,6 @@ def names_sequoia(request: dict[str, Any]) -> bool:
     if difflib.get_close_matches(str(method).strip().lower(), [METHOD], cutoff=0.75):
         raise ConfigError(f"there is no method {method!r}: did you mean {METHOD!r}?")
     return False
-
-
-def _json_object(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from sequoia_vllm.library.selection import Selection
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.tree_reference import NamedTree
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
-from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 
 USER = "user"  # names of trees that were tuned here begin so
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
@@ -92,11 +92,10 @@ def choose_engine_tree(
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
     Args:
-        max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
-            it at most. None: any.
-        levels: The draft drafts no more: a tree that we choose is no deeper. None: any number.
+        max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of it.
+        levels: A tree that we choose is no deeper: the draft drafts no more.
         kind: What drafts; it may have an acceptance vector of its own. None: a model.
-        most_nodes: A tree that we choose has no more. None: any number.
+        most_nodes: A tree that we choose has no more. (None, of all numbers: any.)
 
     Raises:
         ConfigError: The given schedule has more drafts than the given tree.
@@ -144,14 +143,17 @@ def _resolve(
     if isinstance(config.tree, TreeSpec):
         given = config.tree
         deepest = levels if given.depth is None else given.depth
-        return _optimal(vector, _of_depth(given, deepest), "optimal for the given size")
+        return _optimal(
+            vector, given.model_copy(update={"depth": deepest}), "optimal for the given size"
+        )
     if isinstance(config.tree, NamedTree):
         return TreeChoice(config.tree.tree, config.tree.title, gain=_gain_of(config.tree, pair))
     default_tree = DEFAULT_TREE if pair.offloading is None else DEFAULT_TREE_OFFLOADED
     if kind is not None and not kind.has_weights:
         default_tree = DEFAULT_TREE_WITHOUT_PASSES
     if levels is not None:
-        default_tree = _of_depth(default_tree, min(default_tree.depth or levels, levels))
+        depth = min(default_tree.depth or levels, levels)
+        default_tree = default_tree.model_copy(update={"depth": depth})
     if config.acceptance is not None:
         return _optimal(vector, default_tree, "optimal for the given acceptance")
     if not isinstance(found, Selection):
@@ -216,10 +218,6 @@ def _within(choice: TreeChoice, most_nodes: int, why: str) -> TreeChoice:
     )
 
 
-def _of_depth(spec: TreeSpec, depth: int | None) -> TreeSpec:
-    return spec.model_copy(update={"depth": depth})
-
-
 def _optimal(acceptance: Acceptance, spec: TreeSpec, why: str) -> TreeChoice:
     tree = optimize_tree(acceptance, spec.size, spec.depth, spec.branch)
     expected = tree.expected_tokens(acceptance)
@@ -233,15 +231,13 @@ def _optimal(acceptance: Acceptance, spec: TreeSpec, why: str) -> TreeChoice:
 def gain_line(
     gain: ExpectedGain, draft: str, size: int, depth: int, *, adapts: bool, on_cpu: bool
 ) -> tuple[int, str]:
-    """One line for the log.
+    """The level of the logging module, and one line for the log.
+
+    WARNING: the user forces drafts that may well not pay.
 
     Args:
         draft: What the draft is, and its name.
         adapts: Whether the engine drafts as much as pays.
-
-    Returns:
-        The level of the logging module, and the line. WARNING: the user forces drafts that may
-        well not pay.
     """
     doubt = _doubt(gain, size, on_cpu)
     if doubt is not None:

@@ -19,8 +19,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import REPORT, StepReport
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
-from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
-from sequoia_vllm.metrics.watch import Watch
+from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics, Watch
 from sequoia_vllm.tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia")
@@ -109,9 +108,6 @@ class TreeStatLogger(AggregateStatLoggerBase):
     The metrics are at most a second old while requests run, and exact when none does.
 
     Args:
-        tree: The engines' tree.
-        engine_indexes: Theirs.
-        metrics: Where to show them.
         logs: Whether to write interval lines.
         aggregate: One line for all engines, not one for each.
     """

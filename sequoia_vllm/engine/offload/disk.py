@@ -72,11 +72,10 @@ class _Layer:
 class DiskOffloader(BaseOffloader):
     """Keeps the target's decoder layers on a disk, and reads them ahead of their computation.
 
-    A layer's weights are mapped to a file as soon as vLLM has built the layer. So a checkpoint of
-    any size is loaded into the file. Weights that vLLM packs for its kernels go back there, module
-    by module. `post_init` then gives each weight its place in a ring of buffers. Layers wait for
-    their weights with the operations that vLLM's own prefetching uses, which compiled models keep
-    in order.
+    A layer's weights are mapped to a file as soon as vLLM has built the layer, so a checkpoint of
+    any size is loaded. Weights that vLLM packs for its kernels go back there, module by module.
+    `post_init` gives each weight its place in a ring of buffers. Layers wait with the operations
+    of vLLM's own prefetching, which compiled models keep in order.
 
     Raises:
         OffloadError: The directory cannot be used.

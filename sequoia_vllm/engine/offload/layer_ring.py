@@ -25,8 +25,7 @@ class LayerRing:
     """Reads layers in the order in which they are computed, over and over.
 
     Layer i always lies in buffer ``i % buffers``, so that a weight's address never changes. Threads
-    read as far ahead as buffers are free: while one layer is computed, the next ones are read. Used
-    by one computing thread.
+    read as far ahead as buffers are free. Used by one computing thread.
 
     Args:
         file: Holds the layers.
@@ -61,7 +60,7 @@ class LayerRing:
 
     def bytes_of(self, layer: int) -> torch.Tensor:
         """``[region.length]`` uint8: where a layer's weights are while it is computed."""
-        return self._tensors[self._buffer(layer)][: self._regions[layer].length]
+        return self._tensors[layer % self.buffers][: self._regions[layer].length]
 
     @property
     def memory(self) -> int:
@@ -94,7 +93,7 @@ class LayerRing:
             if self._computed % len(self._regions) != layer:
                 self._begin_anew(layer)
             number = self._computed
-            self._state.wait_for(lambda: self._error or self._ends or self._is_here(number))
+            self._state.wait_for(lambda: self._error or self._ends or self._left.get(number) == 0)
             if self._error is not None:
                 raise OffloadError(str(self._error)) from self._error
             if self._ends:
@@ -114,12 +113,6 @@ class LayerRing:
             self._state.notify_all()
         for thread in self._threads:
             thread.join()
-
-    def _buffer(self, layer: int) -> int:
-        return layer % len(self._memory)
-
-    def _is_here(self, number: int) -> bool:
-        return self._left.get(number) == 0
 
     def _is_free(self, number: int) -> bool:
         """Whether the layer that was in this one's buffer has been computed."""
@@ -141,7 +134,8 @@ class LayerRing:
         self._state.notify_all()
 
     def _read_on(self) -> None:
-        _on_any_core()
+        with suppress(OSError):  # vLLM binds threads that compute, and this one inherits it
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
         try:
             while (task := self._next()) is not None:
                 self._read(*task)
@@ -154,7 +148,13 @@ class LayerRing:
     def _next(self) -> tuple[int, int] | None:
         """The next chunk, once its buffer is free; None: the end."""
         with self._state:
-            self._state.wait_for(lambda: self._ends or self._error or self._can_read())
+            self._state.wait_for(
+                lambda: (
+                    self._ends
+                    or self._error
+                    or (self._reading[0] >= 0 and self._is_free(self._reading[0]))
+                )
+            )
             if self._ends or self._error:
                 return None
             number, chunk = self._reading
@@ -167,12 +167,9 @@ class LayerRing:
             self._under_way += 1
             return number, chunk
 
-    def _can_read(self) -> bool:
-        return self._reading[0] >= 0 and self._is_free(self._reading[0])
-
     def _read(self, number: int, chunk: int) -> None:
         layer = number % len(self._regions)
-        region, buffer = self._regions[layer], memoryview(self._memory[self._buffer(layer)])
+        region, buffer = self._regions[layer], memoryview(self._memory[layer % self.buffers])
         self._file.read(region, chunk, buffer)
         # Each is checked once: a pass over the weights costs the core more than reading them.
         if (layer, chunk) in self._unchecked:
@@ -193,20 +190,14 @@ def _huge_pages(length: int) -> mmap.mmap:
     return memory
 
 
-def _on_any_core() -> None:
-    """This thread alone: vLLM binds those that compute, and threads inherit it."""
-    with suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-
-
 def keep_freed_memory() -> bool:
     """Has glibc keep memory that is freed from now on, instead of giving it back to the kernel.
 
-    It maps blocks of more than 32 MiB anew at each allocation, whatever was freed, and the
-    kernel clears their pages at each first touch. Wide layers have such activations.
+    It maps blocks of more than 32 MiB anew at each allocation, and the kernel clears their pages at
+    each first touch. Wide layers have such activations.
 
     Returns:
-        True if it does: not where another allocator or another C library is loaded.
+        True if it does: not with another allocator or another C library.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt

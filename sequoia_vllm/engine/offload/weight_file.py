@@ -86,12 +86,9 @@ class WeightFile:
     def region(self, length: int) -> tuple[Region, torch.Tensor]:
         """A new region, with its space taken on the disk.
 
-        Args:
-            length: Bytes; rounded up to whole pages.
-
         Returns:
-            The region, and its bytes: ``[region.length]`` uint8, zeros, mapped to the file. What
-            is written there is kept when the region is sealed.
+            The region, of whole pages, and its bytes: ``[region.length]`` uint8, zeros, mapped to
+            the file. What is written is kept when the region is sealed.
 
         Raises:
             OffloadError: There is no room.
@@ -140,8 +137,7 @@ class WeightFile:
         Args:
             region: A sealed region.
             chunk: Which of ``region.chunks``.
-            buffer: All of the region's bytes begin here, at a page; the chunk is written to its
-                place.
+            buffer: All of the region's bytes begin here, at a page.
 
         Raises:
             OffloadError: The disk gave an error, or less.
