@@ -34,27 +34,18 @@ _Sample = tuple[int, int, int, float]  # batch size, prompt tokens, context toke
 
 @dataclass(eq=False)
 class _Kind:
-    """Steps with one number of drafts, in one octave of batch sizes.
-
-    Attributes:
-        level: Seconds of a step without what the prices explain; None: not known.
-        evidence: Steps that this engine took; those that read prompts count less.
-        batch_size: Mean batch size.
-        least: A quarter of the fastest step's seconds.
-        after: The kind of the steps that followed its latest ones; None: it is in use.
-        beside: Steps of `after` from then; empty: too few are known.
-        beside_level: Their level.
-    """
+    """Steps with one number of drafts, in one octave of batch sizes."""
 
     drafts: int
     samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    level: float | None = None
-    evidence: float = 0.0
-    batch_size: float = 0.0
-    least: float = inf
+    level: float | None = None  # seconds of a step without what the prices explain; None: not known
+    evidence: float = 0.0  # steps that this engine took; those that read prompts count less
+    batch_size: float = 0.0  # mean batch size
+    least: float = inf  # a quarter of the fastest step's seconds
     after: "_Kind | None" = None
-    beside: tuple[_Sample, ...] = ()
-    beside_level: float | None = None
+    """The kind of the steps that followed its latest ones; None: it is in use."""
+    beside: tuple[_Sample, ...] = ()  # steps of `after` from then; empty: too few are known
+    beside_level: float | None = None  # their level
 
 
 class StepTimes:

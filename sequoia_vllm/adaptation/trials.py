@@ -16,31 +16,23 @@ _NEAR_STEPS = 88
 
 @dataclass(frozen=True)
 class Step:
-    """One step of an engine.
-
-    Attributes:
-        drafts: Drafts per request, in this step and the one before; None: the number has just
-            changed.
-        grown: Drafts per request for the next step; None: `drafts`.
-        seconds: Time since the step before, or since it was scheduled if the engine was idle;
-            None: not known.
-        paths: Its verified trees, as bytes (`TreeCounts.from_bytes`).
-        prompts: Prompt tokens that it read.
-        preempted: Requests that lost their KV cache before it, for want of memory.
-        gained: Tokens that requests received beyond one each: accepted ones, less those that were
-            cut off at a request's end.
-    """
+    """One step of an engine."""
 
     batch_size: int
     drafts: int | None
+    """Drafts per request, in this step and the one before; None: the number has just changed."""
     seconds: float | None
+    """Time since the step before, or since it was scheduled if the engine was idle; None: not
+    known."""
     workload: Workload
-    paths: bytes = b""
-    prompts: int = 0
+    paths: bytes = b""  # its verified trees, as bytes (`TreeCounts.from_bytes`)
+    prompts: int = 0  # prompt tokens that it read
     context: int = 0
-    preempted: int = 0
+    preempted: int = 0  # requests that lost their KV cache before it, for want of memory
     gained: int = 0
-    grown: int | None = None
+    """Tokens that requests received beyond one each: accepted ones, less those that were cut off at
+    a request's end."""
+    grown: int | None = None  # drafts per request for the next step; None: `drafts`
 
 
 @dataclass
@@ -76,24 +68,17 @@ class Trial:
 
 @dataclass
 class Octave:
-    """Batch sizes from a power of two up to the next, which share one decision.
+    """Batch sizes from a power of two up to the next, which share one decision."""
 
-    Attributes:
-        due: By number of drafts, the step of the next trial.
-        wait: By number of drafts, steps from a lost trial to the next.
-        plain_trials: Trials of no drafts that ended.
-        decided_for, decide_at: The workload of the last decision, and the step of the next.
-        has_news: Whether its drafts changed since the last log line.
-        said, said_at: Drafts that were logged, and when.
-    """
-
-    due: dict[int, int]
+    due: dict[int, int]  # by number of drafts, the step of the next trial
     steps: int = 0
     wait: dict[int, int] = field(default_factory=dict)
-    plain_trials: int = 0
+    """By number of drafts, steps from a lost trial to the next."""
+    plain_trials: int = 0  # trials of no drafts that ended
     trial: Trial | None = None
     decided_for: Workload | None = None
     decide_at: int = 1
-    has_news: bool = False
+    """The step of the next decision; the last one was for the workload `decided_for`."""
+    has_news: bool = False  # whether its drafts changed since the last log line
     said: int = -1
-    said_at: float = -inf
+    said_at: float = -inf  # when `said`, the drafts, were logged

@@ -47,26 +47,16 @@ class _TreeBatch(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class AttentionShape:
-    """The facts about layers that the kernel needs; layers that agree share one object.
-
-    Attributes:
-        heads, key_heads: Query heads, and key heads that they share.
-        head_size: A multiple of 16.
-        block_size: Tokens per cache block; a multiple of 16.
-        scale: Softmax scale.
-        dtype: The type of query, output and cache.
-        window: Tokens that a query sees, itself included; None: all before it.
-        soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
-    """
+    """The facts about layers that the kernel needs; layers that agree share one object."""
 
     heads: int
-    key_heads: int
-    head_size: int
-    block_size: int
-    scale: float
-    dtype: torch.dtype
-    window: int | None = None
-    soft_cap: float = 0.0
+    key_heads: int  # that query `heads` share
+    head_size: int  # a multiple of 16
+    block_size: int  # tokens per cache block; a multiple of 16
+    scale: float  # softmax scale
+    dtype: torch.dtype  # the type of query, output and cache
+    window: int | None = None  # tokens that a query sees, itself included; None: all before it
+    soft_cap: float = 0.0  # scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay
 
     @cached_property
     def supported(self) -> bool:

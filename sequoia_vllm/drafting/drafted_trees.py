@@ -14,24 +14,18 @@ from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
 
 @dataclass(frozen=True)
 class DraftedTrees:
-    """The trees of a batch. They stay in place, so CUDA graphs may hold them.
+    """The trees of a batch. They stay in place, so CUDA graphs may hold them."""
 
-    Attributes:
-        nodes: int32 ``[slots]``: nodes drafted, root included; 0: none.
-        rows: int32 ``[slots]``: the request's first row of the two tensors below.
-        logits: ``[rows, I, V]``: draft logits of the nodes with children. Node i of row r lies
-            where row r + i has its first node: trees of a batch follow one another, each with
-            `DraftLevels.rows_per_tree` rows.
-        stats: float32 ``[rows, I, 2]``: maximum and sum that make them Q, likewise.
-        tokens: int64 ``[max_num_reqs, N]``: drafted tokens of the batch's requests, in
-            stored order; column 0 is the root's, and is not written here.
-    """
-
-    nodes: Tensor
-    rows: Tensor
+    nodes: Tensor  # int32 ``[slots]``: nodes drafted, root included; 0: none
+    rows: Tensor  # int32 ``[slots]``: the request's first row of the two tensors below
     logits: Tensor
-    stats: Tensor
+    """``[rows, I, V]``: draft logits of the nodes with children. Node i of row r lies where row r +
+    i has its first node: trees of a batch follow one another, each with `DraftLevels.rows_per_tree`
+    rows."""
+    stats: Tensor  # float32 ``[rows, I, 2]``: maximum and sum that make them Q, likewise
     tokens: Tensor
+    """int64 ``[max_num_reqs, N]``: drafted tokens of the batch's requests, in stored order; column
+    0 is the root's, and is not written here."""
     _workspace: DrawWorkspace = field(default_factory=DrawWorkspace)
 
     @classmethod

@@ -14,27 +14,19 @@ from sequoia_vllm.verification.topology import Topology
 
 @dataclass
 class Level:
-    """The m nodes of one depth that have children, whose children are drawn together.
+    """The m nodes of one depth that have children, whose children are drawn together."""
 
-    Attributes:
-        depth: Depth of these nodes, in edges; 0 is the root.
-        first: Place of the first of them in draft order: the root, then every
-            other inner node, depth by depth. They follow one another from there.
-        nodes: int32 ``[m]``: stored index of each.
-        parents: int64 ``[m]``: place of each one's parent on the level above; the root: 0.
-        counts: int32 ``[m]``: children of each.
-        columns: int32 ``[m, b]``: stored index of each child, in draft order;
-            0 beyond a node's last child.
-        rows: int32 ``[m]``: where each node's Q is kept, see `TreeTables.inner_rows`.
-    """
-
-    depth: int
+    depth: int  # depth of these nodes, in edges; 0 is the root
     first: int
-    nodes: Tensor
-    parents: Tensor
-    counts: Tensor
+    """Place of the first of them in draft order: the root, then every other inner node, depth by
+    depth. They follow one another from there."""
+    nodes: Tensor  # int32 ``[m]``: stored index of each
+    parents: Tensor  # int64 ``[m]``: place of each one's parent on the level above; the root: 0
+    counts: Tensor  # int32 ``[m]``: children of each
     columns: Tensor
-    rows: Tensor
+    """int32 ``[m, b]``: stored index of each child, in draft order; 0 beyond a node's last
+    child."""
+    rows: Tensor  # int32 ``[m]``: where each node's Q is kept, see `TreeTables.inner_rows`
 
     @property
     def width(self) -> int:

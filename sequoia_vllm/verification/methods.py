@@ -13,23 +13,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VerificationMethod:
-    """One way to verify sampled trees. Each part of its code is given as "module:name".
-
-    Attributes:
-        host: Verifies on the host (Model Runner V1); called as `walk.walk_tree` is.
-        kernel: Launches the kernels (Model Runner V2); called as `kernels.verify.verify_trees`.
-        compiled: Called once at start, compiles what ``host`` runs; None: nothing is compiled.
-        tables: Called with a tree's parents and a device, makes what ``kernel`` needs of the
-            tree; None: nothing.
-        ran_on: The GPU on which its kernels have run here; None: none.
-    """
+    """One way to verify sampled trees. Each part of its code is given as "module:name"."""
 
     name: str
-    host: str
-    kernel: str
+    host: str  # verifies on the host (Model Runner V1); called as `walk.walk_tree` is
+    kernel: str  # launches the kernels (Model Runner V2); called as `kernels.verify.verify_trees`
     compiled: str | None = None
+    """Called once at start, compiles what ``host`` runs; None: nothing is compiled."""
     tables: str | None = None
-    ran_on: str | None = None
+    """Called with a tree's parents and a device, makes what ``kernel`` needs of the tree; None:
+    nothing."""
+    ran_on: str | None = None  # the GPU on which its kernels have run here; None: none
 
     def host_function(self) -> Callable[..., Any]:
         """The function that verifies on the host."""

@@ -97,15 +97,10 @@ def _seeded_from(generator: torch.Generator | None, device: torch.device) -> tor
 
 @dataclass(frozen=True)
 class _Subtrees:
-    """The parts of A trees that are verified at once: from a root down to replaced nodes.
+    """The parts of A trees that are verified at once: from a root down to replaced nodes."""
 
-    Attributes:
-        nodes: int64 ``[A, M]``: each column's node in the whole tree; in padding anything.
-        parents: int64 ``[A, M]``: as of `walk_tree`, in columns.
-    """
-
-    nodes: Tensor
-    parents: Tensor
+    nodes: Tensor  # int64 ``[A, M]``: each column's node in the whole tree; in padding anything
+    parents: Tensor  # int64 ``[A, M]``: as of `walk_tree`, in columns
 
     @classmethod
     def below(cls, roots: Tensor, parents: Tensor, replaced: Tensor, depth: int) -> _Subtrees:

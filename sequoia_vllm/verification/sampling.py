@@ -41,17 +41,11 @@ FEWEST_TOKENS, FEWEST_ENTRIES, BLOCK = 4_096, 32_768, 256
 
 @dataclass(frozen=True)
 class Truncation:
-    """Sampling parameters of R rows that exclude tokens; None where no row has any.
+    """Sampling parameters of R rows that exclude tokens; None where no row has any."""
 
-    Attributes:
-        top_k: int ``[R]``, V in rows without.
-        top_p: float32 ``[R]``, 1 likewise.
-        min_p: float32 ``[R]``, 0 likewise.
-    """
-
-    top_k: Tensor | None = None
-    top_p: Tensor | None = None
-    min_p: Tensor | None = None
+    top_k: Tensor | None = None  # int ``[R]``, V in rows without
+    top_p: Tensor | None = None  # float32 ``[R]``, 1 likewise
+    min_p: Tensor | None = None  # float32 ``[R]``, 0 likewise
 
     def __bool__(self) -> bool:
         return not (self.top_k is None and self.top_p is None and self.min_p is None)

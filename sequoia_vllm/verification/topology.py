@@ -20,21 +20,15 @@ DistributionAt = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Topology:
-    """The shapes of a batch's trees, as the verifier looks them up.
+    """The shapes of a batch's trees, as the verifier looks them up."""
 
-    Attributes:
-        parents: int64 ``[B, N+1]``: as given.
-        depths: int64 ``[B, N+1]``: edges from the root; 0 in padding.
-        children: int64 ``[B, N+1, b]``: the k-th child of each node in draft
-            order, -1 where it has no k-th child; b is at least 1.
-        branches: Most children of any node at each depth. One entry per depth,
-            so the last is 0.
-    """
-
-    parents: Tensor
-    depths: Tensor
+    parents: Tensor  # int64 ``[B, N+1]``: as given
+    depths: Tensor  # int64 ``[B, N+1]``: edges from the root; 0 in padding
     children: Tensor
+    """int64 ``[B, N+1, b]``: the k-th child of each node in draft order, -1 where it has no k-th
+    child; b is at least 1."""
     branches: tuple[int, ...]
+    """Most children of any node at each depth. One entry per depth, so the last is 0."""
 
     @property
     def max_depth(self) -> int:
@@ -112,19 +106,13 @@ def topology_of(parents: Tensor | Topology, tokens: Tensor) -> Topology:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The decisions of verification, for B requests whose deepest tree has depth D.
+    """The decisions of verification, for B requests whose deepest tree has depth D."""
 
-    Attributes:
-        accepted_nodes: int64 ``[B, D]``: the accepted path below the root, then -1.
-        output_tokens: int64 ``[B, D + 1]``: the tokens of that path, the target's
-            own token after it, then -1.
-        num_accepted: int64 ``[B]``: length of the path, so a request emits
-            ``num_accepted + 1`` tokens.
-    """
-
-    accepted_nodes: Tensor
+    accepted_nodes: Tensor  # int64 ``[B, D]``: the accepted path below the root, then -1
     output_tokens: Tensor
+    """int64 ``[B, D + 1]``: the tokens of that path, the target's own token after it, then -1."""
     num_accepted: Tensor
+    """int64 ``[B]``: length of the path, so a request emits ``num_accepted + 1`` tokens."""
 
 
 def _check_parents(parents: Tensor) -> None:

@@ -35,8 +35,7 @@ class Vocabulary:
     end: int | None = None
     begin: int | None = None
     unknown: int | None = None
-    """`end` and `begin` and `unknown`: Numbers of the tokens that end and begin a sequence, and of
-    the one for what cannot be spelled."""
+    """Numbers of the tokens that end and begin a sequence, and stand for what cannot be spelled."""
 
     def within(self, size: int) -> Vocabulary:
         """Without the tokens from this number on: the model has no rows for them."""

@@ -33,22 +33,18 @@ class Signature:
 
 @dataclass(frozen=True)
 class Expected:
-    """An attribute of vLLM, and how it must look.
+    """An attribute of vLLM, and how it must look."""
 
-    Attributes:
-        path: ``module:attribute[.attribute]``; the last may be a field of a dataclass.
-        parameters: Names of its parameters in order; None: it only must exist.
-        may_grow: We only call it, and pass no more than ``parameters``: others may
-            follow if they are optional. What we override must take exactly these.
-        since: The first version that has it, (major, minor); None: all that we support.
-        before: The first version that has it no longer, or otherwise; None: none that we support.
-    """
-
-    path: str
+    path: str  # ``module:attribute[.attribute]``; the last may be a field of a dataclass
     parameters: tuple[str, ...] | None = None
+    """Names of its parameters in order; None: it only must exist."""
     may_grow: bool = False
+    """We only call it, and pass no more than ``parameters``: others may follow if they are
+    optional. What we override must take exactly these."""
     since: tuple[int, int] | None = None
+    """The first version that has it, (major, minor); None: all that we support."""
     before: tuple[int, int] | None = None
+    """The first version that has it no longer, or otherwise; None: none that we support."""
 
     def is_of(self, release: tuple[int, ...]) -> bool:
         """Whether it is expected of this version, (major, minor)."""

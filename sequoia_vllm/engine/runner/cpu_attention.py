@@ -30,27 +30,17 @@ _shape_of_layers = cache(AttentionShape)
 
 @dataclass(frozen=True)
 class TreeQueries:
-    """The rows of a batch that are tree nodes, and what they attend to.
-
-    Attributes:
-        rows: int64 ``[B, Q]``: row of each node in the batch's flat tokens; -1
-            for padding, which is neither computed nor written.
-        block_table: int32 ``[B, max_blocks]``: each request's cache blocks.
-        context_lens: int64 ``[B]``: committed tokens; node j is in slot
-            ``context_lens + j``.
-        num_nodes: int64 ``[B]``: nodes of each request whose keys and values are in the cache.
-        ancestors: bool ``[Q, M]``: query q sees node j.
-        max_keys: Slots of the longest request.
-        only_trees: No row of the batch is anything but a tree node.
-    """
+    """The rows of a batch that are tree nodes, and what they attend to."""
 
     rows: Tensor
-    block_table: Tensor
-    context_lens: Tensor
-    num_nodes: Tensor
-    ancestors: Tensor
-    max_keys: int
-    only_trees: bool
+    """int64 ``[B, Q]``: row of each node in the batch's flat tokens; -1 for padding, which is
+    neither computed nor written."""
+    block_table: Tensor  # int32 ``[B, max_blocks]``: each request's cache blocks
+    context_lens: Tensor  # int64 ``[B]``: committed tokens; node j is in slot ``context_lens + j``
+    num_nodes: Tensor  # int64 ``[B]``: nodes of each request whose keys and values are in the cache
+    ancestors: Tensor  # bool ``[Q, M]``: query q sees node j
+    max_keys: int  # slots of the longest request
+    only_trees: bool  # no row of the batch is anything but a tree node
     _batches: dict[AttentionShape, TreeAttentionBatch] = field(default_factory=dict)
     _masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)
 

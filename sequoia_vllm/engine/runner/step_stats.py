@@ -23,19 +23,15 @@ class StepStats:
     forwards, too, which on V2 nothing waits for. After verification the runner hands over
     the step's trees, by `observe` or `observe_paths`, and the worker sends them to the
     front end (`take_paths`).
-
-    Attributes:
-        tree: The engine's tree.
-        seconds: Wall time by part: "target" (its forward, without the LM head),
-            "draft" (its forwards, with theirs) and "step" (all of the step).
-        steps: Engine steps.
-        trace: If not None, every model forward: (part, requests, tokens, seconds).
     """
 
-    tree: TokenTree
+    tree: TokenTree  # the engine's tree
     seconds: dict[str, float] = field(default_factory=dict)
-    steps: int = 0
+    """Wall time by part: "target" (its forward, without the LM head), "draft" (its forwards, with
+    theirs) and "step" (all of the step)."""
+    steps: int = 0  # engine steps
     trace: list[tuple[str, int, int, float]] | None = None
+    """If not None, every model forward: (part, requests, tokens, seconds)."""
 
     def __post_init__(self) -> None:
         self._untaken: list[NDArray[np.int32]] = []

@@ -32,21 +32,13 @@ _FITTING_DRAFT = 'give "model" a draft of the target\'s family, with its tokeniz
 
 @dataclass(frozen=True)
 class TokensOf:
-    """Where a model's tokens are found.
+    """Where a model's tokens are found."""
 
-    Attributes:
-        tokenizer: Name or path of the model, or of its tokenizer.
-        size: Rows of its logits.
-        revision: The tokenizer's revision, on the Hub.
-        trust_remote_code: Whether it may bring code of its own.
-        is_readable: Whether it may be loaded, the usual way.
-    """
-
-    tokenizer: str
-    size: int
-    revision: str | None = None
-    trust_remote_code: bool = False
-    is_readable: bool = True
+    tokenizer: str  # name or path of the model, or of its tokenizer
+    size: int  # rows of its logits
+    revision: str | None = None  # the tokenizer's revision, on the Hub
+    trust_remote_code: bool = False  # whether it may bring code of its own
+    is_readable: bool = True  # whether it may be loaded, the usual way
 
     @classmethod
     def target(cls, config: Any) -> TokensOf:
@@ -71,15 +63,10 @@ class TokensOf:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing two vocabularies.
+    """The result of comparing two vocabularies."""
 
-    Attributes:
-        matching: Which tokens mean the same; None: numbers mean the same in both.
-        in_words: What differs, for a log; "": nothing does.
-    """
-
-    matching: Matching | None
-    in_words: str = ""
+    matching: Matching | None  # which tokens mean the same; None: numbers mean the same in both
+    in_words: str = ""  # what differs, for a log; "": nothing does
 
 
 @lru_cache(maxsize=8)
