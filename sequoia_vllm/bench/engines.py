@@ -21,27 +21,13 @@ from sequoia_vllm.measuring.engines import (
     compare_models,
     load_config,
     open_engine,
-    room_for,
 )
-from sequoia_vllm.measuring.step_recorder import EXTENSION
 from sequoia_vllm.tree.token_tree import TokenTree
 
 # Memory of an engine besides weights and KV cache (measured: 0.9 GiB).
 _PROCESS_GIB = 1.0
 PARTS = ("target", "draft", "drawing", "verify")
 """Parts of a step."""
-
-
-def engine_options(max_model_len: int, max_num_seqs: int, most_drafts: int) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that all engines of a comparison share."""
-    return {
-        # Completions may overshoot by a step's drafts, and need room for a whole tree then.
-        **room_for(max_model_len + 2 * most_drafts, max_num_seqs, most_drafts + 1),
-        # Rounds must be alike: each reads its prompts anew, in the same chunks.
-        "enable_prefix_caching": False,
-        "worker_extension_cls": EXTENSION,
-        "disable_log_stats": False,
-    }
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from sequoia_vllm.bench.methods import Kind
 from sequoia_vllm.figures import GREY, colour_of, draw_grid, new_figure, save_figure
+from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.json_file import FileModel
 
 MOST_SPREAD = 1.15
@@ -56,15 +57,6 @@ class StepSplit(FileModel):
         return self.drawing + self.verify + self.other
 
 
-class PredictedSpeed(FileModel):
-    """The cost model's prediction for a tree, from what `tune` measured."""
-
-    speedup: float = Field(gt=0)
-    tokens_per_step: float = Field(ge=1)
-    step_seconds: float = Field(gt=0)
-    extrapolated: bool = Field(description="Whether a time lies outside what was profiled.")
-
-
 class Result(FileModel):
     """One method at one batch size and temperature."""
 
@@ -81,7 +73,7 @@ class Result(FileModel):
     step_seconds: float = Field(gt=0, description="Mean of all rounds.")
     split: StepSplit
     best_chain: bool = Field(default=False, description="The fastest of vLLM's chains here.")
-    predicted: PredictedSpeed | None = None
+    predicted: Estimate | None = None
     measured_over_predicted: float | None = None
     """Speedups; none: not predicted."""
     note: str | None = Field(default=None, description="Remark that belongs to this number.")

@@ -5,9 +5,10 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import cycle, islice
 from typing import Any
 
-from sequoia_vllm.bench.engines import Arrival, BenchEngine, engine_options
+from sequoia_vllm.bench.engines import Arrival, BenchEngine
 from sequoia_vllm.bench.methods import BenchError, Kind, Method
-from sequoia_vllm.measuring.engines import EngineSpec, wait_for_quiet
+from sequoia_vllm.measuring.engines import EngineSpec, room_for, wait_for_quiet
+from sequoia_vllm.measuring.step_recorder import EXTENSION
 
 MOST_CHAIN_DRAFTS = 8
 """Length of the longest chain in the search for vLLM's best one."""
@@ -63,8 +64,16 @@ class BenchSettings:
 
     def engine_options(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` that give every engine room for every method."""
-        longest = max(map(len, self.prompts)) + self.max_tokens + 1
-        return engine_options(longest, max(self.batch_sizes), self.most_drafts)
+        most = self.most_drafts
+        # Completions may overshoot by a step's drafts, and need room for a whole tree then.
+        longest = max(map(len, self.prompts)) + self.max_tokens + 1 + 2 * most
+        return {
+            **room_for(longest, max(self.batch_sizes), most + 1),
+            # Rounds must be alike: each reads its prompts anew, in the same chunks.
+            "enable_prefix_caching": False,
+            "worker_extension_cls": EXTENSION,
+            "disable_log_stats": False,
+        }
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from sequoia_vllm.bench.methods import Kind, chain
 from sequoia_vllm.bench.report import (
     BenchModel,
     BenchReport,
-    PredictedSpeed,
     Result,
     SearchedChain,
     Spread,
@@ -24,7 +23,7 @@ from sequoia_vllm.bench.report import (
     disagreement,
 )
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, pooled
-from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.cost import CostModel, Estimate
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
@@ -44,7 +43,7 @@ CHAIN_SAMPLES_WRONGLY = (
     "it should. So its speed there says nothing of vLLM's chain elsewhere"
 )
 DECLINED = "the engine chose not to speculate here"
-Predict = Callable[[MethodRuns, EngineCase], PredictedSpeed | None]
+Predict = Callable[[MethodRuns, EngineCase], Estimate | None]
 
 
 @dataclass(frozen=True)
@@ -67,19 +66,13 @@ class PredictionBasis:
         vector = AcceptanceFile.load(found.acceptance)
         return cls(Profile.load(found.profile), vector, context_length)
 
-    def predict(self, runs: MethodRuns, case: EngineCase) -> PredictedSpeed | None:
+    def predict(self, runs: MethodRuns, case: EngineCase) -> Estimate | None:
         """Predicts Sequoia's speed; None: another method, or no vector for this temperature."""
         if runs.method.kind is not Kind.SEQUOIA or case.temperature != self.vector.temperature:
             return None
         tree = (runs.tree or TokenTree((-1,))).trim(runs.drafts + 1)
         cost = CostModel(self.profile, self.context_length)
-        estimate = cost.estimate(tree, self.vector.vector, case.batch_size)
-        return PredictedSpeed(
-            speedup=estimate.speedup,
-            tokens_per_step=estimate.expected_tokens,
-            step_seconds=estimate.seconds,
-            extrapolated=estimate.extrapolated,
-        )
+        return cost.estimate(tree, self.vector.vector, case.batch_size)
 
 
 def run_bench(
@@ -109,8 +102,7 @@ def run_bench(
         BenchModel(name=name, hashes=model_hashes(name), grown_from=synthetic_origin(name))
         for name in (engine.target, engine.draft)
     )
-    predict = nothing_predicted if basis is None else basis.predict
-    summed = results(found, predict, chain_is_wrong=chain_samples_wrongly())
+    summed = results(found, basis and basis.predict, chain_is_wrong=chain_samples_wrongly())
     synthetic = [synthetic_note(model) for model in (target, draft)]
     return BenchReport(
         date=datetime.datetime.now(datetime.UTC).date(),
@@ -127,11 +119,9 @@ def run_bench(
     )
 
 
-def nothing_predicted(runs: MethodRuns, case: EngineCase) -> None:
-    """Stands for the cost model where nothing was measured."""
-
-
-def results(found: BenchRuns, predict: Predict, *, chain_is_wrong: bool) -> list[Result]:
+def results(
+    found: BenchRuns, predict: Predict | None = None, *, chain_is_wrong: bool
+) -> list[Result]:
     """Results of each method in each case."""
     summed = []
     for case, runs in found.runs.items():
@@ -141,7 +131,8 @@ def results(found: BenchRuns, predict: Predict, *, chain_is_wrong: bool) -> list
             wrong = chain_is_wrong and one in chains and case.temperature > 0
             declined = one.method.kind is Kind.SEQUOIA and one.drafts == 0
             note = CHAIN_SAMPLES_WRONGLY if wrong else DECLINED if declined else None
-            summed.append(_result(case, one, runs[0], predict(one, case), note, one is best))
+            predicted = predict and predict(one, case)
+            summed.append(_result(case, one, runs[0], predicted, note, one is best))
     return summed
 
 
@@ -153,7 +144,7 @@ def _result(
     case: EngineCase,
     runs: MethodRuns,
     plain: MethodRuns,
-    predicted: PredictedSpeed | None,
+    predicted: Estimate | None,
     note: str | None,
     best_chain: bool,
 ) -> Result:

@@ -172,7 +172,7 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
     with measuring("demo:", "interrupted") as report:
         found = measure(settings, report, watch=None if as_json else answers_shown(asked))
     greedy, sampled = found.runs.values()
-    shown = results(found, lambda *_: None, chain_is_wrong=False)
+    shown = results(found, chain_is_wrong=False)
     parts = shown[: len(greedy)], shown[len(greedy) :]
     assert found.greedy is not None
     differ = {mismatch.method for mismatch in found.greedy.mismatches}

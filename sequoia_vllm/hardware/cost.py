@@ -27,14 +27,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
+from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
 
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(FileModel):
     """What one tree is expected to do at one batch size."""
 
     batch_size: int

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from sequoia_vllm.bench import engines, measure, run
-from sequoia_vllm.bench.engines import Arrival, check_memory, engine_options, part_seconds
+from sequoia_vllm.bench.engines import Arrival, check_memory, part_seconds
 from sequoia_vllm.bench.measure import BenchRuns, MethodRuns
 from sequoia_vllm.bench.methods import SERVED, BenchError, chain, methods, plain, sequoia
 from sequoia_vllm.bench.report import (
@@ -499,8 +499,8 @@ def test_prediction_is_the_cost_models():
     made = basis(temperature=0.0)
     found = predict(TREE, 3)
     expected = CostModel(made.profile).estimate(TREE, made.vector.vector, 1)
-    assert (found.speedup, found.step_seconds) == (expected.speedup, expected.seconds)
-    assert predict(TREE, 1).tokens_per_step == pytest.approx(1.6)
+    assert found == expected
+    assert predict(TREE, 1).expected_tokens == pytest.approx(1.6)
     assert predict(None, 0).speedup == 1
     assert predict(TREE, 3, batch_size=2).extrapolated
 
@@ -618,7 +618,10 @@ def test_offloaded_engines_need_their_buffers(monkeypatch):
 
 
 def test_room_for_whole_trees():
-    options = engine_options(1000, 64, most_drafts=63)
+    options = BenchSettings(
+        EngineSpec("t", "d"), methods=(replace(plain(), most_drafts=63),), prompts=([1] * 935,),
+        max_tokens=64, batch_sizes=(64,),
+    ).engine_options()  # fmt: skip
     assert options["max_model_len"] == 1000 + 63 + 63
     assert options["max_num_batched_tokens"] >= 64 * 65
 
