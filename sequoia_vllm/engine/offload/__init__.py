@@ -129,15 +129,15 @@ def is_offloaded(vllm_config: Any) -> bool:
     )
 
 
-def offloading_backend(options: Any) -> OffloadBackend | None:
-    """The backend of vLLM's that is asked for, as vLLM chooses it; None: nothing is offloaded.
+def offloading_backend(offload_config: Any) -> OffloadBackend | None:
+    """The backend of vLLM's that is asked for, as vLLM chooses it; None: nothing is offloaded."""
+    prefetch, uva = offload_config.prefetch, offload_config.uva
+    chosen = offload_config.offload_backend, prefetch.offload_group_size, uva.cpu_offload_gb
+    return chosen_backend(*chosen)
 
-    Args:
-        options: vLLM's ``OffloadConfig``, or the engine arguments that it is made from.
-    """
-    backend = options.offload_backend
-    group_size = getattr(options, "prefetch", options).offload_group_size
-    cpu_offload_gb = getattr(options, "uva", options).cpu_offload_gb
+
+def chosen_backend(backend: str, group_size: int, cpu_offload_gb: float) -> OffloadBackend | None:
+    """The same, from vLLM's options of these names."""
     if group_size > 0 and backend in ("auto", "prefetch"):
         return "prefetch"
     return "uva" if cpu_offload_gb > 0 and backend in ("auto", "uva") else None
@@ -223,7 +223,9 @@ def weight_source(arguments: Any) -> OffloadedLayers | OffloadSpec | None:
 
 def offloaded_layers(arguments: Any) -> OffloadedLayers | None:
     """Reads what vLLM's offloader is asked to do, by its rules; None: nothing."""
-    backend = offloading_backend(arguments)
+    backend = chosen_backend(
+        arguments.offload_backend, arguments.offload_group_size, arguments.cpu_offload_gb
+    )
     if backend == "prefetch":
         return OffloadedLayers(
             backend,
