@@ -235,7 +235,15 @@ def read_config(role: Role, model: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: It is not available, or not what it should be; the message names the fix.
     """
-    file = _config_file(role, model)
+    check_name(role, model)
+    file = Path(model, "config.json")
+    if not Path(model).exists():
+        from huggingface_hub import hf_hub_download
+
+        try:
+            file = Path(hf_hub_download(model, "config.json"))
+        except Exception as error:  # its type depends on the HTTP library
+            raise ConfigError(f"the {role}: {hub_problem(model, error)}") from error
     config = read_json(file, "configuration", ConfigError)
     if not isinstance(config, dict):
         raise ConfigError(f"configuration file {file} is no JSON object: is it the right one?")
@@ -254,15 +262,3 @@ def kinds_and_classes(role: Role, model: str) -> tuple[set[Kind], list[str]]:
         return set(), []
     config = read_config(role, model)
     return kinds_of(config), [str(name) for name in config.get("architectures") or ()]
-
-
-def _config_file(role: Role, model: str) -> Path:
-    check_name(role, model)
-    if Path(model).exists():
-        return Path(model) / "config.json"
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except Exception as error:  # its type depends on the HTTP library
-        raise ConfigError(f"the {role}: {hub_problem(model, error)}") from error

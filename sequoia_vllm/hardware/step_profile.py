@@ -80,7 +80,9 @@ class Profile(FileModel):
 
     described = "profile"
     refused = ProfileError
-    schema_: Literal["sequoia-vllm/profile/v1"] = Field("sequoia-vllm/profile/v1", alias="schema")
+    schema_: Literal["sequoia-vllm/profile/v1"] = Field(
+        default="sequoia-vllm/profile/v1", alias="schema"
+    )
     source: ProfileSource
     """Where the times come from: a running engine, or datasheet values. Earlier versions also
     wrote: an engine's warm-up, times of other models on the same device."""
