@@ -227,11 +227,7 @@ class SequoiaConfig(_Strict):
 
 
 def _checked_schedule(schedule: Schedule) -> Schedule:
-    """The ranges in order.
-
-    Raises:
-        ValueError: They are not ranges of batch sizes from 1 on that follow each other.
-    """
+    """The ranges in order; raises ValueError unless they follow each other from batch size 1."""
     if not schedule:
         raise ValueError("needs a range, [first, last, drafts]; leave the key out for none")
     batch = 1

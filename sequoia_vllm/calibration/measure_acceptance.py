@@ -128,11 +128,7 @@ class Workload:
 
 
 class _Run:
-    """One engine's part of a measurement.
-
-    Attributes:
-        state: The last checkpoint, earlier runs included.
-    """
+    """One engine's part of a measurement; ``state`` is its last checkpoint, with earlier runs."""
 
     def __init__(
         self, task: AcceptanceTask, previous: CalibrationState | None, interval: float

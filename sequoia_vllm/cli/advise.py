@@ -174,11 +174,7 @@ def advise_pair(
 
 
 def _devices_needed(spec: DeviceSpec, models: Sequence[ModelShape], dtype: str) -> int:
-    """The fewest devices that hold the weights of all models.
-
-    Raises:
-        LibraryError: No number does; names the fix.
-    """
+    """The fewest devices that hold the weights of all models; raises LibraryError if none do."""
     needed = sum(model.weights_bytes(bytes_per_value(dtype)) for model in models)
     for devices in _DEVICES:
         fit = needed <= _MOST_WEIGHTS * devices * spec.memory_bytes
@@ -241,13 +237,10 @@ def advise(
 
 
 def _check_support(role: Role, model: str, shown: bool = False) -> str:
-    """Checks whether trees serve a model, as an engine does before anything else.
+    """Refuses a model that trees do not serve, in the engine's own words (ConfigError).
 
     Returns:
         Its row in the table of families, in words; printed first if `shown`.
-
-    Raises:
-        ConfigError: They do not; with the engine's own words.
     """
     kinds, classes = kinds_and_classes(role, model)
     family = in_words(model, classes, kinds)
@@ -261,9 +254,7 @@ def _check_support(role: Role, model: str, shown: bool = False) -> str:
 def _read(role: Role, model: str, kind: DrafterKind | None = None) -> tuple[ModelShape, str]:
     """A model's shape, or that of its draft of a kind, and the dtype that vLLM uses by default.
 
-    Raises:
-        SequoiaError: The configuration is not available, or its model's times cannot be computed;
-            the message names the fix.
+    Raises SequoiaError if the configuration cannot be had, or times cannot be computed from it.
     """
     if not Path(model).exists() and (shape := published_shape(model)):
         return shape, "bfloat16"

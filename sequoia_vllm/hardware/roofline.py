@@ -173,11 +173,7 @@ def _check_draft_fits(
     devices: int,
     streamed: StreamedWeights,
 ) -> None:
-    """Checks that the draft and the buffers leave some memory.
-
-    Raises:
-        ValueError: If not; says what would.
-    """
+    """Refuses a draft that leaves no memory beside the buffers (ValueError)."""
     needed = draft.weights_bytes(value_bytes) / devices + streamed.buffer_bytes
     if needed >= device.memory_bytes:
         raise ValueError(

@@ -110,17 +110,12 @@ def interrupted_by() -> int | None:
 
 
 class _Signals:
-    """The handler of both signals.
+    """The handler of both signals."""
 
-    Attributes:
-        first: The first signal that came within the last block.
-        is_used: Whether a block is open.
-        mask: What was blocked before a fork that is being made.
-    """
-
-    first: int | None = None
-    is_used = False
-    mask: set[int] = set()  # noqa: RUF012 (never changed in place)
+    first: int | None = None  # the first signal that came within the last block
+    is_used = False  # whether a block is open
+    # What was blocked before a fork that is being made; never changed in place.
+    mask: set[int] = set()  # noqa: RUF012
 
     def __init__(self) -> None:
         self._is_held = False

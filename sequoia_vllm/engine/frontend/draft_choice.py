@@ -85,13 +85,10 @@ def find_draft(
 def _first_usable(
     candidates: list[KnownDraft], found: Callable[[str], tuple[str, Drafter]]
 ) -> tuple[str, Drafter]:
-    """The first known draft that trees draft with.
+    """The first known draft that trees draft with; raises what is wrong with the last if none is.
 
     A head whose configuration cannot be read counts as a model: vLLM says why a draft cannot be
     had, and there may be another one.
-
-    Raises:
-        ConfigError: There is none; says why not the last one.
     """
     for known in candidates:
         try:

@@ -210,11 +210,7 @@ def draft_problem(draft: str, error: Exception) -> str:
 
 
 def _check_own_layers(kind: Drafter, target: Any) -> None:
-    """Checks that layers of the target's own checkpoint draft trees.
-
-    Raises:
-        ConfigError: They do not, or there are none; names the fix.
-    """
+    """Refuses a target whose own checkpoint has no layers that draft trees (ConfigError)."""
     layers = SpeculativeConfig.hf_config_override(deepcopy(target.hf_config))
     if problem := kind.target_problem(target, layers):
         raise ConfigError(
@@ -245,11 +241,7 @@ def _agreed(found: Recognised, draft: str, given: Drafter | None) -> Drafter:
 
 
 def _check_head(kind: Drafter, head: Fields, draft: str, target: Any) -> None:
-    """Checks that a head was made for this target, and drafts like others of its kind.
-
-    Raises:
-        ConfigError: If not; names what differs, and the fix.
-    """
+    """Refuses a head for another target, or one that drafts unlike its kind (ConfigError)."""
     if differences := target_differences(head, Fields(target.hf_text_config, target.model)):
         raise ConfigError(
             f"{draft!r} is {kind.name} made for another target than {target.model!r}: "

@@ -106,11 +106,7 @@ def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
 
 
 def _choose_scheduler(config: Any) -> None:
-    """Names our scheduler, before a class of the user's own if there is one.
-
-    Raises:
-        ConfigError: That class is no scheduler of vLLM's.
-    """
+    """Names our scheduler, before a class of the user's own, which must be vLLM's (ConfigError)."""
     ours = TreeSchedulingAhead if config.async_scheduling else TreeScheduling
     users = config.scheduler_cls
     if users is None:

@@ -111,11 +111,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
 
 
 def _check_keys(config: SequoiaConfig, kind: Drafter) -> None:
-    """Checks that nothing is said of a draft's checkpoint where there is none.
-
-    Raises:
-        ConfigError: Something is; names the keys, and the fix.
-    """
+    """Refuses keys about a draft's checkpoint where there is none (ConfigError)."""
     keys = {"draft_vocabulary", "quantization", "revision", "code_revision", "draft_load_config"}
     if given := sorted(key for key in keys if getattr(config, key) is not None):
         raise ConfigError(
@@ -125,11 +121,7 @@ def _check_keys(config: SequoiaConfig, kind: Drafter) -> None:
 
 
 def _check_depth(choice: TreeChoice, facts: Facts) -> None:
-    """Checks that the draft goes as deep as the tree.
-
-    Raises:
-        ConfigError: It does not; names the fix.
-    """
+    """Refuses a tree that is deeper than the draft goes (ConfigError)."""
     tree, levels = choice.tree, facts.levels
     if levels is not None and tree.depth > levels:
         raise ConfigError(

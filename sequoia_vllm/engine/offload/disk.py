@@ -43,11 +43,7 @@ class _Layer:
     """The weights are loaded to these: a region, and its bytes."""
 
     def check_kept(self) -> None:
-        """Checks that its weights are still the module's.
-
-        Raises:
-            OffloadError: They are not.
-        """
+        """Raises OffloadError if its weights are no longer the module's."""
         if sum(weight.nbytes for _, weight in _large(self.module)) < self.size // 2:
             raise OffloadError(
                 f"{type(self.module).__name__}: the CPU kernels of this quantisation keep "
@@ -218,11 +214,7 @@ def _large(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _check_unshared(modules: Sequence[nn.Module]) -> None:
-    """Checks that no weight belongs to two layers: each layer has a buffer of its own.
-
-    Raises:
-        OffloadError: Two of them share a large weight.
-    """
+    """Refuses layers that share a weight, as each has a buffer of its own (OffloadError)."""
     places: set[int] = set()
     for module in modules:
         own = {_storage(weight) for _, weight in _large(module)}
