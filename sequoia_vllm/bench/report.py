@@ -46,8 +46,7 @@ class StepSplit(FileModel):
     target: float = Field(ge=0, description="The target's forward pass, LM head included.")
     draft: float = Field(ge=0)
     """The draft's forward passes, LM head included; for a chain on V2 all drafting."""
-    drawing: float = Field(ge=0)
-    """The rest of drafting: choosing children, preparing the passes."""
+    drawing: float = Field(ge=0)  # the rest of drafting: choosing children, preparing the passes
     verify: float = Field(ge=0, description="Verification and commit; plain vLLM's: sampling.")
     other: float = Field(description="The rest: scheduling, preparing inputs, output, transport.")
 
@@ -66,16 +65,14 @@ class Result(FileModel):
     temperature: float = Field(ge=0)
     drafts: int = Field(ge=0, description="Drafts per request and step; 0: no speculation.")
     depth: int = Field(ge=0, description="Depth of the drafts: a chain's length, a tree's depth.")
-    tokens_per_second: Spread
-    """Tokens of the whole batch while all of it decodes, without prompts."""
+    tokens_per_second: Spread  # tokens of the whole batch while all of it decodes, without prompts
     speedup: Spread = Field(description="Speed relative to plain vLLM in the same round.")
     tokens_per_step: float = Field(ge=0, description="Tokens per request and step of all rounds.")
     step_seconds: float = Field(gt=0, description="Mean of all rounds.")
     split: StepSplit
     best_chain: bool = Field(default=False, description="The fastest of vLLM's chains here.")
     predicted: Estimate | None = None
-    measured_over_predicted: float | None = None
-    """Speedups; none: not predicted."""
+    measured_over_predicted: float | None = None  # speedups; none: not predicted
     note: str | None = Field(default=None, description="Remark that belongs to this number.")
     drafted: float | None = Field(default=None, ge=0)
     """Sequoia's trees per request and step; none: another method."""
@@ -126,8 +123,7 @@ class GreedyCheck(FileModel):
 
     compared: int = Field(ge=0, description="Outputs compared.")
     identical: int = Field(ge=0)
-    bound: float | None = None
-    """Largest gap of a near-tie, nats; none: every mismatch is wrong."""
+    bound: float | None = None  # largest gap of a near-tie, nats; none: every mismatch is wrong
     mismatches: list[Mismatch] = Field(default_factory=list)
 
     @property
@@ -160,11 +156,9 @@ class BenchReport(FileModel):
     results: list[Result] = Field(min_length=1)
     searched: list[SearchedChain] | None = None
     """vLLM's chains as predicted from one of 8 drafts; none: they were given."""
-    greedy: GreedyCheck | None = None
-    """None: no greedy outputs were asked for."""
+    greedy: GreedyCheck | None = None  # none: no greedy outputs were asked for
     notes: list[str] = Field(description="Remarks that belong to all numbers.")
-    provenance: dict[str, Any]
-    """Arguments, time, versions, CPU, git revision, environment."""
+    provenance: dict[str, Any]  # arguments, time, versions, CPU, git revision, environment
 
 
 def disagreement(results: Sequence[Result]) -> str | None:

@@ -176,8 +176,7 @@ class AcceptanceSettings:
     """Tokens per completion. Make them as long as those to be served: long greedy texts repeat
     themselves, and repetition is easy to draft."""
     temperature: float = 0.0
-    top_p: float = 1.0
-    """Sampling of every request, with `temperature`, which is 0 for greedy."""
+    top_p: float = 1.0  # sampling of every request, with `temperature`, which is 0 for greedy
     branch: int = 10  # children offered at a node: entries of a row
     depth: int = 5  # the most rows of the vector
     precision: float = 0.02  # stop when the vector is known this well (see `precision`)

@@ -42,10 +42,8 @@ class ScheduleEstimate(FileModel):
     num_speculative_tokens: int = Field(ge=0)
     expected_tokens: float = Field(ge=1, description="Per request and step.")
     speedup: float = Field(gt=0, description="Against plain decoding at this batch size.")
-    optimum: float = Field(gt=0)
-    """Speedup of the best tree found for this batch size alone."""
-    extrapolated: bool = False
-    """Whether it rests on times outside what was measured."""
+    optimum: float = Field(gt=0)  # speedup of the best tree found for this batch size alone
+    extrapolated: bool = False  # whether it rests on times outside what was measured
 
 
 @dataclass(frozen=True)

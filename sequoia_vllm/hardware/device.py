@@ -69,8 +69,7 @@ class DeviceSpec(FileModel):
 class KnownDevice(DeviceSpec):
     """A row of the device table."""
 
-    match: list[str] = Field(min_length=1)
-    """Patterns for the whole driver name, see `normalize`."""
+    match: list[str] = Field(min_length=1)  # patterns for the whole driver name, see `normalize`
     library: bool = Field(description="Whether the library holds trees computed for it.")
     host_link: LinkName | None = None
     """Link to the host's memory; none: boards differ. In machines with slower slots, or where

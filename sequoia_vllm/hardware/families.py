@@ -26,12 +26,10 @@ class Family(FileModel):
     family: str
     architectures: tuple[str, ...] = Field(description="vLLM's classes, as config.json names them.")
     models: tuple[str, ...] = Field(description="Names on the Hub, with * for what may follow.")
-    config: dict[str, Any] = Field(default={})
-    """What else of config.json tells the kind of model."""
+    config: dict[str, Any] = Field(default={})  # what else of config.json tells the kind of model
     proved: tuple[Literal["H100", "rehearsed", "interpreted", "tiny model"], str] | None = None
     """How it was seen to run, and the file that shows it."""
-    note: str = ""
-    """Where it runs, if not everywhere; or what refuses it, closer."""
+    note: str = ""  # where it runs, if not everywhere; or what refuses it, closer
 
     @property
     def kinds(self) -> list[Kind]:

@@ -49,8 +49,7 @@ class Assumptions(FileModel):
     """Launches and small kernels of one layer, CUDA graphs on."""
     forward_seconds: float = Field(default=60e-6, ge=0)
     """The same outside the layers, sampling included."""
-    plain_step_seconds: float = Field(default=300e-6, ge=0)
-    """A plain step outside the forward pass."""
+    plain_step_seconds: float = Field(default=300e-6, ge=0)  # a plain step outside the forward pass
     tree_step_seconds: float = Field(default=600e-6, ge=0)
     """A speculative step outside the forward passes: some twenty launches of ours one by one among
     it."""

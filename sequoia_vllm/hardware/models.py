@@ -115,8 +115,7 @@ class ModelShape(FileModel):
     experts: Experts | None = Field(default=None, description="None: all layers are dense.")
     recurrent: Recurrent | None = Field(default=None, description="None: all layers attend.")
     latent: Latent | None = Field(default=None, description="None: heads have keys of their own.")
-    head: HeadShape | None = None
-    """Of a drafter that reads the target's hidden states."""
+    head: HeadShape | None = None  # of a drafter that reads the target's hidden states
 
     @property
     def is_quantized(self) -> bool:

@@ -63,8 +63,7 @@ class Overhead(FileModel):
     """Time of a step outside the models' forward passes, at one batch size."""
 
     batch_size: Count = Field(description="Requests in the batch.")
-    context_length: Count | None = None
-    """Committed tokens of each request; none: whatever it is."""
+    context_length: Count | None = None  # committed tokens of each request; none: whatever it is
     plain_seconds: float = Field(ge=0, le=1e5)
     """A plain decoding step: scheduling, sampling, output."""
     tree_seconds: float = Field(ge=0, le=1e5)
@@ -103,18 +102,15 @@ class Profile(FileModel):
     """The step's first draft pass, over what was committed; of a drafter that drafts all levels in
     one pass: that pass, by the positions of its block. None: the first pass takes what one over a
     level does."""
-    head: HeadShape | None = None
-    """What the draft is, where it is a head; none: a model."""
+    head: HeadShape | None = None  # what the draft is, where it is a head; none: a model
     overhead: list[Overhead] = Field(min_length=1, description="The rest of a step.")
     verification: list[Curve] | None = None
     """Walking the trees of a step with their logits, by nodes scored; none: not told apart from the
     target's pass and the rest."""
-    datasheet: DeviceSpec | None = None
-    """The datasheet values used (roofline only)."""
+    datasheet: DeviceSpec | None = None  # the datasheet values used (roofline only)
     target_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
     draft_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
-    assumptions: dict[str, float] | None = None
-    """What the roofline assumed and nobody measured."""
+    assumptions: dict[str, float] | None = None  # what the roofline assumed and nobody measured
     streamed: StreamedWeights | None = None
     """Weights of the target that each of its passes reads from outside the devices' memory; none:
     all are in it. Computed profiles only."""

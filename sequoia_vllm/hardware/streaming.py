@@ -53,8 +53,7 @@ class StreamedWeights(FileModel):
     tile_rows: int | None = Field(default=None, ge=1)
     """Rows of a tile of the matrix products, where these read the weights themselves, once for each
     tile; none: weights are copied once for all rows."""
-    buffer_bytes: float = Field(default=0.0, ge=0)
-    """Memory that they pass through, on each device."""
+    buffer_bytes: float = Field(default=0.0, ge=0)  # memory that they pass through, on each device
 
     def read_seconds(self, rows: float) -> float:
         """Seconds to read them for one pass over so many rows (tokens of all requests)."""

@@ -65,8 +65,7 @@ class CalibrationState(FileModel):
     started: int = Field(ge=0, description="Completions started.")
     completions: dict[int, list[int]] = Field(default_factory=dict)
     """Greedy, interrupted: tokens generated so far for each prompt by its number."""
-    ended: list[int] = Field(default_factory=list)
-    """Prompts whose completion came to its own end."""
+    ended: list[int] = Field(default_factory=list)  # prompts whose completion came to its own end
 
 
 class AcceptanceFile(FileModel):
@@ -137,8 +136,7 @@ class ProfileReference(FileModel):
     context_length: int = Field(ge=1)
     file: str | None = Field(default=None, description="Measured profile, within the library.")
     sha256: str | None = Field(default=None, description="Its content.")
-    assumptions: dict[str, float] | None = None
-    """What a roofline assumed and nobody measured."""
+    assumptions: dict[str, float] | None = None  # what a roofline assumed and nobody measured
 
 
 class TreeEntry(FileModel):
@@ -154,8 +152,7 @@ class TreeEntry(FileModel):
     tensor_parallel_size: int = Field(ge=1)
     acceptance_class: str = Field(description="Name of the acceptance file.")
     acceptance_source: Literal["measured", "published"]
-    acceptance_target: str | None = None
-    """Target the vector was measured on; none: not stated."""
+    acceptance_target: str | None = None  # target the vector was measured on; none: not stated
     acceptance_draft: str | None = Field(default=None, description="Draft, likewise.")
     temperature: float | None = Field(default=None, ge=0)
     acceptance: list[float] | list[list[float]]

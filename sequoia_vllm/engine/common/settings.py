@@ -35,8 +35,7 @@ class SequoiaSettings:
     versions: dict[str, str]  # plugin's and vLLM's versions where the engine was configured
     context_attention: ContextAttention = "triton"
     retrieval: bool = True
-    verification: str = DEFAULT_METHOD
-    """See `SequoiaConfig` for this and the two before it."""
+    verification: str = DEFAULT_METHOD  # see `SequoiaConfig` for this and the two before it
     adapts_as: str | None = None
     """Name of the file that keeps what the engine learns of how much to draft; None: it drafts as
     configured."""

@@ -39,8 +39,7 @@ class _Layer:
     size: int  # bytes of its weights as they are loaded
     weights: list[_Weight] = field(default_factory=list)
     region: Region | None = None
-    mapped: torch.Tensor | None = None
-    """The weights are loaded to these: a region, and its bytes."""
+    mapped: torch.Tensor | None = None  # the weights are loaded to these: a region, and its bytes
 
     def check_kept(self) -> None:
         """Raises OffloadError if its weights are no longer the module's."""
