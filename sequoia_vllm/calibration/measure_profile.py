@@ -228,57 +228,52 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
             yield plain, sequoia
 
 
+@dataclass
 class Rounds:
     """Runs both engines in rounds and collects the times."""
 
-    def __init__(
-        self,
-        settings: ProfileSettings,
-        encoded: list[list[int]],
-        ladder: Ladder,
-        engines: tuple[Any, Any],
-        report: Progress,
-    ) -> None:
-        self._settings = settings
-        self._encoded = encoded
-        self._ladder = ladder
-        self._plain, self._sequoia = engines
-        self._report = report
-        self._shuffle = random.Random(0).shuffle
+    settings: ProfileSettings
+    encoded: list[list[int]]
+    ladder: Ladder
+    engines: tuple[Any, Any]  # plain, Sequoia
+    report: Progress
+
+    def __post_init__(self) -> None:
         self.times = [
             BatchTimes(batch, context, [], {})
-            for batch in settings.batch_sizes
-            for context in settings.contexts
+            for batch in self.settings.batch_sizes
+            for context in self.settings.contexts
         ]
-        self._done, self._in_round = 0, len(self.times) * len(settings.tokens)
+        self._shuffle = random.Random(0).shuffle
+        self._done, self._in_round = 0, len(self.times) * len(self.settings.tokens)
         self._start = 0.0
 
     def run(self) -> None:
         """Runs all rounds: the first climbs the ladders, the others repeat its runs shuffled."""
-        for engine in (self._plain, self._sequoia):
+        for engine in self.engines:
             engine.collective_rpc("sequoia_record_steps")
         self._start = time.monotonic()
-        for number in range(self._settings.rounds):
+        for number in range(self.settings.rounds):
             if number >= self._rounds():
                 break
-            self._run_all(self._plain, [(times, 1) for times in self.times])
+            self._run_all(self.engines[0], [(times, 1) for times in self.times])
             if number == 0:
                 wait_for_quiet()
                 for times in self.times:
-                    for size in self._settings.trees:
-                        self._run(self._sequoia, times, size)
-                        if size >= _SMALLEST_TREE and not self._ladder.goes_on(times, size):
+                    for size in self.settings.trees:
+                        self._run(self.engines[1], times, size)
+                        if size >= _SMALLEST_TREE and not self.ladder.goes_on(times, size):
                             break
                 self._in_round = sum(1 + len(times.trees) for times in self.times)
             else:
                 trees = [(times, size) for times in self.times for size in times.trees]
-                self._run_all(self._sequoia, trees)
+                self._run_all(self.engines[1], trees)
 
     def _rounds(self) -> int:
         """Rounds in all, by what is known now."""
-        enough = self._settings.enough_seconds
+        enough = self.settings.enough_seconds
         if enough is None or time.monotonic() - self._start < enough:
-            return self._settings.rounds
+            return self.settings.rounds
         return -(-max(self._done, 1) // self._in_round)
 
     def _run_all(self, engine: Any, runs: list[tuple[BatchTimes, int]]) -> None:
@@ -291,12 +286,12 @@ class Rounds:
         """Runs one batch of completions, and keeps its steady steps as one round."""
         from vllm import SamplingParams
 
-        settings, batch, context = self._settings, times.batch_size, times.context_length
+        settings, batch, context = self.settings, times.batch_size, times.context_length
         total = max(self._done + 1, self._rounds() * self._in_round)
-        self._report(f"batch {batch}, context {context}, {size} tokens", self._done, total)
+        self.report(f"batch {batch}, context {context}, {size} tokens", self._done, total)
         if size > 1:
             engine.collective_rpc("sequoia_limit_drafts", args=(size - 1,))
-        prompts = token_windows(self._encoded, batch, context - settings.max_tokens // 2)
+        prompts = token_windows(self.encoded, batch, context - settings.max_tokens // 2)
         params = SamplingParams(
             temperature=settings.temperature, max_tokens=settings.max_tokens, ignore_eos=True
         )

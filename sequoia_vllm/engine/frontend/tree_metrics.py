@@ -9,6 +9,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -102,32 +103,24 @@ def _read(metrics: TreeMetrics) -> list[Any]:
     ]
 
 
+@dataclass(eq=False)
 class TreeStatLogger(AggregateStatLoggerBase):
     """Shows the reports of one or more engines: as metrics, and as a line per interval.
 
     The metrics are at most a second old while requests run, and exact when none does.
-
-    Args:
-        logs: Whether to write interval lines.
-        aggregate: One line for all engines, not one for each.
     """
 
-    def __init__(
-        self,
-        tree: TokenTree,
-        engine_indexes: Sequence[int],
-        metrics: TreeMetrics,
-        logs: bool,
-        aggregate: bool,
-    ) -> None:
-        self._tree = tree
-        self._metrics = metrics
-        self._logs = logs
-        self._aggregate = aggregate
-        self._interval = {engine: TreeCounts.zeros(tree) for engine in engine_indexes}
+    tree: TokenTree
+    engine_indexes: Sequence[int]
+    metrics: TreeMetrics
+    logs: bool  # whether to write interval lines
+    aggregate: bool  # one line for all engines, not one for each
+
+    def __post_init__(self) -> None:
+        self._interval = {engine: TreeCounts.zeros(self.tree) for engine in self.engine_indexes}
         self._drafts: dict[int, tuple[int, int]] = {}  # and the requests of that step
         self._speedup: dict[int, float] = {}
-        self._watch = Watch(metrics)
+        self._watch = Watch(self.metrics)
         self._others: set[int] = set()  # engines that draft another tree
         self._failed: set[int] = set()  # engines whose draft has failed
 
@@ -152,10 +145,10 @@ class TreeStatLogger(AggregateStatLoggerBase):
             self._speedup[engine_idx] = report.speedup
         if report.has_failed and engine_idx not in self._failed:
             self._failed.add(engine_idx)
-            self._metrics.failures[engine_idx].inc()
-        self._metrics.observe(engine_idx, counts, report.drafts, report.undrafted, report.speedup)
+            self.metrics.failures[engine_idx].inc()
+        self.metrics.observe(engine_idx, counts, report.drafts, report.undrafted, report.speedup)
         if scheduler_stats.num_running_reqs == 0:
-            self._metrics.flush(engine_idx)
+            self.metrics.flush(engine_idx)
         if report.drafts is not None:
             self._watch.note_step(engine_idx)
 
@@ -165,8 +158,8 @@ class TreeStatLogger(AggregateStatLoggerBase):
         Data-parallel engines on other nodes have configurations of their own (``--headless``). An
         error raised here would end all requests.
         """
-        if report.tree == self._tree.checksum:
-            return TreeCounts.from_bytes(self._tree, report.paths)
+        if report.tree == self.tree.checksum:
+            return TreeCounts.from_bytes(self.tree, report.paths)
         if engine not in self._others:
             self._others.add(engine)
             logger.warning(
@@ -179,17 +172,17 @@ class TreeStatLogger(AggregateStatLoggerBase):
 
     def log(self) -> None:
         """Writes the line of the interval that ends now."""
-        if self._logs:
+        if self.logs:
             self._log_interval()
         for engine, counts in self._interval.items():
-            self._metrics.flush(engine)
+            self.metrics.flush(engine)
             counts.clear()
 
     def _log_interval(self) -> None:
         for engine in sorted(self._failed):
             logger.warning("Sequoia: engine %03d: no drafts since the draft model failed", engine)
-        if self._aggregate:
-            total = TreeCounts.zeros(self._tree)
+        if self.aggregate:
+            total = TreeCounts.zeros(self.tree)
             for counts in self._interval.values():
                 total.add(counts)
             drafts = max(self._drafts.values(), default=None)
@@ -203,7 +196,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
                 for engine, counts in self._interval.items()
             }  # fmt: skip
         for engines, shown in lines.items():
-            if (line := interval_line(self._tree, *shown)) is not None:
+            if (line := interval_line(self.tree, *shown)) is not None:
                 logger.info("Sequoia: %s: %s", engines, line)
 
     def log_engine_initialized(self) -> None:
