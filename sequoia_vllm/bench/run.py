@@ -102,7 +102,8 @@ def run_bench(
         BenchModel(name=name, hashes=model_hashes(name), grown_from=synthetic_origin(name))
         for name in (engine.target, engine.draft)
     )
-    summed = results(found, basis and basis.predict, chain_is_wrong=chain_samples_wrongly())
+    predict = None if basis is None else basis.predict
+    summed = results(found, predict, chain_is_wrong=chain_samples_wrongly())
     synthetic = [synthetic_note(model) for model in (target, draft)]
     return BenchReport(
         date=datetime.datetime.now(datetime.UTC).date(),
