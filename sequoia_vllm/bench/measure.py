@@ -39,7 +39,7 @@ class MethodRuns:
     """Runs of one method in one case."""
 
     method: Method
-    tree: TokenTree | None  # sequoia's tree; None: another method, or "auto" does not speculate
+    tree: TokenTree | None  # Sequoia's tree; None: another method, or "auto" does not speculate
     drafts: int  # drafts of each request at this batch size
     rounds: list[RoundRun]
 

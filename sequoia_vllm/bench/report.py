@@ -156,7 +156,7 @@ class BenchReport(FileModel):
     results: list[Result] = Field(min_length=1)
     searched: list[SearchedChain] | None = None
     """vLLM's chains as predicted from one of 8 drafts; none: they were given."""
-    greedy: GreedyCheck | None = None  # none: no greedy outputs were asked for
+    greedy: GreedyCheck | None = None  # None: no greedy outputs were asked for
     notes: list[str] = Field(description="Remarks that belong to all numbers.")
     provenance: dict[str, Any]  # arguments, time, versions, CPU, git revision, environment
 

@@ -150,7 +150,7 @@ class RoundRun:
     token_ids: list[list[int]]
     texts: list[str]
     parts: dict[str, float]  # `part_seconds`
-    counters: dict[str, Any] | None  # sequoia's (`StepStats.to_dict`); None: another method
+    counters: dict[str, Any] | None  # Sequoia's (`StepStats.to_dict`); None: another method
 
 
 def batches(prompts: Sequence[list[int]], batch_size: int) -> list[list[list[int]]]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.json_input import shortened
+from sequoia_vllm.json_input import read_json, shortened
 from sequoia_vllm.tree.acceptance import Acceptance
 
 SCHEMA = "sequoia-vllm/token-tree/v1"
@@ -257,6 +257,19 @@ class TokenTree:
     def save(self, path: Path | str) -> None:
         """Writes the tree as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path | str) -> TokenTree:
+        """Reads a tree file.
+
+        Raises:
+            TreeError: If the file is missing, is not JSON, or is not a tree.
+        """
+        data = read_json(Path(path), "tree", TreeError)
+        try:
+            return cls.from_dict(data)
+        except TreeError as error:
+            raise TreeError(f"tree file {path}: {error}") from error
 
 
 def _checked_index(node: int, parent: Any) -> int:

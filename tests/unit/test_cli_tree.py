@@ -14,7 +14,6 @@ from sequoia_vllm.cli import app
 from sequoia_vllm.cli.tree import commands
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
-from sequoia_vllm.library.tree_reference import find_tree
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 
 VECTOR = [0.6, 0.2, 0.1]
@@ -81,7 +80,7 @@ class TestBuild:
         assert "2 nodes with the root, depth 1, at most 1 child, 1.600 expected" in done.stdout
 
     def test_output_is_a_tree_file(self, tree_file):
-        assert find_tree(str(tree_file)).tree == optimize_tree(VECTOR, 16, 4)
+        assert TokenTree.load(tree_file) == optimize_tree(VECTOR, 16, 4)
 
     def test_says_when_the_limits_leave_no_room(self, vector):
         result = run("tree", "build", "--acceptance", vector, "--size", 99, "--max-depth", 1)
@@ -103,7 +102,7 @@ class TestShow:
 
     def test_json(self, tree_file):
         data = run_json("tree", "show", tree_file)
-        assert data["parents"] == list(find_tree(str(tree_file)).tree.parents)
+        assert data["parents"] == list(TokenTree.load(tree_file).parents)
         assert data["values"][0] == 1
         entry = run_json("tree", "show", "h200/8b-1b/shipped")["entry"]
         assert entry["schedule"][0][0] == 1

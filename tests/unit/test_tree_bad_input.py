@@ -9,7 +9,6 @@ from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
-from sequoia_vllm.library.tree_reference import find_tree
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree, TreeError
 from sequoia_vllm.tree.token_tree import SCHEMA
 
@@ -128,7 +127,7 @@ def test_tree_files(tmp_path, data, message):
     path = tmp_path / "tree.json"
     path.write_text(json.dumps(data))
     with pytest.raises(TreeError, match=message) as caught:
-        find_tree(str(path))
+        TokenTree.load(path)
     assert str(path) in str(caught.value)
 
 

@@ -95,7 +95,7 @@ def choose_engine_tree(
         max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of it.
         levels: A tree that we choose is no deeper: the draft drafts no more.
         kind: What drafts; it may have an acceptance vector of its own. None: a model.
-        most_nodes: A tree that we choose has no more. (None, of all numbers: any.)
+        most_nodes: A tree that we choose has no more. None, for each of the three: any.
 
     Raises:
         ConfigError: The given schedule has more drafts than the given tree.
