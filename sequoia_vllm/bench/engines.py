@@ -1,9 +1,8 @@
 """Engines that stay alive together and are measured in turns.
 
-An engine starts in a minute for a model of a billion parameters, so we start each only once.
-A waiting engine disturbs the others for a second after its last step (see
-`measuring.engines.wait_for_quiet`). After that, three engines on two cores used 1 % of the CPU,
-and steps were as fast as with one engine.
+An engine starts in a minute for a model of a billion parameters, so we start each only once. A
+waiting engine disturbs the others for a second after its last step (`wait_for_quiet`). After that,
+three engines on two cores used 1 % of the CPU, and steps were as fast as with one engine.
 """
 
 import time
@@ -182,8 +181,8 @@ def open_engines(
         The engines, by their methods' names.
 
     Raises:
-        CalibrationError: If vLLM cannot start one.
-        BenchError: If memory is too small for all of them, or vLLM would ignore part of a method.
+        CalibrationError, BenchError: vLLM cannot start one, memory is too small for all of them, or
+            vLLM would ignore part of a method.
     """
     check_memory(engine, len(methods))
     # Sequoia's first, which matters for engines in this process: vLLM adds an extension to a worker

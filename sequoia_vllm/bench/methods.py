@@ -141,8 +141,7 @@ def sequoia(draft: str, tree: str) -> Method:
             deep); a tree file (``.json``); or a name in the library.
 
     Raises:
-        TreeError, LibraryError: If there is no such tree.
-        BenchError: If a shape is too small.
+        TreeError, LibraryError, BenchError: There is no such tree, or a shape is too small.
     """
     config: dict[str, Any] = {"method": "sequoia", "model": draft}
     if tree in _AS_SERVED:

@@ -104,12 +104,12 @@ class Steady:
 def steady_part(arrivals: Sequence[Arrival]) -> Steady:
     """Takes the steps after every request has its first token, up to the first completion.
 
-    The completing step counts with all its tokens, also beyond the last one wanted: steps with
-    many tokens are the likeliest to complete a request. Without them, tokens per step would be 7 %
-    too low for 24 tokens of a tree of depth 14.
+    The completing step counts with all its tokens: steps with many tokens are the likeliest to
+    complete a request. Without them, tokens per step would be 7 % too low for 24 tokens of a tree
+    of depth 14.
 
     Raises:
-        BenchError: If there are no such steps.
+        BenchError: There are no such steps.
     """
     received = [0] * len(arrivals[0].tokens) if arrivals else []
     start = None

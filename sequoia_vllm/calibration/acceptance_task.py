@@ -85,13 +85,12 @@ def wilson_interval(successes: int, trials: int, z: float = _Z95) -> tuple[float
 def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate:
     """The acceptance vector of these counts (`StepStats.offered`, `StepStats.accepted`).
 
-    Rows below the root with fewer than 100 trials are dropped: the tree optimizer uses the last
-    row for all deeper levels, and should not trust noise. Trees are sometimes trimmed from the
-    end, so late children may have fewer trials. If a row's shares then sum to more than 1, they
-    are scaled to 1.
+    Rows below the root with fewer than 100 trials are dropped: the optimizer uses the last row for
+    all deeper levels. Late children may have fewer trials, as trees are trimmed from the end. A
+    row's shares are scaled to 1 if they sum to more.
 
     Raises:
-        CalibrationError: If no tree was verified.
+        CalibrationError: No tree was verified.
     """
     if not offered or not offered[0] or offered[0][0] == 0:
         raise CalibrationError("no tree was verified: give more prompts, or more tokens for each")
@@ -108,8 +107,8 @@ def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate
 def precision(estimate: AcceptanceEstimate) -> float:
     """How well the vector is known: the number that `AcceptanceSettings.precision` bounds.
 
-    It is the largest product of an entry's half-width (95 %) and the share of trees that reach
-    its depth. The entry may make the expected accepted nodes of its depth wrong by so much.
+    It is the largest product of an entry's half-width (95 %) and the share of trees that reach its
+    depth: the expected accepted nodes of that depth may be wrong by so much.
     """
     roots = estimate.trials[0][0]
     return max(

@@ -188,8 +188,8 @@ def refined(vector: AcceptanceFile, on_tree: AcceptanceFile) -> AcceptanceFile:
         on_tree: Acceptance counted on a tree, whose deeper nodes have fewer children.
 
     Returns:
-        A file with ``p[d][k]``. Children with fewer than 100 trials on the tree get the vector's
-        value, given that no counted child is accepted.
+        A file with ``p[d][k]``. Children with fewer than 100 trials get the vector's value, given
+        that no counted child is accepted.
     """
     base, counted = vector.vector.table, on_tree.vector.table
     trials = np.atleast_2d(np.asarray(on_tree.trials))

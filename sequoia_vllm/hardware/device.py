@@ -108,12 +108,11 @@ def normalize(name: str) -> str:
 def identify(name: str) -> Device:
     """The device with this driver name.
 
-    Accepts CUDA and ROCm device names ("NVIDIA A100-SXM4-80GB", "NVIDIA H200",
-    "AMD Instinct MI300X"), MIG slices ("NVIDIA A100-SXM4-80GB MIG 3g.40gb"),
-    CPU model names from /proc/cpuinfo, and vLLM's "cpu".
+    It may be CUDA's or ROCm's ("NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X"), a MIG slice's
+    ("NVIDIA A100-SXM4-80GB MIG 3g.40gb"), a CPU's model name from /proc/cpuinfo, or vLLM's "cpu".
 
     Raises:
-        DeviceError: If the name is empty.
+        DeviceError: The name is empty.
     """
     if not name.strip():
         raise DeviceError(

@@ -76,7 +76,6 @@ def family_of(
     """The row of a model; None: there is none.
 
     Args:
-        name: Name or path.
         architectures: Of its configuration; none: it was not read, and only the name tells.
         kinds: What its configuration says that it is.
     """

@@ -64,8 +64,7 @@ def decode_shapes(
 def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     """Sizes of graphs for steps of any kind, in tokens, ascending; the last is the ceiling of all.
 
-    They reach as far as `decode_shapes` needs, up to `MOST_TOKENS`, and at least as far as vLLM's
-    own.
+    They reach as far as `decode_shapes` needs, up to `MOST_TOKENS`, and at least as far as vLLM's.
 
     Args:
         tokens_by_batch: See `decode_shapes`.

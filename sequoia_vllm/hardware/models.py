@@ -315,8 +315,8 @@ def model_classes(
     """The library's model classes by id.
 
     Args:
-        part: "heads": classes whose draft is a head, of which the library has none;
-            "offloaded": classes whose target is offloaded.
+        part: "heads": the draft is a head, of which the library has none; "offloaded": the target
+            is offloaded.
     """
     file = read_model(_FILE, _ClassFile, "model shapes", ValueError)
     shapes, devices = {shape.name: shape for shape in file.shapes}, file.offloaded_on

@@ -146,7 +146,7 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
             over what the last step committed counts, too, for trees that have no other.
 
     Raises:
-        ProfileError: If steps of some kind are missing.
+        ProfileError: Steps of some kind are missing.
     """
     for size, rounds in {1: times.plain, **times.trees}.items():
         check_steady(rounds, times.batch_size, size)
@@ -207,7 +207,6 @@ def draft_curves(
     Args:
         drafts: See `BatchCurves.draft`. For a head that drafts in one pass: times of that pass,
             with all of the drawing.
-        head: What the draft is; None: a model.
     """
     if head is None or not head.drafts_in_one_pass:
         return drafts, None

@@ -32,9 +32,8 @@ class PairKey:
     def file_name(self) -> str:
         """File name (without ``.json``) of the tree tuned for exactly this.
 
-        Readable, and followed by a digest of the whole key, since different paths
-        may look alike once shortened. A model's directory is one model, however
-        the path to it is written.
+        It is readable, and ends with a digest of the whole key. A model's directory is one model,
+        however the path to it is written.
         """
         key = [
             self.device.strip(), model_key(self.target), model_key(self.draft), self.dtype,

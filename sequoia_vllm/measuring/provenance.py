@@ -69,9 +69,8 @@ def settings_as_data(settings: Any, **replaced: Any) -> dict[str, Any]:
 def model_hashes(model: str) -> dict[str, str]:
     """SHA-256 of a model's files, by file name.
 
-    A folder has hashes of its configuration and weights, without files above 4 GiB: hashing those
-    takes longer than measuring. A model's name has only the hash of its configuration in the
-    Hub's cache, as the weights there depend on what was loaded before.
+    A folder's configuration and weights, without files above 4 GiB: hashing those takes longer than
+    measuring. Of a model's name only the configuration in the Hub's cache.
     """
     if Path(model).is_dir():
         paths = [Path(model) / name for name in _MODEL_FILES]
@@ -89,12 +88,11 @@ def synthetic_origin(model: str | Path) -> dict[str, Any] | None:
     """Reads what a synthetic target was made from; None: an ordinary model.
 
     Args:
-        model: A folder, or a name on the Hugging Face Hub, whose local copy is read.
+        model: A folder, or a name on the Hub, whose local copy is read.
 
     Returns:
-        "from" and "from_sha256" (the source), its "from_layers" and
-        "from_intermediate_size", and "layers", "intermediate_size" and
-        "parameters" of the synthetic target.
+        "from", "from_sha256", "from_layers" and "from_intermediate_size" of the source; "layers",
+        "intermediate_size" and "parameters" of the synthetic target.
     """
     config = _config_file(str(model))
     if config is None:

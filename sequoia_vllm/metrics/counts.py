@@ -142,8 +142,7 @@ def interval_line(
     """Describes the trees of an interval; None if none was verified.
 
     Shares "by depth": of the paths that reached a node with children, how many went on. Shares "by
-    child" are the acceptance vector p[k] that trees are optimised for: of the nodes with a k-th
-    child, at how many it was taken.
+    child" are p[k]: of the nodes with a k-th child, at how many it was taken.
 
     Args:
         load: Drafts of each request in the latest step, and its requests; None: not known.

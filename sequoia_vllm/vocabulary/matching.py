@@ -122,9 +122,8 @@ def _read(target: Vocabulary, draft: Vocabulary, drawn: NDArray[np.int64]) -> ND
 class Segments:
     """Splits text into tokens, from the left, each as long as there is one.
 
-    That is mostly what a tokenizer does with the text of one token of another: it is short.
-    Tokenizers themselves put spaces before it, or take bytes that are no whole character for
-    something else.
+    Mostly a tokenizer does so with the short text of another's token. Tokenizers themselves put
+    spaces before it, or take bytes that are no whole character for something else.
 
     Args:
         tokens: Number of the token of each text, of at least one byte.

@@ -53,9 +53,8 @@ def fewer_drafts(vllm_config: Any) -> list[int]:
 def most_drafts(vllm_config: Any) -> list[int]:
     """Drafts per request that an engine may ever have, for batches of 1, 2, ... requests.
 
-    Engines that adapt may exceed their schedule, which may be too pessimistic. On V1 the token
-    budget is the limit. On V2, which captures graphs, it is twice the requests for which the
-    schedule has so many drafts. Other engines keep to the schedule.
+    Engines that adapt may exceed their schedule, which may be too pessimistic: on V1 up to the
+    token budget, on V2, which captures graphs, for twice the requests of the schedule.
     """
     schedule = scheduled_drafts(vllm_config)
     if SequoiaSettings.of(vllm_config).adapts_as is None:
@@ -110,8 +109,7 @@ def is_fitting(record: logging.LogRecord) -> bool:
 def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
     """Fits the schedule of a Sequoia engine to its token budget, and CUDA graphs to the schedule.
 
-    Called while vLLM checks its configuration: limits are known then, and nothing was derived from
-    the schedule yet.
+    Called while vLLM checks its configuration: limits are known, and nothing was derived yet.
 
     Args:
         keep_schedule: It is the user's: only warn where it does not fit.
