@@ -12,22 +12,31 @@ from sequoia_vllm.kernels.modes import SKIP
 
 
 class SlotStates(NamedTuple):
-    """What drafting knows of every request slot: tensors ``[S]``."""
+    """What drafting knows of every request slot: tensors ``[S]``.
 
-    computed: Tensor  # int32: tokens in the target's cache
-    read: Tensor  # int32, written: tokens that the draft has read
-    modes: Tensor  # int32, of `kernels.modes`
-    most_nodes: Tensor  # int32: the request has no more nodes than this to verify
+    Attributes:
+        computed: int32: tokens in the target's cache.
+        read: int32, written: tokens that the draft has read.
+        modes: int32, of `kernels.modes`.
+        most_nodes: int32: the request has no more nodes than this to verify.
+        temperature, top_k, top_p, min_p: float32, int32, float32 and float32, as vLLM keeps them.
+        seeds: int64.
+        drafted_nodes: int32, written: nodes of each tree to verify; 0 in slots without one, and
+            in those of requests that are not in the batch.
+        drafted_rows: int32, written for the batch's requests: their first row of draft logits.
+    """
+
+    computed: Tensor
+    read: Tensor
+    modes: Tensor
+    most_nodes: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    """The last four are float32, int32, float32 and float32, as vLLM keeps them."""
-    seeds: Tensor  # int64
+    seeds: Tensor
     drafted_nodes: Tensor
-    """int32, written: nodes of each tree to verify; 0 in slots without one, and in those of
-    requests that are not in the batch."""
-    drafted_rows: Tensor  # int32, written for the batch's requests: their first row of draft logits
+    drafted_rows: Tensor
 
 
 class DraftBatch:

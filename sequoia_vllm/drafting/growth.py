@@ -21,45 +21,64 @@ from sequoia_vllm.kernels.draft_inputs import DraftInputs
 
 @dataclass(frozen=True, kw_only=True)
 class NodeQueries:
-    """What nodes of R requests' trees attend to, in a pass of the draft or the target."""
+    """What nodes of R requests' trees attend to, in a pass of the draft or the target.
 
-    request_slots: Tensor  # int64 ``[R]``: of each, -1 for padding
-    context_lens: Tensor  # int32 ``[R]``: tokens in the cache before node 0
-    query_start_loc: Tensor  # int32 ``[R + 1]``: first row of each request, then the end
-    first: int  # node of the first query. Node j lies in slot ``context_lens + j``.
+    Attributes:
+        request_slots: int64 ``[R]``: of each, -1 for padding.
+        context_lens: int32 ``[R]``: tokens in the cache before node 0.
+        query_start_loc: int32 ``[R + 1]``: first row of each request, then the end.
+        first: Node of the first query. Node j lies in slot ``context_lens + j``.
+        width: Queries per request, one for each node from ``first`` on; in scoring at most so many.
+        ancestors: bool ``[I, I]`` or ``[S, I, I]``: which nodes each of the tree's I nodes sees.
+        max_keys: Bound on the keys of a request.
+        max_slots: Bound on the slots of a request. Nodes behind it have none, and no query sees
+            them. None: all that have a block have a slot.
+        written: int32 ``[R]``: the first so many queries of each request have slots; None: all.
+            The keys of the others are undefined.
+    """
+
+    request_slots: Tensor
+    context_lens: Tensor
+    query_start_loc: Tensor
+    first: int
     width: int
-    """Queries per request, one for each node from ``first`` on; in scoring at most so many."""
     ancestors: Tensor
-    """bool ``[I, I]`` or ``[S, I, I]``: which nodes each of the tree's I nodes sees."""
-    max_keys: int  # bound on the keys of a request
+    max_keys: int
     max_slots: int | None = None
-    """Bound on the slots of a request. Nodes behind it have none, and no query sees them. None: all
-    that have a block have a slot."""
     written: Tensor | None = None
-    """int32 ``[R]``: the first so many queries of each request have slots; None: all. The keys of
-    the others are undefined."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftQueries(NodeQueries):
-    """One forward pass of the draft over the same nodes of R requests' trees."""
+    """One forward pass of the draft over the same nodes of R requests' trees.
 
-    token_ids: Tensor  # int32 ``[rows]``, request after request
-    positions: Tensor  # int64 ``[rows]``: for the model
+    Attributes:
+        token_ids: int32 ``[rows]``, request after request.
+        positions: int64 ``[rows]``: for the model.
+        slots: int64 ``[groups, rows]``: where keys and values go, by group of cache layers; -1:
+            nowhere.
+        recurrent_states: ``[rows, F]``: what earlier passes left for these rows. For committed
+            tokens: `combine_hidden_states` of the target's states. None: nothing.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
     slots: Tensor
-    """int64 ``[groups, rows]``: where keys and values go, by group of cache layers; -1: nowhere."""
     recurrent_states: Tensor | None = None
-    """``[rows, F]``: what earlier passes left for these rows. For committed tokens:
-    `combine_hidden_states` of the target's states. None: nothing."""
 
 
 @dataclass(frozen=True)
 class DraftStates:
-    """The states that a forward pass leaves at its rows."""
+    """The states that a forward pass leaves at its rows.
 
-    hidden: Tensor  # ``[rows, H]``: logits are computed from them
+    Attributes:
+        hidden: ``[rows, H]``: logits are computed from them.
+        recurrent_states: ``[rows, F]``: read together with the tokens below a row's; None: nothing
+            is.
+    """
+
+    hidden: Tensor
     recurrent_states: Tensor | None = None
-    """``[rows, F]``: read together with the tokens below a row's; None: nothing is."""
 
     def new_zeros(self, count: int) -> DraftStates:
         """Zeros for ``count`` such rows."""

@@ -39,15 +39,10 @@ def thinks_first(vllm_config: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Walked:
-    """A tree that a grammar has gone through, before the step that scores it.
+    """A tree that a grammar has gone through, before the step that scores it."""
 
-    Attributes:
-        tokens: To be scored at nodes 1, 2, ...
-        masks: int32 ``[1 + len(tokens), V / 32]``.
-    """
-
-    tokens: list[int]
-    masks: NDArray[np.int32]
+    tokens: list[int]  # to be scored at nodes 1, 2, ..
+    masks: NDArray[np.int32]  # int32 ``[1 + len(tokens), V / 32]``
 
 
 class TreeGrammars:

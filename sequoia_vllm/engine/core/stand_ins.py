@@ -24,15 +24,10 @@ def allows(mask: NDArray[np.int32], token: int) -> bool:
 
 @dataclass(frozen=True)
 class StandIns:
-    """Chooses tokens for the children of a node, by its mask and their drafts alone.
+    """Chooses tokens for the children of a node, by its mask and their drafts alone."""
 
-    Attributes:
-        vocabulary: Tokens that the target has; masks may have more.
-        length_of: Length of a token's text.
-    """
-
-    vocabulary: int
-    length_of: Callable[[int], int]
+    vocabulary: int  # tokens that the target has; masks may have more
+    length_of: Callable[[int], int]  # length of a token's text
 
     @classmethod
     def of(cls, manager: Any) -> StandIns:

@@ -26,17 +26,13 @@ class DraftedTreesV1:
     `TreeProposerV1.grow` returns it at the end of a step, and the runner keeps it for
     each of the requests (`Draft`). In the next step `schedule_trees` compares its tokens
     with those that the scheduler sends back, and the verifier reads its distributions.
-
-    Attributes:
-        tokens: int64 ``[B, N]``: the tree's N nodes in stored order; column 0 is the root.
-        probs: float32 ``[P, V]``: draft distributions Q, exactly as sampled.
-            Greedy and seeded requests store none: their verification does not need Q.
-        probs_rows: int64 ``[B, N]``: each node's row in ``probs``; -1: none.
     """
 
-    tokens: Tensor
+    tokens: Tensor  # int64 ``[B, N]``: the tree's N nodes in stored order; column 0 is the root
     probs: Tensor
-    probs_rows: Tensor
+    """float32 ``[P, V]``: draft distributions Q, exactly as sampled. Greedy and seeded requests
+    store none: their verification does not need Q."""
+    probs_rows: Tensor  # int64 ``[B, N]``: each node's row in ``probs``; -1: none
 
 
 @dataclass(frozen=True)
@@ -60,33 +56,22 @@ class ScoringTreesV1:
     verifier and the commit read it. The runner drops it after sampling.
 
     B is the number of requests with drafts, and N the size of their largest tree.
-
-    Attributes:
-        requests: int64 ``[B]``: index of each request in the batch.
-        num_nodes: int64 ``[B]``: nodes scheduled, root included.
-        context_lens: int64 ``[B]``: committed tokens before the root.
-        first_row: int64 ``[B]``: row of the root in the batch's flat tokens.
-        first_logits_row: int64 ``[B]``: row of the root in the step's logits.
-        tokens: int64 ``[B, N]``: the tokens to score.
-        drawn: int64 ``[B, N]``: the tokens as drawn, before a grammar replaced any.
-        parents: int64 ``[B, N]``; -1 for the root, -2 for padding.
-        is_node: bool ``[B, N]``: not padding.
-        drafts: Each request's draft, or None where the scheduled tokens are
-            not ours (then no node is ever accepted).
-        is_all: True if the step's logits are exactly these trees' rows in order, without padding.
     """
 
-    requests: Tensor
-    num_nodes: Tensor
-    context_lens: Tensor
-    first_row: Tensor
-    first_logits_row: Tensor
-    tokens: Tensor
-    drawn: Tensor
-    parents: Tensor
-    is_node: Tensor
+    requests: Tensor  # int64 ``[B]``: index of each request in the batch
+    num_nodes: Tensor  # int64 ``[B]``: nodes scheduled, root included
+    context_lens: Tensor  # int64 ``[B]``: committed tokens before the root
+    first_row: Tensor  # int64 ``[B]``: row of the root in the batch's flat tokens
+    first_logits_row: Tensor  # int64 ``[B]``: row of the root in the step's logits
+    tokens: Tensor  # int64 ``[B, N]``: the tokens to score
+    drawn: Tensor  # int64 ``[B, N]``: the tokens as drawn, before a grammar replaced any
+    parents: Tensor  # int64 ``[B, N]``; -1 for the root, -2 for padding
+    is_node: Tensor  # bool ``[B, N]``: not padding
     drafts: tuple[Draft | None, ...]
+    """Each request's draft, or None where the scheduled tokens are not ours (then no node is ever
+    accepted)."""
     is_all: bool
+    """True if the step's logits are exactly these trees' rows in order, without padding."""
 
     @cached_property
     def rows(self) -> Tensor:

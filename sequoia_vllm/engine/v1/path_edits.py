@@ -22,19 +22,12 @@ from sequoia_vllm.tree import TokenTree
 
 @dataclass(frozen=True)
 class NodesToEdit:
-    """The M nodes, of any requests, whose logits change.
+    """The M nodes, of any requests, whose logits change."""
 
-    Attributes:
-        rows: int64 ``[M]``: each node's row in the step's logits.
-        requests: int64 ``[M]``: the batch index of each node's request.
-        depths: int64 ``[M]``: each node's depth.
-        paths: int64 ``[M, D]``: tokens from the root's child down to the node itself, then -1.
-    """
-
-    rows: Tensor
-    requests: Tensor
-    depths: Tensor
-    paths: Tensor
+    rows: Tensor  # int64 ``[M]``: each node's row in the step's logits
+    requests: Tensor  # int64 ``[M]``: the batch index of each node's request
+    depths: Tensor  # int64 ``[M]``: each node's depth
+    paths: Tensor  # int64 ``[M, D]``: tokens from the root's child down to the node itself, then -1
 
 
 class PathEdits:

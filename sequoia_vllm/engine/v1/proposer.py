@@ -37,22 +37,15 @@ class InnerNodes:
     """Positions and slots of the nodes that the draft reads while B requests grow their trees.
 
     The nodes are in draft order (see `Level`), in consecutive slots.
-
-    Attributes:
-        positions, slots: int64 ``[B, I]``: the RoPE position and the cache slot of each
-            node.
-        block_table: int32 ``[B, max_blocks]``: the cache blocks of each request.
-        root_positions: int64 ``[B]``: the position of each root.
-        num_nodes: int64 ``[B]``: how many of the inner nodes have slots.
-        max_keys: Slots of the longest request, its nodes included.
     """
 
     positions: Tensor
     slots: Tensor
-    block_table: Tensor
-    root_positions: Tensor
-    num_nodes: Tensor
-    max_keys: int
+    """int64 ``[B, I]``, as are `positions`, those for RoPE: the cache slot of each node."""
+    block_table: Tensor  # int32 ``[B, max_blocks]``: the cache blocks of each request
+    root_positions: Tensor  # int64 ``[B]``: the position of each root
+    num_nodes: Tensor  # int64 ``[B]``: how many of the inner nodes have slots
+    max_keys: int  # slots of the longest request, its nodes included
 
 
 class DrafterV1(ABC):

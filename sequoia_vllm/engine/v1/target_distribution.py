@@ -28,16 +28,11 @@ class TargetDistribution:
     The runner makes one for each step with trees. The verifier asks only for rows that its
     walk reaches: `probabilities` where it samples, `process` where a seed decides. The step's
     logits stay unchanged.
-
-    Attributes:
-        logits: ``[rows, V]``: the target's logits of this step, any float dtype.
-        temperature: float32 ``[requests]``, or None if all are greedy.
-        truncation: What each request excludes.
     """
 
-    logits: Tensor
-    temperature: Tensor | None
-    truncation: Truncation
+    logits: Tensor  # ``[rows, V]``: the target's logits of this step, any float dtype
+    temperature: Tensor | None  # float32 ``[requests]``, or None if all are greedy
+    truncation: Truncation  # what each request excludes
 
     def is_greedy(self, requests: Tensor) -> Tensor:
         """Which of these requests are greedy, bool ``[A]``; needs a batch where some are not."""

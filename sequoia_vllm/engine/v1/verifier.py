@@ -28,16 +28,13 @@ class TreeVerifierV1:
     Greedy requests are matched against the target's argmax, seeded requests against the token
     that their seed gives (see `seeded`). `method` verifies the others with the stored draft
     distributions; `verify_replaced` handles trees in which a grammar replaced drafts.
-
-    Attributes:
-        greedy_argmax: ``logits [R, V] -> tokens [R]``: the engine's own argmax.
-        seeded_argmax: ``(logits [R, V], seeds [R]) -> tokens [R]``: the engine's own.
-        method: Name of the method that verifies sampled requests.
     """
 
     greedy_argmax: Callable[[Tensor], Tensor]
+    """``logits [R, V] -> tokens [R]``: the engine's own argmax."""
     seeded_argmax: Callable[[Tensor, Tensor], Tensor]
-    method: str = DEFAULT_METHOD
+    """``(logits [R, V], seeds [R]) -> tokens [R]``: the engine's own."""
+    method: str = DEFAULT_METHOD  # name of the method that verifies sampled requests
 
     def verify(
         self,
