@@ -1,4 +1,8 @@
-"""Trees over Gated DeltaNet layers (Qwen3NextForCausalLM) on vLLM's GPU engine, from graphs."""
+"""Trees over recurrent layers and latent attention on vLLM's GPU engine, from graphs.
+
+The targets are Qwen3Next (Gated DeltaNet), GraniteMoeHybrid (Mamba2), Lfm2 (convolutions) and
+DeepseekV3 (MLA).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +11,8 @@ import pytest
 
 from tests.support.engines import sequoia
 from tests.support.generating import greedy_and_seeded, random_prompts
+from tests.support.latents import rehearse_on_gpus, save_latent_pair
+from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.models import save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
 from tests.support.recurrent import VOCABULARY, rehearse_in_float32, save_hybrid_pair
@@ -35,15 +41,27 @@ def params() -> list[Any]:
     return found
 
 
-def start_and_generate(models: str) -> dict[str, Any]:
+def save_pair(models: str, name: str) -> tuple[str, str]:
+    """Saves a target and a draft that is often right, and lets vLLM run them here."""
+    if name == "Qwen3Next":
+        rehearse_in_float32()
+        return save_hybrid_pair(Path(models), scale=0.1)
+    if name == "DeepseekV3":
+        rehearse_on_gpus()
+        return save_latent_pair(Path(models))
+    rehearse_as_on_gpus()
+    return save_mamba_pair(Path(models), name, scale=0.1)
+
+
+def start_and_generate(models: str, name: str) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees: for a batch of three, for one, and as requests come."""
-    rehearse_in_float32()
-    pair = save_hybrid_pair(Path(models), scale=0.1)
+    pair = save_pair(models, name)
     for path in pair:
         save_word_tokenizer(Path(path))
     texts, options = random_prompts(LENGTHS, VOCABULARY), {"model": pair[0]}
     options["skip_tokenizer_init"] = False
-    with rehearsing(None, **options) as llm:
+    plain = {"attention_config": {"backend": "TRITON_MLA"}} if name == "DeepseekV3" else {}
+    with rehearsing(None, **options, **plain) as llm:
         answers = {"plain": generate(llm, texts, params())}
     with rehearsing(sequoia(8, 3, draft=pair[1]), as_users_start=True, **options) as llm:
         answers["trees"] = generate_with_trees(llm, texts[:3], params()[:3])
@@ -52,10 +70,12 @@ def start_and_generate(models: str) -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("recurrent")
-    return call_on_gpu(start_and_generate, directory, models=str(directory))
+@pytest.fixture(scope="module", params=["Qwen3Next", "GraniteMoeHybrid", "Lfm2", "DeepseekV3"])
+def answers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    directory, name = tmp_path_factory.mktemp("recurrent"), request.param
+    return call_on_gpu(start_and_generate, directory, models=str(directory), name=name)
 
 
 @pytest.mark.parametrize("name", ["trees", "alone"])

@@ -1,5 +1,6 @@
 """A tiny target with latent attention (MLA) and an ordinary draft; what runs it as on GPUs here."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,34 @@ def save_latent_pair(directory: Path) -> tuple[str, str]:
             model.lm_head.weight.copy_(embeddings.roll(1, 0) * 0.2)
         model.save_pretrained(directory / name)
     return str(directory / "target"), str(directory / "draft")
+
+
+def rehearse_on_gpus() -> None:
+    """Test only, on the GPU engine without a GPU: prompts are read by the CPU's code.
+
+    vLLM's TRITON_MLA decodes, in float32, which neither it nor the operator that writes latents
+    knows.
+    """
+    from gpu_stand_in.platform import StandInPlatform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # stand-ins first: backends import some of them by name
+    from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl
+
+    # The fused one is an operator of the GPU build.
+    os.environ["VLLM_USE_FUSED_MOE_GROUPED_TOPK"] = "0"
+    TritonMLABackend.supported_dtypes = [torch.float32]
+    StandInPlatform.get_mla_prefill_backend_cls = classmethod(lambda *_: CPUSDPAMLAPrefillBackend)
+    TritonMLAImpl.do_kv_cache_update = _write_latents
+
+
+def _write_latents(
+    _: Any, latents: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor,
+    slots: torch.Tensor, *args: Any,
+) -> None:  # fmt: skip
+    """Writes both parts of each row to its slot; rows without one (-1) change nothing."""
+    flat, slots = cache.view(-1, cache.shape[-1]), slots.flatten()
+    rows = torch.cat((latents, positions.flatten(1)), dim=1)
+    places = slots.clamp(min=0)
+    flat.index_copy_(0, places, rows.where((slots >= 0)[:, None], flat[places]))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.recurrent import convolve_prompts, run_without_dependent_launches
+
 VOCABULARY = 64
 _SHARED: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128,
@@ -41,7 +43,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Fields of a tiny target's configuration, by what its class in `transformers` begins with."""
 
 
-def save_mamba_pair(directory: Path, name: str, scale: float = 0.25) -> tuple[str, str]:
+def save_mamba_pair(
+    directory: Path, name: str, scale: float = 0.25, vocab: int = VOCABULARY
+) -> tuple[str, str]:
     """A target of `CONFIGS`, and as its draft a Llama with its embedding, whose layers add nothing.
 
     `scale`: weight of what the target's layers add, which decides how often the draft is wrong.
@@ -49,11 +53,12 @@ def save_mamba_pair(directory: Path, name: str, scale: float = 0.25) -> tuple[st
     import transformers as hf
 
     torch.manual_seed(0)
-    config = getattr(hf, f"{name}Config")(**_SHARED, **CONFIGS[name])
+    shared = {**_SHARED, "vocab_size": vocab}
+    config = getattr(hf, f"{name}Config")(**shared, **CONFIGS[name])
     target = getattr(hf, f"{name}ForCausalLM")(config).float()
-    shape = {**_SHARED, "num_hidden_layers": 1}
+    shape = {**shared, "num_hidden_layers": 1}
     draft = hf.LlamaForCausalLM(hf.LlamaConfig(**shape)).float()
-    into_stream = ("o_proj", "out_proj", "down_proj", "output_linear")
+    into_stream = ("o_proj", "out_proj", "down_proj", "output_linear", ".w2.")
     with torch.no_grad():
         for key, parameter in target.named_parameters():
             if parameter.ndim >= 2:
@@ -62,6 +67,8 @@ def save_mamba_pair(directory: Path, name: str, scale: float = 0.25) -> tuple[st
                 parameter.mul_(scale)
             elif key.endswith(("A_log", "dt_bias", "D")):
                 parameter.uniform_(-1.0, 0.5)
+        if name == "Lfm2":  # vLLM's has one matrix, whatever the configuration says
+            target.get_output_embeddings().weight.copy_(target.get_input_embeddings().weight)
         draft.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
         draft.get_output_embeddings().weight.copy_(target.get_output_embeddings().weight)
         for key, parameter in draft.named_parameters():
@@ -87,6 +94,19 @@ def run_as_on_gpus() -> None:
     short_conv.current_platform = SimpleNamespace(is_cpu=lambda: False)
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
     ssd_combined._mamba_chunk_scan_combined_fwd = read_prompts
+
+
+def rehearse_as_on_gpus() -> None:
+    """`run_as_on_gpus` on the GPU engine without a GPU."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # stand-ins first: layers import some of them by name
+    from vllm.model_executor.layers.mamba import mamba_mixer2, short_conv
+
+    run_as_on_gpus()
+    run_without_dependent_launches()
+    for layers in (mamba_mixer2, short_conv):
+        layers.causal_conv1d_fn = convolve_prompts
 
 
 def read_prompts(

@@ -100,16 +100,21 @@ def run_in_float32() -> None:
     else is vLLM's code for GPUs.
     """
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
-    from vllm.platforms import current_platform
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent
 
     # The interpreter replaces functions in Triton's module, and not this other name for one.
     fused_recurrent.exp = _exponential
     layers.fla_chunk_gated_delta_rule = layers.fi_chunk_gated_delta_rule = read_prompts
-    # An H100's kernels wait for the ones before, which is no operation of the interpreter's.
-    type(current_platform).is_arch_support_pdl = classmethod(lambda _: False)
+    run_without_dependent_launches()
     attention = layers.QwenGatedDeltaNetAttention
     attention.forward_cpu = attention.forward_cuda
+
+
+def run_without_dependent_launches() -> None:
+    """An H100's kernels wait for the ones before, which is no operation of the interpreter's."""
+    from vllm.platforms import current_platform
+
+    type(current_platform).is_arch_support_pdl = classmethod(lambda _: False)
 
 
 def rehearse_in_float32() -> None:

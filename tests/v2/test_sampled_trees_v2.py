@@ -33,6 +33,7 @@ from tests.support.generating import (
     save_related_pair,
 )
 from tests.support.heads import save_dflash, save_eagle3, save_mimo
+from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
 from tests.support.on_v2 import call_on_v2
@@ -328,14 +329,14 @@ def law_settings(index: int) -> tuple[float, float, int, float]:
 
 def generate_for_law(
     target: str, draft: str | None, method: str, tree: dict[str, Any] | None = None,
-    is_hybrid: bool = False, **more: Any,
+    states: str = "", **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Unseeded completions of many requests at once, as users' engines make them: from graphs.
 
-    Without a draft the target's own layer drafts.
+    Without a draft the target's own layer drafts. `states`: those of the target's layers.
     """
-    if is_hybrid:
-        rehearse_in_float32()
+    if states:
+        {"deltas": rehearse_in_float32, "mamba": rehearse_as_on_gpus}[states]()
     params = [
         SamplingParams(
             temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
@@ -496,9 +497,20 @@ def test_a_head_leaves_the_law(kind, tmp_path):
     }.get(kind, lambda: None)()
     answer = call_on_gpu(
         generate_for_law, tmp_path, target=target, draft=head, method="traversal",
-        is_hybrid=is_hybrid,
+        states="deltas" if is_hybrid else "",
     )  # fmt: skip
     paths = (target, HEAD_TOKENS if kind in ("eagle3", "dspark") else list(range(LAW_VOCAB)))
+    assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["GraniteMoeHybrid", "Lfm2"])
+def test_a_target_with_states_keeps_its_law(name, tmp_path):
+    paths = save_mamba_pair(tmp_path, name, scale=1.0, vocab=LAW_VOCAB)
+    answer = call_on_gpu(
+        generate_for_law, tmp_path, target=paths[0], draft=paths[1], method="traversal",
+        states="mamba",
+    )  # fmt: skip
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
 
 
