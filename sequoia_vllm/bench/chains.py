@@ -21,6 +21,7 @@ from sequoia_vllm.bench.rounds import (
     run_round,
     warm_up,
 )
+from sequoia_vllm.drafters.registry import drafts_from_text
 from sequoia_vllm.measuring.engines import Progress
 
 # Chains that run in a case: two, and a third if its prediction is within 3 % of the first's.
@@ -80,8 +81,9 @@ def search_chains(
         method = chain(settings.engine.draft, MOST_CHAIN_DRAFTS, sampling)
         report(f"looking for the best chain: {method.name}", done, len(samplings))
         with open_engine(method) as engine:
-            # vLLM drafts greedily where the draft has another vocabulary.
-            if sampling == DEFAULT and sampled and not engine.maps_vocabulary:
+            # vLLM drafts greedily where the draft has another vocabulary, or is text.
+            is_greedy = engine.maps_vocabulary or drafts_from_text(settings.engine.draft)
+            if sampling == DEFAULT and sampled and not is_greedy:
                 samplings += usable_samplings(v2=engine.uses_v2)[1:]
             cases = settings.cases if sampling == DEFAULT else sampled
             for case, longest in _rounds(settings, engine, cases).items():

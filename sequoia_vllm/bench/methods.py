@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.recognition import recognise
-from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.drafters.registry import draft_option, drafter, drafts_from_text
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import read_json
 from sequoia_vllm.library.tree_reference import find_tree, is_tree_file
@@ -90,13 +90,16 @@ def plain() -> Method:
 
 
 def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
-    """vLLM's own speculation with a draft model or a head: a chain of ``drafts`` tokens.
+    """vLLM's own speculation: a chain of ``drafts`` tokens.
 
+    A draft model or a head predicts them; without weights, what followed the last tokens before.
     A folder's ``config.json`` says which it is; anything else is taken for a draft model.
 
     Raises:
         BenchError: The file cannot be read.
     """
+    if drafts_from_text(draft):
+        return _ngram_chain(drafts)
     kind, path = None, Path(draft, "config.json")
     if path.is_file():
         stated = read_json(path, "configuration", BenchError)
@@ -122,15 +125,22 @@ def chain_of_words(draft: str, text: str) -> Method:
             f"chain {text!r}: give its length, from 1 up, and vLLM's sampling if it is not the "
             "default, like 4, 4:probabilistic or 4:probabilistic:block; or 4:ngram, without a draft"
         )
-    if is_ngram:  # what followed the last tokens before
-        from vllm.platforms import current_platform
-
-        method = "ngram" if current_platform.is_cpu() else "ngram_gpu"
-        config = {"method": method, "num_speculative_tokens": int(length), **_NGRAM}
-        return Method(f"n-gram chain of {length}", Kind.CHAIN, config, int(length))
+    if is_ngram:
+        return _ngram_chain(int(length))
+    if sampling and drafts_from_text(draft):
+        raise BenchError(f"chain {text!r}: n-gram chains draw nothing; give {length}")
     if not is_known(sampling):
         raise BenchError(f"chain {text!r}: the installed vLLM has no such sampling; give {length}")
     return chain(draft, int(length), sampling)
+
+
+def _ngram_chain(drafts: int) -> Method:
+    """vLLM's drafts without a model: what followed the last tokens before."""
+    from vllm.platforms import current_platform
+
+    method = "ngram" if current_platform.is_cpu() else "ngram_gpu"
+    config = {"method": method, "num_speculative_tokens": drafts, **_NGRAM}
+    return Method(f"n-gram chain of {drafts}", Kind.CHAIN, config, drafts)
 
 
 def sequoia(draft: str, tree: str) -> Method:
@@ -143,7 +153,7 @@ def sequoia(draft: str, tree: str) -> Method:
     Raises:
         TreeError, LibraryError, BenchError: There is no such tree, or a shape is too small.
     """
-    config: dict[str, Any] = {"method": "sequoia", "model": draft}
+    config: dict[str, Any] = {"method": "sequoia", **draft_option(draft)}
     if tree in _AS_SERVED:
         name, keys = _AS_SERVED[tree]
         config = {"method": "sequoia", **keys} if tree == LOOKUP else config | keys

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sequoia_vllm.drafters.registry import drafts_from_text
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.library.files import CalibrationState
 from sequoia_vllm.measuring.engines import EngineSpec, load_config, longest_context
@@ -208,8 +209,7 @@ class AcceptanceTask:
         prompts = load_prompts(settings.prompts)
         tokenizer = load_tokenizer(engine.target)
         encoded = encode_prompts(prompts, tokenizer)
-        # This also refuses a missing draft before an engine starts.
-        tail = _tail(settings.depth, load_config(engine.draft))
+        tail = _tail(settings.depth, engine.draft)
         tree = settings.tree or probing_tree(settings.branch, settings.depth, tail)
         # Trees must not be trimmed: leave room for a whole one after the last token.
         room = longest_context(engine.target) - tree.size
@@ -264,9 +264,13 @@ def class_name(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "measured"
 
 
-def _tail(depth: int, draft: Any) -> int:
-    """Levels to draft below the counted ones, as far as the draft (by its config) can."""
+def _tail(depth: int, draft: str) -> int:
+    """Levels to draft below the counted ones, as far as the draft (by its config) can.
+
+    Raises:
+        CalibrationError: The draft is missing.
+    """
     from sequoia_vllm.engine.frontend.drafts import drafted_levels
 
-    levels = drafted_levels(draft)
+    levels = None if drafts_from_text(draft) else drafted_levels(load_config(draft))
     return TAIL if levels is None else max(0, min(TAIL, levels - depth))

@@ -14,6 +14,7 @@ from sequoia_vllm.calibration.acceptance_task import (
     estimate_acceptance,
     precision,
 )
+from sequoia_vllm.drafters.registry import draft_option, drafts_from_text
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import Progress, open_engine, room_for
 from sequoia_vllm.measuring.interrupts import last_interrupt
@@ -271,9 +272,10 @@ def _engine(task: AcceptanceTask, seed: int) -> AbstractContextManager[Any]:
     settings, tree = task.settings, task.tree
     longest = max(map(len, task.prompts)) + settings.max_tokens + tree.size
     speculation = {
-        "method": "sequoia", "model": settings.engine.draft,
+        "method": "sequoia", **draft_option(settings.engine.draft),
         "tree": {"parents": list(tree.parents)}, "verification": settings.verification,
-        "retrieval": False,  # the vector is the draft's
+        # A model's vector is the draft's alone. Without a model, text is a part of the draft.
+        "retrieval": drafts_from_text(settings.engine.draft),
         # Draft the whole tree at every batch size.
         "num_speculative_tokens_per_batch_size": [(1, 1, tree.num_speculative_tokens)],
     }  # fmt: skip

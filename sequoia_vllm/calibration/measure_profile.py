@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sequoia_vllm.drafters.registry import draft_option, drafts_from_text
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import MAX_DEPTH
 from sequoia_vllm.hardware.cost import check_batch_sizes
@@ -138,7 +139,7 @@ def _profile(
         target=engine.target,
         draft=engine.draft,
         target_parameters=count_parameters(engine.target),
-        draft_parameters=draft.parameters if draft else count_parameters(engine.draft),
+        draft_parameters=draft.parameters if draft else _draft_parameters(engine.draft),
         dtype=dtype,
         tensor_parallel_size=engine.tensor_parallel_size,
         target_forward=[c.target for c in curves],
@@ -167,6 +168,10 @@ def _profile(
             ],
         ),
     )
+
+
+def _draft_parameters(draft: str) -> float:
+    return 0.0 if drafts_from_text(draft) else count_parameters(draft)
 
 
 def _checked(settings: ProfileSettings) -> ProfileSettings:
@@ -208,7 +213,7 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
     }
     speculation = {
         "method": "sequoia",
-        "model": settings.engine.draft,
+        **draft_option(settings.engine.draft),
         "tree": {"parents": list(measuring_tree(largest).parents)},
         # vLLM captures CUDA graphs for the sizes in the schedule. Entries above the largest batch,
         # which never comes, put each tree size into it.

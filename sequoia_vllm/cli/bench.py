@@ -23,8 +23,8 @@ from sequoia_vllm.cli.measuring import (
     check_models,
     check_output,
     check_plot,
+    draft_to_measure,
     engine_spec,
-    known_draft,
     measuring,
     numbers,
     quiet_engines,
@@ -91,7 +91,7 @@ def bench(
     """
     quiet_engines()
     with friendly_errors():
-        draft = draft or known_draft(target)
+        draft = draft or draft_to_measure(target)
     options = dict(locals())
     check_output("--output", output)
     from sequoia_vllm.bench.rounds import BenchSettings

@@ -14,7 +14,7 @@ import typer
 
 from sequoia_vllm.cli.common import engines_print_aside, fail, note, progress_bar
 from sequoia_vllm.config import ConfigError, OffloadSpec
-from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, known_for
+from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, drafts_from_text, known_for
 from sequoia_vllm.hardware.models import published_shape
 from sequoia_vllm.hardware.support import Kind, Role, kinds_of
 from sequoia_vllm.json_input import read_json
@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
 DraftOption = Annotated[
-    str, typer.Option("--draft-model", help="Draft model, name or path; none: the known one.")
+    str,
+    typer.Option(
+        "--draft-model",
+        help="Draft model, name or path, or lookup, which drafts without one; none: the known "
+        "one, or else lookup.",
+    ),
 ]
 PromptsOption = Annotated[
     Path | None,
@@ -92,12 +97,31 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
 
 
 def known_draft(target: str, heads: bool | None = None) -> str:
-    """The draft that an engine takes for a target if none is named.
+    """The draft that is known for a target; fails if none is.
 
     Args:
         heads: Whether the device runs heads; None: this machine's engines say so. Kinds that are
             taken by default come first, others last.
     """
+    found = _best_known(target, heads)
+    if found is None:
+        fail(f"no draft model is known for {target!r}: name one with --draft-model")
+    return found
+
+
+def draft_to_measure(target: str) -> str:
+    """The draft of an engine for which none is named: without weights where none is known."""
+    found = _best_known(target, None)
+    if found is None:
+        found = next(kind.kind for kind in DRAFTERS.values() if not kind.has_weights)
+        note(
+            f"no draft model is known for {target!r}: measuring {found}, which drafts without one "
+            "(--draft-model names one)"
+        )
+    return found
+
+
+def _best_known(target: str, heads: bool | None) -> str | None:
     pairs = known_for(target)
     if heads is None and any(kind.is_head for kind, _ in pairs):
         from sequoia_vllm.engine.frontend.drafts import kinds_here
@@ -108,7 +132,7 @@ def known_draft(target: str, heads: bool | None = None) -> str:
         key=lambda pair: not pair[0].by_default,
     )
     if not pairs:
-        fail(f"no draft model is known for {target!r}: name one with --draft-model")
+        return None
     for kind, known in pairs:
         # Engines pass over a head whose configuration is not at hand.
         with suppress(ConfigError):
@@ -132,16 +156,22 @@ def own_layer(target: str) -> Drafter | None:
 def check_models(target: str, draft: str) -> None:
     """Checks before any engine starts that both models exist and share enough tokens.
 
+    A draft without weights fits every target.
+
     Raises:
         SequoiaError: If not; the message names the model and the fix.
     """
-    models = {"target": target, "draft": draft}
+    models = {"target": target}
+    if not drafts_from_text(draft):
+        models["draft"] = draft
     for role, model in models.items():
         check_name(role, model)
     from sequoia_vllm.measuring.engines import compare_models, load_config
 
     for model in models.values():
         load_config(model)
+    if "draft" not in models:
+        return
     found = compare_models(target, draft)
     if found.matching is not None:
         note(found.in_words)

@@ -22,8 +22,8 @@ from sequoia_vllm.cli.measuring import (
     TargetOption,
     check_models,
     check_output,
+    draft_to_measure,
     engine_spec,
-    known_draft,
     note_synthetic,
     numbers,
     quiet_engines,
@@ -143,7 +143,7 @@ def tune(
     """
     quiet_engines()
     with friendly_errors():
-        draft = draft or known_draft(target)
+        draft = draft or draft_to_measure(target)
     options = dict(locals())
     from sequoia_vllm.calibration.acceptance_task import class_name
 

@@ -14,6 +14,7 @@ import typer
 from sequoia_vllm.cli.common import console, new_table, note
 from sequoia_vllm.cli.measuring import measuring
 from sequoia_vllm.cli.tree.view import plot_tree
+from sequoia_vllm.drafters.registry import draft_option
 from sequoia_vllm.figures import FigureError
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
@@ -162,7 +163,7 @@ def tune_pair(
     picture.unlink(missing_ok=True)
     with suppress(FigureError):  # matplotlib is an extra
         plot_tree(entry.tree, vector.vector, title, picture)
-    config: dict[str, Any] = {"method": "sequoia", "model": pair.draft, "tree": "auto"}
+    config: dict[str, Any] = {"method": "sequoia", **draft_option(pair.draft), "tree": "auto"}
     if engine.offload is not None:
         config["offload"] = engine.offload.model_dump(mode="json", exclude_defaults=True)
     keys = ("device", "target", "draft", "dtype", "tensor_parallel_size")
@@ -233,7 +234,7 @@ def _now_used(pair: PairKey) -> str:
     from sequoia_vllm.config import SequoiaConfig
     from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree, look_up
 
-    config = SequoiaConfig(model=pair.draft, tree="auto")
+    config = SequoiaConfig.parse({**draft_option(pair.draft), "tree": "auto"})
     return choose_engine_tree(config, pair, look_up(config, pair)).source
 
 

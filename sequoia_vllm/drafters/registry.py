@@ -216,6 +216,16 @@ def drafter(kind: str) -> Drafter:
     return DRAFTERS[kind]
 
 
+def drafts_from_text(draft: str) -> bool:
+    """Whether a draft's name is that of a kind without weights."""
+    return draft in DRAFTERS and not DRAFTERS[draft].has_weights
+
+
+def draft_option(draft: str) -> dict[str, str]:
+    """What ``--speculative-config`` says of a draft: its model, or its kind without weights."""
+    return {"drafter" if drafts_from_text(draft) else "model": draft}
+
+
 def known_for(target: str) -> list[tuple[Drafter, KnownDrafter]]:
     """Published drafters of a target, by its name, path or weights; the best first."""
     return [

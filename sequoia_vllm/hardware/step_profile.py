@@ -88,9 +88,13 @@ class Profile(FileModel):
     date: datetime.date = Field(description="Day of the measurement, or of the datasheet values.")
     device: str = Field(min_length=1, description="Device name as the driver gives it.")
     target: str = Field(min_length=1, description="Target model, as given to vLLM.")
-    draft: str = Field(min_length=1, description="Draft model, as given to vLLM.")
+    draft: str = Field(
+        min_length=1, description="Draft model, as given to vLLM; or a kind without weights."
+    )
     target_parameters: float = Field(gt=0, description="Parameters of the target.")
-    draft_parameters: float = Field(gt=0, description="Parameters of the draft.")
+    draft_parameters: float = Field(
+        ge=0, description="Parameters of the draft; 0: it has no weights."
+    )
     dtype: str = Field(default="bfloat16", description="vLLM's dtype (or quantization).")
     tensor_parallel_size: Count = Field(default=1, description="Devices the target is split over.")
     target_forward: list[Curve] = Field(min_length=1)

@@ -147,7 +147,7 @@ class TreeEntry(FileModel):
     target: str
     draft: str
     target_parameters: float = Field(gt=0)
-    draft_parameters: float = Field(gt=0)
+    draft_parameters: float = Field(ge=0)
     dtype: str
     tensor_parallel_size: int = Field(ge=1)
     acceptance_class: str = Field(description="Name of the acceptance file.")

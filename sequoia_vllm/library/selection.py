@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.drafters.registry import drafter, drafts_from_text
 from sequoia_vllm.hardware.choose import Schedule, choose_schedule
 from sequoia_vllm.hardware.device import Device, DeviceSpec
 from sequoia_vllm.hardware.models import (
@@ -94,8 +94,10 @@ def model_class_of(profile: Profile) -> str:
 
 
 def size_class(profile: Profile) -> str:
-    """Names a class by the target's parameters and the draft's, or the draft's kind of head."""
+    """Names a class by the target's parameters and the draft's, or else the draft's kind."""
     draft = profile.head.kind if profile.head else size_name(profile.draft_parameters)
+    if drafts_from_text(profile.draft):
+        draft = profile.draft
     return f"{size_name(profile.target_parameters)}-{draft}"
 
 

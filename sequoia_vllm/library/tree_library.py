@@ -153,6 +153,11 @@ class TreeLibrary:
         """
         return TunedFiles(self.user / "measurements" / pair.file_name)
 
+    def tuned(self, pair: PairKey) -> Selection | None:
+        """The user's own tree for exactly this pair and way of running; None: there is none."""
+        own = self._own_tree(pair.file_name)
+        return own and selection(own[1], [f"tuned here ({own[0]})"])
+
     def select(self, pair: PairKey, shapes: PairShapes | None = None) -> Selection:
         """The tree for this device, model pair and way of running; the first of these:
 
@@ -172,9 +177,9 @@ class TreeLibrary:
         Raises:
             DeviceError, LibraryError: The device name is empty, or there is no tree.
         """
+        if (own := self.tuned(pair)) is not None:
+            return own
         kept = self.readable
-        if (own := self._own_tree(pair.file_name)) is not None:
-            return selection(own[1], [f"tuned here ({own[0]})"])
         device = identify(pair.device)
         file, on = self._file_for(device)
         profiles = sorted((self.shipped / "profiles").glob("*.json"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,25 @@ def test_the_best_chain_is_looked_for_and_run(monkeypatch):
     assert chain.tokens_per_step == pytest.approx(chosen.tokens_per_step, rel=0.2)
     assert found.greedy is not None
     assert (found.greedy.compared, found.greedy.identical) == (6, 6)
+
+
+def test_without_a_known_draft_lookup_is_compared_with_n_grams(tmp_path):
+    """In a process of its own: vLLM starts no engine in one where another had n-grams."""
+    target = shutil.copytree(TARGET, tmp_path / "unheard-of")
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "sequoia-vllm"), "bench", "--model", str(target),
+         *QUICK, "--chain", "4", "--trees", "lookup", "--num-prompts", "1", "--dtype", "float32",
+         "--batch-sizes", "1", "--temperature", "0", "--rounds", "1"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "measuring lookup, which drafts without one" in " ".join(done.stderr.split())
+    found = BenchReport.model_validate(json.loads(done.stdout))
+    names = ["plain vLLM", "n-gram chain of 4", "Sequoia, lookup"]
+    assert [result.method for result in found.results] == names
+    assert found.draft.name == "lookup"
+    assert found.greedy is not None
+    assert (found.greedy.compared, found.greedy.identical) == (3, 3)
 
 
 def test_demo_with_a_synthetic_target(tmp_path):

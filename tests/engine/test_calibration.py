@@ -15,6 +15,7 @@ from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
 from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_profile
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.drafters.registry import draft_option
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
@@ -209,13 +210,14 @@ def test_profile_of_the_embedded_pair(tmp_path):
 # -- tune ------------------------------------------------------------------------
 
 
-def test_tune_then_auto(tmp_path, monkeypatch):
+@pytest.mark.parametrize("draft", [DRAFT, "lookup"])
+def test_tune_then_auto(draft, tmp_path, monkeypatch):
     """From the command to what an engine's configuration says."""
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
     result = CliRunner().invoke(
         app,
         [
-            "tune", "--model", TARGET, "--draft-model", DRAFT, "--quick",
+            "tune", "--model", TARGET, "--draft-model", draft, "--quick",
             "--max-tokens-total", "300", "--batch-sizes", "1,2", "--tokens", "1,4",
             "--context", "64", "--dtype", "float32", "--eager", "--kv-cache-gib", "0.0625",
             "--json",
@@ -227,10 +229,10 @@ def test_tune_then_auto(tmp_path, monkeypatch):
     entry = TreeLibrary().entries()[0]
     assert [estimate["batch_size"] for estimate in report["estimates"]] == [1, 2]
     assert entry.acceptance_source == entry.profile.source == "measured"
-    files = TreeLibrary().measurements(PairKey(report["device"], TARGET, DRAFT, "float32"))
+    files = TreeLibrary().measurements(PairKey(report["device"], TARGET, draft, "float32"))
     assert AcceptanceFile.load(files.acceptance).calibration.complete
     assert Profile.load(files.profile).target == TARGET
-    auto = {"method": "sequoia", "model": DRAFT, "tree": "auto"}
+    auto = {"method": "sequoia", **draft_option(draft), "tree": "auto"}
     config = EngineArgs(
         model=TARGET, dtype="float32", speculative_config=auto, max_model_len=512
     ).create_engine_config()
@@ -238,5 +240,5 @@ def test_tune_then_auto(tmp_path, monkeypatch):
         assert SequoiaSettings.of(config).tree == entry.tree
     else:
         assert SequoiaSettings.declined(config)
-        pair = PairKey(report["device"], TARGET, DRAFT, "float32")
+        pair = PairKey(report["device"], TARGET, draft, "float32")
         assert "tuned here" in chosen(SequoiaConfig.parse(auto), pair).source

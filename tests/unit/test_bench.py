@@ -69,7 +69,7 @@ def test_methods_in_order():
 def test_the_default_is_what_a_server_runs(monkeypatch):
     """Of all options only the draft is given, as in ``--speculative-config sequoia``."""
     found = []
-    monkeypatch.setattr("sequoia_vllm.cli.bench.known_draft", lambda target: "known")
+    monkeypatch.setattr("sequoia_vllm.cli.bench.draft_to_measure", lambda target: "known")
     monkeypatch.setattr("sequoia_vllm.cli.bench.check_models", lambda *_: None)
     monkeypatch.setattr("sequoia_vllm.prompts.load_tokenizer", lambda _: SimpleNamespace())
     monkeypatch.setattr("sequoia_vllm.prompts.encode_prompts", lambda *_, **__: [[1]])
@@ -96,6 +96,17 @@ def test_trees_by_file_and_by_name(tmp_path):
     drawn = sequoia("d", "served").speculative_config | {"retrieval": False}
     assert sequoia("d", "drawn").speculative_config == drawn
     assert sequoia("d", "lookup").speculative_config == {"method": "sequoia", "drafter": "lookup"}
+
+
+def test_without_a_draft_chains_are_of_n_grams_and_trees_from_text():
+    found = methods("lookup", ["4"], ["served", "drawn", "auto", "16x4"])
+    assert [method.name for method in found[:2]] == ["plain vLLM", "n-gram chain of 4"]
+    assert found[1].speculative_config["method"] == "ngram"
+    configs = [method.speculative_config for method in found[2:]]
+    assert configs[0] == {"method": "sequoia", "drafter": "lookup"}
+    assert all(config["drafter"] == "lookup" and "model" not in config for config in configs)
+    with pytest.raises(BenchError, match="n-gram chains draw nothing; give 4"):
+        methods("lookup", ["4:probabilistic"], [])
 
 
 # -- rates -----------------------------------------------------------------------

@@ -200,7 +200,7 @@ class FakeEngine:
         return None
 
 
-def of_probe(pair, cases):
+def of_probe(pair, cases, draft="d"):
     """A search with fake engines, and the methods that were started for it."""
     started = []
 
@@ -210,7 +210,7 @@ def of_probe(pair, cases):
         yield FakeEngine(method, pair)
 
     settings = BenchSettings(
-        EngineSpec("t", "d"), methods=(plain(),), prompts=([1], [2]), max_tokens=16,
+        EngineSpec("t", draft), methods=(plain(),), prompts=([1], [2]), max_tokens=16,
         temperatures=tuple(case.temperature for case in cases),
     )  # fmt: skip
     found = search_chains(
@@ -270,6 +270,13 @@ def test_one_engine_is_started_for_each_sampling_that_matters(cases, v2, engines
 def test_chains_of_drafts_with_another_vocabulary_draft_greedily():
     _, started = of_probe(FakePair(v2=True, maps_vocabulary=True), [GREEDY, SAMPLED])
     assert started == ["chain of 8"]
+
+
+def test_without_a_draft_the_best_n_gram_chain_is_looked_for():
+    found, started = of_probe(FakePair(v2=True), [GREEDY, SAMPLED], "lookup")
+    assert started == ["n-gram chain of 8"]
+    names = [method.name for method in found.methods("lookup")]
+    assert names == [f"n-gram chain of {one.drafts}" for one in found.chosen[GREEDY]]
 
 
 def predicted(**rates):

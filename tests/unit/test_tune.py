@@ -107,6 +107,18 @@ def test_auto_picks_the_tuned_tree(library):
     assert library.entries()[0].profile.file == f"measurements/{path.stem}/profile.json"
 
 
+def test_a_tree_tuned_for_drafts_from_text_is_picked_and_no_other(library):
+    pair, config = replace(HERE, draft="lookup"), SequoiaConfig(drafter="lookup")
+    assert "the library has trees for models and heads" in chosen(config, pair).source
+    timed = PAYS.model_copy(update={"draft": "lookup", "draft_parameters": 0})
+    entry = tuned_entry(vector(draft="lookup"), timed, 256, 32)
+    assert entry.model_class == "4m-lookup"
+    save_tuned(library, pair, entry)
+    choice = chosen(config, pair)
+    assert choice.tree == entry.tree
+    assert "tuned here" in choice.source
+
+
 def counted(method: str, tokens: int) -> AcceptanceFile:
     """1,000 trees with two rows of counts; only the first children's were tried often."""
     return vector(

@@ -35,7 +35,7 @@ from sequoia_vllm.engine.frontend.refusals import (
     refuse_unsupported,
 )
 from sequoia_vllm.engine.frontend.request import sequoia_request, short_in_commands
-from sequoia_vllm.engine.frontend.tree_choice import LibraryAnswer, look_up
+from sequoia_vllm.engine.frontend.tree_choice import look_up
 from sequoia_vllm.engine.offload import (
     choose_offloading,
     weight_source,
@@ -44,7 +44,6 @@ from sequoia_vllm.engine.offload import (
 )
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
 from sequoia_vllm.hardware.support import MAX_NODES
-from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE, reason_not_to_keep
 
@@ -153,7 +152,6 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
     if config.drafter is None and (args.enable_lora or config.draft_vocabulary):  # not for heads
         kinds = [kind for kind in kinds if not kind.is_head]
     name, kind = find_draft(config, target.model, kinds, reader.kind)
-    found: LibraryAnswer = LibraryError("the library has trees for models and heads")
     pair = PairKey(
         device=current_device_name(),
         target=target.model,
@@ -162,17 +160,17 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
         tensor_parallel_size=parallel.tensor_parallel_size,
         offloading=source.name if source else None,
     )
-    if kind.has_weights:
+    shapes = None
+    if kind.has_weights and config.is_tree_chosen:
         has_fp8_cache = args.kv_cache_dtype.startswith("fp8") or asks_for_fp8_cache(target)
-        shapes = reader.shapes(name, kind, has_fp8_cache) if config.is_tree_chosen else None
+        shapes = reader.shapes(name, kind, has_fp8_cache)
         shapes = shapes and with_streamed(shapes, source, pair)
-        found = look_up(config, pair, shapes)
     return Facts(
         pair,
         kind,
         reader.levels(name, kind),
         MAX_NODES if "hybrid" in kinds_in_vllm(target) else None,
-        found,
+        look_up(config, pair, shapes),
         max_model_len=target.max_model_len,
         file_name=pair.file_name,
         on_cpu=current_platform.is_cpu(),

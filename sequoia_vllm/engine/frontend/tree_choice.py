@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec
-from sequoia_vllm.drafters.registry import Drafter
+from sequoia_vllm.drafters.registry import Drafter, drafts_from_text
 from sequoia_vllm.hardware.choose import Schedule as StoredSchedule
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes
@@ -66,6 +66,8 @@ def look_up(
 ) -> LibraryAnswer:
     """Asks the library for the tree of a pair, if the tree is left to us.
 
+    For drafts without weights it has only the trees that the user tuned.
+
     Args:
         shapes: Shapes of both models; None: nothing is known of them.
 
@@ -75,7 +77,12 @@ def look_up(
     if not config.is_tree_chosen:
         return None
     try:
-        return TreeLibrary().select(pair, shapes)
+        library = TreeLibrary()
+        if drafts_from_text(pair.draft):
+            return library.tuned(pair) or LibraryError(
+                "the library has trees for models and heads: tune one (sequoia-vllm tune)"
+            )
+        return library.select(pair, shapes)
     except LibraryError as error:
         return error
 
