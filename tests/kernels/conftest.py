@@ -28,12 +28,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 @pytest.fixture(autouse=True)
 def memory_checked():
     """Kernels touch only what they were given, and their programs run in any order."""
-    if not INTERPRETED or not memory_checks.wanted():
-        yield None
-        return
-    with memory_checks.memory_checks() as checks:
-        yield checks
-    assert not checks.findings, checks.report()
+    checks = memory_checks.MemoryChecks()
+    checked = INTERPRETED and memory_checks.wanted()
+    restore = memory_checks.install(checks) if checked else lambda: None
+    yield checks
+    restore()
 
 
 @pytest.fixture(autouse=True)

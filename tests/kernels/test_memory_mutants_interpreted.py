@@ -1,4 +1,4 @@
-"""The project's own kernels, changed in one place each: the memory checks find what is wrong."""
+"""The memory checks find what is wrong: in our own kernels, changed in one place each, and here."""
 
 import importlib.util
 import sys
@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from sequoia_vllm.kernels import (
     children,
@@ -108,11 +110,84 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_of_our_kernels_are_caught(name, memory_checked, monkeypatch, tmp_path):
+def test_mutants_of_our_kernels_are_caught(name, monkeypatch, tmp_path):
     call, module, user, kernel, old, new, message = MUTANTS[name]
     call()
     mutant = mutant_of(module, old, new, tmp_path)
     monkeypatch.setattr(user, kernel, getattr(mutant, kernel))
     with pytest.raises(MemoryCheckError, match=message):
         call()
-    memory_checked.findings.clear()
+
+
+# -- what no change of our kernels shows ------------------------------------------------------
+
+
+@pytest.fixture
+def checks(memory_checked):
+    memory_checked.own = __name__
+    return memory_checked
+
+
+@triton.jit
+def _shift(values, step):
+    """Each program moves its value on: where another one reads, unless in a wide step."""
+    program = tl.program_id(0)
+    tl.store(values + program + step, tl.load(values + program))
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_program_reads_what_another_one_writes(checks, seed):
+    """Whichever of the two runs first."""
+    checks.seed = seed
+    _shift[(4,)](torch.arange(8), 4)
+    _shift[(4,)](torch.arange(8), 0)  # reads and writes its own
+    with pytest.raises(MemoryCheckError, match="read conflict of values: program"):
+        _shift[(4,)](torch.arange(8), 1)
+
+
+@triton.jit
+def _two_widths(words, octets, place):
+    if tl.program_id(0) == 0:
+        tl.store(words, 1)
+    else:
+        tl.store(octets + place, 1)
+
+
+def test_conflicts_between_accesses_of_different_widths(checks):
+    memory = torch.zeros(16, dtype=torch.uint8)
+    _two_widths[(2,)](memory.view(torch.int32), memory, 4)
+    with pytest.raises(MemoryCheckError, match="write conflict"):
+        _two_widths[(2,)](memory.view(torch.int32), memory, 3)
+
+
+@triton.jit
+def _fill_at(addresses, size, BLOCK: tl.constexpr):
+    """Writes like kernels that are given a table of addresses."""
+    base = tl.load(addresses + tl.program_id(0)).to(tl.pointer_type(tl.float32))
+    place = tl.arange(0, BLOCK)
+    tl.store(base + place, place.to(tl.float32), mask=place < size)
+
+
+def test_addresses_in_a_table(checks):
+    tensors = [torch.zeros(8), torch.zeros(8)]
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    _fill_at[(2,)](addresses, 8, 16)
+    assert torch.stack(tensors).tolist() == [list(range(8))] * 2
+    with pytest.raises(MemoryCheckError, match=r"write outside of the storage .* byte 32 of 32"):
+        _fill_at[(2,)](addresses, 9, 16)
+    # GPUs refuse such an access; the interpreter and CPUs do not mind.
+    with pytest.raises(MemoryCheckError, match="misaligned write of the storage"):
+        _fill_at[(1,)](addresses + 2, 4, 16)
+    del tensors
+    with pytest.raises(MemoryCheckError, match="where no live tensor is"):
+        _fill_at[(1,)](addresses, 8, 16)
+
+
+@triton.jit
+def _count(output):
+    tl.atomic_add(output, 1)
+
+
+def test_atomic_operations_are_not_followed(checks):
+    with pytest.raises(MemoryCheckError, match="atomic"):
+        _count[(3,)](torch.zeros(1, dtype=torch.int32))

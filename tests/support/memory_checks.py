@@ -1,96 +1,41 @@
-"""Checks what interpreted Triton kernels do to memory: bounds, and programs that race.
+"""Checks what our interpreted Triton kernels do to memory: bounds, and programs that race.
 
 Triton's interpreter reads and writes raw addresses of this process and runs the
-programs of a launch in order, so a load past a block table returns whatever lies
-there, and a kernel whose programs overwrite one another gives the right result. With
-`memory_checks` (or `install`) each load and store must lie in the memory of the
-argument that its pointer came from, programs run in a shuffled order, and bytes that
-one program writes and another writes or reads are findings.
+programs of a launch in order. So a load past a block table returns whatever lies
+there, and a kernel whose programs overwrite one another gives the right result. After
+`install` each load and store must lie in the memory of the argument that its pointer
+came from, and programs run in a shuffled order. Bytes that one program writes and
+another one writes or reads are an error.
 
-**Where a pointer came from** is kept in its upper 16 bits, which addresses do not use:
-arithmetic carries them along, and they are taken off before memory is touched. So a
+**Where a pointer came from** is kept in its upper 16 bits, which addresses do not use.
+Arithmetic carries them along, and they are taken off before memory is touched. So a
 load past the end of one tensor is found even where another tensor begins. Integers
 that a kernel turns into pointers (tables of addresses) stand for the whole storage of
 the live tensor at that address.
 
-Kernels of `own` modules (prefixes of module names) may touch exactly the elements of
-the views they were given, and a finding raises. The others may touch the views' whole
-storages, and findings are collected in `MemoryChecks.findings`.
-
-To be installed in a process whose Triton interprets (``TRITON_INTERPRET=1``); Triton
+Kernels of other modules run unchecked. Atomic operations are refused: none of our
+kernels has any. For a process whose Triton interprets (``TRITON_INTERPRET=1``); Triton
 3.9.0's interpreter is what is hooked.
 """
 
 import functools
+import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from tests.support.memory_launch import ADDRESS_BITS, Finding, MemoryCheckError, MemoryChecks
-
-__all__ = [
-    "Finding", "MemoryCheckError", "MemoryChecks", "install", "memory_checks", "uninstall",
-    "wanted",
-]  # fmt: skip
+from tests.support.quicker import unfreeze
 
 VARIABLE = "KERNEL_MEMORY_CHECKS"
-
-_installed: "tuple[MemoryChecks, list[tuple[Any, str, Any]]] | None" = None
-
-
-def install(checks: MemoryChecks | None = None) -> MemoryChecks:
-    """Hooks the interpreter until `uninstall`."""
-    global _installed
-    if _installed is not None:
-        raise RuntimeError("memory checks are installed already")
-    checks = MemoryChecks() if checks is None else checks
-    originals: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, make: Callable[[Callable, MemoryChecks], Callable]) -> None:
-        original = getattr(owner, name)
-        originals.append((owner, name, original))
-        setattr(owner, name, functools.wraps(original)(make(original, checks)))
-
-    from triton.runtime import interpreter
-
-    replace(interpreter, "_implicit_cvt", _tagging_arguments)
-    replace(interpreter.GridExecutor, "__call__", _raising_plainly)
-    replace(interpreter.GridExecutor, "_init_args_hst", _beginning)
-    replace(interpreter.GridExecutor, "_restore_args_dev", _ending)
-    builder = interpreter.InterpreterBuilder
-    replace(builder, "set_grid_dim", _with_grid)
-    replace(builder, "set_grid_idx", _with_program)
-    replace(builder, "create_int_to_ptr", _tagging_numbers)
-    replace(builder, "create_masked_load", _checked_load)
-    replace(builder, "create_masked_store", _checked_store)
-    for name in ("create_atomic_load", "create_atomic_store", "create_atomic_poll"):
-        replace(builder, name, _atomic_access)
-    replace(builder, "create_atomic_cas", _checked_exchange)
-    replace(builder, "create_atomic_rmw", _checked_update)
-    _installed = checks, originals
-    return checks
-
-
-def uninstall() -> None:
-    """Leaves the interpreter as it was; nothing if it is not hooked."""
-    global _installed
-    if _installed is not None:
-        for owner, name, original in reversed(_installed[1]):
-            setattr(owner, name, original)
-        _installed = None
-
-
-@contextmanager
-def memory_checks(checks: MemoryChecks | None = None) -> Iterator[MemoryChecks]:
-    """The interpreter hooked for as long as the context lasts."""
-    installed = install(checks)
-    try:
-        yield installed
-    finally:
-        uninstall()
+_TAG_AT = 48
+_ADDRESS = (1 << _TAG_AT) - 1
+_SEVERAL = -1  # in place of a program: more than one has read a cell
 
 
 def wanted() -> bool:
@@ -98,14 +43,313 @@ def wanted() -> bool:
     return os.environ.get(VARIABLE, "1") != "0"
 
 
+class MemoryCheckError(Exception):
+    """A kernel touched memory that is not its argument's, or its programs race."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """What one pointer may be used for.
+
+    Attributes:
+        name: The kernel's argument, or how else it got the pointer.
+        storage: Address and size of the tensor's storage; None where no live tensor is.
+        first: Address of the first byte.
+        run: Bytes that follow one another without gaps.
+        strides: Pairs of bytes and size of the dimensions that leave gaps, widest first.
+    """
+
+    name: str
+    storage: tuple[int, int] | None = None
+    first: int = 0
+    run: int = -1
+    strides: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def of_view(name: str, tensor: Tensor) -> "Region":
+        """Exactly the elements of a tensor, not what lies between its rows."""
+        size, place = tensor.element_size(), (storage_of(tensor), tensor.data_ptr())
+        if tensor.numel() == 0:
+            return Region(name, *place, run=0)
+        dimensions = sorted(
+            (abs(stride) * size, length)
+            for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+            if stride != 0 and length > 1
+        )
+        run = extent = size
+        strides: list[tuple[int, int]] = []
+        for stride, length in dimensions:
+            overlaps = stride < extent  # as windows do: no gaps to speak of
+            extent += stride * (length - 1)
+            if overlaps or (stride == run and not strides):
+                run = extent
+                strides.clear()
+            else:
+                strides.insert(0, (stride, length))
+        return Region(name, *place, run, tuple(strides))
+
+    def outside(self, address: Any, width: int) -> Any:
+        """Whether accesses of ``width`` bytes leave it: of one address, or of an int64 array."""
+        offset = address - self.first
+        outside = offset < 0
+        for stride, length in self.strides:
+            index = offset // stride
+            outside = outside | (index >= length)
+            offset = offset - index * stride
+        return outside | (offset + width > self.run)
+
+
+class Marks:
+    """Which programs have read and written each cell of a storage, as wide as its first access.
+
+    Programs of a launch run in no order and nothing makes one wait for another. So what
+    two of them write is one value or the other, and what one reads of another is old or
+    new. The interpreter runs them one after the other, and every result looks right.
+    """
+
+    def __init__(self, storage: tuple[int, int], width: int) -> None:
+        self.first, self.width = storage[0], width
+        cells = -(-storage[1] // width)
+        # Zeros cost no memory until they are written.
+        self.readers, self.writers = np.zeros((2, cells), dtype=np.int32)
+        self.written: list[np.ndarray] = []
+
+    def cells(self, address: Any, width: int) -> np.ndarray:
+        """``[accesses, cells of each]``."""
+        first = np.atleast_1d((address - self.first) // self.width)
+        return first[:, None] + np.arange(max(1, width // self.width))
+
+    def read(self, cells: np.ndarray, program: int) -> None:
+        before = self.readers[cells]
+        same = (before == 0) | (before == program + 1)
+        self.readers[cells] = np.where(same, program + 1, _SEVERAL)
+
+    def write(self, cells: np.ndarray, program: int) -> int | None:
+        """A program that wrote one of these cells before."""
+        before = self.writers[cells]
+        self.writers[cells] = program + 1
+        self.written.append(cells.ravel())
+        others = before[(before != 0) & (before != program + 1)]
+        return int(others[0]) - 1 if others.size else None
+
+    def read_of_another(self) -> tuple[int, int] | None:
+        """A cell that one program writes and another one reads, and the writer."""
+        if not self.written:
+            return None
+        cells = np.concatenate(self.written)
+        readers, writers = self.readers[cells], self.writers[cells]
+        [found] = ((readers != 0) & (readers != writers)).nonzero()
+        return (int(cells[found[0]]), int(writers[found[0]]) - 1) if found.size else None
+
+
+class Launch:
+    """Regions by tag, order of programs and accesses of one launch."""
+
+    def __init__(self, checks: "MemoryChecks", function: Any, arguments: Mapping[str, Any]) -> None:
+        self.checks, self.kernel = checks, function.__name__
+        self.regions = [Region("a number that is no tensor's address")]
+        self.tags: dict[int, int] = {}  # by the id of an argument's tensor
+        for name, value in arguments.items():
+            for tensor in tensors_in(value):
+                self.tags[id(tensor)] = self._add(Region.of_view(name, tensor))
+        self._by_storage: dict[tuple[int, int], int] = {}
+        self._marks: dict[tuple[int, int], Marks] = {}
+        self.program = 0
+
+    def _add(self, region: Region) -> int:
+        self.regions.append(region)
+        return len(self.regions) - 1
+
+    def set_grid(self, *grid: int) -> None:
+        self.grid = grid
+        self.order = np.arange(int(np.prod(grid)))
+        if self.checks.seed is not None:
+            seed = self.checks.seed, self.checks.launches
+            np.random.default_rng(seed).shuffle(self.order)
+
+    def start_program(self, *place: int) -> tuple[int, ...]:
+        """Which program runs in the turn of another one."""
+        self.program = int(self.order[np.ravel_multi_index(place, self.grid)])
+        return self._place(self.program)
+
+    def _place(self, program: int) -> tuple[int, ...]:
+        return tuple(map(int, np.unravel_index(program, self.grid)))
+
+    def tag_numbers(self, numbers: np.ndarray) -> np.ndarray:
+        """uint64 numbers that become pointers: tagged, if a live tensor is there."""
+        tagged = numbers.copy()
+        for number in map(int, np.unique(numbers)):
+            # Null, or what was a tagged pointer before.
+            storage = self.checks.storage_at(number) if 0 < number <= _ADDRESS else None
+            if storage is None:
+                continue
+            if storage not in self._by_storage:
+                region = Region(f"the storage at {storage[0]:#x}", storage, *storage)
+                self._by_storage[storage] = self._add(region)
+            tagged[numbers == number] |= np.uint64(self._by_storage[storage] << _TAG_AT)
+        return tagged
+
+    def access(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> np.ndarray:
+        """The addresses of a "read" or "write" of ``width`` bytes each, without tags."""
+        if pointers.size == 1 and mask.size == 1:  # the most frequent ones
+            if mask.item():
+                pointer = pointers.item()
+                self._look_at(kind, pointer >> _TAG_AT, pointer & _ADDRESS, width)
+        else:
+            if pointers.shape != mask.shape:
+                pointers, mask = np.broadcast_arrays(pointers, mask)
+            active = pointers[mask]
+            tags, addresses = active >> np.uint64(_TAG_AT), (active & _ADDRESS).astype(np.int64)
+            for tag in tags[:1] if (tags == tags[:1]).all() else np.unique(tags):
+                self._look_at(kind, int(tag), addresses[tags == tag], width)
+        return pointers & np.uint64(_ADDRESS)
+
+    def _look_at(self, kind: str, tag: int, address: Any, width: int) -> None:
+        """Notes accesses to one region."""
+        region = self.regions[tag]
+        if np.any(outside := region.outside(address, width)):
+            self._fail(f"{kind} outside", region, int(np.atleast_1d(address)[outside][0]))
+        if np.any(odd := address % width != 0):
+            self._fail(f"misaligned {kind}", region, int(np.atleast_1d(address)[odd][0]))
+        assert region.storage is not None
+        marks = self._marks.get(region.storage)
+        if marks is None:
+            marks = self._marks[region.storage] = Marks(region.storage, width)
+        cells = marks.cells(address, width)
+        if kind == "read":
+            marks.read(cells, self.program)
+        elif (writer := marks.write(cells, self.program)) is not None:
+            place = int(np.atleast_1d(address)[0])
+            self._fail("write conflict", region, place, f", with {self._place(writer)}")
+
+    def end(self) -> None:
+        """Looks for what one program read and another one wrote, before or after."""
+        for storage, marks in self._marks.items():
+            if found := marks.read_of_another():
+                cell, self.program = found
+                address = storage[0] + cell * marks.width
+                regions = [one for one in self.regions[1:] if not one.outside(address, 1)]
+                self._fail("read conflict", regions[0], address, ", which another one reads")
+
+    def _fail(self, what: str, region: Region, address: int, more: str = "") -> NoReturn:
+        where = f"byte {address - region.first:,} of {region.run:,}"
+        if region.storage is None:
+            where = f"{address:#x}, where no live tensor is"
+        elif region.strides:
+            where = f"byte {address - region.first:,}, rows of {region.run:,} bytes"
+        raise MemoryCheckError(
+            f"{self.kernel}: {what} of {region.name}:"
+            f" program {self._place(self.program)} at {where}{more}"
+        )
+
+
+def storage_of(tensor: Tensor) -> tuple[int, int]:
+    """Address of its memory's first byte, and how many there are."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a kernel's argument: itself, of a tuple, under another dtype."""
+    if isinstance(value, tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    value = getattr(value, "base", value)
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@dataclass
+class MemoryChecks:
+    """What is checked.
+
+    Attributes:
+        own: Prefix of the modules whose kernels are checked.
+        seed: Of the order of programs; None leaves the grid's order.
+        launches: How many were checked.
+        launch: The one that runs now; None: it is not checked.
+    """
+
+    own: str = "sequoia_vllm."
+    seed: int | None = 0
+    launches: int = 0
+    launch: Launch | None = None
+
+    def __post_init__(self) -> None:
+        self._seen: list[weakref.ref[Tensor]] = []
+
+    def begin(self, function: Any, arguments: Mapping[str, Any]) -> None:
+        """Called before the first program of a launch, with the tensors that it will see."""
+        is_own = function.__globals__.get("__name__", "").startswith(self.own)
+        self.launch = Launch(self, function, arguments) if is_own else None
+        self.launches += is_own
+
+    def storage_at(self, address: int) -> tuple[int, int] | None:
+        """The storage that holds the byte at ``address``; None if no live tensor's does."""
+        for candidate in self._candidates():
+            # Not isinstance: it asks proxies, whose objects may be gone.
+            if issubclass(type(candidate), Tensor) and _has_memory(candidate):
+                first, size = storage = storage_of(candidate)
+                if first <= address < first + size:
+                    self._seen.append(weakref.ref(candidate))
+                    return storage
+        return None
+
+    def _candidates(self) -> Iterator[Any]:
+        """What was found before, then what Python's collector tracks."""
+        self._seen = list({id(seen()): seen for seen in self._seen if seen() is not None}.values())
+        yield from [seen() for seen in self._seen]
+        yield from gc.get_objects()
+        if gc.get_freeze_count():  # what is frozen is not listed
+            unfreeze()
+            yield from gc.get_objects()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """False for what has none in this process: fake, meta, sparse and wrapping tensors."""
+    try:
+        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError, ReferenceError):
+        return False
+
+
+# -- the interpreter -----------------------------------------------------------------------
+
+
+def install(checks: MemoryChecks) -> Callable[[], None]:
+    """Hooks the interpreter; what it returns undoes that."""
+    from triton.runtime import interpreter
+
+    originals: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, make: Callable, *details: Any) -> None:
+        original = getattr(owner, name)
+        originals.append((owner, name, original))
+        setattr(owner, name, functools.wraps(original)(make(original, checks, *details)))
+
+    replace(interpreter, "_implicit_cvt", _tagging_arguments)
+    replace(interpreter.GridExecutor, "__call__", _raising_plainly)
+    replace(interpreter.GridExecutor, "_init_args_hst", _beginning, interpreter.inspect)
+    builder = interpreter.InterpreterBuilder
+    replace(builder, "set_grid_dim", _in_launches, _set_grid)
+    replace(builder, "set_grid_idx", _in_launches, _start_program)
+    replace(builder, "create_int_to_ptr", _in_launches, _make_pointer)
+    replace(builder, "create_masked_load", _in_launches, _load)
+    replace(builder, "create_masked_store", _in_launches, _store)
+    for name in ("load", "store", "poll", "cas", "rmw"):
+        replace(builder, f"create_atomic_{name}", _in_launches, _refuse)
+
+    def restore() -> None:
+        for owner, name, original in reversed(originals):
+            setattr(owner, name, original)
+
+    return restore
+
+
 def _tagging_arguments(original: Callable, checks: MemoryChecks) -> Callable:
     def convert(argument: Any) -> Any:
         converted = original(argument)
-        if not hasattr(argument, "data_ptr"):
-            return converted
-        tag = checks.launch.tags.get(id(getattr(argument, "base", argument)))
-        if tag is not None:
-            converted.handle.data = converted.handle.data | np.uint64(tag << ADDRESS_BITS)
+        if checks.launch is not None and hasattr(argument, "data_ptr"):
+            tag = checks.launch.tags[id(getattr(argument, "base", argument))]
+            converted.handle.data = converted.handle.data | np.uint64(tag << _TAG_AT)
         return converted
 
     return convert
@@ -116,122 +360,74 @@ def _raising_plainly(original: Callable, checks: MemoryChecks) -> Callable:
         """Takes the finding out of the errors that each level of device functions adds."""
         try:
             original(self, *args, **kwargs)
+            if checks.launch is not None:
+                checks.launch.end()
         except Exception as error:
-            checks.abandon()
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, MemoryCheckError):
                 cause = cause.__cause__
             if cause is None:
                 raise
             raise cause from None
+        finally:
+            checks.launch = None
 
     return call
 
 
-def _beginning(original: Callable, checks: MemoryChecks) -> Callable:
-    from triton.runtime import interpreter
-
+def _beginning(original: Callable, checks: MemoryChecks, inspect: Any) -> Callable:
     def init(self: Any, args: Any, kwargs: Any) -> Any:
-        hosted, hosted_kwargs = original(self, args, kwargs)
-        arguments = interpreter.inspect.getcallargs(self.fn, *hosted, **hosted_kwargs)
-        pointers = {k: v for k, v in arguments.items() if k not in self.constexprs}
-        checks.begin(self.fn, pointers)
-        return hosted, hosted_kwargs
+        hosted, named = original(self, args, kwargs)
+        arguments = inspect.getcallargs(self.fn, *hosted, **named)
+        checks.begin(self.fn, {k: v for k, v in arguments.items() if k not in self.constexprs})
+        return hosted, named
 
     return init
 
 
-def _ending(original: Callable, checks: MemoryChecks) -> Callable:
-    def restore(self: Any, *args: Any) -> None:
-        original(self, *args)
-        checks.end()
+def _in_launches(original: Callable, checks: MemoryChecks, instead: Callable) -> Callable:
+    """A builder's method; ``instead`` takes the checked launch, the original, its arguments."""
 
-    return restore
+    def method(self: Any, *arguments: Any) -> Any:
+        if checks.launch is None:
+            return original(self, *arguments)
+        return instead(checks.launch, functools.partial(original, self), *arguments)
 
-
-def _with_grid(original: Callable, checks: MemoryChecks) -> Callable:
-    def set_grid_dim(self: Any, *grid: int) -> None:
-        checks.launch.set_grid(grid)  # type: ignore[arg-type]
-        original(self, *grid)
-
-    return set_grid_dim
+    return method
 
 
-def _with_program(original: Callable, checks: MemoryChecks) -> Callable:
-    return lambda self, *place: original(self, *checks.launch.start_program(*place))
+def _set_grid(launch: Launch, original: Callable, *grid: int) -> None:
+    launch.set_grid(*grid)
+    original(*grid)
 
 
-def _tagging_numbers(original: Callable, checks: MemoryChecks) -> Callable:
-    def create(self: Any, source: Any, destination: Any) -> Any:
-        pointer = original(self, source, destination)
-        pointer.data = checks.launch.tag_numbers(pointer.data)
-        return pointer
-
-    return create
+def _start_program(launch: Launch, original: Callable, *place: int) -> None:
+    original(*launch.start_program(*place))
 
 
-def _untagged(handle: Any, addresses: np.ndarray) -> Any:
-    return type(handle)(addresses, handle.dtype)
+def _make_pointer(launch: Launch, original: Callable, *arguments: Any) -> Any:
+    pointer = original(*arguments)
+    pointer.data = launch.tag_numbers(pointer.data)
+    return pointer
 
 
-def _width(handle: Any) -> int:
-    """Bytes of what a pointer points to; conditions take one."""
-    return max(1, handle.get_element_ty().primitive_bitwidth // 8)
+def _load(launch: Launch, original: Callable, pointers: Any, mask: Any, *rest: Any) -> Any:
+    return original(_checked(launch, "read", pointers, mask), mask, *rest)
 
 
-def _checked_load(original: Callable, checks: MemoryChecks) -> Callable:
-    def load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        addresses, inside = checks.launch.access("read", pointers.data, mask.data, _width(pointers))
-        return original(
-            self, _untagged(pointers, addresses), _untagged(mask, inside), *rest, **named
-        )
-
-    return load
+def _store(
+    launch: Launch, original: Callable, pointers: Any, value: Any, mask: Any, *rest: Any
+) -> Any:
+    return original(_checked(launch, "write", pointers, mask), value, mask, *rest)
 
 
-def _checked_store(original: Callable, checks: MemoryChecks) -> Callable:
-    def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        addresses, inside = checks.launch.access(
-            "write", pointers.data, mask.data, _width(pointers)
-        )
-        return original(self, _untagged(pointers, addresses), value, _untagged(mask, inside), *rest)
-
-    return store
+def _checked(launch: Launch, kind: str, pointers: Any, mask: Any) -> Any:
+    """The pointers without tags."""
+    # Bytes of what a pointer points to; conditions take one.
+    width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    addresses = launch.access(kind, pointers.data, mask.data, width)
+    return type(pointers)(addresses, pointers.dtype)
 
 
-def _atomic_access(original: Callable, checks: MemoryChecks) -> Callable:
-    def access(self: Any, *args: Any) -> Any:
-        checks.launch.in_atomic = True
-        try:
-            return original(self, *args)
-        finally:
-            checks.launch.in_atomic = False
-
-    return access
-
-
-def _checked_exchange(original: Callable, checks: MemoryChecks) -> Callable:
-    def exchange(self: Any, pointers: Any, *rest: Any) -> Any:
-        launch = checks.launch
-        launch.in_atomic = True
-        everywhere = np.ones(pointers.data.shape, dtype=bool)
-        addresses, inside = launch.access("write", pointers.data, everywhere, _width(pointers))
-        launch.in_atomic = False
-        if not inside.all():
-            raise MemoryCheckError(f"{launch.kernel}: atomic exchange outside of its argument")
-        return original(self, _untagged(pointers, addresses), *rest)
-
-    return exchange
-
-
-def _checked_update(original: Callable, checks: MemoryChecks) -> Callable:
-    def update(self: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        launch = checks.launch
-        launch.in_atomic = True
-        addresses, inside = launch.access("write", pointers.data, mask.data, _width(pointers))
-        launch.in_atomic = False
-        return original(
-            self, operation, _untagged(pointers, addresses), value, _untagged(mask, inside), *rest
-        )
-
-    return update
+def _refuse(launch: Launch, original: Callable, *arguments: Any) -> Any:
+    raise MemoryCheckError("atomic operations are not followed: teach `memory_checks`")

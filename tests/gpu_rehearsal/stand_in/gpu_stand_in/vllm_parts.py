@@ -227,7 +227,7 @@ def _change_the_plugin() -> None:
 
 
 def _check_memory() -> None:
-    """Every access of an interpreted kernel; those of our kernels raise what is found."""
+    """Every access of our interpreted kernels."""
     from tests.support.memory_checks import MemoryChecks, install, wanted
 
     if wanted():
