@@ -22,20 +22,17 @@ def describe_machine(run: ItemRun) -> None:
 
 
 def check_kernels(run: ItemRun) -> None:
-    """Checks and times every kernel; the report is ``kernels.json`` in the run's folder."""
-    from benchmarks.gpu.check.command import run_check
-    from benchmarks.gpu.check.table import lines_of
+    """Checks every kernel against torch, and times it."""
+    from benchmarks.gpu.check.attention_check import check_attention, time_attention
+    from benchmarks.gpu.check.sampling_check import check_sampling
+    from benchmarks.gpu.check.stage import KernelRun
+    from benchmarks.gpu.check.verification_times import time_verification
 
-    report = run_check(run.folder / "kernels.json", run.tiny)
-    stage = report.stages["kernels"]
-    right = sum(check.passed for check in stage.checks)
-    run.record("kernels", {
-        "checks": len(stage.checks), "right": right, "failures": stage.failures,
-        "lines": lines_of(report),
-    })  # fmt: skip
-    if not report.passed:
-        with run.attempt("checks"):
-            raise AssertionError(f"{len(stage.checks) - right} checks wrong, see kernels.json")
+    kernels = KernelRun(run)
+    check_attention(kernels)
+    check_sampling(kernels)
+    time_verification(kernels)
+    time_attention(kernels)
 
 
 def compare_methods(run: ItemRun) -> None:

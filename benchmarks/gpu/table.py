@@ -69,6 +69,13 @@ def _item(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             if "tpot_ms" in part
         ],
     )  # fmt: skip
+    if checks := [part for part in parts.values() if "limit" in part]:
+        right = sum(check["error"] <= check["limit"] for check in checks)
+        yield f"{right} of {len(checks)} checks right"
+    yield from _table(
+        ("", "ms", "% of bandwidth", "ms with FlashAttention"),
+        [(name, *_alone(part)) for name, part in parts.items() if "spread" in part],
+    )
     for name, part in parts.items():
         if "busy_ms" in part:
             yield f"{name}: the device is busy {part['busy_ms']} ms of a step"
@@ -91,6 +98,16 @@ def _timed(part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for inner, times in values.items():
                 if isinstance(times, dict) and "step_ms" in times:
                     yield f"{kind}, {inner}", times
+
+
+def _alone(part: Mapping[str, Any]) -> list[str]:
+    """A kernel's time; of attention also what it reads at the rate of a large copy."""
+    floor, flash = part.get("bandwidth_floor"), part.get("flash_seconds")
+    return [
+        f"{1e3 * part['seconds']:.4f}",
+        "" if floor is None else f"{100 * floor / part['seconds']:.0f}",
+        "" if flash is None else f"{1e3 * flash:.4f}",
+    ]
 
 
 def _spans(times: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,5 @@
 """The check of kernels on GPUs, but for what needs one: its times."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.check import verification_times
-from benchmarks.gpu.check.command import run_check
-from benchmarks.gpu.check.report import GpuCheckError
+from benchmarks.gpu.check.machine import Machine
 from benchmarks.gpu.item_run import LOG
-from benchmarks.gpu.results import FILE, Results
+from benchmarks.gpu.results import FILE, GpuRunError, Results
 
 ROOT = Path(__file__).parents[2]
 # Where PyTorch, Triton and NumPy are, and nothing else that the project uses.
@@ -51,52 +49,43 @@ def test_the_program_checks_kernels_in_a_bare_checkout(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:] + log
     assert results.of("plain-8b").skipped == "vLLM is not installed"
     assert results.of("kernels").state == "done"
-    report = json.loads((tmp_path / "out" / "kernels.json").read_text())
-    assert report["interpreted"]
-    stage = report["stages"]["kernels"]
-    assert all(check["passed"] for check in stage["checks"])
-    names = " ".join(check["name"] for check in stage["checks"])
+    parts = results.of("kernels").parts
+    names = " ".join(name for name, values in parts.items() if "limit" in values)
     for part in ("tree attention", "drawing", "verification", "commit", "law"):
         assert part in names
-    assert {verification_times.DRAWING, verification_times.REJECTED} <= {
-        time["part"] for time in stage["parts"]
-    }
-    assert stage["attention"]
+    times = " ".join(name for name, values in parts.items() if "seconds" in values)
+    for part in (verification_times.DRAWING, verification_times.REJECTED, "tree attention"):
+        assert part in times
     assert "interpreted: times mean nothing" in done.stdout
-    assert f"{len(stage['checks'])} checks right" in done.stdout
+    checks = sum("limit" in values for values in parts.values())
+    assert f"{checks} of {checks} checks right" in done.stdout
 
 
 @pytest.mark.slow
 def test_wrong_kernels_are_found(tmp_path):
     """Masks that ignore the tree, other random numbers, a commit that moves nothing."""
-    code = """
-import sys, torch
-from pathlib import Path
-from benchmarks.gpu.check import attention_check, command, sampling_check
-from benchmarks.gpu.check.table import lines_of
+    code = f"""
+import torch
+from benchmarks.gpu.check import attention_check, sampling_check
 from benchmarks.gpu.check.tree_batch import TreeBatch
 of = attention_check.NodeMask.of
 attention_check.NodeMask.of = lambda seen, *window: of(torch.ones_like(seen).tril(), *window)
 sampling_check.DRAW, sampling_check.VERIFY = sampling_check.VERIFY, sampling_check.DRAW
 TreeBatch.commit = lambda *arguments: None
 attention_check.time_attention = lambda *arguments: None
-report = command.run_check(Path(sys.argv[1]), tiny=True)
-print("\\n".join(lines_of(report)))
-sys.exit(not report.passed)
+import sys
+{PROGRAM}
 """
-    output = tmp_path / "report.json"
-    done = run_python(code, output)
+    done = run_python(code, "--tiny", "--items", "kernels", "--output", tmp_path / "out")
     assert done.returncode == 1, done.stderr[-4000:]
-    stage = json.loads(output.read_text())["stages"]["kernels"]
-    wrong = " ".join(check["name"] for check in stage["checks"] if not check["passed"])
-    assert stage["failures"] == []
+    wrong = " ".join(Results(tmp_path / "out" / FILE).of("kernels").errors)
     for part in ("tree attention", "drawing sampled", "verification sampled", "commit"):
         assert part in wrong
     assert "greedy" not in wrong
-    assert "WRONG" in done.stdout
+    assert "ERROR kernels, tree attention" in done.stdout
 
 
-def test_the_interpreter_is_not_timed(monkeypatch, tmp_path):
+def test_the_interpreter_is_not_timed(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(GpuCheckError, match="TRITON_INTERPRET=1 runs kernels in Python"):
-        run_check(tmp_path / "kernels.json", tiny=False)
+    with pytest.raises(GpuRunError, match="TRITON_INTERPRET=1 runs kernels in Python"):
+        Machine.find(tiny=False)

@@ -13,8 +13,8 @@ from benchmarks.gpu.check.context_attention import (
     plain_attention,
 )
 from benchmarks.gpu.check.paged import PagedCache
-from benchmarks.gpu.check.report import AttentionTime
-from benchmarks.gpu.check.stage import StageRun
+from benchmarks.gpu.check.stage import KernelRun
+from benchmarks.gpu.check.timing import copy_bytes_per_second
 from sequoia_vllm.kernels.tree_attention import NodeMask, TreeAttentionWorkspace, tree_attention
 from tests.oracles.attention import random_ancestors, tree_attention_reference
 
@@ -89,7 +89,7 @@ def some_ancestors(nodes: int) -> Tensor:
     return random_ancestors(nodes, torch.Generator().manual_seed(0))
 
 
-def check_attention(run: StageRun) -> None:
+def check_attention(run: KernelRun) -> None:
     """All cases, each with fresh random inputs; unused cache is NaN."""
     cases = _cases(run)
     for case in cases:
@@ -112,7 +112,7 @@ def _limit(dtype: torch.dtype) -> float:
     return _FLOAT32_ERROR if dtype == torch.float32 else _ROW_ERROR * torch.finfo(dtype).eps
 
 
-def _cases(run: StageRun) -> list[Case]:
+def _cases(run: KernelRun) -> list[Case]:
     if run.tiny:
         return [
             # Triton's interpreter cannot multiply bfloat16.
@@ -155,7 +155,7 @@ def _has_fp8() -> bool:
 
 
 def _worst_row(
-    run: StageRun, case: Case, attend_to_contexts: ContextAttention | None = None
+    run: KernelRun, case: Case, attend_to_contexts: ContextAttention | None = None
 ) -> float:
     """The largest error of a row of one head, over the row's norm.
 
@@ -237,32 +237,24 @@ class TimedShape:
         )
 
     @property
-    def operations(self) -> int:
-        """Operations of both products, over the context and half of the tree."""
-        pairs = self.batch_size * self.nodes * (self.context_length + self.nodes // 2)
-        return 4 * pairs * self.heads.heads * self.heads.head_size
-
-
-def time_attention(run: StageRun, copy_rate: float, product_rate: float) -> None:
-    """Times all shapes that fit the memory; rates are bytes and operations per second."""
-    for shape in _timed_shapes(run):
-        name = (
-            f"tree attention {shape.heads.shape} {short(shape.cache_dtype)} cache batch "
-            f"{shape.batch_size} context {shape.context_length} nodes {shape.nodes}"
+    def name(self) -> str:
+        """For the report."""
+        return (
+            f"time of tree attention {self.heads.shape}, {short(self.cache_dtype)} cache, batch "
+            f"{self.batch_size}, context {self.context_length}, {self.nodes} nodes"
         )
-        with run.attempt(name):
-            if 2.5 * shape.bytes_read > run.machine.free_bytes:
-                run.say(f"{name}: not timed, memory is too small")
-                continue
-            found = _time_shape(run, shape, copy_rate, product_rate)
-            run.found.attention.append(found)
-            run.say(
-                f"{name}: {1e6 * found.seconds:.1f} us, {100 * found.share_of_bandwidth:.0f} % "
-                f"of bandwidth"
-            )
 
 
-def _timed_shapes(run: StageRun) -> list[TimedShape]:
+def time_attention(run: KernelRun) -> None:
+    """Times all shapes that fit the memory, beside the time in which a copy moves their bytes."""
+    copy_rate = copy_bytes_per_second(run.machine, run.timer)
+    for shape in _timed_shapes(run):
+        if 2.5 * shape.bytes_read <= run.machine.free_bytes:
+            with run.attempt(shape.name):
+                _time_shape(run, shape, copy_rate)
+
+
+def _timed_shapes(run: KernelRun) -> list[TimedShape]:
     if run.tiny:
         return [TimedShape(TINY, torch.float32, torch.float32, 2, 40, 5)]
     shapes = (LLAMA_2_7B, LLAMA_3_8B)
@@ -280,9 +272,7 @@ def _timed_shapes(run: StageRun) -> list[TimedShape]:
     return timed
 
 
-def _time_shape(
-    run: StageRun, shape: TimedShape, copy_rate: float, product_rate: float
-) -> AttentionTime:
+def _time_shape(run: KernelRun, shape: TimedShape, copy_rate: float) -> None:
     device, heads = run.machine.device, shape.heads
     generator = torch.Generator(device).manual_seed(1)
     positions = shape.context_length + shape.nodes
@@ -323,20 +313,10 @@ def _time_shape(
             query, cache, layer, context_lens, starts, shape.nodes, scale, output
         ))  # fmt: skip
 
-    def copy(layer: int) -> None:
-        raw = cache.layers[layer].view(torch.uint8).view(-1)
-        raw[: len(raw) // 2].copy_(raw[len(raw) // 2 : len(raw) // 2 * 2])
-
-    time = run.timer.time([partial(attend, layer) for layer in range(layers)])
-    by_flash = run.timer.time([partial(attend_in_two, i) for i in range(layers)]) if flash else None
-    copied = run.timer.time([partial(copy, layer) for layer in range(layers)])
-    return AttentionTime(
-        shape=heads.shape, heads=heads.heads, kv_heads=heads.kv_heads, head_size=heads.head_size,
-        cache_dtype=short(shape.cache_dtype), batch_size=shape.batch_size,
-        context_length=shape.context_length, nodes=shape.nodes,
-        seconds=time.seconds, spread=time.spread, bytes_read=shape.bytes_read,
+    if flash is not None:
+        two = run.timer.time([partial(attend_in_two, layer) for layer in range(layers)])
+    run.time(
+        shape.name, [partial(attend, layer) for layer in range(layers)],
+        flash_seconds=None if flash is None else two.seconds,
         bandwidth_floor=shape.bytes_read / copy_rate,
-        arithmetic_floor=shape.operations / product_rate,
-        copy_seconds=copied.seconds,
-        flash_seconds=None if by_flash is None else by_flash.seconds,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.check.report import GpuCheckError
+from benchmarks.gpu.results import GpuRunError
 from sequoia_vllm import __version__
 from sequoia_vllm.installed import installed_versions
 from sequoia_vllm.measuring.provenance import git_revision
@@ -38,12 +38,12 @@ class Machine:
         if interpreted and tiny:
             return cls(torch.device("cpu"), True)
         if interpreted:
-            raise GpuCheckError(
+            raise GpuRunError(
                 "TRITON_INTERPRET=1 runs kernels in Python: unset it, or add --tiny to try "
                 "everything but timing"
             )
         if not torch.cuda.is_available():
-            raise GpuCheckError(NO_GPU)
+            raise GpuRunError(NO_GPU)
         return cls(torch.device("cuda", torch.cuda.current_device()), False)
 
     @property

@@ -10,18 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu.check.paged import PagedCache
-from benchmarks.gpu.check.stage import StageRun
-from benchmarks.gpu.check.tree_batch import TreeBatch
-from benchmarks.gpu.check.trees import best_tree
+from benchmarks.gpu.check.stage import KernelRun
+from benchmarks.gpu.check.tree_batch import TreeBatch, best_tree
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
-from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED
 from sequoia_vllm.kernels.random import DRAW, VERIFY
 from sequoia_vllm.tree import TokenTree
 from tests.oracles.attention import commit_reference
 from tests.oracles.laws import chi_square
 from tests.oracles.random_numbers import exponential, race_scores, target_noise, uniform_of
-from tests.oracles.verification import algorithm_2, match, traversal
+from tests.oracles.verification import algorithm_2, traversal
 
 _RULES: dict[str, Callable[..., tuple[list[int], list[int]]]] = {
     "sequoia": algorithm_2,
@@ -40,7 +39,7 @@ _NEAR = 1e-3
 _LAW_DEVIATIONS = 5.0
 
 
-def check_sampling(run: StageRun) -> None:
+def check_sampling(run: KernelRun) -> None:
     """Everything but attention."""
     for dtype in (torch.float32,) if run.tiny else (torch.bfloat16, torch.float16, torch.float32):
         for vocabulary in (300,) if run.tiny else (32000, 128256):
@@ -58,7 +57,7 @@ def check_sampling(run: StageRun) -> None:
             _check_commit(run, dtype)
 
 
-def _random_logits(run: StageRun, rows: int, vocabulary: int, seed: int) -> Tensor:
+def _random_logits(run: KernelRun, rows: int, vocabulary: int, seed: int) -> Tensor:
     """float32 on the device; wide enough that few tokens are likely."""
     generator = torch.Generator(run.machine.device).manual_seed(seed)
     logits = torch.empty(rows, vocabulary, device=run.machine.device)
@@ -68,7 +67,7 @@ def _random_logits(run: StageRun, rows: int, vocabulary: int, seed: int) -> Tens
 # -- drawing ------------------------------------------------------------------------
 
 
-def _check_drawing(run: StageRun, mode: str, dtype: torch.dtype, vocabulary: int) -> None:
+def _check_drawing(run: KernelRun, mode: str, dtype: torch.dtype, vocabulary: int) -> None:
     requests = 2
     tables = TreeTables(best_tree(64, 8), run.machine.device)
     level = tables.levels.levels[1]
@@ -173,7 +172,7 @@ class _KernelChance:
         return int(distribution.argmax())
 
 
-def _check_walks(run: StageRun, vocabulary: int) -> None:
+def _check_walks(run: KernelRun, vocabulary: int) -> None:
     """Accepted paths against the plain form in float64, and the last token's place in the residual.
 
     By Algorithm 2, then by traversal, of the same drafts.
@@ -188,10 +187,11 @@ def _check_walks(run: StageRun, vocabulary: int) -> None:
     for method in _RULES:
         batch.verify(target, unused, method)
         _check_paths(run, batch, target_p, method)
-    _check_matched_walks(run, batch, target)
 
 
-def _check_paths(run: StageRun, batch: TreeBatch, target: NDArray[np.float64], method: str) -> None:
+def _check_paths(
+    run: KernelRun, batch: TreeBatch, target: NDArray[np.float64], method: str
+) -> None:
     requests, _, vocabulary = target.shape
     wrong = decided = accepted = 0
     for request in range(requests):
@@ -229,7 +229,7 @@ def _walk(
     return path, chance
 
 
-def _draft_and_target(run: StageRun, batch: TreeBatch, vocabulary: int) -> Tensor:
+def _draft_and_target(run: KernelRun, batch: TreeBatch, vocabulary: int) -> Tensor:
     """Draws all levels from random logits; the target's ``[R * N, V]`` are near the draft's."""
     tables, requests = batch.tables, batch.num_reqs
     inner = _random_logits(run, requests * tables.levels.num_inner, vocabulary, 5)
@@ -249,32 +249,7 @@ def _softmax(logits: Tensor) -> NDArray[np.float64]:
     return found
 
 
-def _check_matched_walks(run: StageRun, batch: TreeBatch, target: Tensor) -> None:
-    """Where the target's tokens are given: the path that carries them."""
-    tree = batch.tables.tree
-    generator = torch.Generator().manual_seed(8)
-    given = torch.randint(0, 7, (batch.num_reqs, tree.size), generator=generator)
-    drafted = torch.randint(0, 7, (batch.num_reqs, tree.size), generator=generator)
-    batch.drafted.tokens.copy_(drafted)
-    modes = [(GREEDY, SEEDED, SKIP)[request % 3] for request in range(batch.num_reqs)]
-    batch.requests.modes.copy_(torch.tensor(modes, dtype=torch.int32))
-    batch.verify(target, given.view(-1).to(target.device))
-    wrong = 0
-    for request, mode in enumerate(modes):
-        emitted = _matched(tree, mode, drafted[request].tolist(), given[request].tolist())
-        emitted += [-1] * (batch.sampled.shape[1] - len(emitted))
-        wrong += batch.sampled[request].tolist() != emitted
-    run.check(f"verification matched, vocabulary {target.shape[1]}: wrong paths", wrong, 0)
-
-
-def _matched(tree: TokenTree, mode: int, drafted: list[int], given: list[int]) -> list[int]:
-    """The tokens that a request emits, of which those that follow each node are given."""
-    children = tree.children if mode != SKIP else [()] * tree.size
-    _, emitted = match(lambda node, _: given[node], drafted, children)
-    return emitted
-
-
-def _check_law(run: StageRun, method: str) -> None:
+def _check_law(run: KernelRun, method: str) -> None:
     """Drawing and verification together: first tokens have the target's law.
 
     The second, too; where a tree emits one token only, it is drawn here: by traversal the
@@ -315,7 +290,7 @@ def _deviations(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> flo
 # -- commit -------------------------------------------------------------------------
 
 
-def _check_commit(run: StageRun, dtype: torch.dtype) -> None:
+def _check_commit(run: KernelRun, dtype: torch.dtype) -> None:
     """Every byte of every layer, also of what must stay."""
     roots = [3, 40, 15] if run.tiny else [0, 1000, 15, 4090]
     generator = torch.Generator(run.machine.device).manual_seed(2)

@@ -7,7 +7,6 @@ from statistics import quantiles
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu.check.machine import Machine
 
@@ -105,16 +104,3 @@ def copy_bytes_per_second(machine: Machine, timer: Timer) -> float:
     source = torch.zeros(elements, dtype=torch.float32, device=machine.device).normal_()
     target = torch.empty_like(source)
     return 2 * source.nbytes / timer.time([lambda: target.copy_(source)]).seconds
-
-
-def product_operations_per_second(machine: Machine, timer: Timer) -> float:
-    """Rate of a large bfloat16 matrix product, two operations per multiplication."""
-    size = 64 if machine.interpreted else 8192
-    left, right = (_random_matrix(size, machine.device) for _ in range(2))
-    result = torch.empty_like(left)
-    return 2 * size**3 / timer.time([lambda: torch.matmul(left, right, out=result)]).seconds
-
-
-def _random_matrix(size: int, device: torch.device) -> Tensor:
-    # Not zeros: products of zeros run faster than others.
-    return torch.empty(size, size, dtype=torch.bfloat16, device=device).normal_()

@@ -10,7 +10,14 @@ from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.verify import TreesToVerify
+from sequoia_vllm.tree import TokenTree, optimize_tree
+from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
+
+
+def best_tree(size: int, depth: int) -> TokenTree:
+    """The best tree of this size for the authors' published acceptance vector."""
+    return optimize_tree(REFERENCE_ACCEPTANCE, size, depth)
 
 
 class TreeBatch:

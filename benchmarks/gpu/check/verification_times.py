@@ -6,19 +6,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.check.paged import PagedCache
-from benchmarks.gpu.check.stage import StageRun
-from benchmarks.gpu.check.tree_batch import TreeBatch
-from benchmarks.gpu.check.trees import best_tree, first_path_depth
+from benchmarks.gpu.check.stage import KernelRun
+from benchmarks.gpu.check.tree_batch import TreeBatch, best_tree
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.tree import TokenTree
 
-ACCEPTED = "verification, drafts accepted"
-REJECTED = "verification, drafts rejected"
-TRAVERSED = {"accepted": "traversal, drafts accepted", "rejected": "traversal, drafts rejected"}
-DRAWING = "drawing"
-COMMIT_ALONE = "commit of 32 layers"
+ACCEPTED, REJECTED = "verification, drafts accepted", "verification, drafts rejected"
+DRAWING = "time of drawing"
 _TREE_SIZE, _TREE_DEPTH = 64, 8
 
 
@@ -58,7 +54,7 @@ def deepest_path(tree: TokenTree) -> Tensor:
     return torch.tensor(path, dtype=torch.int32)
 
 
-def time_verification(run: StageRun) -> None:
+def time_verification(run: KernelRun) -> None:
     """At batch 1 and 8, with vocabularies of 32k and 128k."""
     tree = best_tree(6, 2) if run.tiny else best_tree(_TREE_SIZE, _TREE_DEPTH)
     tables = TreeTables(tree, run.machine.device)
@@ -70,35 +66,36 @@ def time_verification(run: StageRun) -> None:
             _time_commit(run, tables, requests)
 
 
-def _time_one(run: StageRun, tables: TreeTables, requests: int, vocabulary: int) -> None:
+def _time_one(run: KernelRun, tables: TreeTables, requests: int, vocabulary: int) -> None:
     dtype = torch.float32 if run.tiny else torch.bfloat16
     batch = TreeBatch(tables, requests, vocabulary, dtype, SAMPLED)
     logits, unused = accepted_drafts(batch, torch.Generator(run.machine.device).manual_seed(41))
-    time = partial(run.time_part, batch_size=requests, vocabulary=vocabulary)
-    for level in tables.levels.levels:
-        rows = requests * level.width
-        given = logits[:rows].to(dtype)
-        time(DRAWING, [partial(batch.draw, level, given)], tokens=level.width)
+    where = f"batch {requests}, vocabulary {vocabulary}"
+    for depth, level in enumerate(tables.levels.levels):
+        given = logits[: requests * level.width].to(dtype)
+        run.time(f"{DRAWING}, level {depth}, {where}", [partial(batch.draw, level, given)])
     # What was drawn above is from other logits.
     logits, unused = accepted_drafts(batch, torch.Generator(run.machine.device).manual_seed(41))
-    verify = partial(batch.verify, logits, unused)
-    traverse = partial(batch.verify, logits, unused, "traversal")
-    time(TRAVERSED["accepted"], [traverse], tokens=tables.tree.size)
-    time(ACCEPTED, [verify], tokens=tables.tree.size)
-    run.check(
-        f"verification of the draft itself, vocabulary {vocabulary}, batch {requests}: paths cut",
-        int((batch.num_sampled < 1 + first_path_depth(tables.tree)).sum()), 0,
-    )  # fmt: skip
-    reject_drafts(batch, logits)
-    time(TRAVERSED["rejected"], [traverse], tokens=tables.tree.size)
-    time(REJECTED, [verify], tokens=tables.tree.size)
-    run.check(
-        f"verification of impossible drafts, vocabulary {vocabulary}, batch {requests}: accepted",
-        int((batch.num_sampled != 1).sum()), 0,
-    )  # fmt: skip
+    for what in (ACCEPTED, REJECTED):
+        if what == REJECTED:
+            reject_drafts(batch, logits)
+        for method in ("traversal", "sequoia"):
+            verify = partial(batch.verify, logits, unused, method)
+            run.time(f"{what}, by {method}, {where}", [verify])
+        emitted = batch.num_sampled - 1
+        right = emitted >= _first_path_depth(tables.tree) if what == ACCEPTED else emitted == 0
+        run.check(f"{what}, {where}: wrong paths", int((~right).sum()), 0)
 
 
-def _time_commit(run: StageRun, tables: TreeTables, requests: int) -> None:
+def _first_path_depth(tree: TokenTree) -> int:
+    """Depth that is reached by first children alone."""
+    node, depth = 0, 0
+    while tree.children[node]:
+        node, depth = tree.children[node][0], depth + 1
+    return depth
+
+
+def _time_commit(run: KernelRun, tables: TreeTables, requests: int) -> None:
     context = 20 if run.tiny else 1024
     layers, heads, size = (2, 2, 16) if run.tiny else (32, 32, 128)
     dtype = torch.float32 if run.tiny else torch.bfloat16
@@ -108,7 +105,5 @@ def _time_commit(run: StageRun, tables: TreeTables, requests: int) -> None:
     batch.requests.roots.fill_(context)
     batch.accepted.copy_(deepest_path(tables.tree))
     prepared = CacheLayers.of(cache.layers)
-    run.time_part(
-        COMMIT_ALONE, [lambda: batch.commit(prepared, cache.block_table)], batch_size=requests,
-        context_length=context, tokens=tables.tree.depth,
-    )  # fmt: skip
+    commit = partial(batch.commit, prepared, cache.block_table)
+    run.time(f"commit of {layers} layers, {tables.tree.depth} tokens, batch {requests}", [commit])
