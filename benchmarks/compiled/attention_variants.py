@@ -144,26 +144,8 @@ def _merge_variants() -> list[Variant]:
 
 
 def _signature(dtype: str, cache: str) -> dict[str, str]:
-    multiples = (
-        "query_token_stride", "query_head_stride", "key_block_stride", "key_slot_stride",
-        "key_head_stride", "value_block_stride", "value_slot_stride", "value_head_stride",
-        "output_token_stride", "output_head_stride", "padded_rows",
-    )  # fmt: skip
-    numbers = (
-        "first_node", "splits", "row_tiles", "max_positions", "table_stride", "slot_rows",
-        "ancestors_stride", "context_lse_stride", "window", "ahead", "all_written",
-    )  # fmt: skip
-    integers = (
-        "block_table", "context_lens", "query_start_loc", "written", "ancestors", "depths",
-    )  # fmt: skip
-    floats = ("key_scale", "value_scale", "partial_output", "partial_lse", "context_lse")
     return {
         **dict.fromkeys(("query", "output", "sinks"), f"*{dtype}"),
         **dict.fromkeys(("key_cache", "value_cache"), f"*{cache}"),
-        **dict.fromkeys(integers, "*i32"),
-        "slots": "*i64",
-        **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(("scale", "soft_cap"), "fp32"),
-        **dict.fromkeys(numbers, "i32"),
-        **dict.fromkeys(multiples, "i32:16"),
+        "ancestors": "*i32",
     }

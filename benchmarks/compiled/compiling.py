@@ -83,7 +83,7 @@ def _split_signature(
     """Signature, constants and attributes as Triton's compiler takes them."""
     signature, attributes = {}, {}
     for index, name in enumerate(variant.kernel.arg_names):
-        written = "constexpr" if name in variant.constexprs else variant.signature[name]
+        written = variant.types.get(name, "constexpr")
         signature[name], _, divisor = written.partition(":")
         aligned = not variant.kernel.params[index].do_not_specialize_on_alignment
         if divisor == "16" or (signature[name].startswith("*") and aligned):

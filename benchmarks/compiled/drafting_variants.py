@@ -21,42 +21,18 @@ from sequoia_vllm.verification.retrieval import LONGEST, SHORTEST
 
 def begin_drafting_variants() -> list[Variant]:
     """The start of drafting, as an engine launches it."""
-    int32 = (
-        "requests", "computed", "num_sampled", "bounds", "all_modes", "most_nodes", "read",
-        "num_nodes", "rows", "starts", "counts", "roots", "contexts", "modes", "all_top_k", "top_k",
-    )  # fmt: skip
-    floats = ("all_temperatures", "temperatures", "all_top_p", "top_p", "all_min_p", "min_p")
-    numbers = (
-        "num_requests", "max_requests", "tree_size", "rows_per_tree", "longest", "max_trees",
-        "state_offset",
-    )  # fmt: skip
-    signature = {
-        **dict.fromkeys(int32, "*i32"),
-        **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(("all_seeds", "slots", "seeds"), "*i64"),
-        **dict.fromkeys(numbers, "i32"),
-    }
+    signature = dict.fromkeys(("requests", "most_nodes", "rows"), "*i32")
     constants = {"BLOCK": begin_drafting.ROWS_PER_PROGRAM}
     return [Variant("begin drafting", begin_drafting.begin_drafting_kernel, signature, constants)]
 
 
 def draft_input_variants() -> list[Variant]:
     """One and two groups of cache layers."""
-    int32 = ("starts", "counts", "contexts", "roots", "nodes", "token_ids", "all_token_ids")
-    int64 = ("requests", "tokens", "layout", "positions", "slots", "last_rows")
-    numbers = (
-        "ids_stride", "max_len", "width", "num_rows", "longest", "state_offset", "tokens_stride",
-        "first", "depth", "mask_token", "slot_rows",
-    )  # fmt: skip
-    signature = {
-        **dict.fromkeys(int32, "*i32"), **dict.fromkeys(int64, "*i64"),
-        **dict.fromkeys(numbers, "i32"), "slots_stride": "i32:16",
-    }  # fmt: skip
     return [
         Variant(
             f"draft inputs, {name}, {groups} groups",
             kernel,
-            signature,
+            {"tokens_stride": "i32"},
             {"GROUPS": groups, "BLOCK": draft_inputs._BLOCK},
         )
         for name, kernel in (
@@ -70,32 +46,20 @@ def draft_input_variants() -> list[Variant]:
 
 def continuation_variants() -> list[Variant]:
     """What finds out what texts say comes next."""
-    signature = {
-        **dict.fromkeys(("texts", "roots"), "*i32"),
-        **dict.fromkeys(("slots", "told"), "*i64"),
-        **dict.fromkeys(("texts_stride", "length", "depth", "window"), "i32"),
-    }
-    block = continuations._BLOCK
+    block, warps = continuations._BLOCK, continuations._WARPS
     constants = {"MOST": LONGEST, "LEAST": SHORTEST, "BLOCK": block, "COLUMNS": 8}
     kernel = continuations.continuations_kernel
-    return [Variant("continuations", kernel, signature, constants, num_warps=continuations._WARPS)]
+    return [Variant("continuations", kernel, constexprs=constants, num_warps=warps)]
 
 
 def target_state_variants() -> list[Variant]:
     """Three layers' states, as EAGLE-3 heads read them, and eight."""
     layers = [f"layer_{number}" for number in range(target_states._MOST_LAYERS)]
-    int32 = ("query_start_loc", "accepted", "offsets")
-    numbers = ("num_requests", "accepted_stride", "trees", "depth")
-    signature = {
-        **dict.fromkeys((*layers, "states"), "*bf16"), **dict.fromkeys(int32, "*i32"),
-        "requests": "*i64", **dict.fromkeys(numbers, "i32"),
-        **dict.fromkeys(("layer_stride", "states_stride", "hidden"), "i32:16"),
-    }  # fmt: skip
     return [
         Variant(
             f"target states, {count} layers",
             target_states.gather_target_states_kernel,
-            signature,
+            dict.fromkeys((*layers, "states"), "*bf16"),
             {"LAYERS": count, "BLOCK": target_states._BLOCK},
         )
         for count in (3, target_states._MOST_LAYERS)
@@ -105,13 +69,12 @@ def target_state_variants() -> list[Variant]:
 def truncation_variants() -> list[Variant]:
     """What finds where a row's nucleus ends."""
     bins = {"BINS": truncation._BINS}
-    signature = {"num_blocks": "i32:16", "found": "*fp32"}
     return [
         *(
             Variant(
                 f"nucleus counts {dtype}",
                 truncation.count_bins_kernel,
-                {**_draw_signature(dtype), "counts": "*i32"},
+                _draw_signature(dtype),
                 {**bins, "BLOCK": truncation._BLOCK},
                 num_warps=truncation._COUNTING_WARPS,
             )
@@ -120,7 +83,7 @@ def truncation_variants() -> list[Variant]:
         Variant(
             "nucleus end, 151936 tokens",
             truncation.lowest_inside_kernel,
-            {**_draw_signature("bf16"), "counts": "*i32", **signature},
+            {**_draw_signature("bf16"), "num_blocks": "i32:16"},
             {**bins, "BLOCKS": 32},
             num_warps=truncation._MERGING_WARPS,
         ),
@@ -163,22 +126,11 @@ def _draw(dtype: str, branch: int, vocabulary: int) -> list[Variant]:
 
 
 def _draw_signature(dtype: str) -> dict[str, str]:
-    numbers = (
-        "width", "depth", "vocabulary", "num_state_rows", "num_blocks", "max_children", "slot_rows",
-        "told_columns",
-    )  # fmt: skip
-    floats = ("temperature", "top_p", "min_p", "lowest", "found", "partials", "draft_stats")
-    integers = (
-        "top_k", "modes", "positions", "nodes", "counts", "columns", "state_rows", "inner_rows",
-    )  # fmt: skip
     multiples = ("logits_stride", "draft_state_stride", "draft_inner_stride")
-    strides = ("stats_state_stride", "stats_inner_stride", "tokens_stride")
     return {
         **dict.fromkeys(("logits", "draft_logits"), f"*{dtype}"),
-        **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(("seeds", "candidates", "tokens", "slots", "told"), "*i64"),
-        **dict.fromkeys(integers, "*i32"),
-        **dict.fromkeys(numbers, "i32"),
+        **dict.fromkeys(("positions", "columns"), "*i32"),
         **dict.fromkeys(multiples, "i64:16"),
-        **dict.fromkeys(strides, "i64"),
+        **dict.fromkeys(("stats_state_stride", "stats_inner_stride"), "i64"),
+        "vocabulary": "i32",
     }

@@ -14,75 +14,33 @@ from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 def scoring_input_variants() -> list[Variant]:
     """The kernels before scoring and verification, as an engine launches them."""
-    int32 = (
-        "row_slots", "row_nodes", "input_ids", "cu_rows", "num_nodes", "state_rows",
-        "modes", "token_ids_out", "modes_out", "root_positions_out", "state_rows_out", "scored",
-        "context_lens",
-    )  # fmt: skip
-    int64 = (
-        "rows", "shifts", "positions", "seeds", "tokens_out", "positions_out", "seeds_out",
-        "noted_slots", "slots",
-    )  # fmt: skip
-    numbers = (
-        "slot_rows", "max_nodes", "axis_stride", "num_invalid", "num_rows", "num_requests",
-        "scored_stride",
-    )  # fmt: skip
-    signature = {
-        **dict.fromkeys(int32, "*i32"), **dict.fromkeys(int64, "*i64"),
-        **dict.fromkeys(("temperatures", "temperatures_out"), "*fp32"),
-        **dict.fromkeys(numbers, "i32"), "invalid": "*i1",
-    }  # fmt: skip
-    place, gather = (
-        scoring_inputs.place_nodes_kernel,
-        scoring_inputs.gather_for_verification_kernel,
-    )
-    constants = {"BLOCK": scoring_inputs._BLOCK}
+    place = scoring_inputs.place_nodes_kernel
+    gather = scoring_inputs.gather_for_verification_kernel
+    constants = {"BLOCK": 64, "NOTED": True}
     return [
-        Variant("place nodes", place, signature, {"BLOCK": 64, "NOTED": True}, num_warps=1),
-        Variant("gather for verification", gather, signature, constants, num_warps=4),
+        Variant("place nodes", place, constexprs=constants, num_warps=1),
+        Variant("gather for verification", gather, constexprs={"BLOCK": scoring_inputs._BLOCK}),
     ]
 
 
 def path_edit_variants() -> list[Variant]:
     """Edits of float32 logits: vLLM makes such a copy before it edits."""
-    rows = {
-        "logits": "*fp32", "logits_stride": "i32:16",
-        **dict.fromkeys(("slots", "nodes", "token_ids", "parents"), "*i32"),
-    }  # fmt: skip
-    int32 = (
-        "prompt_bits", "output_counts", "words", "offsets", "num_words", "all_tokens",
-        "prompt_lens", "total_lens",
-    )  # fmt: skip
-    strides = (
-        "slot_rows", "bits_stride", "counts_stride", "words_stride", "offsets_stride",
-        "tokens_stride",
-    )  # fmt: skip
-    signature = {
-        **rows, **dict.fromkeys(int32, "*i32"), **dict.fromkeys(strides, "i32"),
-        **dict.fromkeys(("repetition", "frequency", "presence"), "*fp32"), "vocabulary": "i32:16",
-    }  # fmt: skip
     penalise, exclude = path_edits.penalise_paths_kernel, path_edits.exclude_bad_words_kernel
+    signature = {"logits": "*fp32", "slots": "*i32", "tokens_stride": "i32"}
+    constants, warps = {"BLOCK": path_edits._BLOCK}, path_edits._NUM_WARPS
     return [
-        Variant(
-            "penalise paths", penalise, signature, {"BLOCK": path_edits._BLOCK},
-            num_warps=path_edits._NUM_WARPS,
-        ),
-        Variant("exclude bad words", exclude, signature, {}, num_warps=1),
-    ]  # fmt: skip
+        Variant("penalise paths", penalise, signature, constants, num_warps=warps),
+        Variant("exclude bad words", exclude, signature, num_warps=1),
+    ]
 
 
 def target_statistics_variants() -> list[Variant]:
     """Logits of both dtypes that engines have."""
-    signature = {
-        "logits_stride": "i32:16", "temperatures": "*fp32", "modes": "*i32",
-        "cu_num_logits": "*i32", "most_nodes": "i32", "vocabulary": "i32:16",
-        "partials": "*fp32",
-    }  # fmt: skip
     return [
         Variant(
             f"target statistics {target}",
             target_statistics.target_statistics_kernel,
-            {"logits": f"*{target}", **signature},
+            {"logits": f"*{target}"},
             {"BLOCK": target_statistics._BLOCK.value},
             num_warps=target_statistics._NUM_WARPS,
         )
@@ -162,11 +120,8 @@ def traversal_variants() -> list[Variant]:
 
 def commit_variants() -> list[Variant]:
     """Eight heads of 128 in bfloat16, and one odd layout."""
-    signature = {
-        "addresses": "*i64", "block_table": "*i32", "table_stride": "i64", "context_lens": "*i32",
-        "accepted": "*i32", "accepted_stride": "i64", "depth": "i32",
-        "block_stride": "i64:16", "head_stride": "i64:16", "slot_stride": "i64:16",
-    }  # fmt: skip
+    strides = dict.fromkeys(("table_stride", "accepted_stride"), "i64")
+    signature = {**strides, "block_stride": "i64:16"}
     common = {"SLOTS": 16, "HEADS": 8}
     return [
         Variant(
@@ -185,35 +140,9 @@ def commit_variants() -> list[Variant]:
 
 
 def _traversal_signature(target: str, draft: str) -> dict[str, str]:
-    integers = ("visits", "node_table", "decided_in", "decisions")
-    numbers = ("num_visits", "wave", "num_nodes_launched", "nodes", "num_parts")
-    return {
-        **_verify_signature(target, draft),
-        **dict.fromkeys(integers, "*i32"),
-        **dict.fromkeys(numbers, "i32"),
-        "states": "*fp64",
-        "partials": "*fp32",
-    }
+    return {**_verify_signature(target, draft), "nodes": "i32", "states": "*fp64"}
 
 
 def _verify_signature(target: str, draft: str) -> dict[str, str]:
-    floats = ("target_temperatures", "statistics", "draft_stats", "draft_temperatures")
-    integers = (
-        "tokens", "cu_num_logits", "modes", "positions", "children", "inner_index", "state_rows",
-        "num_sampled", "accepted",
-    )  # fmt: skip
-    numbers = (
-        "has_statistics", "walks_sampled", "num_states", "branches", "children_stride",
-        "stats_state_stride", "stats_inner_stride", "slot_rows", "columns", "sampled_stride",
-        "path_columns", "accepted_stride",
-    )  # fmt: skip
-    multiples = ("vocabulary", "logits_stride", "draft_state_stride", "draft_inner_stride")
-    return {
-        "logits": f"*{target}",
-        "draft_logits": f"*{draft}",
-        **dict.fromkeys(integers, "*i32"),
-        **dict.fromkeys(("target_tokens", "seeds", "slots", "sampled_tokens"), "*i64"),
-        **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(multiples, "i32:16"),
-        **dict.fromkeys(numbers, "i32"),
-    }
+    dtypes = {"logits": f"*{target}", "draft_logits": f"*{draft}"}
+    return {**dtypes, "tokens": "*i32", "positions": "*i32"}

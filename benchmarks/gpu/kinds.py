@@ -68,6 +68,7 @@ def _images(name: str) -> Callable[[Path], Saved]:
 KINDS: dict[str, Callable[[Path], Saved]] = {
     "draft-float32": _embedded("float32"),
     "draft": _embedded("bfloat16"),
+    "flash": _embedded("bfloat16", model=DRAFT, context_attention="flash"),
     "lookup-float32": _embedded("float32", drafter="lookup"),
     "lookup": _embedded("bfloat16", drafter="lookup"),
     "eagle3": _embedded("bfloat16", model=str(_MODELS / "eagle3")),

@@ -73,7 +73,7 @@ def _item(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         right = sum(check["error"] <= check["limit"] for check in checks)
         yield f"{right} of {len(checks)} checks right"
     yield from _table(
-        ("", "ms", "% of bandwidth", "ms with FlashAttention"),
+        ("", "ms", "% of bandwidth"),
         [(name, *_alone(part)) for name, part in parts.items() if "spread" in part],
     )
     for name, part in parts.items():
@@ -102,12 +102,8 @@ def _timed(part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _alone(part: Mapping[str, Any]) -> list[str]:
     """A kernel's time; of attention also what it reads at the rate of a large copy."""
-    floor, flash = part.get("bandwidth_floor"), part.get("flash_seconds")
-    return [
-        f"{1e3 * part['seconds']:.4f}",
-        "" if floor is None else f"{100 * floor / part['seconds']:.0f}",
-        "" if flash is None else f"{1e3 * flash:.4f}",
-    ]
+    share = 100 * part.get("bandwidth_floor", 0) / part["seconds"]
+    return [f"{1e3 * part['seconds']:.4f}", f"{share:.0f}" if share else ""]
 
 
 def _spans(times: Mapping[str, Any]) -> list[str]:

@@ -35,6 +35,8 @@ from tests.support.quicker import unfreeze
 VARIABLE = "KERNEL_MEMORY_CHECKS"
 _TAG_AT = 48
 _ADDRESS = (1 << _TAG_AT) - 1
+# Kernels whose programs write the same value to the same place: words may end alike, with -inf.
+_SAME_VALUE_WRITERS = ("exclude_bad_words_kernel",)
 _SEVERAL = -1  # in place of a program: more than one has read a cell
 
 
@@ -218,7 +220,9 @@ class Launch:
         cells = marks.cells(address, width)
         if kind == "read":
             marks.read(cells, self.program)
-        elif (writer := marks.write(cells, self.program)) is not None:
+            return
+        writer = marks.write(cells, self.program)
+        if writer is not None and self.kernel not in _SAME_VALUE_WRITERS:
             place = int(np.atleast_1d(address)[0])
             self._fail("write conflict", region, place, f", with {self._place(writer)}")
 

@@ -7,11 +7,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.check.context_attention import (
-    ContextAttention,
-    flash_attention,
-    plain_attention,
-)
 from benchmarks.gpu.check.paged import PagedCache
 from benchmarks.gpu.check.stage import KernelRun
 from benchmarks.gpu.check.timing import copy_bytes_per_second
@@ -73,11 +68,6 @@ class Case:
             f"nodes {list(self.sizes)} from {self.first_node}{''.join(more)}"
         )
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether contexts may be read by a kernel that knows of no trees."""
-        return not (self.window or self.soft_cap or self.has_sinks)
-
 
 def short(dtype: torch.dtype) -> str:
     """A dtype's name."""
@@ -91,21 +81,9 @@ def some_ancestors(nodes: int) -> Tensor:
 
 def check_attention(run: KernelRun) -> None:
     """All cases, each with fresh random inputs; unused cache is NaN."""
-    cases = _cases(run)
-    for case in cases:
+    for case in _cases(run):
         with run.attempt(case.name):
             run.check(case.name, _worst_row(run, case), _limit(case.dtype))
-    flash = flash_attention()
-    for case in cases:
-        if case.cache_dtype == _FP8 or not case.is_plain:
-            continue
-        name = f"{case.name}, contexts by torch"
-        with run.attempt(name):
-            run.check(name, _worst_row(run, case, plain_attention), 2 * _limit(case.dtype))
-        if flash is not None and case.dtype != torch.float32:
-            name = f"{case.name}, contexts by FlashAttention"
-            with run.attempt(name):
-                run.check(name, _worst_row(run, case, flash), 2 * _limit(case.dtype))
 
 
 def _limit(dtype: torch.dtype) -> float:
@@ -154,15 +132,8 @@ def _has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
-def _worst_row(
-    run: KernelRun, case: Case, attend_to_contexts: ContextAttention | None = None
-) -> float:
-    """The largest error of a row of one head, over the row's norm.
-
-    Args:
-        attend_to_contexts: The trees' kernel goes on from its result, which is rounded
-            once more than usual; None: that kernel reads contexts, too.
-    """
+def _worst_row(run: KernelRun, case: Case) -> float:
+    """The largest error of a row of one head, over the row's norm."""
     device, heads = run.machine.device, case.heads
     generator = torch.Generator(device).manual_seed(sum(case.sizes) + sum(case.contexts))
     ends = [
@@ -184,15 +155,11 @@ def _worst_row(
     contexts, query_start_loc = (
         torch.tensor(each, dtype=torch.int32, device=device) for each in (case.contexts, starts)
     )
-    scale, context_lse = heads.head_size**-0.5, None
+    scale = heads.head_size**-0.5
     sinks = None
     if case.has_sinks:
         sinks = torch.empty(heads.heads, dtype=case.dtype, device=device)
         sinks.normal_(0, 3, generator=generator)
-    if attend_to_contexts is not None:
-        context_lse = attend_to_contexts(
-            query, cache, 0, contexts, query_start_loc, max(case.sizes), scale, output
-        )
     tree_attention(
         query, keys, values, cache.block_table, contexts, query_start_loc,
         NodeMask.of(ancestors, case.window),
@@ -203,7 +170,6 @@ def _worst_row(
         value_scale=torch.tensor(scales[1], device=device),
         workspace=TreeAttentionWorkspace(heads.head_size, device),
         output=output,
-        context_lse=context_lse,
         soft_cap=case.soft_cap,
         sinks=sinks,
     )  # fmt: skip
@@ -297,26 +263,13 @@ def _time_shape(run: KernelRun, shape: TimedShape, copy_rate: float) -> None:
     workspace = TreeAttentionWorkspace(heads.head_size, device)
     scale = heads.head_size**-0.5
 
-    def attend(layer: int, context_lse: Tensor | None = None) -> None:
+    def attend(layer: int) -> None:
         keys, values = cache.keys_and_values(layer)
         tree_attention(
             query, keys, values, cache.block_table, context_lens, starts, mask,
             slots=slots, first_node=0, scale=scale, key_scale=1.0, value_scale=1.0,
-            workspace=workspace, output=output, context_lse=context_lse,
+            workspace=workspace, output=output,
         )  # fmt: skip
 
-    flash = flash_attention() if shape.cache_dtype != _FP8 else None
-
-    def attend_in_two(layer: int) -> None:
-        assert flash is not None
-        attend(layer, flash(
-            query, cache, layer, context_lens, starts, shape.nodes, scale, output
-        ))  # fmt: skip
-
-    if flash is not None:
-        two = run.timer.time([partial(attend_in_two, layer) for layer in range(layers)])
-    run.time(
-        shape.name, [partial(attend, layer) for layer in range(layers)],
-        flash_seconds=None if flash is None else two.seconds,
-        bandwidth_floor=shape.bytes_read / copy_rate,
-    )  # fmt: skip
+    works = [partial(attend, layer) for layer in range(layers)]
+    run.time(shape.name, works, bandwidth_floor=shape.bytes_read / copy_rate)
