@@ -12,7 +12,7 @@ from sequoia_vllm.kernels.modes import SAMPLED, SKIP
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
 from sequoia_vllm.kernels.verify import TreesToVerify
 from sequoia_vllm.verification.methods import method_of
-from tests.oracles.verification import algorithm_2, draw_without_replacement, match
+from tests.oracles.verification import algorithm_2, draw_without_replacement, match, traversal
 
 STALE = 77
 INF = float("inf")
@@ -238,6 +238,24 @@ def expected_walk(tree, request, uniforms, lanes, rule=algorithm_2):
     chance = KernelChance(*uniforms, lanes)
     path, emitted = rule(target, draft, request.tokens, drafted_children(tree, request), chance)
     return path, emitted, chance.margin
+
+
+def check_walks(tree, requests, lanes, method="sequoia", most_at_edge=0.05, **options):
+    """Every decision is that of the reference; those at its edge, a few, are left out.
+
+    Returns the number of accepted nodes of each request that was compared.
+    """
+    rule = {"sequoia": algorithm_2, "traversal": traversal}[method]
+    lengths = []
+    results = run(tree, requests, method=method, **options)
+    for request, result in zip(requests, results, strict=True):
+        uniforms = kernel_uniforms(tree, request)
+        *expected, margin = expected_walk(tree, request, uniforms, lanes, rule)
+        if margin > 1e-5:
+            assert result == tuple(expected)
+            lengths.append(len(expected[0]))
+    assert len(lengths) >= (1 - most_at_edge) * len(requests)
+    return lengths
 
 
 def drafted_children(tree, request):
