@@ -52,12 +52,6 @@ class Load:
             "--metric-percentiles=99", "--disable-tqdm",
         ]  # fmt: skip
 
-    def expected_seconds(self, tokens: int, warm_up: int) -> float:
-        """Guesses the time with its warm-up: 80 ms per token, at most 80 tokens per second."""
-        arriving = 0.0 if math.isinf(self.rate) else self.requests / self.rate
-        load = max(arriving + 0.08 * tokens, self.requests * tokens / 80)
-        return 0.08 * math.ceil(warm_up / tokens / self.running) * tokens + load
-
 
 def make_loads(rates: Sequence[float], requests: Sequence[float]) -> list[Load]:
     """Returns all loads, in the order in which a server gets them.

@@ -3,7 +3,6 @@
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from benchmarks.serving.loads import Load, make_loads, server_options, write_prompts
 from benchmarks.serving.server import ServingError, bench_serve, running_server
 from benchmarks.serving.table import Rounds, make_markdown, make_rows
-from sequoia_vllm.cli.common import minutes, note, progress_bar
+from sequoia_vllm.cli.common import note, progress_bar
 from sequoia_vllm.json_input import read_json
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -21,7 +20,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "sequoia": {"method": "sequoia"},
 }
 """Speculative configuration of each variant, without the draft."""
-_START_SECONDS = 60.0
 
 
 class Run:
@@ -73,22 +71,19 @@ class Run:
     def measure(self, variants: Sequence[str], rounds: int) -> None:
         """Measures what is missing, with one server for each variant and round."""
         missing = self.missing(variants, rounds)
-        seconds = {load.key: self._expected_seconds(load) for load in self.loads}
-        keys = [load.key for loads in missing.values() for load in loads]
-        total = len(missing) * _START_SECONDS + sum(seconds[key] for key in keys)
-        note(f"{len(missing)} servers, {len(keys)} loads: about {minutes(total)} minutes")
+        total = sum(map(len, missing.values()))
+        note(f"{len(missing)} servers, {total} loads")
         write_prompts(self.folder)
-        done = 0.0
-        with progress_bar("serving, seconds:") as report:
+        done = 0
+        with progress_bar("serving, loads:") as report:
             for (number, name), loads in missing.items():
                 where = f"round {number}, {name}"
-                report(f"{where}, start", round(done), round(total))
+                report(f"{where}, start", done, total)
                 with self._server(name, number) as url:
-                    done += _START_SECONDS
                     for load in loads:
-                        report(f"{where}, {load.title}", round(done), round(total))
+                        report(f"{where}, {load.title}", done, total)
                         self._measure(url, name, number, load)
-                        done += seconds[load.key]
+                        done += 1
 
     def write_table(self) -> str:
         """Writes table.md and table.json, and returns the first."""
@@ -116,25 +111,17 @@ class Run:
 
     def _measure(self, url: str, name: str, number: int, load: Load) -> None:
         """Warms up, measures, and writes the result."""
-        tokens, started = self.settings["tokens"], time.monotonic()
+        tokens = self.settings["tokens"]
         where = [f"--base-url={url}", f"--model={self.settings['model']}"]
         log = self.folder / f"{name}-{number}-bench.log"
         bench_serve(
             where + load.warm_up_options(self.folder, tokens, self.settings["warm_up"]), log
         )
         bench = bench_serve(where + load.options(self.folder, tokens), log)
-        found = {"seconds": time.monotonic() - started, "bench": bench}
-        _write(self._file(name, number, load), found)
+        _write(self._file(name, number, load), {"bench": bench})
 
     def _file(self, name: str, number: int, load: Load) -> Path:
         return self.folder / f"{name}-{number}-{load.key}.json"
-
-    def _expected_seconds(self, load: Load) -> float:
-        """Seconds of a load with its warm-up: as long as it took before, or guessed."""
-        files = self.folder.glob(f"*-{load.key}.json")
-        if before := [float(_read(file)["seconds"]) for file in files]:
-            return sum(before) / len(before)
-        return load.expected_seconds(self.settings["tokens"], self.settings["warm_up"])
 
 
 def _provenance() -> dict[str, Any]:
