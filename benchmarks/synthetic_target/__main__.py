@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from sequoia_vllm.cli.common import console, fail, friendly_errors, progress_bar
-
-if TYPE_CHECKING:
-    from benchmarks.synthetic_target.write import Agreement, SyntheticTarget
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
@@ -41,10 +38,6 @@ def synthetic_target(
         str,
         typer.Option(help="Type of its weights: auto (the source's), float32, bfloat16, float16."),
     ] = "auto",
-    check: Annotated[
-        bool,
-        typer.Option(help="Compare both models' float32 logits (needs 4 bytes per parameter)."),
-    ] = True,
 ) -> None:
     """Write a larger model that computes exactly what a small trained one does.
 
@@ -61,14 +54,19 @@ def synthetic_target(
     if dtype not in DTYPES:
         fail(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
     count = None if params is None else parse_parameters(params)
-    with friendly_errors():
-        with progress_bar("synthetic target:") as report:
-            made = write_synthetic_target(
-                source, folder, parameters=count, layers=layers, width=width, hidden=hidden,
-                dtype=dtype, report=report,
-            )  # fmt: skip
-        agreement = _check(source, made) if check else None
-    _print(made, agreement)
+    with friendly_errors(), progress_bar("synthetic target:") as report:
+        made = write_synthetic_target(
+            source, folder, parameters=count, layers=layers, width=width, hidden=hidden,
+            dtype=dtype, report=report,
+        )  # fmt: skip
+    shape, own = made.shape, made.source
+    console().print(
+        f"{made.folder}: {shape.parameters / 1e6:,.1f}M parameters in {made.dtype}, "
+        f"{shape.layers} layers of hidden size {shape.hidden} and MLP width {shape.width} "
+        f"(from {own.parameters(own.layers, own.width) / 1e6:,.1f}M, {own.layers} layers of "
+        f"{own.hidden} and {own.width})",
+        soft_wrap=True,
+    )
 
 
 def parse_parameters(text: str) -> float:
@@ -77,35 +75,6 @@ def parse_parameters(text: str) -> float:
     if found is None:
         fail(f"--params {text!r}: give a number like 800M or 1.5B")
     return float(found[1]) * _UNITS[found[2]]
-
-
-def _check(source: str, made: SyntheticTarget) -> Agreement:
-    from transformers.utils import logging
-
-    from benchmarks.synthetic_target.write import check_synthetic_target
-
-    logging.disable_progress_bar()
-    return check_synthetic_target(source, made.folder, made.dtype)
-
-
-def _print(made: SyntheticTarget, agreement: Agreement | None) -> None:
-    shape, own = made.shape, made.source
-    out = console()
-    out.print(
-        f"{made.folder}: {shape.parameters / 1e6:,.1f}M parameters in {made.dtype}, "
-        f"{shape.layers} layers of hidden size {shape.hidden} and MLP width {shape.width} "
-        f"(from {own.parameters(own.layers, own.width) / 1e6:,.1f}M, {own.layers} layers of "
-        f"{own.hidden} and {own.width})",
-        soft_wrap=True,
-    )
-    if agreement is None:
-        out.print("Not checked.")
-    else:
-        out.print(
-            f"Checked at {agreement.positions} positions: float32 logits differ by at most "
-            f"{agreement.difference:.1e} (their standard deviation is {agreement.deviation:.2f}).",
-            soft_wrap=True,
-        )
 
 
 if __name__ == "__main__":

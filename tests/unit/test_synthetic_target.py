@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,11 +16,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from benchmarks.synthetic_target import (
-    SyntheticTargetError,
-    check_synthetic_target,
-    write_synthetic_target,
-)
+from benchmarks.synthetic_target import SyntheticTargetError, write_synthetic_target
 from benchmarks.synthetic_target.__main__ import app
 from sequoia_vllm.measuring.provenance import synthetic_origin
 
@@ -72,7 +67,6 @@ def test_the_function_is_preserved(source, tmp_path):
     expected, found = logits(source), logits(made.folder)
     assert torch.equal(expected.argmax(-1), found.argmax(-1))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert check_synthetic_target(str(source), made.folder, made.dtype).difference < 1e-4
 
 
 @pytest.mark.parametrize("times", [2, 3, 5])
@@ -91,17 +85,6 @@ def test_a_hidden_size_that_is_no_multiple_is_refused(tmp_path, hidden, like):
     source = save_model("llama", tmp_path / "source")
     with pytest.raises(SyntheticTargetError, match=f"multiple of it, like {like}"):
         write_synthetic_target(str(source), tmp_path / "made", layers=4, hidden=hidden)
-
-
-def test_a_model_that_computes_something_else_is_found(tmp_path):
-    source = save_model("llama", tmp_path / "source")
-    made = write_synthetic_target(str(source), tmp_path / "made", layers=4)
-    path = made.folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.3.mlp.down_proj.weight"] += 0.01
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(SyntheticTargetError, match="does not compute what"):
-        check_synthetic_target(str(source), made.folder, "float32")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +109,7 @@ def test_command(tmp_path):
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert synthetic_origin(tmp_path / "made")["parameters"] == pytest.approx(5e5, rel=0.02)
-    assert "Checked at" in done.stdout
+    assert "made: 0.5M parameters" in " ".join(done.stdout.split())
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 2
     assert "not empty" in again.output
