@@ -1,4 +1,10 @@
-"""Traversal verification is lossless, and never worse than Algorithm 2: exactly, in fractions."""
+"""Verification is lossless: what is emitted has the target's autoregressive law.
+
+Drafts come from Q(path) and are verified against P(path), both different at every path: in exact
+fractions over every outcome, without tolerance. `test_verifier.py` has every outcome of the fast
+verifiers with the same probability, and `test_sampling.py` the law of what they verify.
+Traversal is never worse than Algorithm 2.
+"""
 
 from functools import partial
 
@@ -23,12 +29,13 @@ UNBALANCED = [-1, 0, 0, 1, 3]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tree", TREES)
-def test_traversal_is_lossless_exactly(tree, kind):
+@pytest.mark.parametrize("verifier", [algorithm_2, traversal])
+def test_verification_is_lossless_exactly(verifier, tree, kind):
     parents = TREES[tree]
     target, draft = models(kind, vocabulary=3)
     length = depth_of(parents) + 1
     expected = autoregressive_law(target, 3, length)
-    assert exact_law(target, draft, parents, 3, length, traversal) == expected
+    assert exact_law(target, draft, parents, 3, length, verifier) == expected
 
 
 @pytest.mark.parametrize("kind", ["dense", "one-hot Q", "disjoint"])
