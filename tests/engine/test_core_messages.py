@@ -38,35 +38,29 @@ def sent_by(llm, run) -> list[str]:
 
 
 @pytest.mark.engine
-def test_a_step_is_one_message(plain_outputs):
+def test_a_step_is_one_message_and_with_grammars_two(plain_outputs):
+    """Their masks come with the second message; the drafts never need one."""
     plain = plain_outputs(PROMPTS, GREEDY)
-    found = []
+    found, texts = [], []
     with running(sequoia()) as llm:
         sent = sent_by(
             llm, lambda: found.extend(tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)))
         )
         drafts = metric(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
-    assert set(sent) == {"execute_model"}
-    assert found == plain
-    assert drafts >= 15 * 3
-    assert accepted > 0
-    assert len(sent) < 40
-
-
-@pytest.mark.engine
-def test_grammars_still_mask_what_is_sampled():
-    with running(sequoia()) as llm:
-        texts = []
-        sent = sent_by(
+        masked = sent_by(
             llm,
             lambda: texts.extend(
                 out.outputs[0].text for out in llm.generate(PROMPTS, CHOICE, use_tqdm=False)
             ),
         )
+    assert set(sent) == {"execute_model"}
+    assert found == plain
+    assert drafts >= 15 * 3
+    assert accepted > 0
+    assert len(sent) < 40
     assert set(texts) <= {"yes", "no"}
-    # The masks come with the second message; the drafts never need one.
-    assert set(sent) == {"execute_model", "sample_tokens"}
+    assert set(masked) == {"execute_model", "sample_tokens"}
 
 
 @pytest.mark.engine

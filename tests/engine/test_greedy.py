@@ -19,7 +19,7 @@ PROMPTS = prompts(24)
 GREEDY = SamplingParams(temperature=0, max_tokens=96)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("batch", [1, 8])
 def test_same_tokens_at_any_batch_size(batch, plain_outputs):
     expected = plain_outputs(PROMPTS[:16], GREEDY)[: 2 * batch]
     with running(sequoia(), max_num_seqs=batch) as llm:
@@ -109,17 +109,6 @@ def test_same_tokens_up_to_max_model_len(plain_outputs):
     with running(sequoia(), max_model_len=192) as llm:
         found = tokens_of(llm.generate(PROMPTS[:8], to_the_end, use_tqdm=False))
     assert found == expected
-
-
-def test_draft_is_target_accepts_every_level(plain_outputs):
-    expected = plain_outputs(PROMPTS[:8], GREEDY)
-    with running(sequoia(size=6, depth=5, draft=TARGET)) as llm:
-        found = tokens_of(llm.generate(PROMPTS[:8], GREEDY, use_tqdm=False))
-        [stats] = llm.collective_rpc("sequoia_stats")
-    assert found == expected
-    full = stats["depth_counts"][-1]
-    # All but the last step of a request, whose end may cut the path short.
-    assert full >= stats["tree_steps"] - 8
 
 
 @pytest.mark.parametrize("tree", [{"size": 9, "depth": 1}, {"size": 64, "depth": 8}])

@@ -23,7 +23,6 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import offload_of
 from sequoia_vllm.hardware.interconnect import Assumptions
 from tests.engine.test_refusals import parsed
-from tests.support.engines import metric, running, sequoia
 from tests.support.train_drafter import SCRIPT, script_modules
 
 ROOT = Path(__file__).parents[2]
@@ -311,18 +310,3 @@ def test_links_lead_somewhere(document, link):
 def test_the_notebook_lists_its_pages():
     index = LINKED[Path("docs/notebook/README.md")]
     assert all(f"]({page.name})" in index for page in NOTEBOOK if page.name != "README.md")
-
-
-@pytest.mark.parametrize(
-    "document", [*map(str, TEXTS), "CHANGELOG.md", "examples/models/README.md"]
-)
-def test_documents_have_no_unfinished_places(document):
-    text = (ROOT / document).read_text(encoding="utf-8")
-    assert not re.search(r"\b(TODO|FIXME|XXX|TBD|MEASURED)\b", text)
-
-
-@pytest.mark.engine
-def test_quickstart_configuration_speculates():
-    with running(sequoia()) as llm:
-        llm.generate(["def fibonacci(n):"], use_tqdm=False)
-        assert metric(llm, "vllm:spec_decode_num_drafts") > 0
