@@ -12,25 +12,10 @@ from typer.testing import CliRunner
 from sequoia_vllm.cli import AliasedCommand, app
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [
-    [], ["advise"], ["tree"], ["tree", "build"], ["tree", "list"], ["tune"], ["bench"], ["demo"],
-    ["doctor"], ["setup-cpu"], ["gpu-check"],
-]  # fmt: skip
-
-
-def help_of(command: list[str], option: str = "--help") -> str:
-    done = CliRunner().invoke(app, [*command, option], env={"COLUMNS": "300"})
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_is_short_too(command):
-    assert help_of(command, "-h") == help_of(command)
 
 
 def test_narrow_help_shows_whole_names():
-    shown = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "80"}).output
+    shown = CliRunner().invoke(app, ["tune", "-h"], env={"COLUMNS": "80"}).output
     assert "--tensor-parallel-size" in shown
     assert "x>=1" in shown
 

@@ -214,10 +214,6 @@ class TestErrors:
             arguments += ["--size", 4]
         assert message in fails(*arguments, option, value)
 
-    def test_missing_options(self, vector):
-        assert "--size" in fails("tree", "build", "--acceptance", vector)
-        assert "--acceptance" in fails("tree", "build", "--size", 4)
-
     def test_trees(self, tmp_path, tree_file):
         assert "Is a directory" in fails("tree", "show", tmp_path)
         assert "No such file" in fails("tree", "show", tmp_path / "none.json")
@@ -249,10 +245,6 @@ class TestErrors:
 class TestCommand:
     def test_version(self):
         assert run("--version").stdout.strip() == f"sequoia-vllm {__version__}"
-
-    def test_a_plain_function_can_be_a_command(self, monkeypatch):
-        monkeypatch.setitem(cli.COMMANDS, "trees", "sequoia_vllm.cli.tree.commands:list_trees")
-        assert run_json("trees")["trees"]
 
     def test_a_command_whose_module_is_missing_is_not_shown(self, monkeypatch):
         monkeypatch.setitem(cli.COMMANDS, "later", "sequoia_vllm.cli.not_yet:app")
