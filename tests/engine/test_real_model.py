@@ -1,11 +1,13 @@
 """A real chat model, where somebody has fetched it: random requests get plain vLLM's answers."""
 
+from pathlib import Path
+
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from examples.smollm2.cache import cached_folder, is_cached
 from tests.support.engines import metric, running, sequoia
-from tests.support.noisy_copy import write_noisy_copy
 from tests.support.soak.in_engine import answers, differences
 from tests.support.soak.random_requests import random_requests
 from tests.support.train_drafter import script_modules
@@ -15,6 +17,21 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(not is_cached(cached_folder()), reason="run python -m examples.smollm2"),
 ]
+
+
+def write_noisy_copy(model: str | Path, folder: Path, noise: float, seed: int = 0) -> Path:
+    """Writes a model whose matrices got normal noise, relative to their standard deviations."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weights in copy.parameters():
+            if weights.ndim == 2:
+                weights += noise * weights.std() * torch.randn(weights.shape, generator=generator)
+    copy.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
