@@ -22,8 +22,8 @@ Larger steps take longer on the device than their launches take on the host. By 
 # to 419 tokens. So far padding costs little.
 _FEW_TOKENS = 128
 
-# vLLM's own limit: for steps with prompts, too, which run in piecewise graphs.
-_MIXED_TOKENS = 512
+MIXED_TOKENS = 512
+"""Tokens of the largest step with prompts that is captured; vLLM's own limit."""
 
 
 def decode_shapes(
@@ -61,6 +61,27 @@ def decode_shapes(
     return sorted(shapes)
 
 
+def mixed_shapes(max_num_seqs: int, most_tokens: int) -> list[tuple[int, int]]:
+    """Full graphs for steps that read prompts, too: (tokens, most requests), the smallest first.
+
+    Up to 256 tokens padding costs little: see `_FEW_TOKENS`. Requests that a step does not have
+    cost a launch's empty programs, so there are graphs for few requests, too.
+
+    Args:
+        max_num_seqs: Most requests of a step. With one, no step is mixed.
+        most_tokens: Most tokens of a step.
+    """
+    last = min(MIXED_TOKENS, most_tokens)
+    sizes = {*range(32, 128, 32), *range(128, last, 64), last}
+    requests = sorted({min(most, max_num_seqs) for most in (8, 32, 128, max_num_seqs)} - {1})
+    return [
+        (tokens, most)
+        for tokens in sorted(size for size in sizes if size <= last)
+        for most in requests
+        if 2 * most <= tokens and (tokens <= 32 * most or most == max_num_seqs)
+    ]
+
+
 def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     """Sizes of graphs for steps of any kind, in tokens, ascending; the last is the ceiling of all.
 
@@ -71,7 +92,7 @@ def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     """
     by_batch = list(enumerate(tokens_by_batch, start=1))
     decoding = max((b * tokens for b, tokens in by_batch if b * tokens <= MOST_TOKENS), default=1)
-    mixed = min(_MIXED_TOKENS, 2 * len(tokens_by_batch) * max(tokens_by_batch))
+    mixed = min(MIXED_TOKENS, 2 * len(tokens_by_batch) * max(tokens_by_batch))
     last = min(max(decoding, mixed), budget)
     small = {size for size in (1, 2, 4, *range(8, 128, 8)) if size < last}
     return sorted(small | {size for size in _grid(last) if size >= 128} | {last})

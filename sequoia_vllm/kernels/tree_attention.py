@@ -75,6 +75,10 @@ class TreeAttentionWorkspace:
         """Bytes of a workspace: a float32 output and log-sum-exp for each row of each split."""
         return processors * MAX_ROWS * (head_size + 1) * 4
 
+    def rows(self, head_size: int) -> int:
+        """Rows of this head size that it has room for."""
+        return len(self._memory) // (head_size + 1)
+
     def partials(self, rows: int, head_size: int) -> tuple[Tensor, Tensor]:
         """Views for outputs ``[rows, head_size]`` and log-sum-exps ``[rows]``.
 
@@ -294,7 +298,11 @@ def tree_attention(
         most_read = min(most_read, max_keys)
     splits = 1
     if context_lse is None:
-        splits = choose_splits(units, tile, workspace.processors, most_read)
+        busy = units
+        if tokens < requests * queries:  # few requests have so many rows
+            busy = min(units, -(-tokens * group // tile.rows) * key_heads)
+        splits = choose_splits(busy, tile, workspace.processors, most_read)
+        splits = max(1, min(splits, workspace.rows(head_size) // (units * tile.rows)))
     partial_rows = splits * units * tile.rows if splits > 1 else 0
     partial_output, partial_lse = workspace.partials(partial_rows, head_size)
     shared = _shared_constants(group, head_size, tile.keys, mask.window is not None)

@@ -54,6 +54,21 @@ def test_contexts_are_split_for_the_longest_request_with_a_tree(backend):
     assert backend.scoring_queries(alone, metadata).max_keys == 300
 
 
+def test_prompts_run_in_graphs_where_our_kernel_has_all_rows():
+    """Not beside latent attention and recurrent layers, nor with FlashAttention for contexts."""
+    from sequoia_vllm.engine.v2.attention.attention_gpu import FlashTreeImpl, TritonTreeImpl
+    from sequoia_vllm.engine.v2.attention.mixed_steps import takes_chains
+    from sequoia_vllm.engine.v2.attention.mla_layers import MLATreeImpl
+
+    flash, triton, latent = map(object.__new__, (FlashTreeImpl, TritonTreeImpl, MLATreeImpl))
+    tree, shapes = TABLES.ancestors, TreeShapes(TREE, CPU, 2).ancestors
+    assert takes_chains([flash, triton], tree, "triton")
+    assert not takes_chains([flash, latent], tree, "triton")
+    assert not takes_chains([flash, None], tree, "triton")  # recurrent
+    assert not takes_chains([flash], tree, "flash")
+    assert not takes_chains([flash], shapes, "triton")
+
+
 def test_graphs_are_captured_for_the_longest_requests(backend):
     scoring = TreeScoring(TABLES, 4, CPU)
     captured = scoring.trees_to_capture(batch([8, 8], [3, 3]), 4, 131072)

@@ -35,7 +35,7 @@ def without_devices(monkeypatch):
 
 def manager_of(
     kind, schedule, max_num_seqs, budget, mode=CUDAGraphMode.FULL_AND_PIECEWISE, adapts=True,
-    lora_cases=None,
+    lora_cases=None, **options,
 ):  # fmt: skip
     """With its graphs, and tokens of each request by batch size."""
     drafts = max(entry[2] for entry in schedule)
@@ -71,9 +71,10 @@ def manager_of(
     )
     manager = kind(
         config, torch.device("cpu"), mode, decode_query_len=drafts + 1,
-        lora_capture_cases=lora_cases,
+        lora_capture_cases=lora_cases, **options,
     )  # fmt: skip
     manager._graphs_captured = True
+    manager.graphs = dict.fromkeys(manager._capture_descs.get(FULL, ()))
     return manager, tokens
 
 
@@ -148,6 +149,42 @@ def test_other_steps_find_what_vllm_has_for_them():
         assert found.cg_mode == (PIECEWISE if tokens <= most else NONE)
 
 
+def test_steps_that_read_short_prompts_have_full_graphs():
+    """Where the engine captures some: whatever requests they have, padded by little."""
+    manager, _ = manager_of(TreeGraphManager, LIBRARY, 256, 2048, captures_mixed=True)
+    captured = manager._capture_descs[FULL]
+    assert [graph.num_tokens for graph in captured] == sorted(
+        (graph.num_tokens for graph in captured), reverse=True
+    )
+    assert sum(graph.uniform_token_count is None for graph in captured) < 25
+    manager.may_be_mixed = True
+    for requests in (1, 2, 8, 9, 32, 33, 100, 256):
+        for tokens in range(2 * requests, 513, 7):
+            graph = manager.dispatch(requests, tokens, None, 0)
+            assert (graph.cg_mode, graph.uniform_token_count) == (FULL, None)
+            assert graph in captured
+            assert manager.is_mixed
+            assert requests <= graph.num_reqs
+            assert tokens <= graph.num_tokens < tokens + max(64, 2 * graph.num_reqs)
+    assert manager.dispatch(3, 513, None, 0).cg_mode == NONE
+    assert not manager.is_mixed
+    assert manager.dispatch(2, 2 * 64, 64, 0).uniform_token_count == 64
+    assert not manager.is_mixed
+    manager.may_be_mixed = False
+    assert manager.dispatch(3, 100, None, 0).cg_mode == PIECEWISE
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, PIECEWISE, FULL, NONE])
+def test_other_modes_have_no_graphs_for_prompts_beside_trees(mode):
+    """Those who capture decode steps only want nothing for prompts."""
+    manager, _ = manager_of(TreeGraphManager, LIBRARY, 64, 2048, mode=mode, captures_mixed=True)
+    plain, _ = manager_of(TreeGraphManager, LIBRARY, 64, 2048, mode=mode)
+    assert manager._capture_descs == plain._capture_descs
+    manager.may_be_mixed = True
+    assert manager.dispatch(3, 100, None, 0) == plain.dispatch(3, 100, None, 0)
+    assert not manager.is_mixed
+
+
 def test_batches_with_adapters_have_graphs_for_as_many_as_vllm_captures():
     """vLLM captures for some numbers of adapters, and a batch takes the next larger one."""
     lora = {"lora_cases": [0, 1, 2, 4]}
@@ -163,6 +200,11 @@ def test_batches_with_adapters_have_graphs_for_as_many_as_vllm_captures():
         for others in (7, 300):
             found = ours.dispatch(5, others, None, adapters)
             assert found == plain.dispatch(5, others, None, adapters)
+    ours, _ = manager_of(TreeGraphManager, LIBRARY, 64, 2048, captures_mixed=True, **lora)
+    ours.may_be_mixed = True
+    for adapters, captured_for in ((0, 0), (1, 1), (3, 4)):
+        graph = ours.dispatch(5, 100, None, adapters)
+        assert (graph.cg_mode, graph.num_active_loras) == (FULL, captured_for)
     without, _ = manager_of(TreeGraphManager, LIBRARY, 64, 2048)
     assert len(captured) == 4 * len(without._capture_descs[FULL])
 

@@ -11,7 +11,12 @@ from tests.support.calling import called_once
 from tests.support.engines import cache_kinds, leave_nan, runner_of, sequoia
 from tests.support.generating import random_prompts
 from tests.support.on_gpu import call_on_gpu
-from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+from tests.support.rehearsing import (
+    counting_modes,
+    generate,
+    generate_with_trees,
+    rehearsing,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
@@ -38,13 +43,15 @@ def start_and_generate(models: str, names: list[str]) -> dict[str, Any]:
             max_num_batched_tokens=BUDGET,
         ) as llm:  # fmt: skip
             leave_nan(llm)
-            trees = generate_with_trees(llm, requests, params)
+            with counting_modes(runner_of(llm)) as modes:
+                trees = generate_with_trees(llm, requests, params)
             kinds = sorted(cache_kinds(llm))
             backend = runner_of(llm).attn_groups[0][0].backend.__name__
             speculator = runner_of(llm).speculator
             widths = list(speculator.plan.read_sizes), speculator._read_graphs.tokens_for(1)
         answers[name] = {
             "plain": plain, "trees": trees, "kinds": kinds, "backend": backend, "widths": widths,
+            "modes": dict(modes),
         }  # fmt: skip
     return answers
 
@@ -70,6 +77,8 @@ def test_trees_are_grown_and_scored_by_graphs(name, generated):
     assert trees["graphs"]["TreeGraphManager"] > 1
     assert trees["graphs"]["DraftGraphs"] > 1
     assert trees["eager growth"] == []
+    # The second prompt ends beside trees. Steps of more than 32 tokens have no graphs here.
+    assert generated[name]["modes"]["FULL beside prompts"] > 0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -143,12 +143,11 @@ def test_tokens_are_those_of_plain_vllm(batch, generated):
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_trees_are_grown_and_scored_by_graphs(batch, generated):
-    """Also in batches of odd sizes; prompts go through the pieces between attention layers."""
+    """Also in batches of odd sizes. One of the target's reads all prompts, as they are short."""
     found = generated[str(batch)]
-    assert all(
-        found["graphs"][kind] >= least
-        for kind, least in (("DraftGraphs", 3), ("TreeGraphManager", 3), (PIECE, 1))
-    )
+    assert found["graphs"]["DraftGraphs"] >= 3
+    assert found["graphs"]["TreeGraphManager"] >= 4
+    assert found["graphs"].get(PIECE, 0) == 0
     assert found["eager growth"] == []
 
 

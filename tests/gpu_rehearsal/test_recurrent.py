@@ -87,6 +87,8 @@ def test_requests_join_and_are_aborted(answers):
     plain = answers["plain"]["tokens"]
     assert answers["joining"]["tokens"] == plain[:ABORTED] + plain[ABORTED + 1 :]
     assert answers["joining"]["eager growth"] == []
+    # Steps that read prompts beside trees stay cut at vLLM's layers.
+    assert set(answers["joining"]["modes"]) == {"FULL", "PIECEWISE beside prompts"}
 
 
 def test_grammars_are_followed(answers):

@@ -228,8 +228,12 @@ class TreeRunner(GPUModelRunner):
         else:
             trees = self._scoring.trees_of(input_batch)
         self._trees, self._metadata = trees, metadata
-        self.tree_backend.attach(trees, metadata, self._target_layers)
+        self._attach(metadata, input_batch, cudagraph_mode, for_capture)
         return metadata
+
+    def _attach(self, metadata: dict[str, Any], *_step: Any) -> None:
+        """Hands the step's trees to attention."""
+        self.tree_backend.attach(self._trees, metadata, self._target_layers)
 
     def _model_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Replaces the model state's `prepare_inputs`: M-RoPE positions by depth, too."""

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import report_offloading
 from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
+from sequoia_vllm.engine.v2.attention.mixed_steps import MixedSteps, takes_chains
 from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
 from sequoia_vllm.engine.v2.runner import TreeRunner
+
+# A mixed step runs in a full graph up to these limits. Beyond, attention takes longer than the
+# launches that a graph saves. Our kernel reads prompts more slowly than FlashAttention: rows of
+# prompts times the tokens that they see. And a graph splits contexts for a full step: the longest.
+_MOST_READ, _LONGEST = 512 * 2048, 8192
 
 
 class SequoiaGPUModelRunner(TreeRunner):
     """vLLM's V2 runner with trees."""
 
     backend_class = GPUTreeBackend
+    tree_backend: GPUTreeBackend
+    cudagraph_manager: TreeGraphManager | None
+    _mixed_steps: MixedSteps | None = None
 
     # Until: a backend can be chosen by the speculative method.
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -28,7 +41,53 @@ class SequoiaGPUModelRunner(TreeRunner):
     # Until: vLLM captures for each range of a schedule its own batches.
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Calls vLLM's with our manager of the target's CUDA graphs."""
+        manager = partial(TreeGraphManager, captures_mixed=self._mixed_steps is not None)
         # `initialize_kv_cache` builds the manager of the target's graphs by this name. Until: vLLM
         # captures for each range of a schedule its own batches.
-        with patched(model_runner, "ModelCudaGraphManager", TreeGraphManager):
+        with patched(model_runner, "ModelCudaGraphManager", manager):
             super().initialize_kv_cache(*args, **kwargs)
+
+    def set_up_trees(self) -> None:
+        """See `TreeRunner.set_up_trees`. Then makes `MixedSteps`, if this engine can have them."""
+        super().set_up_trees()
+        config, tree = self.vllm_config, self._tables.ancestors
+        layers = self.compilation_config.static_forward_context
+        impls: list[Any] = [getattr(layers[name], "impl", None) for name in self._target_layers]
+        if (
+            takes_chains(impls, tree, SequoiaSettings.of(config).context_attention)
+            and config.parallel_config.data_parallel_size == 1
+            # In Python, which a graph leaves out: images change how some models compute, and
+            # connectors move keys and values between layers.
+            and not self.uses_inputs_embeds
+            and config.kv_transfer_config is None
+        ):
+            self._mixed_steps = MixedSteps(self.tree_backend, tree, impls, self.max_num_reqs)
+
+    # Until: vLLM gives its manager of graphs the contexts of a step.
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+        """Calls vLLM's, and tells the manager of graphs if the step may be mixed."""
+        state, uniform = super().gather_batch_req_state(scheduler_output, dummy_run)
+        if self.cudagraph_manager is not None:
+            self.cudagraph_manager.may_be_mixed = state is not None and self._is_short(state)
+        return state, uniform
+
+    def _is_short(self, state: Any) -> bool:
+        """Whether a step's requests and prompts are short enough for a graph of a mixed step."""
+        rows, drafts = state.num_scheduled_tokens, state.num_draft_tokens_np
+        ends = self.req_states.num_computed_tokens_np[state.idx_mapping_np].astype(int) + rows
+        reads = rows > 1 if drafts is None else (rows > 1) & (drafts == 0)
+        return bool((rows * ends)[reads].sum() <= _MOST_READ and ends.max() <= _LONGEST)
+
+    def _attach(
+        self, metadata: dict[str, Any], batch: InputBatch, mode: CUDAGraphMode, for_capture: bool
+    ) -> None:
+        """See `TreeRunner._attach`. In the graph of a mixed step our kernel has all rows."""
+        steps, graphs, layers = self._mixed_steps, self.cudagraph_manager, self._target_layers
+        if steps is None or graphs is None:
+            super()._attach(metadata, batch, mode, for_capture)
+        elif for_capture and (batch.max_query_len or 0) * batch.num_reqs > batch.num_tokens:
+            steps.prepare_capture(batch, metadata, layers, self.max_model_len)
+        elif graphs.is_mixed and mode == CUDAGraphMode.FULL:
+            steps.place(batch, metadata, layers)
+        else:
+            super()._attach(metadata, batch, mode, for_capture)

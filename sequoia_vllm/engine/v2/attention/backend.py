@@ -57,7 +57,7 @@ class TreeBackend(ABC):
         """
         if trees is None and not self.attends_without_trees:
             return
-        for shared in {id(metadata[name]): metadata[name] for name in layers}.values():
+        for shared in shared_metadata(metadata, layers):
             shared.tree = self.scoring_queries(trees, shared)
 
     @abstractmethod
@@ -83,3 +83,8 @@ class TreeBackend(ABC):
             trees: This step's trees.
             accepted: int32 ``[R, D]``: accepted nodes by depth, then -1.
         """
+
+
+def shared_metadata(metadata: dict[str, Any], layers: list[str]) -> list[Any]:
+    """The metadata objects of these layers, each once: one for each of their cache groups."""
+    return list({id(metadata[name]): metadata[name] for name in layers}.values())

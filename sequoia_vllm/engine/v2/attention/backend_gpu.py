@@ -102,12 +102,12 @@ class GPUTreeBackend(TreeBackend):
         if isinstance(metadata, MLACommonMetadata):  # layers with latents take chains, too
             assert self._chain is not None
             parts = mla_layers.decoded_nodes(trees, metadata, self._chain)
-            return tuple(self._queries(nodes, table) for nodes, table in parts)
+            return tuple(self.queries(nodes, table) for nodes, table in parts)
         if trees is None:
             return None
         if isinstance(metadata, RecurrentTreeMetadata):
             return scored_nodes(trees, metadata)
-        return self._queries(
+        return self.queries(
             trees,
             metadata.block_table[: trees.num_requests],
             others=other_chains(trees, metadata),
@@ -118,9 +118,10 @@ class GPUTreeBackend(TreeBackend):
         self, queries: NodeQueries, block_table: Tensor, slots: Tensor
     ) -> DraftMetadata:
         """Metadata whose rows are all tree nodes."""
-        return DraftMetadata(tree=self._queries(queries, block_table), slot_mapping=slots)
+        return DraftMetadata(tree=self.queries(queries, block_table), slot_mapping=slots)
 
-    def _queries(self, nodes: NodeQueries, block_table: Tensor, **more: Any) -> GPUTreeQueries:
+    def queries(self, nodes: NodeQueries, block_table: Tensor, **more: Any) -> GPUTreeQueries:
+        """What attention takes: these nodes, with the kernel's masks and memory."""
         known = {field.name: getattr(nodes, field.name) for field in fields(NodeQueries)}
         return GPUTreeQueries(
             **known, block_table=block_table, masks=self.masks, workspace=self._workspace, **more

@@ -7,11 +7,13 @@ of tokens. If that graph is for another number of drafts, the batch runs without
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
-from sequoia_vllm.hardware.graph_sizes import decode_shapes
+from sequoia_vllm.hardware.graph_sizes import decode_shapes, mixed_shapes
 
 
 class TreeGraphManager(ModelCudaGraphManager):
@@ -19,10 +21,24 @@ class TreeGraphManager(ModelCudaGraphManager):
 
     Its constructor calls `_init_candidates` once, when the engine starts. This sets which graphs
     vLLM captures, and which of them it tries for a batch of so many tokens.
+
+    Args:
+        captures_mixed: Whether there are full graphs for mixed steps, too: of any requests with
+            trees, prompts or single tokens. They are `MixedSteps`'.
+
+    Attributes:
+        may_be_mixed: Whether the next step may take such a graph.
+        is_mixed: Whether the last one did.
     """
 
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
     _candidates: dict[tuple[int, int], list[BatchExecutionDescriptor]]
+
+    def __init__(self, *args: Any, captures_mixed: bool = False, **kwargs: Any) -> None:
+        self._captures_mixed = captures_mixed
+        self._mixed: list[BatchExecutionDescriptor] = []
+        self.may_be_mixed = self.is_mixed = False
+        super().__init__(*args, **kwargs)
 
     # Until: vLLM captures for each range of a schedule its own batches.
     def _init_candidates(self) -> None:
@@ -36,7 +52,7 @@ class TreeGraphManager(ModelCudaGraphManager):
             return
         most_tokens = self.compilation_config.max_cudagraph_capture_size
         assert most_tokens is not None
-        graphs = [
+        uniform = [
             BatchExecutionDescriptor(
                 cg_mode=mode,
                 num_tokens=tokens * requests,
@@ -47,7 +63,10 @@ class TreeGraphManager(ModelCudaGraphManager):
             for tokens, requests in self._shapes(most_tokens)
             for loras in self.lora_capture_cases
         ]
-        graphs.sort(key=lambda graph: graph.num_tokens, reverse=True)
+        if self._captures_mixed and self.cudagraph_mode.has_piecewise_cudagraphs():
+            self._mixed = self._mixed_graphs(most_tokens)
+        uniform.sort(key=_num_tokens, reverse=True)
+        graphs = sorted([*uniform, *self._mixed], key=_num_tokens, reverse=True)
         # Ours are for what a draft reads and for growth, and only for batches that draft; for the
         # target only what the schedule can reach. Until: vLLM captures draft models' steps, and for
         # each range of a schedule its own batches.
@@ -56,7 +75,7 @@ class TreeGraphManager(ModelCudaGraphManager):
         # Until: vLLM looks graphs up by number of drafts.
         self._candidates = {
             (tokens, loras): [
-                *_smallest_of_each(graphs, tokens, loras),
+                *_smallest_of_each(uniform, tokens, loras),
                 *(
                     graph
                     for graph in self._candidates.get((tokens, loras), ())
@@ -67,6 +86,49 @@ class TreeGraphManager(ModelCudaGraphManager):
             for loras in self.lora_capture_cases
         }
 
+    def _mixed_graphs(self, most_tokens: int) -> list[BatchExecutionDescriptor]:
+        """Full graphs for steps of any kind, the smallest first."""
+        return [
+            BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL,
+                num_tokens=tokens,
+                num_reqs=requests,
+                num_active_loras=loras,
+            )
+            for tokens, requests in mixed_shapes(self.max_num_reqs, most_tokens)
+            for loras in self.lora_capture_cases
+        ]
+
+    # Until: vLLM captures prompts beside decoding in full graphs where it also has others.
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> BatchExecutionDescriptor:
+        """Calls vLLM's; where it has no full graph, takes one for mixed steps."""
+        found = super().dispatch(
+            num_reqs, num_tokens, uniform_token_count, num_active_loras, *args, **kwargs
+        )
+        self.is_mixed = False
+        if found.cg_mode == CUDAGraphMode.FULL or not self.may_be_mixed:
+            return found
+        loras = self._resolve_effective_loras(num_active_loras)
+        fitting = (
+            graph
+            for graph in self._mixed
+            if graph.num_tokens >= num_tokens
+            and (graph.num_reqs or 0) >= num_reqs
+            and graph.num_active_loras == loras
+            and graph in self.graphs  # on trial, few are
+        )
+        mixed = next(fitting, None)
+        self.is_mixed = mixed is not None
+        return mixed or found
+
     def _shapes(self, most_tokens: int) -> list[tuple[int, int]]:
         """See `decode_shapes`."""
         tokens_by_batch = [drafts + 1 for drafts in scheduled_drafts(self.vllm_config)]
@@ -75,13 +137,17 @@ class TreeGraphManager(ModelCudaGraphManager):
         return decode_shapes(tokens_by_batch, most_tokens, others, most_by_batch)
 
 
+def _num_tokens(graph: BatchExecutionDescriptor) -> int:
+    return graph.num_tokens
+
+
 def _smallest_of_each(
     graphs: list[BatchExecutionDescriptor], tokens: int, loras: int
 ) -> list[BatchExecutionDescriptor]:
     """The smallest graph for at least ``tokens`` tokens, for each number of tokens per request.
 
     Args:
-        graphs: All full graphs, largest first.
+        graphs: Full graphs for decode steps, largest first.
         tokens: Tokens of the batch.
         loras: Number of adapters, as vLLM counts them for a graph.
     """
