@@ -22,8 +22,9 @@ from sequoia_vllm.verification.retrieval import LONGEST, SHORTEST
 def begin_drafting_variants() -> list[Variant]:
     """The start of drafting, as an engine launches it."""
     int32 = (
-        "requests", "computed", "num_sampled", "bounds", "all_modes", "most_nodes", "read",
-        "num_nodes", "rows", "starts", "counts", "roots", "contexts", "modes", "all_top_k", "top_k",
+        "requests", "computed", "num_sampled", "bounds", "seq_lens", "query_start_loc", "all_modes",
+        "most_nodes", "read", "num_nodes", "rows", "starts", "counts", "first_rows",
+        "computed_before", "roots", "contexts", "modes", "all_top_k", "top_k",
     )  # fmt: skip
     floats = ("all_temperatures", "temperatures", "all_top_p", "top_p", "all_min_p", "min_p")
     numbers = (
@@ -33,20 +34,24 @@ def begin_drafting_variants() -> list[Variant]:
     signature = {
         **dict.fromkeys(int32, "*i32"),
         **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(("all_seeds", "slots", "seeds"), "*i64"),
+        **dict.fromkeys(("all_seeds", "slots", "seeds", "last_rows"), "*i64"),
         **dict.fromkeys(numbers, "i32"),
     }
-    constants = {"BLOCK": begin_drafting.ROWS_PER_PROGRAM}
-    return [Variant("begin drafting", begin_drafting.begin_drafting_kernel, signature, constants)]
+    constants = {"BLOCK": begin_drafting.REQUESTS_AT_ONCE}
+    kernel = begin_drafting.begin_drafting_kernel
+    return [Variant("begin drafting", kernel, signature, constants, num_warps=8)]
 
 
 def draft_input_variants() -> list[Variant]:
     """One and two groups of cache layers."""
-    int32 = ("starts", "counts", "contexts", "roots", "nodes", "token_ids", "all_token_ids")
-    int64 = ("requests", "tokens", "layout", "positions", "slots", "last_rows")
+    int32 = (
+        "starts", "first_rows", "computed_before", "contexts", "roots", "nodes", "token_ids",
+        "all_token_ids",
+    )  # fmt: skip
+    int64 = ("requests", "tokens", "layout", "positions", "slots")
     numbers = (
-        "ids_stride", "max_len", "width", "num_rows", "longest", "state_offset", "tokens_stride",
-        "first", "depth", "mask_token", "slot_rows",
+        "ids_stride", "max_len", "num_requests", "steps", "width", "num_rows", "longest",
+        "state_offset", "tokens_stride", "first", "depth", "mask_token", "slot_rows",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"), **dict.fromkeys(int64, "*i64"),
@@ -84,11 +89,11 @@ def continuation_variants() -> list[Variant]:
 def target_state_variants() -> list[Variant]:
     """Three layers' states, as EAGLE-3 heads read them, and eight."""
     layers = [f"layer_{number}" for number in range(target_states._MOST_LAYERS)]
-    int32 = ("query_start_loc", "accepted", "offsets")
-    numbers = ("num_requests", "accepted_stride", "trees", "depth")
+    int32 = ("query_start_loc", "accepted", "first_rows")
+    numbers = ("num_requests", "steps", "accepted_stride", "trees", "depth")
     signature = {
         **dict.fromkeys((*layers, "states"), "*bf16"), **dict.fromkeys(int32, "*i32"),
-        "requests": "*i64", **dict.fromkeys(numbers, "i32"),
+        **dict.fromkeys(numbers, "i32"),
         **dict.fromkeys(("layer_stride", "states_stride", "hidden"), "i32:16"),
     }  # fmt: skip
     return [

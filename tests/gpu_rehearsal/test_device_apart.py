@@ -48,6 +48,8 @@ def take_and_fill():
             computed = torch.tensor([7, 0, 5, 0], dtype=torch.int32, device=DEVICE)
             sampled = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
             logits = torch.zeros(2, 9, device=DEVICE)
+            lens = torch.tensor([5, 7], dtype=torch.int32, device=DEVICE)
+            first = torch.tensor([0, 2, 9], dtype=torch.int32, device=DEVICE)
         blocks = [list(range(10)), list(range(10, 20))]  # of one token each
 
         def bounds_after(slots: list[int], cached: list[int], scheduled: list[int]) -> np.ndarray:
@@ -73,7 +75,7 @@ def take_and_fill():
         batch.begin(
             requests=requests, num_sampled=sampled,
             bounds=buffers.async_tensor_h2d(bounds, device=DEVICE), states=states,
-            levels=levels, longest=99, max_trees=4,
+            seq_lens=lens, query_start_loc=first, levels=levels, longest=99, max_trees=4,
         )  # fmt: skip
         drafted.draw(batch, 2, levels, levels.levels[0], logits)
         refused = []

@@ -91,7 +91,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
 def draft_graphs(llm: Any) -> list[Any]:
     """Graphs that the draft reads with, and grows trees with."""
     speculator = runner_of(llm).speculator
-    return [speculator._read_graphs, speculator._growth_graphs]
+    return [speculator._reader.graphs, speculator._growth_graphs]
 
 
 def untried(llm: Any) -> int:
@@ -143,13 +143,13 @@ def test_tokens_are_those_of_plain_vllm(batch, generated):
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_trees_are_grown_and_scored_by_graphs(batch, generated):
-    """Also in batches of odd sizes; prompts go through the pieces between attention layers."""
+    """Also in batches of odd sizes; the target reads prompts in pieces between attention layers."""
     found = generated[str(batch)]
     assert all(
         found["graphs"][kind] >= least
         for kind, least in (("DraftGraphs", 3), ("TreeGraphManager", 3), (PIECE, 1))
     )
-    assert found["eager growth"] == []
+    assert found["eager growth"] == found["eager reads"] == []
 
 
 def test_flash_attention_reads_contexts_with_the_defaults_of_gpus(generated):
