@@ -88,7 +88,7 @@ class CommittedReader:
             self.growth.keep_roots(read, num_reqs)
         return rows
 
-    def read_captured(self, num_reqs: int, each: int, rows: int, longest: int) -> None:
+    def read_captured(self, longest: int, num_reqs: int, each: int, rows: int) -> None:
         """The pass that `graphs` hold, see `DraftGraphs`, for requests of ``longest`` tokens."""
         read = self.growth.read_committed(num_reqs, rows, each or rows, longest)
         self.growth.keep_roots(read, num_reqs)

@@ -175,7 +175,7 @@ class TreeProposerV2(DraftModelSpeculator):
         growth, longest, levels_of = self._growth, self.max_model_len, self.tables.levels_of
         if not isinstance(self.drafter, TextDrafter):
             self._reader.graphs = graphs_of(
-                lambda *shape: self._reader.read_captured(*shape, longest),
+                partial(self._reader.read_captured, longest),
                 "Capturing what the draft reads", self.plan.read_sizes,
                 self.plan.ragged_sizes(self.max_num_reqs),
             )  # fmt: skip
