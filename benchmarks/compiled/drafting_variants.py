@@ -22,8 +22,9 @@ from sequoia_vllm.verification.retrieval import LONGEST, SHORTEST
 def begin_drafting_variants() -> list[Variant]:
     """The start of drafting, as an engine launches it."""
     signature = dict.fromkeys(("requests", "most_nodes", "rows"), "*i32")
-    constants = {"BLOCK": begin_drafting.ROWS_PER_PROGRAM}
-    return [Variant("begin drafting", begin_drafting.begin_drafting_kernel, signature, constants)]
+    constants = {"BLOCK": begin_drafting.REQUESTS_AT_ONCE}
+    kernel = begin_drafting.begin_drafting_kernel
+    return [Variant("begin drafting", kernel, signature, constants, num_warps=8)]
 
 
 def draft_input_variants() -> list[Variant]:

@@ -26,12 +26,13 @@ _NAMES = {
     "*i1": "ancestors invalid",
     "*i32": """
         accepted all_modes all_token_ids all_tokens all_top_k block_table bounds children
-        computed context_lens contexts counts cu_nodes cu_num_logits cu_rows decided_in
-        decisions depths inner_index inner_rows input_ids modes modes_out node_table nodes
-        num_nodes num_sampled num_words offsets output_counts parents places prompt_bits
+        computed computed_before context_lens contexts counts cu_nodes cu_num_logits
+        cu_rows decided_in decisions depths first_rows inner_index inner_rows input_ids
+        modes modes_out node_table nodes num_nodes num_sampled num_words offsets output_counts
+        parents places prompt_bits
         prompt_lens query_start_loc read root_positions_out roots row_nodes row_slots scored
-        starts state_indices state_rows state_rows_out texts token_ids token_ids_out top_k
-        total_lens visits words written
+        seq_lens starts state_indices state_rows state_rows_out texts token_ids
+        token_ids_out top_k total_lens visits words written
     """,
     "*i64": """
         addresses all_seeds candidates last_rows layout noted_slots positions positions_out
@@ -47,7 +48,7 @@ _NAMES = {
         num_blocks num_invalid num_nodes_launched num_parts num_requests num_rows
         num_state_rows num_states num_visits offsets_stride path_columns row_tiles
         rows_per_tree sampled_stride scored_stride slot_rows splits state_offset
-        stats_inner_stride stats_state_stride table_stride texts_stride told_columns
+        stats_inner_stride stats_state_stride steps table_stride texts_stride told_columns
         tree_size trees walks_sampled wave width window words_stride
     """,
     "i32:16": """

@@ -93,27 +93,25 @@ class BlockGrowth(TreeGrowth):
         self._mask_token = mask_token
         self._before = 0 if root_predicts else 1
         self._levels = levels
-        self._sees_all = torch.ones_like(self._chain)
+        self._sees_all = torch.ones_like(self._chains[0])
 
-    def _read_rows(self, num_reqs: int, width: int, max_keys: int) -> DraftStates:
-        """Keeps the context of up to ``width`` committed tokens of each request.
+    def read_committed(
+        self,
+        num_reqs: int,
+        num_rows: int,
+        most: int,
+        max_keys: int,
+        target_states: Tensor | None = None,
+    ) -> DraftStates:
+        """See `TreeGrowth.read_committed`; keeps contexts, which attends to nothing.
 
         Returns:
-            What it was made from, R * width rows.
+            What the contexts were made from, ``num_rows`` rows.
         """
-        batch, inputs = self._batch, self._inputs
-        rows = num_reqs * width
-        inputs.read_committed(
-            requests=batch.slots[:num_reqs],
-            starts=batch.starts[:num_reqs],
-            counts=batch.counts[:num_reqs],
-            all_token_ids=self._token_ids,
-            width=width,
-            longest=self._draft_max_len,
-        )
-        assert self._target_states is not None
-        states = self._model.combine_hidden_states(self._target_states[:rows])
-        self._model.store_context(states, inputs.positions[:rows], inputs.slots[:, :rows])
+        inputs = self.committed_inputs(num_reqs, num_rows)
+        states = self.combined_states(num_rows, target_states)
+        assert states is not None
+        self._model.store_context(states, inputs.positions[:num_rows], inputs.slots[:, :num_rows])
         return DraftStates(states)
 
     def _grow_below(
@@ -130,7 +128,8 @@ class BlockGrowth(TreeGrowth):
             max_len=self._max_model_len,
             longest=self._draft_max_len,
         )
-        states = self._forward(batch.roots[:num_reqs], 0, width, self._sees_all, max_keys, None)
+        roots_at = batch.roots[:num_reqs]
+        states = self._forward_each(roots_at, 0, width, self._sees_all, max_keys, None)
         tokens = self._inputs.token_ids[: num_reqs * width].view(num_reqs, width)[:, :1]
         predicting = states.hidden.view(num_reqs, width, -1)[:, self._before :]
         logits = self._model.block_logits(predicting, roots.hidden, tokens)

@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from sequoia_vllm.drafting.tree_tables import DraftLevels
-from sequoia_vllm.kernels.begin_drafting import ROWS_PER_PROGRAM, begin_drafting_kernel
+from sequoia_vllm.kernels.begin_drafting import REQUESTS_AT_ONCE, begin_drafting_kernel
 from sequoia_vllm.kernels.modes import SKIP
 
 
@@ -46,6 +45,10 @@ class DraftBatch:
         slots: int64 ``[max_num_reqs]``: request slot; -1 beyond the batch.
         starts: int32: first token that the draft has yet to read.
         counts: int32: how many it reads in this pass.
+        first_rows: int32 ``[max_num_reqs + 1]``: where each request's rows of this pass start,
+            then the end.
+        last_rows: int64: the row of its last token; one of another request where it reads nothing.
+        computed_before: int32: tokens in the target's cache before the step.
         roots: int32: position of the last committed token.
         contexts: int32: tokens in the draft's cache before it.
         modes: int32: see `kernels.modes`; SKIP beyond the batch.
@@ -60,12 +63,14 @@ class DraftBatch:
     def __init__(
         self, max_num_reqs: int, device: torch.device, state_offset: int = 0, depth: int = 0
     ) -> None:
-        def buffer(dtype: torch.dtype, value: float = 0) -> Tensor:
-            return torch.full((max_num_reqs,), value, dtype=dtype, device=device)
+        def buffer(dtype: torch.dtype, value: float = 0, more: int = 0) -> Tensor:
+            return torch.full((max_num_reqs + more,), value, dtype=dtype, device=device)
 
         self.slots = buffer(torch.int64, -1)
         self.state_offset = state_offset
         self.starts, self.counts, self.roots = (buffer(torch.int32) for _ in range(3))
+        self.first_rows, self.last_rows = buffer(torch.int32, more=1), buffer(torch.int64)
+        self.computed_before = buffer(torch.int32)
         self.contexts = buffer(torch.int32) if state_offset else self.roots
         self.modes = buffer(torch.int32, SKIP)
         self.temperature = buffer(torch.float32)
@@ -92,6 +97,8 @@ class DraftBatch:
         requests: Tensor,
         num_sampled: Tensor,
         bounds: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
         states: SlotStates,
         levels: DraftLevels,
         longest: int,
@@ -102,19 +109,21 @@ class DraftBatch:
         It does not wait for the device. `begin_drafting_kernel` says which requests get trees.
 
         Args:
-            requests, num_sampled, bounds: int32 ``[R]``.
+            requests, num_sampled, bounds, seq_lens: int32 ``[R]``.
+            query_start_loc: int32 ``[R + 1]``.
             states: Of all request slots.
             levels: The trees.
             longest: No tree where the root's position reaches it.
             max_trees: Only the first so many requests get trees.
         """
         states.drafted_nodes.zero_()
-        begin_drafting_kernel[(triton.cdiv(len(self.slots), ROWS_PER_PROGRAM),)](
-            requests, states.computed, num_sampled, bounds, states.modes, states.most_nodes,
-            states.temperature, states.top_k, states.top_p, states.min_p, states.seeds, states.read,
-            states.drafted_nodes, states.drafted_rows, len(requests), len(self.slots),
-            levels.tree.size, levels.rows_per_tree, longest, max_trees, self.state_offset,
-            self.slots, self.starts, self.counts, self.roots, self.contexts, self.modes,
+        begin_drafting_kernel[(1,)](
+            requests, states.computed, num_sampled, bounds, seq_lens, query_start_loc, states.modes,
+            states.most_nodes, states.temperature, states.top_k, states.top_p, states.min_p,
+            states.seeds, states.read, states.drafted_nodes, states.drafted_rows, len(requests),
+            len(self.slots), levels.tree.size, levels.rows_per_tree, longest, max_trees,
+            self.state_offset, self.slots, self.starts, self.counts, self.first_rows,
+            self.last_rows, self.computed_before, self.roots, self.contexts, self.modes,
             self.temperature, self.top_k, self.top_p, self.min_p, self.seeds,
-            BLOCK=ROWS_PER_PROGRAM, num_warps=4,
+            BLOCK=REQUESTS_AT_ONCE, num_warps=8,
         )  # fmt: skip

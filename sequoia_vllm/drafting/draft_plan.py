@@ -12,9 +12,12 @@ import numpy as np
 from sequoia_vllm.graph_batches import half_octaves, last_with
 from sequoia_vllm.tree import TokenTree
 
-# Tokens of a request, and rows in all, of captured passes that read short prompts, too. Steps with
-# a prompt wait for the host: a pass without a graph took 4 ms on an H100, whatever its rows.
-_OF_PROMPTS, _MOST_OF_PROMPTS = (16, 64), 512
+# Rows in all, and requests, of captured passes that read prompts, too. Steps with a prompt wait for
+# the host: a pass without a graph took 4 ms on an H100, whatever its rows.
+_RAGGED_ROWS, _RAGGED_REQUESTS = (64, 128, 256, 512), (4, 16, 64, 256)
+
+
+MOST_RAGGED_ROWS = _RAGGED_ROWS[-1]
 
 
 class DraftPlan:
@@ -89,8 +92,9 @@ class DraftPlan:
 
     @property
     def most_rows_read(self) -> int:
-        """Most rows in which requests with trees read committed tokens; at least 1."""
-        return max((width * sizes[-1] for width, sizes in self.read_sizes.items()), default=1)
+        """Most rows of the CUDA graphs that read committed tokens."""
+        paths = (width * sizes[-1] for width, sizes in self.read_sizes.items())
+        return max(MOST_RAGGED_ROWS, *paths)
 
     def rows_per_request(self, drafts: int) -> int:
         """Rows of a request in the widest pass: a level's nodes, or a path that is read."""
@@ -111,19 +115,27 @@ class DraftPlan:
         """Requests of the CUDA graphs that read committed tokens, by tokens per request.
 
         A request reads a path of the largest tree that its batch drafts, and the root. Numbers
-        of drafts whose trees are equally deep share these graphs. Wider ones are for batches of
-        which some requests read short prompts.
+        of drafts whose trees are equally deep share these graphs.
         """
         sizes: dict[int, set[int]] = {}
         for drafts in self.drafts:
             width = self._trimmed(drafts).depth + 1
             sizes.setdefault(width, set()).update(self.graph_sizes(drafts))
-        rows = min(_MOST_OF_PROMPTS, self._most_rows)
-        largest = max(map(self.most_requests, self.drafts), default=0)
-        for width in _OF_PROMPTS:
-            if sizes and width >= 2 * max(sizes):
-                sizes[width] = set(half_octaves(min(largest, rows // width)))
-        return {width: sorted(requests) for width, requests in sizes.items() if requests}
+        return {width: sorted(requests) for width, requests in sizes.items()}
+
+    def ragged_sizes(self, max_num_reqs: int) -> list[tuple[int, int]]:
+        """Requests and rows of the CUDA graphs that also read prompts, ascending by rows.
+
+        Each request of a batch may have any part of the rows. Also batches that draft nothing use
+        them, so they are for up to ``max_num_reqs`` requests.
+        """
+        if not self._batches:
+            return []
+        return [
+            (requests, rows)
+            for rows in sorted({min(rows, self._most_rows) for rows in _RAGGED_ROWS})
+            for requests in sorted({min(n, rows, max_num_reqs) for n in _RAGGED_REQUESTS})
+        ]
 
     def _fitting(self, drafts: int) -> int:
         _, largest = self._batches.get(drafts, (1, self._largest_batch))

@@ -28,7 +28,7 @@ class NodeQueries:
         context_lens: int32 ``[R]``: tokens in the cache before node 0.
         query_start_loc: int32 ``[R + 1]``: first row of each request, then the end.
         first: Node of the first query. Node j lies in slot ``context_lens + j``.
-        width: Queries per request, one for each node from ``first`` on; in scoring at most so many.
+        width: Most queries of a request, one for each node from ``first`` on.
         ancestors: bool ``[I, I]`` or ``[S, I, I]``: which nodes each of the tree's I nodes sees.
         max_keys: Bound on the keys of a request.
         max_slots: Bound on the slots of a request. Nodes behind it have none, and no query sees
@@ -50,7 +50,7 @@ class NodeQueries:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftQueries(NodeQueries):
-    """One forward pass of the draft over the same nodes of R requests' trees.
+    """One forward pass of the draft over nodes of R requests' trees, or over committed tokens.
 
     Attributes:
         token_ids: int32 ``[rows]``, request after request.
@@ -129,8 +129,8 @@ class DraftModel(ABC):
 class TreeGrowth:
     """Grows the trees of a batch, in two passes that may be CUDA graphs of their own.
 
-    The first reads committed tokens and keeps the draft's states at the roots: `read_committed`, or
-    another function that reads and calls `keep_roots`. The second is `grow`.
+    The first reads committed tokens (`read_committed`), and keeps the draft's states at the roots
+    (`keep_roots`). The second is `grow`.
 
     Args:
         batch: The requests.
@@ -140,6 +140,7 @@ class TreeGrowth:
         token_ids: int32 ``[slots, max_model_len]``: tokens of each request.
         max_lens: Longest request of the engine, and of the draft.
         depth: Depth of the engine's tree.
+        longest_chain: Most committed tokens of a request that `read_committed` takes.
         target_states: ``[rows, A]``: a buffer with the target's states of the committed tokens that
             are read; None: the draft reads tokens alone.
     """
@@ -153,6 +154,7 @@ class TreeGrowth:
         token_ids: Tensor,
         max_lens: tuple[int, int],
         depth: int,
+        longest_chain: int,
         target_states: Tensor | None = None,
     ) -> None:
         self._batch = batch
@@ -163,68 +165,75 @@ class TreeGrowth:
         self._max_model_len, self._draft_max_len = max_lens
         self._target_states = target_states
         self._roots: DraftStates | None = None
-        # A few new tokens are a tree without branches below what the draft has read.
-        causal = torch.ones(depth + 1, depth + 1, dtype=torch.bool, device=batch.slots.device)
-        self._chain = causal.tril_()
-        self._wide_chains: dict[int, Tensor] = {}
+        # New tokens are a tree without branches below what the draft has read: a path's, or more.
+        self._chains = [
+            batch.slots.new_ones(length, length, dtype=torch.bool).tril_()
+            for length in (depth + 1, max(depth + 1, longest_chain))
+        ]
 
-    def read_committed(self, num_reqs: int, width: int, max_keys: int) -> None:
-        """Reads up to ``width`` committed tokens of each request, and keeps the roots' states.
+    def read_committed(
+        self,
+        num_reqs: int,
+        num_rows: int,
+        most: int,
+        max_keys: int,
+        target_states: Tensor | None = None,
+    ) -> DraftStates:
+        """Reads the committed tokens that `DraftBatch.first_rows` divides among requests.
 
         Args:
             num_reqs: Requests of the batch, R.
-            width: Up to the depth of the engine's tree + 1, or more where prompts are read.
+            num_rows: At least the tokens of all of them.
+            most: At least the tokens of each.
             max_keys: No request has more committed tokens.
+            target_states: ``[num_rows, A]``, in place of the buffer's.
+
+        Returns:
+            States of ``num_rows`` rows.
         """
-        states = self._read_rows(num_reqs, width, max_keys)
-        self.keep_roots(states, self._inputs.last_rows[:num_reqs])
+        batch = self._batch
+        self.committed_inputs(num_reqs, num_rows)
+        path, longest = self._chains
+        return self._forward(
+            batch.starts[:num_reqs], batch.first_rows[: num_reqs + 1], num_rows, 0, most,
+            path if most <= len(path) else longest, max_keys,
+            self.combined_states(num_rows, target_states),
+        )  # fmt: skip
 
-    def store_keys(self, num_reqs: int, max_keys: int) -> None:
-        """Reads a committed token of each of R requests for its keys and values: nothing grows."""
-        self._read_rows(num_reqs, 1, max_keys)
-
-    def keep_roots(self, states: DraftStates, rows: Tensor) -> None:
-        """Keeps the states of R roots for `grow`.
+    def keep_roots(self, states: DraftStates, num_reqs: int) -> None:
+        """Keeps the states of R roots for `grow`, each its request's last one.
 
         The buffer is made once: a graph's first run, before it is captured, does so.
 
         Args:
             states: Of what was read.
-            rows: int32 ``[R]``: each root's.
+            num_reqs: R.
         """
         if self._roots is None:
             self._roots = states.new_zeros(len(self._batch.slots))
-        states.copy_rows(rows, self._roots.first(len(rows)))
+        states.copy_rows(self._batch.last_rows[:num_reqs], self._roots.first(num_reqs))
 
-    def _read_rows(self, num_reqs: int, width: int, max_keys: int) -> DraftStates:
-        """States of up to ``width`` committed tokens of each request, R * width rows."""
+    def committed_inputs(self, num_reqs: int, num_rows: int) -> DraftInputs:
+        """The draft's inputs, whose first rows are the committed tokens, see `read_committed`."""
         batch = self._batch
-        starts, counts = batch.starts[:num_reqs], batch.counts[:num_reqs]
         self._inputs.read_committed(
             requests=batch.slots[:num_reqs],
-            starts=starts,
-            counts=counts,
+            starts=batch.starts[:num_reqs],
+            first_rows=batch.first_rows[: num_reqs + 1],
+            computed_before=batch.computed_before[:num_reqs],
             all_token_ids=self._token_ids,
-            width=width,
+            num_rows=num_rows,
             longest=self._draft_max_len,
             state_offset=batch.state_offset,
         )
-        recurrent_states = None
-        if self._target_states is not None:
-            recurrent_states = self._model.combine_hidden_states(
-                self._target_states[: num_reqs * width]
-            )
-        chain = self._chain_of(width)
-        return self._forward(starts, 0, width, chain, max_keys, recurrent_states, counts)
+        return self._inputs
 
-    def _chain_of(self, width: int) -> Tensor:
-        """The mask of so many tokens in a row: at most a path's, or those of a captured pass."""
-        if width <= len(self._chain):
-            return self._chain
-        if width not in self._wide_chains:
-            wide = self._chain.new_ones(width, width)
-            self._wide_chains[width] = wide.tril_()
-        return self._wide_chains[width]
+    def combined_states(self, num_rows: int, target_states: Tensor | None) -> Tensor | None:
+        """``[num_rows, F]``: what is read beside committed tokens; None: nothing is."""
+        if self._target_states is None:
+            return None
+        states = self._target_states[:num_rows] if target_states is None else target_states
+        return self._model.combine_hidden_states(states)
 
     def grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
         """Grows trees below the roots whose states were kept.
@@ -288,14 +297,14 @@ class TreeGrowth:
             max_len=self._max_model_len,
             longest=self._draft_max_len,
         )
-        states = self._forward(
+        states = self._forward_each(
             contexts, level.first, level.width, levels.ancestors, max_keys, recurrent_states
         )
         logits = self._model.compute_logits(states.hidden)
         self._drafted.draw(self._batch, num_reqs, levels, level, logits)
         return states
 
-    def _forward(
+    def _forward_each(
         self,
         context_lens: Tensor,
         first: int,
@@ -303,15 +312,32 @@ class TreeGrowth:
         ancestors: Tensor,
         max_keys: int,
         recurrent_states: Tensor | None,
-        written: Tensor | None = None,
     ) -> DraftStates:
         """The states of the ``R * width`` rows that `_inputs` holds."""
-        num_reqs, inputs = len(context_lens), self._inputs
-        rows = num_reqs * width
+        num_reqs = len(context_lens)
+        first_rows = self._batch.multiples(width)[: num_reqs + 1]
+        return self._forward(
+            context_lens, first_rows, num_reqs * width, first, width, ancestors, max_keys,
+            recurrent_states,
+        )  # fmt: skip
+
+    def _forward(
+        self,
+        context_lens: Tensor,
+        first_rows: Tensor,
+        rows: int,
+        first: int,
+        width: int,
+        ancestors: Tensor,
+        max_keys: int,
+        recurrent_states: Tensor | None,
+    ) -> DraftStates:
+        """The states of the rows that `_inputs` holds, at most ``width`` of each request."""
+        inputs = self._inputs
         queries = DraftQueries(
-            request_slots=self._batch.slots[:num_reqs],
+            request_slots=self._batch.slots[: len(context_lens)],
             context_lens=context_lens,
-            query_start_loc=self._batch.multiples(width)[: num_reqs + 1],
+            query_start_loc=first_rows,
             first=first,
             width=width,
             ancestors=ancestors,
@@ -321,11 +347,5 @@ class TreeGrowth:
             positions=inputs.positions[:rows],
             slots=inputs.slots[:, :rows],
             recurrent_states=recurrent_states,
-            written=written,
         )
         return self._model.forward(queries)
-
-
-def chain_width(levels: DraftLevels) -> int:
-    """Tokens per request that are read after such a tree: a path of it, and the root."""
-    return levels.tree.depth + 1

@@ -1,14 +1,13 @@
 # mypy: allow-untyped-defs
 """Inputs of the draft model, in one launch per forward: token ids, positions and cache slots.
 
-A forward of the draft reads the same number of rows of every request. They are committed tokens
-that it has not read yet, or the nodes of one level of its tree. The rows of a request follow one
-another.
+A forward of the draft reads committed tokens that it has not read yet, as many as each request has.
+Or it reads the nodes of one level of every tree. The rows of a request follow one another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sequoia_vllm.kernels.ragged_rows import request_of, search_steps
 from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 
 NO_SLOT = -1
 """In place of a cache slot: keys and values are not kept."""
 
 _NO_SLOT = tl.constexpr(NO_SLOT)
+_NO_WINDOW = 1 << 40  # longer than any request
 _BLOCK = 128
 # Triton compiles a kernel again where a number, or an address, becomes a multiple of it.
 _ALIGNMENT = 16
@@ -38,21 +39,26 @@ class PagedTables:
 
     Attributes:
         tables: Kept alive, since the kernels are given addresses.
-        layout: int64 ``[groups, 4]``, on the device: address of each table, entries
-            from row to row, entries of a row, and tokens per block.
+        layout: int64 ``[groups, 5]``, on the device: address of each table, entries
+            from row to row, entries of a row, tokens per block, and the sliding window.
     """
 
     tables: tuple[Tensor, ...]
     layout: Tensor
 
     @staticmethod
-    def of(tables: Sequence[Tensor], block_sizes: Sequence[int]) -> PagedTables:
+    def of(
+        tables: Sequence[Tensor],
+        block_sizes: Sequence[int],
+        windows: Mapping[int, int] | None = None,
+    ) -> PagedTables:
         """Prepares tables that stay where they are; waits for the device.
 
         Args:
             tables: int32 ``[R, max_blocks]`` of each group, contiguous in its rows:
                 position p of request r lies in block ``table[r, p // block_size]``.
             block_sizes: Tokens per block of each group.
+            windows: Sliding window in tokens, by group; groups without one are absent.
 
         Raises:
             ValueError: If there is not one block size per table, or a table is of
@@ -62,9 +68,10 @@ class PagedTables:
             raise ValueError(f"{len(tables)} block tables and {len(block_sizes)} block sizes")
         if any(table.dtype != torch.int32 or table.stride(-1) != 1 for table in tables):
             raise ValueError("block tables must be int32 and contiguous in their rows")
+        windows = windows or {}
         layout = [
-            [table.data_ptr(), table.stride(0), table.shape[1], size]
-            for table, size in zip(tables, block_sizes, strict=True)
+            [table.data_ptr(), table.stride(0), table.shape[1], size, windows.get(i, _NO_WINDOW)]
+            for i, (table, size) in enumerate(zip(tables, block_sizes, strict=True))
         ]
         return PagedTables(
             tuple(tables), torch.tensor(layout, dtype=torch.int64, device=tables[0].device)
@@ -80,19 +87,16 @@ class DraftInputs:
         token_ids: int32 ``[rows]``.
         positions: int64 ``[rows]``: for the model; at most the longest it was made for.
         slots: int64 ``[groups, rows]``: where keys and values go; `NO_SLOT`: nowhere.
-        last_rows: int64 ``[max_requests]``: of each request, the row of the last
-            committed token (see `read_committed`).
     """
 
     tables: PagedTables
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    last_rows: Tensor
 
     @staticmethod
-    def empty(tables: PagedTables, rows: int, max_requests: int) -> DraftInputs:
-        """Room for forwards of up to so many rows and requests."""
+    def empty(tables: PagedTables, rows: int) -> DraftInputs:
+        """Room for forwards of up to so many rows."""
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=tables.layout.device)
@@ -103,7 +107,6 @@ class DraftInputs:
             positions=buffer(rows),
             # Every group's slots begin as aligned as the first's.
             slots=buffer(len(tables.tables), aligned(rows)),
-            last_rows=buffer(max_requests),
         )
 
     def read_committed(
@@ -111,34 +114,39 @@ class DraftInputs:
         *,
         requests: Tensor,
         starts: Tensor,
-        counts: Tensor,
+        first_rows: Tensor,
+        computed_before: Tensor,
         all_token_ids: Tensor,
-        width: int,
+        num_rows: int,
         longest: int,
         state_offset: int = 0,
     ) -> None:
-        """Fills in ``width`` rows for each of R requests: committed tokens that follow.
+        """Fills in rows for R requests: committed tokens of each that follow.
 
-        Row ``r * width + j`` is position ``starts[r] + j`` if ``j < counts[r]``, with the
-        token that is ``state_offset`` positions further on. Other rows are padding: token 0
-        without a slot. Rows of absent requests are padding, too. ``last_rows`` gets each
-        request's last row that is no padding.
+        Row ``first_rows[r] + j`` is position ``starts[r] + j``, with the token that is
+        ``state_offset`` positions further on. Rows that belong to no request are padding: token
+        0 at position 0 without a slot. Rows of absent requests have no token and no slot, either.
+
+        Tokens that no later token's sliding window reaches have no slot in its group: vLLM frees a
+        block when the target is past it, also where the draft has not read it yet. The block may
+        already belong to another request.
 
         Args:
             requests: int64 ``[R]``: row of each in ``all_token_ids``; below 0: not there.
-            starts, counts: int32 ``[R]``.
+            starts: int32 ``[R]``.
+            first_rows: int32 ``[R + 1]``: first row of each, then the end.
+            computed_before: int32 ``[R]``: tokens that the target had computed before this step.
             all_token_ids: int32 ``[S, max_len]``, contiguous in its rows.
-            width: Rows per request.
+            num_rows: Rows to fill in, padding included.
             longest: Positions that the model was made for.
             state_offset: The hidden-state offset, see `begin_drafting_kernel`.
         """
-        num_rows = len(requests) * width
         self._check(num_rows, len(requests))
         committed_inputs_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-            requests, starts, counts, all_token_ids, all_token_ids.stride(0),
-            all_token_ids.shape[1], width, num_rows, longest, state_offset,
-            self.tables.layout, self.token_ids, self.positions, self.slots, self.slots.stride(0),
-            self.last_rows, GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
+            requests, starts, first_rows, computed_before, all_token_ids, all_token_ids.stride(0),
+            all_token_ids.shape[1], len(requests), search_steps(len(requests)), num_rows, longest,
+            state_offset, self.tables.layout, self.token_ids, self.positions, self.slots,
+            self.slots.stride(0), GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
 
     def read_level(
@@ -208,25 +216,30 @@ class DraftInputs:
         )  # fmt: skip
 
     def _check(self, rows: int, requests: int) -> None:
-        if rows > len(self.token_ids) or requests > len(self.last_rows):
+        if rows > len(self.token_ids):
             raise ValueError(
                 f"{rows} rows of {requests} requests do not fit buffers for"
-                f" {len(self.token_ids)} rows of {len(self.last_rows)}"
+                f" {len(self.token_ids)} rows"
             )
 
 
 @triton.jit
 def _store_slots(
-    slots, slots_stride, row, exists, layout, request, position, has_slot, GROUPS: tl.constexpr
-):
-    """Each row's cache slot in each group, as `BlockTables.compute_slot_mappings` has it."""
+    slots, slots_stride, row, exists, layout, request, position, reached, has_slot,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Each row's cache slot in each group, as `BlockTables.compute_slot_mappings` has it.
+
+    A position has none in a group whose window, if it ended at ``reached``, would be past it.
+    """
     for group in tl.static_range(GROUPS):
-        table = tl.load(layout + 4 * group).to(tl.pointer_type(tl.int32))
-        table_stride = tl.load(layout + 4 * group + 1)
-        table_width = tl.load(layout + 4 * group + 2)
-        block_size = tl.load(layout + 4 * group + 3).to(tl.int32)
+        table = tl.load(layout + 5 * group).to(tl.pointer_type(tl.int32))
+        table_stride = tl.load(layout + 5 * group + 1)
+        table_width = tl.load(layout + 5 * group + 2)
+        block_size = tl.load(layout + 5 * group + 3).to(tl.int32)
+        window = tl.load(layout + 5 * group + 4)
         entry = position // block_size
-        has_block = has_slot & (entry < table_width)
+        has_block = has_slot & (entry < table_width) & (position > reached - window)
         block = tl.load(
             table + request.to(tl.int64) * table_stride + entry, mask=has_block, other=0
         )
@@ -236,27 +249,32 @@ def _store_slots(
         )
 
 
-@triton.jit(do_not_specialize=["max_len", "width", "num_rows", "longest", "state_offset"])
+@triton.jit(
+    do_not_specialize=["max_len", "num_requests", "steps", "num_rows", "longest", "state_offset"]
+)
 def committed_inputs_kernel(
-    requests, starts, counts, all_token_ids, ids_stride, max_len, width, num_rows, longest,
-    state_offset, layout, token_ids, positions, slots, slots_stride, last_rows,
+    requests, starts, first_rows, computed_before, all_token_ids, ids_stride, max_len, num_requests,
+    steps, num_rows, longest, state_offset, layout, token_ids, positions, slots, slots_stride,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of committed tokens. Arguments as in `DraftInputs.read_committed`."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < num_rows
-    request, offset = row // width, row % width
-    state = tl.load(requests + request, mask=exists, other=-1)
-    count = tl.load(counts + request, mask=exists, other=0)
-    position = tl.load(starts + request, mask=exists, other=0) + offset
-    is_token = (state >= 0) & (offset < count) & (position + state_offset < max_len)
+    request = request_of(first_rows, row, num_requests, steps)
+    is_read = exists & (request < num_requests)
+    offset = row - tl.load(first_rows + request, mask=is_read, other=0)
+    start = tl.load(starts + request, mask=is_read, other=0)
+    position = tl.where(is_read, start + offset, 0)
+    state = tl.load(requests + request, mask=is_read, other=-1)
+    is_token = (state >= 0) & (position + state_offset < max_len)
     source = all_token_ids + state * ids_stride + position + state_offset
     token = tl.load(source, mask=is_token, other=0)
     tl.store(token_ids + row, token, mask=exists)
     tl.store(positions + row, tl.minimum(position, longest - 1).to(tl.int64), mask=exists)
-    last = request * width + tl.maximum(count - 1, 0)
-    tl.store(last_rows + request, last.to(tl.int64), mask=exists & (offset == 0))
-    _store_slots(slots, slots_stride, row, exists, layout, request, position, is_token, GROUPS)
+    before = tl.load(computed_before + request, mask=is_read, other=0)
+    _store_slots(
+        slots, slots_stride, row, exists, layout, request, position, before, is_token, GROUPS
+    )
 
 
 @triton.jit(
@@ -281,7 +299,9 @@ def level_inputs_kernel(
     tl.store(positions + row, position.to(tl.int64), mask=exists)
     cached = root + first + place
     has_slot = is_there & (cached < max_len)
-    _store_slots(slots, slots_stride, row, exists, layout, request, cached, has_slot, GROUPS)
+    _store_slots(
+        slots, slots_stride, row, exists, layout, request, cached, cached, has_slot, GROUPS
+    )
 
 
 @triton.jit(do_not_specialize=["mask_token", "width", "num_rows", "max_len", "longest"])
@@ -302,4 +322,6 @@ def block_inputs_kernel(
     position = root + offset
     tl.store(positions + row, tl.minimum(position, longest - 1).to(tl.int64), mask=exists)
     has_slot = (state >= 0) & (position < max_len)
-    _store_slots(slots, slots_stride, row, exists, layout, request, position, has_slot, GROUPS)
+    _store_slots(
+        slots, slots_stride, row, exists, layout, request, position, position, has_slot, GROUPS
+    )

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sequoia_vllm.kernels.ragged_rows import request_of, search_steps
+
 _MOST_LAYERS = 8
 _BLOCK = 1024
 
@@ -23,15 +25,14 @@ def gather_target_states(
     *,
     query_start_loc: Tensor,
     accepted: Tensor | None,
-    requests: Tensor,
-    offsets: Tensor,
+    first_rows: Tensor,
     states: Tensor,
 ) -> None:
     """Copies rows of every layer's states into one row each.
 
-    Row i belongs to token ``offsets[i]`` of what its request has in this step. A request with a
-    tree has the root, and then the accepted nodes by depth; another has its tokens in order.
-    Tokens past the accepted ones get the root's states.
+    Row ``first_rows[r] + j`` belongs to token j of what request r has in this step. A request with
+    a tree has the root, and then the accepted nodes by depth; another has its tokens in order.
+    Tokens past the accepted ones get the root's states. Rows of no request get the first row's.
 
     Args:
         layers: ``[T, H]`` of each of L layers, contiguous in their rows: the target's states
@@ -39,9 +40,8 @@ def gather_target_states(
         query_start_loc: int32 ``[R + 1]``: first row of each request.
         accepted: int32 ``[R', D]``, contiguous in its rows: accepted nodes of the first R'
             requests, which have trees, by depth, then -1. None: none has.
-        requests: int64 ``[rows]``: each row's request, as a place in the batch; one that is
-            not there has row 0's.
-        offsets: int32 ``[rows]``.
+        first_rows: int32 ``[R + 1]``: first row of each request among those of ``states``, then
+            the end.
         states: ``[rows, L * H]``, written.
 
     Raises:
@@ -52,7 +52,7 @@ def gather_target_states(
     first = layers[0]
     if any(layer.stride() != first.stride() or layer.dtype != first.dtype for layer in layers):
         raise ValueError("the layers' states differ in dtype or layout")
-    rows, hidden = len(requests), first.shape[1]
+    rows, hidden, requests = len(states), first.shape[1], len(first_rows) - 1
     if not rows:
         return
     trees, depth, stride = 0, 0, 0
@@ -60,29 +60,30 @@ def gather_target_states(
         (trees, depth), stride = accepted.shape, accepted.stride(0)
     pointers = [*layers, *[first] * (_MOST_LAYERS - len(layers))]
     gather_target_states_kernel[(rows, triton.cdiv(hidden, _BLOCK))](
-        *pointers, first.stride(0), query_start_loc, len(query_start_loc) - 1,
+        *pointers, first.stride(0), query_start_loc, requests, search_steps(requests),
         query_start_loc if accepted is None else accepted, stride, trees, depth,
-        requests, offsets, states, states.stride(0), hidden,
+        first_rows, states, states.stride(0), hidden,
         LAYERS=len(layers), BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 # Paths begin after a column of counts; where nobody has a tree there are none.
 @triton.jit(
-    do_not_specialize=["num_requests", "accepted_stride", "trees", "depth"],
+    do_not_specialize=["num_requests", "steps", "accepted_stride", "trees", "depth"],
     do_not_specialize_on_alignment=["accepted"],
 )
 def gather_target_states_kernel(
     layer_0, layer_1, layer_2, layer_3, layer_4, layer_5, layer_6, layer_7, layer_stride,
-    query_start_loc, num_requests, accepted, accepted_stride, trees, depth,
-    requests, offsets, states, states_stride, hidden,
+    query_start_loc, num_requests, steps, accepted, accepted_stride, trees, depth,
+    first_rows, states, states_stride, hidden,
     LAYERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A part of one row per program. Arguments as in `gather_target_states`."""
     row = tl.program_id(0)
-    request = tl.load(requests + row)
+    request = request_of(first_rows, row, num_requests, steps)
     is_there = request < num_requests
-    offset = tl.load(offsets + row)
+    offset = row - tl.load(first_rows + request)
+    offset = tl.where(is_there, offset, 0)
     on_path = is_there & (request < trees) & (offset > 0)
     path = accepted + request * accepted_stride
     node = tl.load(path + offset - 1, mask=on_path & (offset <= depth), other=-1)

@@ -91,7 +91,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
 def draft_graphs(llm: Any) -> list[Any]:
     """Graphs that the draft reads with, and grows trees with."""
     speculator = runner_of(llm).speculator
-    return [speculator._read_graphs, speculator._growth_graphs]
+    return [speculator._reader.graphs, speculator._growth_graphs]
 
 
 def untried(llm: Any) -> int:
@@ -148,7 +148,7 @@ def test_trees_are_grown_and_scored_by_graphs(batch, generated):
     assert found["graphs"]["DraftGraphs"] >= 3
     assert found["graphs"]["TreeGraphManager"] >= 4
     assert found["graphs"].get(PIECE, 0) == 0
-    assert found["eager growth"] == []
+    assert found["eager growth"] == found["eager reads"] == []
 
 
 def test_flash_attention_reads_contexts_with_the_defaults_of_gpus(generated):

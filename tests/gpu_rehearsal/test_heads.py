@@ -10,13 +10,20 @@ from tests.support.generating import completions, counted
 from tests.support.heads import DFLASH, EAGLE3
 from tests.support.models import TARGET, prompts
 from tests.support.on_gpu import call_on_gpu
-from tests.support.rehearsing import generate, generate_with_trees, rehearsing, since
+from tests.support.rehearsing import (
+    counting_eager_reads,
+    generate,
+    generate_with_trees,
+    rehearsing,
+    since,
+)
 from tests.support.sleeping import lost_of_ours
 
 pytestmark = pytest.mark.engine
 
 DEPTH = 3
 PAUSE = range(3, 7)  # steps that ask for no drafts
+LATE = 4  # the step in which the last request comes
 
 
 def greedy(tokens: int = 12) -> Any:
@@ -45,20 +52,26 @@ def pause(llm: Any, texts: list[Any]) -> dict[str, Any]:
     """Trees at first and at last, and none between; graphs of the draft's replayed in each step."""
     from gpu_stand_in import graphs
 
-    engine, done, replays = llm.llm_engine, {}, []
+    engine, done, replays, eager = llm.llm_engine, {}, [], []
     lookup = engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
     drafts = list(lookup)
-    for request in zip(map(str, range(len(texts))), texts, strict=False):
+    requests = list(zip(map(str, range(len(texts))), texts, strict=False))
+    for request in requests[:-1]:
         engine.add_request(*request, greedy(20))
     while engine.has_unfinished_requests():
+        if len(replays) == LATE:
+            engine.add_request(*requests[-1], greedy(20))
         lookup[:] = [0] * len(drafts) if len(replays) in PAUSE else drafts
         before = graphs.report()
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        with counting_eager_reads() as reads:
+            done |= {output.request_id: output for output in engine.step() if output.finished}
         replays.append(since(before)["replayed"]["DraftGraphs"])
+        eager += reads
     lookup[:] = drafts
     return {
         "tokens": completions([done[str(index)] for index in range(len(texts))]),
         "replays": replays,
+        "eager reads": eager,
         "counts": counted(llm),
     }
 
@@ -77,20 +90,17 @@ def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
     found = answers[name]
     plain = answers["plain"]["tokens"]
     assert found["tokens"] == [[one[:12] for one in some] for some in plain[: len(found["tokens"])]]
-    assert found["eager growth"] == []
-    # All steps but those that read long prompts are replayed.
+    assert found["eager growth"] == found["eager reads"] == []
     assert found["graphs"]["DraftGraphs"] >= found["counts"]["steps"] - 3
     assert found["graphs"]["TreeGraphManager"] >= found["counts"]["steps"] - 3
 
 
 def test_heads_read_from_a_graph_where_nothing_is_drafted(answers):
-    """Each step reads, a short prompt at first, and grows; or it only reads.
-
-    What the last trees left is read without a graph, as it is more than a token of each.
-    """
+    """Each step reads and grows; or it only reads: what the last trees left, a prompt, a token."""
     found = answers["pausing"]
     assert found["tokens"] == answers["plain"]["tokens"]
-    assert found["replays"][:9] == [2, 2, 2, 0, 1, 1, 1, 2, 2]
+    assert found["replays"][:9] == [2, 2, 2, 1, 1, 1, 1, 2, 2]
+    assert found["eager reads"] == []
     assert found["counts"]["accepted_tokens"] > 5
 
 

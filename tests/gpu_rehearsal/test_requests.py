@@ -31,15 +31,17 @@ from tests.support.rehearsing import (
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LENGTHS = [30, 21, 9, 17, 40, 5, 12]
-TOKENS = 14
+TOKENS, MAX_LEN = 14, 512
 ABORTED = 2
+# Prompts that the draft reads beside the trees of up to three others, 512 rows in all.
+LONG = [200, 460, 9, 90, 330, 61]
 # Two sizes of trees, and none at four requests.
 TIERS = [[1, 2, 7], [3, 3, 3], [4, 4, 0]]
 DECIDED = [7, 1, 3, 0, 1]  # each for three steps
 
 
-def params() -> list[Any]:
-    return greedy_and_seeded(len(LENGTHS), TOKENS)
+def params(lengths: list[int] = LENGTHS) -> list[Any]:
+    return greedy_and_seeded(len(lengths), TOKENS)
 
 
 def run(models: str) -> dict[str, Any]:
@@ -50,19 +52,24 @@ def run(models: str) -> dict[str, Any]:
     from gpu_stand_in import flash_attention
 
     target, draft = save_related_pair(Path(models))
-    requests = random_prompts(LENGTHS)
-    with rehearsing(None, model=target, max_num_seqs=4) as llm:
+    requests, long = random_prompts(LENGTHS), random_prompts(LONG)
+    options = {"model": target, "max_num_seqs": 4}
+    with rehearsing(None, **options, max_model_len=MAX_LEN) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, requests, params())}
+        answers["plain long"] = generate(llm, long, params(LONG))
     tiers = sequoia(
         size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=TIERS, adapt=True
     )
-    with rehearsing(tiers, model=target, max_num_seqs=4, attention_backend="TRITON_ATTN") as llm:
+    with rehearsing(
+        tiers, **options, max_model_len=MAX_LEN, attention_backend="TRITON_ATTN"
+    ) as llm:
         scheduler_of(llm).end_adaptation()  # decided on below
         answers["tiers"] = generate_with_trees(llm, requests, params())
         answers["any"] = decide_often(llm, requests, most=[7] * 5)
         scheduled = scheduler_of(llm).dynamic_sd_lookup
         answers["fewer"] = decide_often(llm, requests[:3], scheduled)  # of four, nobody drafts
         answers["joining"] = join_and_abort(llm, requests, params(), ABORTED)
+        answers["long"] = join_and_abort(llm, long, params(LONG), ABORTED)
         answers["least token"] = int(runner_of(llm).speculator.drafted.tokens.min())
     # Blocks for two or three requests; eight nodes at once of each, of 26 at most.
     parents = [-1, *[0] * 8, *range(1, 9)]
@@ -73,8 +80,7 @@ def run(models: str) -> dict[str, Any]:
     }  # fmt: skip
     flash_attention.attended.clear()
     with rehearsing(
-        wide, model=target, max_model_len=80, num_gpu_blocks_override=8,
-        max_num_batched_tokens=26, max_num_seqs=4,
+        wide, **options, max_model_len=80, num_gpu_blocks_override=8, max_num_batched_tokens=26,
     ) as llm:  # fmt: skip
         flash_attention.causal_rows.clear()
         with counting_rows(llm) as rows:
@@ -161,10 +167,11 @@ def test_rows_without_a_tree_hold_tokens_that_the_target_can_embed(answers):
     assert answers["least token"] >= 0
 
 
-def test_requests_join_and_are_aborted(answers):
-    plain = answers["plain"]["tokens"]
-    assert answers["joining"]["tokens"] == plain[:ABORTED] + plain[ABORTED + 1 :]
-    assert answers["joining"]["counts"]["tokens_per_tree"] > 1.3
+@pytest.mark.parametrize(("which", "plain"), [("joining", "plain"), ("long", "plain long")])
+def test_requests_join_and_are_aborted(which, plain, answers):
+    tokens = answers[plain]["tokens"]
+    assert answers[which]["tokens"] == tokens[:ABORTED] + tokens[ABORTED + 1 :]
+    assert answers[which]["counts"]["tokens_per_tree"] > 1.3
 
 
 def test_preemption_and_prompts_in_chunks_beside_trees_at_the_end_of_the_budget(answers):
@@ -175,12 +182,19 @@ def test_preemption_and_prompts_in_chunks_beside_trees_at_the_end_of_the_budget(
     assert found["counts"]["tokens_per_tree"] > 1.3
 
 
-def test_short_prompts_are_read_in_graphs_beside_trees(answers):
-    assert max(LENGTHS) <= 64
-    assert answers["joining"]["reads without a graph"] == 0
+@pytest.mark.parametrize("which", ["joining", "long", "pressed"])
+def test_prompts_are_read_in_graphs_beside_trees(which, answers):
+    assert answers[which]["eager reads"] == []
 
 
-@pytest.mark.parametrize("which", ["joining", "pressed"])
+def test_a_graphs_rows_of_padding_are_at_most_as_many_as_those_of_the_next_size(answers):
+    """The smallest has 64. Bounds count what outcomes might bring: up to a path of each request."""
+    rows = answers["long"]["read rows"]
+    assert max(needed for needed, _ in rows) > 256
+    assert all(captured < max(2 * (needed + 4 * 4), 65) for needed, captured in rows)
+
+
+@pytest.mark.parametrize("which", ["joining", "long", "pressed"])
 def test_trees_grow_from_graphs_beside_prompts(which, answers):
     """Whether requests join, are aborted or are preempted, and prompts come in chunks."""
     assert answers[which]["eager growth"] == []

@@ -50,12 +50,16 @@ def given(batch, slots):
         for name, column in columns.items()
         if name
     }
+    # Of the target's pass: as many tokens before it as the request's slot, and a row more for each.
+    rows = torch.tensor([1 + place for place in range(len(batch))], dtype=torch.int32)
+    by_request["query_start_loc"] = torch.nn.functional.pad(rows.cumsum(0).int(), (1, 0))
+    by_request["seq_lens"] = by_request["requests"] + rows
     return SlotStates(**by_slot), by_request
 
 
 WRITTEN = (
-    "slots", "starts", "counts", "roots", "contexts", "modes", "temperature", "top_k", "top_p",
-    "min_p", "seeds",
+    "slots", "starts", "counts", "first_rows", "last_rows", "computed_before", "roots", "contexts",
+    "modes", "temperature", "top_k", "top_p", "min_p", "seeds",
 )  # fmt: skip
 
 
@@ -73,13 +77,18 @@ def check(batch, slots, rows, most_nodes=None, state_offset=0):
     levels = SimpleNamespace(tree=SimpleNamespace(size=TREE_SIZE), rows_per_tree=INNER_NODES)
     taken.begin(**arguments, states=states, levels=levels, longest=LONGEST, max_trees=MAX_TREES)
     out = {name: getattr(taken, name) for name in WRITTEN}
-    trees = {}
+    trees, first_row = {}, 0
     for row, (slot, computed, sampled, read, bound, mode) in enumerate(batch):
         end = computed + (sampled > 0)
         readable = computed if state_offset else end
         count = max(min(readable - read, bound), 0)
         found = [out[name][row].item() for name in ("slots", "starts", "counts", "roots", "modes")]
         assert found == [slot, read, count, max(end - 1, 0), mode]
+        assert out["first_rows"][row] == first_row
+        first_row += count
+        assert out["first_rows"][row + 1] == first_row
+        assert out["last_rows"][row] == max(first_row - 1, 0)
+        assert out["computed_before"][row] == slot
         assert out["contexts"][row] == max(end - 1 - state_offset * (sampled > 0), 0)
         assert out["temperature"][row] == slot / 8
         assert (out["top_k"][row], out["top_p"][row]) == (slot + 5, slot / 16)
@@ -97,7 +106,10 @@ def check(batch, slots, rows, most_nodes=None, state_offset=0):
     padding = slice(len(batch), None)
     assert (out["slots"][padding] == -1).all()
     assert (out["modes"][padding] == SKIP).all()
-    assert not any(out[name][padding].any() for name in ("starts", "counts", "roots"))
+    zeros = ("starts", "counts", "roots", "computed_before")
+    assert not any(out[name][padding].any() for name in zeros)
+    assert (out["first_rows"][len(batch) :] == first_row).all()
+    assert (out["last_rows"][padding] == max(first_row - 1, 0)).all()
     return trees
 
 
@@ -119,9 +131,10 @@ def test_a_request_may_cap_its_tree():
     assert check(BATCH, SLOTS, ROWS, capped) == {4: 3, 5: TREE_SIZE}
 
 
-def test_a_batch_of_more_rows_than_one_program_has():
-    batch = [(199 - row, row % 50, row % 3, row % 7, 4, row % 4 - 1) for row in range(150)]
-    assert check(batch, 200, 200)
+@pytest.mark.parametrize("requests", [150, 512, 700])
+def test_rows_go_on_where_the_program_takes_the_next_requests(requests):
+    batch = [(799 - row, row % 50, row % 3, row % 7, 4, row % 4 - 1) for row in range(requests)]
+    assert check(batch, 800, 800)
 
 
 def test_without_requests_all_is_padding():

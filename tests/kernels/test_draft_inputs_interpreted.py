@@ -12,7 +12,7 @@ REQUESTS = torch.tensor([3, 0, 2, -1, 4])
 POISON = torch.iinfo(torch.int32).max // 1024
 
 
-def tables_of(block_sizes, requests=5):
+def tables_of(block_sizes, requests=5, windows=None):
     """Tables wider than the model's length needs, none of whose blocks is another's."""
     generator = torch.Generator().manual_seed(7)
     tables = []
@@ -20,12 +20,12 @@ def tables_of(block_sizes, requests=5):
         width = -(-MAX_LEN // size)
         table = torch.randperm(requests * width, generator=generator).view(requests, width).int()
         tables.append(torch.nn.functional.pad(table, (0, 3), value=POISON)[:, :width])
-    return PagedTables.of(tables, block_sizes)
+    return PagedTables.of(tables, block_sizes, windows)
 
 
-def untouched_inputs(tables, rows, max_requests=6):
-    inputs = DraftInputs.empty(tables, rows, max_requests)
-    for buffer in (inputs.token_ids, inputs.positions, inputs.slots, inputs.last_rows):
+def untouched_inputs(tables, rows):
+    inputs = DraftInputs.empty(tables, rows)
+    for buffer in (inputs.token_ids, inputs.positions, inputs.slots):
         buffer.fill_(UNTOUCHED)
     return inputs
 
@@ -49,35 +49,65 @@ def check_rows(inputs, expected, block_sizes):
         assert (buffer[..., rows:] == UNTOUCHED).all()
 
 
+# Windows by group, and tokens of each request that the target had computed before the step.
+WINDOWS, COMPUTED_BEFORE = {0: 3}, torch.tensor([0, 0, 34, 9, 60], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("windows", [{}, WINDOWS])
 @pytest.mark.parametrize("state_offset", [0, 1])
 @pytest.mark.parametrize("block_sizes", [(16,), (32,), (16, 32), (32, 16, 64)])
-def test_committed_tokens(block_sizes, state_offset):
-    inputs = untouched_inputs(tables_of(block_sizes), rows=40)
+def test_committed_tokens(block_sizes, state_offset, windows):
+    """Of requests that read something, nothing, or more than the model holds; then padding."""
+    inputs = untouched_inputs(tables_of(block_sizes, windows=windows), rows=40)
     starts = torch.tensor([0, 15, 31, 9, MAX_LEN - 2], dtype=torch.int32)
-    counts = torch.tensor([4, 0, 2, 4, 3], dtype=torch.int32)  # the last leaves the model
+    first_rows = torch.tensor([0, 4, 4, 6, 10, 13], dtype=torch.int32)
     token_ids = torch.arange(5 * (MAX_LEN + 3), dtype=torch.int32).view(5, MAX_LEN + 3)[:, :MAX_LEN]
-    width, longest = 4, 33
+    longest = 33
     inputs.read_committed(
-        requests=REQUESTS, starts=starts, counts=counts, all_token_ids=token_ids, width=width,
-        longest=longest, state_offset=state_offset,
+        requests=REQUESTS, starts=starts, first_rows=first_rows, computed_before=COMPUTED_BEFORE,
+        all_token_ids=token_ids, num_rows=16, longest=longest, state_offset=state_offset,
     )  # fmt: skip
-    expected = []
+    expected, before_windows = [], []
     for request, slot in enumerate(REQUESTS.tolist()):
-        for offset in range(width):
+        for offset in range(first_rows[request + 1] - first_rows[request]):
             position = int(starts[request]) + offset
-            real = slot >= 0 and offset < counts[request] and position + state_offset < MAX_LEN
-            expected.append(
-                (
-                    int(token_ids[slot, position + state_offset]) if real else 0,
-                    min(position, longest - 1),
-                    position if real else None,
-                    request,
-                )
-            )
-    last = [cached is None for _, _, cached, _ in expected[-4:]]
-    assert last == [False, state_offset == 1, True, True]
+            real = slot >= 0 and position + state_offset < MAX_LEN
+            token = int(token_ids[slot, position + state_offset]) if real else 0
+            place = position if real else None
+            expected.append((token, min(position, longest - 1), place, request))
+            before_windows.append(position <= COMPUTED_BEFORE[request] - WINDOWS[0])
+    expected += [(0, 0, None, 0)] * 3
+    last = [cached is None for _, _, cached, _ in expected[10:13]]
+    assert last == [False, state_offset == 1, True]
+    assert before_windows == [False] * 4 + [True, False] + [False] * 7
+    if windows:  # looked at here, and then as if it were not there
+        left_out = before_windows.index(True)
+        assert inputs.slots[:, left_out].tolist()[0] == NO_SLOT
+        assert (inputs.slots[1:, left_out] != NO_SLOT).all()
+        inputs.slots[0, left_out] = expected_slot(inputs.tables, 0, 2, int(starts[2]))
     check_rows(inputs, expected, block_sizes)
-    assert inputs.last_rows.tolist() == [3, 4, 9, 15, 18, UNTOUCHED]
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 127, 128, 300])
+def test_each_row_finds_its_request(requests):
+    """Among any number of them, of which many read nothing, also the first and the last."""
+    generator = torch.Generator().manual_seed(requests)
+    counts = torch.randint(-3, 4, (requests,), generator=generator).clamp(min=0)
+    first_rows = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    rows = int(first_rows[-1]) + 2
+    inputs = untouched_inputs(tables_of((16,), requests), rows)
+    inputs.read_committed(
+        requests=torch.arange(requests), starts=torch.full((requests,), 5, dtype=torch.int32),
+        first_rows=first_rows, computed_before=torch.zeros(requests, dtype=torch.int32),
+        all_token_ids=torch.arange(requests * 8, dtype=torch.int32).view(requests, 8),
+        num_rows=rows, longest=MAX_LEN,
+    )  # fmt: skip
+    expected = [
+        (request * 8 + 5 + offset, 5 + offset, 5 + offset, request)
+        for request, count in enumerate(counts.tolist())
+        for offset in range(count)
+    ]
+    check_rows(inputs, [*expected, *[(0, 0, None, 0)] * 2], (16,))
 
 
 # Columns of a level's nodes, for each request slot.
@@ -137,7 +167,7 @@ def test_roots_and_masks(block_sizes):
 
 
 def test_more_rows_than_one_program_has():
-    inputs = untouched_inputs(tables_of((16,), requests=40), rows=400, max_requests=40)
+    inputs = untouched_inputs(tables_of((16,), requests=40), rows=400)
     roots = torch.arange(40, dtype=torch.int32)
     inputs.read_level(
         requests=torch.arange(40).flip(0), contexts=roots, tokens=torch.arange(40 * 9).view(40, 9),
@@ -155,7 +185,7 @@ def test_more_rows_than_one_program_has():
 def test_no_entry_beyond_a_table_is_read():
     """A position that the table has no block for has no slot, even if the model goes so far."""
     table = torch.tensor([[5, POISON, POISON]], dtype=torch.int32)[:, :1]
-    inputs = untouched_inputs(PagedTables.of([table], [16]), rows=8, max_requests=1)
+    inputs = untouched_inputs(PagedTables.of([table], [16]), rows=8)
     inputs.read_level(
         requests=torch.tensor([0]), contexts=torch.tensor([14], dtype=torch.int32),
         tokens=torch.zeros(1, 4, dtype=torch.int64),
@@ -176,10 +206,11 @@ def test_tables_that_do_not_fit_are_refused():
 
 
 def test_batches_that_do_not_fit_are_refused():
-    inputs = untouched_inputs(tables_of((16,)), rows=9, max_requests=5)
+    inputs = untouched_inputs(tables_of((16,)), rows=9)
     with pytest.raises(ValueError, match="10 rows of 5 requests"):
         inputs.read_committed(
             requests=REQUESTS, starts=torch.zeros(5, dtype=torch.int32),
-            counts=torch.zeros(5, dtype=torch.int32),
-            all_token_ids=torch.zeros(5, 8, dtype=torch.int32), width=2, longest=8,
+            first_rows=torch.zeros(6, dtype=torch.int32),
+            computed_before=torch.zeros(5, dtype=torch.int32),
+            all_token_ids=torch.zeros(5, 8, dtype=torch.int32), num_rows=10, longest=8,
         )  # fmt: skip

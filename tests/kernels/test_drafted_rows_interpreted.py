@@ -31,6 +31,7 @@ def begun(levels: DraftLevels, drafted: DraftedTrees) -> DraftBatch:
     )  # fmt: skip
     batch.begin(
         requests=torch.arange(REQUESTS, dtype=torch.int32), num_sampled=each(1), bounds=each(1),
+        seq_lens=each(11), query_start_loc=torch.arange(REQUESTS + 1, dtype=torch.int32),
         states=states, levels=levels, longest=99, max_trees=REQUESTS,
     )  # fmt: skip
     return batch

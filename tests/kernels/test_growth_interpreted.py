@@ -80,13 +80,15 @@ def grown(shapes, mode):
         batch=batch,
         drafted=drafted,
         model=PathModel(),
-        inputs=DraftInputs.empty(PagedTables.of([blocks], [MAX_LEN // 2]), 16, requests),
+        inputs=DraftInputs.empty(PagedTables.of([blocks], [MAX_LEN // 2]), 16),
         token_ids=torch.zeros(4, MAX_LEN, dtype=torch.int32),
         max_lens=(MAX_LEN, MAX_LEN),
         depth=DEPTH,
+        longest_chain=8,
     )
     roots = DraftStates(logits_after([]).repeat(requests, 1), remembered([]).repeat(requests, 1))
-    growth.keep_roots(roots, torch.arange(requests))
+    batch.last_rows.copy_(torch.arange(requests))
+    growth.keep_roots(roots, requests)
     growth.grow(requests, levels, max_keys=MAX_LEN)
     return drafted, levels
 

@@ -1,5 +1,7 @@
 """The target's states along accepted paths against a plain loop over rows."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -12,8 +14,6 @@ ACCEPTED = [[2, 5, 6], [-1, -1, -1], [1, -1, -1]]
 
 def expected_row(request, offset, accepted):
     """The target's row of this token; None: nobody reads it."""
-    if request >= len(QUERY_START_LOC) - 1:
-        return None
     first = QUERY_START_LOC[request]
     if request >= len(accepted) or offset == 0:
         return first + offset
@@ -25,20 +25,19 @@ def expected_row(request, offset, accepted):
 @pytest.mark.parametrize("num_layers", [1, 3, 8])
 @pytest.mark.parametrize("accepted", [ACCEPTED, []])
 def test_states_along_paths(hidden, num_layers, accepted):
-    rows = [(request, offset) for request in range(6) for offset in range(5)]
-    rows = [(r, o) for r, o in rows if r < len(accepted) or r == 5 or o < 2 or r == 3]
+    counts = [5, 0, 5, 5, 2] if accepted else [7, 3, 0, 5, 2]
+    rows = [(request, offset) for request, count in enumerate(counts) for offset in range(count)]
     torch.manual_seed(hidden)
     # Wider than what is read, as a graph's outputs are.
     layers = [torch.randn(30, hidden) for _ in range(num_layers)]
-    states = torch.full((len(rows) + 1, num_layers * hidden), -99.0)
+    states = torch.full((len(rows) + 2, num_layers * hidden), -99.0)
     # As the verifier keeps them: beside the number of nodes.
     paths = torch.tensor([[7, *path] for path in accepted], dtype=torch.int32).view(-1, 4)[:, 1:]
     gather_target_states(
         layers,
         query_start_loc=torch.tensor(QUERY_START_LOC, dtype=torch.int32),
         accepted=paths if accepted else None,
-        requests=torch.tensor([request for request, _ in rows]),
-        offsets=torch.tensor([offset for _, offset in rows], dtype=torch.int32),
+        first_rows=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
         states=states[:-1],
     )
     together = torch.cat(layers, dim=1)
@@ -51,14 +50,15 @@ def test_states_along_paths(hidden, num_layers, accepted):
         else:
             assert torch.equal(states[row], together[expected])
             compared += 1
-    assert compared > len(rows) / 3
+    assert compared > len(rows) / 2
+    assert torch.equal(states[len(rows)], together[0])  # of no request
     assert (states[-1] == -99.0).all()
 
 
 def test_no_rows():
     gather_target_states(
         [torch.ones(2, 4)], query_start_loc=torch.tensor([0, 2], dtype=torch.int32), accepted=None,
-        requests=torch.tensor([], dtype=torch.int64), offsets=torch.tensor([], dtype=torch.int32),
+        first_rows=torch.tensor([0, 0], dtype=torch.int32),
         states=torch.empty(0, 4),
     )  # fmt: skip
 
@@ -72,6 +72,6 @@ def test_layers_that_cannot_be_gathered(layers):
     with pytest.raises(ValueError, match="layers"):
         gather_target_states(
             layers, query_start_loc=torch.tensor([0, 2], dtype=torch.int32), accepted=None,
-            requests=torch.tensor([0]), offsets=torch.tensor([0]),
+            first_rows=torch.tensor([0, 1], dtype=torch.int32),
             states=torch.empty(1, 4 * len(layers)),
         )  # fmt: skip

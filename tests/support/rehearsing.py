@@ -48,19 +48,46 @@ def since(before: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
 @contextmanager
 def counting_eager_growth() -> Iterator[list[int]]:
     """Trees that grow without a graph, within the block: the batch size of each growth."""
+    with _counting_eager("grow") as eager:
+        yield eager
+
+
+@contextmanager
+def counting_eager_reads() -> Iterator[list[int]]:
+    """Committed tokens that are read without a graph, within the block: requests of each pass."""
+    with _counting_eager("committed_inputs") as eager:
+        yield eager
+
+
+@contextmanager
+def _counting_eager(method: str) -> Iterator[list[int]]:
     from gpu_stand_in import graphs
 
     from sequoia_vllm.drafting.growth import TreeGrowth
 
-    original, eager = TreeGrowth.grow, []
+    original, eager = getattr(TreeGrowth, method), []
 
-    def grow(self: Any, num_reqs: int, *args: Any) -> None:
+    def run(self: Any, num_reqs: int, *args: Any) -> Any:
         if graphs.capturing() is None:
             eager.append(num_reqs)
-        original(self, num_reqs, *args)
+        return original(self, num_reqs, *args)
 
-    with patched(TreeGrowth, "grow", grow):
+    with patched(TreeGrowth, method, run):
         yield eager
+
+
+@contextmanager
+def counting_read_rows(speculator: Any) -> Iterator[list[tuple[int, int]]]:
+    """Rows of each read from a graph within the block: those that were needed, and the graph's."""
+    graphs, found = speculator._reader.graphs, []
+    original = graphs.run_fullgraph
+
+    def replay(shape: Any) -> None:
+        found.append((int(speculator.batch.first_rows[-1]), shape.num_tokens))
+        original(shape)
+
+    with patched(graphs, "run_fullgraph", replay):
+        yield found
 
 
 @contextmanager
@@ -102,9 +129,14 @@ def generate(llm: Any, requests: list[Any], params: Any) -> dict[str, Any]:
     from gpu_stand_in import graphs
 
     before = graphs.report()
-    with counting_eager_growth() as eager:
+    with counting_eager_growth() as eager, counting_eager_reads() as eager_reads:
         tokens = completions(llm.generate(requests, params, use_tqdm=False))
-    return {"tokens": tokens, "graphs": since(before)["replayed"], "eager growth": eager}
+    return {
+        "tokens": tokens,
+        "graphs": since(before)["replayed"],
+        "eager growth": eager,
+        "eager reads": eager_reads,
+    }
 
 
 def plain_and_trees(config: dict, model: str, texts: list[Any], params: Any) -> dict[str, Any]:
@@ -118,9 +150,9 @@ def plain_and_trees(config: dict, model: str, texts: list[Any], params: Any) -> 
 
 
 def check_replayed(found: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Tokens are plain vLLM's, and graphs ran all steps but those that read prompts."""
+    """Tokens are plain vLLM's, and graphs ran all of the draft, and the target's tree steps."""
     assert found["tokens"] == plain["tokens"][: len(found["tokens"])]
-    assert found["eager growth"] == []
+    assert found["eager growth"] == found["eager reads"] == []
     assert found["graphs"]["DraftGraphs"] >= found["counts"]["steps"] - 3
     assert found["graphs"]["TreeGraphManager"] >= found["counts"]["steps"] - 3
 
@@ -137,11 +169,11 @@ def join_and_abort(
     engine, done = llm.llm_engine, {}
     waiting = list(zip(map(str, range(len(requests))), requests, params, strict=True))
     step = 0
-    reader = runner_of(llm).speculator._reader
     with (
         counting_eager_growth() as eager,
+        counting_eager_reads() as eager_reads,
+        counting_read_rows(runner_of(llm).speculator) as rows,
         counting_modes(runner_of(llm)) as modes,
-        patch.object(reader, "read_ragged", wraps=reader.read_ragged) as ragged,
     ):
         while waiting or engine.has_unfinished_requests():
             if waiting and step % 2 == 0:
@@ -156,5 +188,6 @@ def join_and_abort(
         "counts": counted(llm),
         "eager growth": eager,
         "modes": dict(modes),
-        "reads without a graph": ragged.call_count,
+        "eager reads": eager_reads,
+        "read rows": rows,
     }

@@ -67,26 +67,27 @@ def test_fewer_drafts_are_captured_for_all_batches_that_may_change_over_to_them(
 
 def test_trees_that_are_equally_deep_share_the_graphs_that_read():
     plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048)
-    assert paths_read(plan) == {3: [1, 2, 3, 4, 6, 8, 12, 16]}
+    assert plan.read_sizes == {3: [1, 2, 3, 4, 6, 8, 12, 16]}
     plan = DraftPlan(TREE, [6] * 4 + [1] * 2 + [0] * 100, most_rows=2048)
-    assert paths_read(plan) == {3: [1, 2, 3, 4], 2: [6]}
+    assert plan.read_sizes == {3: [1, 2, 3, 4], 2: [6]}
 
 
-def paths_read(plan: DraftPlan) -> dict[int, list[int]]:
-    return {width: sizes for width, sizes in plan.read_sizes.items() if width < 16}
-
-
-def test_short_prompts_of_few_requests_are_read_in_graphs():
+def test_prompts_are_read_in_graphs_for_any_batch():
     plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048)
-    assert {width: sizes[-1] for width, sizes in plan.read_sizes.items()} == {3: 16, 16: 16, 64: 8}
+    sizes = plan.ragged_sizes(200)
+    assert sizes[:3] == [(4, 64), (16, 64), (64, 64)]
+    assert sizes[-4:] == [(4, 512), (16, 512), (64, 512), (200, 512)]
+    assert len(sizes) == 15
     assert plan.most_rows_read == 512
-    few_rows = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=60)
-    assert {width: sizes[-1] for width, sizes in few_rows.read_sizes.items()} == {3: 16, 16: 3}
-    deep = DraftPlan(TokenTree.chain(20), [20] * 4, most_rows=2048)
-    assert list(deep.read_sizes) == [21, 64]
-    assert DraftPlan(TREE, [0] * 4, most_rows=2048).read_sizes == {}
-    nearly = DraftPlan(TokenTree.chain(12), [12] * 4, most_rows=2048)
-    assert list(nearly.read_sizes) == [13, 64]
+    assert plan.ragged_sizes(3) == [(3, rows) for rows in (64, 128, 256, 512)]
+    many = DraftPlan(TREE, [6] * 400, most_rows=2048)
+    assert many.most_rows_read == 400 * 3
+
+
+def test_no_ragged_graph_has_more_rows_than_a_pass():
+    assert DraftPlan(TREE, [6], most_rows=60).ragged_sizes(8) == [(4, 60), (8, 60)]
+    assert DraftPlan(TREE, [6], most_rows=100).ragged_sizes(4) == [(4, 64), (4, 100)]
+    assert DraftPlan(TREE, [0] * 4, most_rows=2048).ragged_sizes(8) == []
 
 
 def test_logits_are_kept_for_the_largest_product_of_batch_and_nodes():

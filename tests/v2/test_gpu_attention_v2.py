@@ -102,7 +102,7 @@ def slots_of_a_level() -> dict[str, list[list[int]]]:
     requests = torch.tensor([2, 0, -1, 3])  # the third is a graph's padding
     tables.gather_block_tables(requests.clamp(min=0).int(), 4)
     roots = torch.tensor([13, 30, 0, 60], dtype=torch.int32)
-    inputs = DraftInputs.empty(PagedTables.of(tables.input_block_tables, [16, 32]), 12, 4)
+    inputs = DraftInputs.empty(PagedTables.of(tables.input_block_tables, [16, 32]), 12)
     inputs.read_level(
         requests=requests,
         contexts=roots,

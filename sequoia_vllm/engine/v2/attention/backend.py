@@ -67,7 +67,7 @@ class TreeBackend(ABC):
         Args:
             queries: The pass.
             block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
-            slots: int64 ``[R * width]``: slots of the queries' keys.
+            slots: int64 ``[rows]``: slots of the queries' keys.
         """
 
     @abstractmethod

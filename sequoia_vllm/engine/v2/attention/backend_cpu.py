@@ -45,14 +45,11 @@ class CPUTreeBackend(TreeBackend):
     def scoring_queries(self, trees: ScoringTreesV2 | None, metadata: Any) -> TreeQueries:
         """Rows and masks of the trees."""
         assert trees is not None  # no attention of ours is in other steps
-        lengths = trees.query_start_loc.diff()
-        offsets = torch.arange(trees.width)
-        rows = trees.query_start_loc[:-1, None] + offsets
         return TreeQueries(
-            rows=torch.where(offsets < lengths[:, None], rows, -1).long(),
+            rows=_rows_of(trees),
             block_table=metadata.block_table[: trees.num_requests],
             context_lens=trees.context_lens.long(),
-            num_nodes=lengths.long(),
+            num_nodes=trees.query_start_loc.diff().long(),
             ancestors=trees.ancestors[: trees.width, : trees.width],
             max_keys=trees.max_keys,
             only_trees=trees.others is None,
@@ -62,26 +59,24 @@ class CPUTreeBackend(TreeBackend):
         self, queries: NodeQueries, block_table: Tensor, slots: Tensor
     ) -> CPUTreeAttentionMetadata:
         """Metadata whose rows are all tree nodes."""
-        num_reqs, nodes = len(block_table), queries.first + queries.width
-        context_lens = queries.context_lens.long()
+        nodes = queries.first + queries.width
+        lengths = queries.query_start_loc.diff()
         assert queries.max_slots is not None
-        num_nodes = (queries.max_slots - context_lens).clamp_(max=nodes)
-        if queries.written is not None:
-            num_nodes = torch.minimum(num_nodes, queries.first + queries.written)
+        slots_left = queries.max_slots - queries.context_lens
         return CPUTreeAttentionMetadata(
-            num_actual_tokens=num_reqs * queries.width,
+            num_actual_tokens=len(slots),
             max_query_len=queries.width,
             query_start_loc=queries.query_start_loc,
             max_seq_len=queries.max_keys,
-            seq_lens=context_lens,
+            seq_lens=queries.context_lens.long(),
             block_table=block_table,
             slot_mapping=slots,
             scheduler_metadata=None,
             tree=TreeQueries(
-                rows=torch.arange(num_reqs * queries.width).view(num_reqs, queries.width),
+                rows=_rows_of(queries),
                 block_table=block_table,
-                context_lens=context_lens,
-                num_nodes=num_nodes,
+                context_lens=queries.context_lens.long(),
+                num_nodes=torch.minimum(slots_left, queries.first + lengths).long(),
                 ancestors=queries.ancestors[queries.first : nodes, :nodes],
                 max_keys=queries.max_keys,
                 only_trees=True,
@@ -97,3 +92,10 @@ class CPUTreeBackend(TreeBackend):
         if self._caches is None:
             self._caches = TargetCaches(caches, metadata)
         self._caches.move(source, target, metadata)
+
+
+def _rows_of(nodes: NodeQueries) -> Tensor:
+    """int64 ``[R, width]``: row of each query, -1 past a request's last."""
+    lengths, offsets = nodes.query_start_loc.diff(), torch.arange(nodes.width)
+    rows = nodes.query_start_loc[:-1, None] + offsets
+    return torch.where(offsets < lengths[:, None], rows, -1).long()

@@ -1,4 +1,4 @@
-"""The draft's passes as CUDA graphs, one per batch size and number of tokens."""
+"""The draft's passes as CUDA graphs, one per number of requests and of tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+RAGGED = 0
+"""In place of the tokens of each request: the pass takes any number of each."""
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -27,9 +30,11 @@ class DraftGraphs(CudaGraphManager):
     Args:
         vllm_config, device: The engine's.
         mode: The target's graph mode; the draft's passes are captured if decoding is.
-        run: The pass, ``run(requests, tokens)``.
+        run: The pass, ``run(requests, tokens, rows)``: tokens (or drafts) per request, `RAGGED` for
+            any number, and tokens of all.
         title: Its name in the log.
         sizes: Requests of the graphs, ascending, by the pass's tokens (or drafts) per request.
+        ragged: Requests and rows of ragged graphs, ascending by rows.
     """
 
     def __init__(
@@ -37,18 +42,22 @@ class DraftGraphs(CudaGraphManager):
         vllm_config: VllmConfig,
         device: torch.device,
         mode: CUDAGraphMode,
-        run: Callable[[int, int], None],
+        run: Callable[[int, int, int], None],
         title: str,
         sizes: Mapping[int, Sequence[int]],
+        ragged: Sequence[tuple[int, int]] = (),
     ) -> None:
         full = mode.decode_mode() == CUDAGraphMode.FULL
         own_mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         super().__init__(vllm_config, device, own_mode, decode_query_len=1)
         self._run, self._title = run, title
         self._shapes = {
-            tokens: [_shape(requests, tokens) for requests in sizes[tokens]]
-            for tokens in (sorted(sizes) if full else ())
+            tokens: [_shape(requests, requests * tokens, tokens) for requests in sizes[tokens]]
+            for tokens in sorted(sizes)
         }
+        self._shapes[RAGGED] = [_shape(*size, RAGGED) for size in ragged]
+        if not full:
+            self._shapes = {}
         # The largest first: smaller graphs then reuse its memory.
         every = [shape for shapes in self._shapes.values() for shape in shapes]
         shapes = sorted(every, key=lambda shape: shape.num_tokens, reverse=True)
@@ -66,8 +75,8 @@ class DraftGraphs(CudaGraphManager):
         def forward_of(
             shape: BatchExecutionDescriptor, warmup: bool
         ) -> Callable[[CUDAGraphMode], None]:
-            requests, tokens = shape.num_reqs or 0, shape.uniform_token_count or 0
-            return lambda _: self._run(requests, tokens)
+            requests, tokens = shape.num_reqs or 0, shape.uniform_token_count or RAGGED
+            return lambda _: self._run(requests, tokens, shape.num_tokens)
 
         self.capture(forward_of, self._title)
 
@@ -79,18 +88,27 @@ class DraftGraphs(CudaGraphManager):
         return untried * max(taken, _LEAST_BYTES)
 
     def tokens_for(self, num_reqs: int) -> list[int]:
-        """Tokens per request for which a graph fits so many requests, ascending."""
-        return [tokens for tokens in self._shapes if self._shape_of(num_reqs, tokens)]
+        """Tokens per request for which a graph fits so many requests, ascending; also `RAGGED`."""
+        return sorted(tokens for tokens in self._shapes if self._shape_of(num_reqs, tokens))
 
-    def replay(self, num_reqs: int, tokens: int) -> bool:
-        """Replays the graph that fits this batch; False: there is none."""
-        if shape := self._shape_of(num_reqs, tokens):
+    def replay(self, num_reqs: int, tokens: int, rows: int = 0) -> bool:
+        """Replays the smallest graph that fits; False: there is none.
+
+        Args:
+            num_reqs: Requests.
+            tokens: Tokens (or drafts) per request, or `RAGGED`.
+            rows: Tokens of all requests, if ragged.
+        """
+        if shape := self._shape_of(num_reqs, tokens, rows):
             self.run_fullgraph(shape)
         return shape is not None
 
-    def _shape_of(self, num_reqs: int, tokens: int) -> BatchExecutionDescriptor | None:
+    def _shape_of(
+        self, num_reqs: int, tokens: int, rows: int = 0
+    ) -> BatchExecutionDescriptor | None:
         for shape in self._shapes.get(tokens, ()):
-            if shape.num_reqs is not None and shape.num_reqs >= num_reqs and shape in self.graphs:
+            fits = (shape.num_reqs or 0) >= num_reqs and shape.num_tokens >= rows
+            if fits and shape in self.graphs:
                 return shape
         return None
 
@@ -103,17 +121,18 @@ def capture_drafting(every: Sequence[DraftGraphs], on_trial: bool) -> int:
     if not on_trial:
         taken = free - torch.accelerator.get_memory_info()[0]
         logger.info(
-            "Sequoia: %d CUDA graphs of the draft took %.1f s and %.2f GiB",
+            "Sequoia: %d CUDA graphs of the draft (%d for prompts) took %.1f s and %.2f GiB",
             sum(len(graphs.graphs) for graphs in every),
+            sum(shape.uniform_token_count is None for graphs in every for shape in graphs.graphs),
             time.perf_counter() - started, taken / (1 << 30),
         )  # fmt: skip
     return sum(graphs.untried_bytes for graphs in every)
 
 
-def _shape(num_reqs: int, tokens: int) -> BatchExecutionDescriptor:
+def _shape(num_reqs: int, rows: int, tokens: int) -> BatchExecutionDescriptor:
     return BatchExecutionDescriptor(
         cg_mode=CUDAGraphMode.FULL,
-        num_tokens=num_reqs * tokens,
+        num_tokens=rows,
         num_reqs=num_reqs,
-        uniform_token_count=tokens,
+        uniform_token_count=tokens or None,
     )

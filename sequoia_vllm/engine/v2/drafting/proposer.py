@@ -19,8 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
-from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts
-from sequoia_vllm.drafting.growth import chain_width
+from sequoia_vllm.drafting.draft_plan import MOST_RAGGED_ROWS, DraftPlan, depths_by_drafts
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -71,11 +70,9 @@ class TreeProposerV2(DraftModelSpeculator):
     has_failed = False
     _has_trees = False  # some request may have one, for the next step
     _last_grown: DraftLevels | None = None
-    _last_width: int | None = None
+    _last_width = 0
     _target_states: TargetStates | None = None
-    _read_graphs: DraftGraphs | None = None
     _growth_graphs: DraftGraphs | None = None
-    _key_graphs: DraftGraphs | None = None
 
     def __init__(self, drafter: TreeDrafter, req_states: RequestState, tables: TreeTables) -> None:
         vllm_config, device = drafter.chains.vllm_config, drafter.chains.device
@@ -150,24 +147,23 @@ class TreeProposerV2(DraftModelSpeculator):
         """
         super().set_attn(*args, **kwargs)
         cache = self.drafter.cache = DraftCache.of(
-            self.block_tables, self.kv_cache_config, self.draft_attn_layer_names,
-            self.max_num_tokens + self.max_num_reqs, self.tree.depth, self.device,
-        )  # fmt: skip
+            self.block_tables, self.kv_cache_config, self.draft_attn_layer_names, self.tree.depth
+        )
         self.progress.use_cache(cache.block_sizes)
         draft_max_len, states = self.draft_model_config.max_model_len, self._target_states
         self._growth = self.drafter.new_growth(
             batch=self.batch,
             drafted=self.drafted,
-            inputs=cache.inputs(self.max_num_reqs),
+            inputs=cache.inputs(self.max_num_tokens + self.max_num_reqs),
             token_ids=self.req_states.all_token_ids.gpu,
             max_lens=(self.max_model_len, draft_max_len),
             depth=self.tree.depth,
+            longest_chain=MOST_RAGGED_ROWS,
             target_states=None if states is None else states.gathered,
         )
         self._reader = CommittedReader(
             self.drafter, self._growth, self.progress, states, self.batch,
-            self._build_attn_metadata, self.input_buffers, self.req_states.all_token_ids.gpu,
-            self.max_num_tokens, draft_max_len,
+            self._build_attn_metadata, self.input_buffers,
         )  # fmt: skip
 
     # -- graphs ----------------------------------------------------------------------------
@@ -175,29 +171,27 @@ class TreeProposerV2(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Replaces vLLM's, which captures no graphs of standalone draft models."""
         growth_sizes = {drafts: self.plan.graph_sizes(drafts) for drafts in self.plan.drafts}
-        # With a sliding window prompts need `leave_out_before_windows`, which no graph has.
-        widest = self.tree.depth + 1 if self.drafter.cache.windows else self.max_num_tokens
-        read_sizes = {w: sizes for w, sizes in self.plan.read_sizes.items() if w <= widest}
         graphs_of = partial(DraftGraphs, self.vllm_config, self.device, cudagraph_mode)
-        growth, longest = self._growth, self.max_model_len
+        growth, longest, levels_of = self._growth, self.max_model_len, self.tables.levels_of
         if not isinstance(self.drafter, TextDrafter):
-            self._read_graphs = graphs_of(
-                lambda requests, width: growth.read_committed(requests, width, longest),
-                "Capturing what the draft reads", read_sizes,
+            self._reader.graphs = graphs_of(
+                partial(self._reader.read_captured, longest),
+                "Capturing what the draft reads", self.plan.read_sizes,
+                self.plan.ragged_sizes(self.max_num_reqs),
             )  # fmt: skip
         self._growth_graphs = graphs_of(
-            lambda requests, drafts: growth.grow(requests, self.tables.levels_of(drafts), longest),
+            lambda requests, drafts, _: growth.grow(requests, levels_of(drafts), longest),
             "Capturing tree growth", growth_sizes,
         )  # fmt: skip
         if self.drafter.reads_states:  # one token of each request, where nothing is drafted
-            self._key_graphs = graphs_of(
-                lambda requests, _: self._reader.store_keys(requests, longest),
+            self._reader.key_graphs = graphs_of(
+                lambda requests, *_: self._reader.store_keys(requests, longest),
                 "Capturing what the draft reads for later", {1: powers_of_two(self.max_num_reqs)},
             )  # fmt: skip
 
     def capture(self) -> None:
         """Replaces vLLM's: captures passes that read, and passes that grow trees."""
-        every = [self._read_graphs, self._growth_graphs, self._key_graphs]
+        every = [self._reader.graphs, self._growth_graphs, self._reader.key_graphs]
         if found := [graphs for graphs in every if graphs is not None]:
             self.batch.slots.fill_(-1)
             self.untried_bytes = capture_drafting(found, self.on_trial)
@@ -296,8 +290,7 @@ class TreeProposerV2(DraftModelSpeculator):
         if drafts > 0 and can_draft.any():
             self._draft(batch, begin, reads, drafts)
         elif reads.any() and self._reader.must_read(batch, reads):
-            begin_reading = partial(begin, self.tables.levels_of(1), batch.num_reqs, 0)
-            self._reader.only_read(batch, begin_reading, reads, self._key_graphs)
+            self._reader.only_read(batch, begin(self.tables.levels_of(1), batch.num_reqs, 0))
         else:
             self._drop_trees()
 
@@ -315,14 +308,11 @@ class TreeProposerV2(DraftModelSpeculator):
     ) -> None:
         num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
-        has_passes, width = not isinstance(self.drafter, TextDrafter), None
-        if has_passes:
-            width = self._reader.width(batch, reads, num_trees, levels, self._read_graphs)
-        bounds = begin(levels, num_reqs if width is None else num_trees, num_trees)
-        self._has_trees = True
-        self._last_grown, self._last_width = levels, width
-        if has_passes:
-            self._reader.read(batch, bounds, num_trees, width, self._read_graphs)
+        readers = self._reader.readers(batch, reads, num_trees)
+        bounds = begin(levels, readers, num_trees)
+        self._has_trees, self._last_grown = True, levels
+        if not isinstance(self.drafter, TextDrafter):
+            self._last_width = -(-self._reader.read(batch, bounds, readers) // readers)
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
             self._growth.grow(num_trees, levels, max_keys(batch))
         take_from_rank0(self.drafted.tokens[:num_trees])
@@ -355,6 +345,8 @@ class TreeProposerV2(DraftModelSpeculator):
             requests=batch.idx_mapping,
             num_sampled=num_sampled,
             bounds=async_tensor_h2d(bounds, device=self.device),
+            seq_lens=batch.seq_lens,
+            query_start_loc=batch.query_start_loc,
             states=states,
             levels=levels,
             longest=self.longest,
@@ -368,8 +360,7 @@ class TreeProposerV2(DraftModelSpeculator):
         if self._last_grown is None:
             return []
         deeper = self._last_grown.levels[1:]
-        width = self._last_width or chain_width(self._last_grown)
-        return [width, *(level.width for level in deeper)]
+        return [self._last_width, *(level.width for level in deeper)]
 
     # -- memory profiling ---------------------------------------------------------------
 

@@ -18,13 +18,12 @@ class TargetStates:
     head reads in every step.
 
     Attributes:
-        gathered: ``[rows, W]``: a buffer that stays in place, for passes with equally many rows
-            per request; states of all layers side by side.
+        gathered: ``[rows, W]``: a buffer that stays in place; states of all layers side by side.
 
     Args:
         head: Says which states it reads.
         target_model: The target.
-        rows: Rows of the largest such pass.
+        rows: Rows of the largest pass that reads them in their place.
     """
 
     def __init__(self, head: HeadDrafter, target_model: torch.nn.Module, rows: int) -> None:
@@ -34,7 +33,6 @@ class TargetStates:
             rows, head.layers_read(target_model) * width, dtype=head.chains.dtype,
             device=head.chains.device,
         )  # fmt: skip
-        self._rows_of: dict[int, tuple[Tensor, Tensor]] = {}
         self._layers: list[Tensor] = []
 
     def note(
@@ -52,33 +50,26 @@ class TargetStates:
         """Frees the step's states for the next step."""
         self._layers = []
 
-    def gather_uniform(self, num_reqs: int, width: int) -> None:
-        """Gathers the states of ``width`` tokens of each request into `gathered`."""
-        if width not in self._rows_of:
-            every = torch.arange(len(self.gathered), dtype=torch.int32, device=self.gathered.device)
-            # Same dtypes as ragged rows, so that the kernel is compiled once.
-            self._rows_of[width] = (every // width).long(), every % width
-        rows = num_reqs * width
-        requests, offsets = self._rows_of[width]
-        self._gather(requests[:rows], offsets[:rows], self.gathered[:rows])
+    def gather(self, first_rows: Tensor, rows: int) -> Tensor:
+        """``[rows, W]``: the states of what each request reads: in place if they fit.
 
-    def gather(self, requests: Tensor, offsets: Tensor) -> Tensor:
-        """``[rows, F]``: what the head reads at these rows, see `RaggedRows`."""
-        states = self.gathered.new_empty(len(requests), self.gathered.shape[1])
-        self._gather(requests, offsets, states)
-        return self._head.combine_hidden_states(states)
+        Args:
+            first_rows: int32 ``[R + 1]``, see `DraftBatch`.
+            rows: Rows to fill in, padding included.
+        """
+        states = self.gathered[:rows]
+        if len(states) < rows:
+            states = self.gathered.new_empty(rows, self.gathered.shape[1])
+        gather_target_states(
+            self._layers,
+            query_start_loc=self._first_rows,
+            accepted=self._accepted,
+            first_rows=first_rows,
+            states=states,
+        )
+        return states
 
     def dummy(self, rows: int) -> Tensor:
         """``[rows, F]``: what the head reads in a dummy run."""
         zeros = self.gathered.new_zeros(rows, self.gathered.shape[1])
         return self._head.combine_hidden_states(zeros)
-
-    def _gather(self, requests: Tensor, offsets: Tensor, states: Tensor) -> None:
-        gather_target_states(
-            self._layers,
-            query_start_loc=self._first_rows,
-            accepted=self._accepted,
-            requests=requests,
-            offsets=offsets,
-            states=states,
-        )
