@@ -67,7 +67,11 @@ class DraftProgress(ABC):
 
     @abstractmethod
     def start(
-        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+        self,
+        slot: int,
+        num_computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        is_loaded: bool = False,
     ) -> None:
         """Notes a request that begins, or resumes after preemption.
 
@@ -75,6 +79,7 @@ class DraftProgress(ABC):
             slot: Its request slot.
             num_computed_tokens: How many of its first tokens are in the prefix cache.
             block_ids: The ids of its blocks, for each cache group.
+            is_loaded: Whether a connector has loaded some of them.
         """
 
     def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:  # noqa: B027
@@ -117,7 +122,11 @@ class HeadDraftProgress(DraftProgress):
     """
 
     def start(
-        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+        self,
+        slot: int,
+        num_computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        is_loaded: bool = False,
     ) -> None:
         """See `DraftProgress.start`."""
         self._read.stage_write_elem(slot, num_computed_tokens)
@@ -170,12 +179,16 @@ class ModelDraftProgress(DraftProgress):
         self._blocks = DraftBlocks(block_sizes)
 
     def start(
-        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+        self,
+        slot: int,
+        num_computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        is_loaded: bool = False,
     ) -> None:
         """See `DraftProgress.start`."""
         self._cached.pop(slot, None)
         self._cached[slot] = num_computed_tokens
-        self._blocks.start(slot, block_ids, num_computed_tokens)
+        self._blocks.start(slot, block_ids, 0 if is_loaded else num_computed_tokens)
         self._bounds[slot] = self._read_at_least[slot] = 0
         self._computed_at_least[slot] = num_computed_tokens
 
