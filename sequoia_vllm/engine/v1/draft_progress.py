@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.runner.draft_blocks import BlockIds, DraftBlocks
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class DraftProgressV1:
         self,
         request_id: str,
         num_computed_tokens: int,
-        block_ids: Sequence[Sequence[int]],
+        block_ids: BlockIds,
         is_loaded: bool = False,
     ) -> None:
         """Notes a request that begins, or resumes after preemption.
@@ -80,7 +80,7 @@ class DraftProgressV1:
         self._cached[request_id] = num_computed_tokens
         self._blocks.start(request_id, block_ids, 0 if is_loaded else num_computed_tokens)
 
-    def extend(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+    def extend(self, request_id: str, block_ids: BlockIds) -> None:
         """Notes the request's new blocks, by their ids for each cache group."""
         self._blocks.extend(request_id, block_ids)
 
