@@ -58,8 +58,8 @@ class MTPLayer(Drafter):
             number = int(bool(_ONE_IF_UNSAID.fullmatch(architecture)))
         if number != 1:
             return (
-                f"has {number} MTP layers, which vLLM's chains take in turn, and trees draft with one "
-                "that is used at every depth"
+                f"has {number} MTP layers, which vLLM's chains take in turn, and trees draft with "
+                "one that is used at every depth"
             )
         return None
 
