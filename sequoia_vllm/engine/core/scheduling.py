@@ -119,9 +119,11 @@ class TreeScheduling(Scheduler):
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """Calls vLLM's, then tells workers which requests begin on keys of a connector."""
         super()._update_after_schedule(scheduler_output)
+        begun = scheduler_output.num_scheduled_tokens.keys()
+        if scheduler_output.has_sync_kv_loads:  # of some request that begins with this step
+            self.loaded |= begun
         if self.loaded:
             mark_loaded(scheduler_output, self.loaded)
-            begun = scheduler_output.num_scheduled_tokens.keys()
             self.loaded = self.loaded & self.requests.keys() - begun
 
     # Until: vLLM tells workers what a connector has loaded.
