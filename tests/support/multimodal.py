@@ -309,7 +309,8 @@ def answer_beside_others(folder: str, name: str, trees: bool) -> dict[str, Any]:
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
     limits = {"limit_mm_per_prompt": {"image": 2}, "block_size": 32}
     with running(config, model=paths["target"], **options, **limits) as llm:
-        engine, done = llm.llm_engine, {}
+        engine = llm.llm_engine
+        done: dict[str, Any] = {}
         for index, request in enumerate(requests_with_images(IMAGE[name])):
             adapter = adapters[index % 2]
             engine.add_request(str(index), request, params[index], lora_request=adapter)
@@ -337,7 +338,9 @@ def answer_with_a_head(folder: str) -> dict[str, Any]:
     head = save_eagle3(Path(folder) / "head", paths["draft"], tokens)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, allowed_token_ids=tokens)
     requests = requests_with_images(IMAGE["qwen3_vl"])
-    options = {"model": paths["target"], "limit_mm_per_prompt": {"image": 2}, "block_size": 32}
+    options: dict[str, Any] = {
+        "model": paths["target"], "limit_mm_per_prompt": {"image": 2}, "block_size": 32,
+    }  # fmt: skip
     tree = whole_trees(size=8, depth=3, draft=head)
     line = {"parents": [-1, 0, 1, 2]}
     chain = tree | {"tree": line, "num_speculative_tokens_per_batch_size": [[1, 1, 3]]}
