@@ -23,8 +23,8 @@ UNSUPPORTED: dict[Kind, str] = {
     "ngram": "embeds a token with those before it (n-grams: rows before a tree's node are no "
     "ancestors of it)",
     "attention": "has attention layers of its own, which trees do not know",
-    "chunked": "uses chunked local attention (past a chunk's end a tree's nodes have other "
-    "contexts)",
+    "chunked": "uses chunked local attention (vLLM cuts requests into chunks by slots, where a "
+    "tree's nodes lie by depth, and captures no whole CUDA graph of such layers)",
     "alibi": "uses ALiBi (a bias by distance, which tree attention does not add)",
     "recurrent": "has recurrent layers of a kind that trees do not know (Mamba, linear attention)",
     "hybrid": "has recurrent layers (Gated DeltaNet, Mamba2 or short convolutions)",

@@ -1,46 +1,19 @@
 """Adapters on the target, on both runners: every request's tokens are those of plain vLLM."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from vllm import SamplingParams
 
+from tests.support.adapters import RANK, save_adapter
 from tests.support.engines import metric, running, sequoia, tokens_of
-from tests.support.models import TARGET, prompts
+from tests.support.models import prompts
 from tests.support.on_v2 import call_on_v2
 
 pytestmark = pytest.mark.engine
 
-RANK = 8
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
-
-
-def save_adapter(path: Path, seed: int, scale: float = 0.05) -> str:
-    """An adapter of the attention's projections that changes what the target says."""
-    config = json.loads((Path(TARGET) / "config.json").read_text(encoding="utf-8"))
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    size = config.get("head_dim") or hidden // heads
-    outputs = {"q_proj": heads * size, "v_proj": config["num_key_value_heads"] * size}
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, rows in outputs.items():
-            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for part, shape in (("lora_A", (RANK, hidden)), ("lora_B", (rows, RANK))):
-                values = torch.randn(shape, generator=generator) * scale ** (part == "lora_B")
-                weights[f"{module}.{part}.weight"] = values
-    path.mkdir()
-    save_file(weights, str(path / "adapter_model.safetensors"))
-    settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK,
-        "target_modules": list(outputs), "bias": "none", "base_model_name_or_path": TARGET,
-    }  # fmt: skip
-    (path / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    return str(path)
 
 
 def generate_with_adapters(folder: str, max_tokens: int) -> dict[str, Any]:

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.multimodal import IMAGE, answer_images, call_with_images, save_multimodal
+from tests.support.multimodal import (
+    IMAGE,
+    answer_beside_others,
+    answer_images,
+    answer_with_a_head,
+    call_with_images,
+    save_multimodal,
+)
 from tests.support.recurrent import run_in_float32
 
 HYBRID = "qwen3_5"
@@ -72,3 +79,33 @@ def test_drafts_are_accepted_and_images_found_in_the_cache(answers):
     assert trees["accepted_tokens"] > trees["drafts"] / 2
     assert plain > 0
     assert trees["hits"] == (0 if answers["name"] == HYBRID else plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "on_v2"),
+    [
+        ("qwen2_vl", False),
+        pytest.param("qwen3_vl", False, marks=pytest.mark.nightly),
+        pytest.param("qwen2_vl", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_adapters_a_grammar_and_an_abort_beside_images(name, on_v2, tmp_path):
+    plain, trees = (
+        call_with_images(
+            answer_beside_others, made, on_v2=on_v2, folder=str(made), name=name, trees=does
+        )
+        for does, made in [(False, tmp_path / "plain"), (True, tmp_path / "trees")]
+        if made.mkdir() is None
+    )
+    assert trees["tokens"] == plain["tokens"]
+    assert plain["without adapters"] != plain["tokens"][0]
+    assert trees["accepted"] > 5  # the draft has no adapter
+
+
+@pytest.mark.nightly
+def test_a_head_reads_of_an_image_what_vllms_chain_gives_it(tmp_path):
+    """Its tokens, and states: vLLM's EAGLE-3 classes take no embeddings of images."""
+    found = call_with_images(answer_with_a_head, tmp_path, on_v2=True, folder=str(tmp_path))
+    assert found["chain"] == found["vLLM's chain"]
+    assert found["chain"]["accepted_tokens"] > 5
+    assert found["tokens"] == [found["plain"]] * 3

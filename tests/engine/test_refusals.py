@@ -198,8 +198,6 @@ def test_draft_longer_than_allowed():
          {"speculative_config": sequoia(context_attention="flash")}),
         ("drop --cpu-offload-gb and --offload-group-size", {"cpu_offload_gb": 1}),
         ("drop --cpu-offload-gb and --offload-group-size", {"offload_group_size": 2}),
-        ("drop --kv-transfer-config", {"kv_transfer_config": "kv"}),
-        ("drop --kv-offloading-size", {"kv_offloading_size": 1}),
         ("drop --enable-prompt-embeds", {"enable_prompt_embeds": True}),
         ("drop --use-fp64-gumbel", {"use_fp64_gumbel": True}),
         ("leave it at 'auto'", {"worker_cls": "some.Worker"}),
@@ -210,15 +208,54 @@ def test_draft_longer_than_allowed():
     ],
 )  # fmt: skip
 def test_engine_options(message, options):
-    if options.get("kv_transfer_config"):
-        from vllm.config import KVTransferConfig
-
-        options = {
-            "kv_transfer_config": KVTransferConfig(
-                kv_connector="ExampleConnector", kv_role="kv_both"
-            )
-        }
     refused(message, **options)
+
+
+def connector(name: str, **changes):
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", **changes)
+
+
+def several(*names: str):
+    given = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    return connector("MultiConnector", kv_connector_extra_config={"connectors": given})
+
+
+@pytest.mark.parametrize(
+    ("fault", "transfer"),
+    [
+        ("ExampleConnector saves each layer", connector("ExampleConnector")),
+        ("LMCacheConnectorV1 may save each layer",
+         several("OffloadingConnector", "LMCacheConnectorV1")),
+        ("MooncakeConnector was not read", connector("MooncakeConnector")),
+        ("NixlConnector was not read",
+         connector("NixlConnector", kv_connector_module_path="some.module")),
+        ("NixlConnector with bidirectional_kv_xfer",
+         connector("NixlConnector", kv_connector_extra_config={"bidirectional_kv_xfer": True})),
+    ],
+)  # fmt: skip
+def test_connectors_that_may_take_nodes(fault, transfer):
+    config = engine_config()
+    config.kv_transfer_config = transfer
+    [reason] = refusals._feature_reasons(config)
+    assert fault in reason
+    assert "drop --kv-transfer-config, or use OffloadingConnector" in reason
+    config.cache_config.kv_offloading_size = 1
+    assert "drop --kv-offloading-size" in refusals._feature_reasons(config)[0]
+
+
+def test_connectors_that_take_committed_tokens(monkeypatch):
+    config = engine_config()
+    for transfer in (
+        several("OffloadingConnector", "NixlConnector"),
+        connector("NixlPushConnector"),
+    ):
+        config.kv_transfer_config = transfer
+        assert refusals._feature_reasons(config) == []
+    monkeypatch.setattr(refusals, "kinds_in_vllm", lambda _: {"hybrid"})
+    [reason] = refusals._feature_reasons(config)
+    assert "not tried with trees over recurrent layers" in reason
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

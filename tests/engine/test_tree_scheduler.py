@@ -15,6 +15,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine import hooks
+from sequoia_vllm.engine.common.loaded_requests import is_loaded
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core import eligibility
@@ -69,6 +70,7 @@ def step(scheduler, requests, new=True, finished=()) -> dict[str, int]:
         SimpleNamespace(
             num_scheduled_tokens=dict.fromkeys(requests, 1),
             num_spec_tokens_to_schedule=DRAFTS,
+            has_sync_kv_loads=False,
             finished_req_ids=set(finished),
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=name, sampling_params=params)
@@ -77,6 +79,25 @@ def step(scheduler, requests, new=True, finished=()) -> dict[str, int]:
         )
     )
     return {name: len(scheduler.requests[name].spec_token_ids) for name in requests}
+
+
+def test_workers_hear_what_requests_begin_on_loaded_keys(scheduler, monkeypatch):
+    """Whether they waited for them, or run as soon as they are loaded."""
+    monkeypatch.setattr(AsyncScheduler, "_update_waiting_for_remote_kv", lambda *_: None)
+    scheduler.requests = {name: SimpleNamespace() for name in "abc"}
+    for name in "ad":  # the second has been aborted
+        scheduler._update_waiting_for_remote_kv(SimpleNamespace(request_id=name))
+
+    def loaded(names: str, waits: bool = True) -> str:
+        output = SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys(names, 1), has_sync_kv_loads=not waits,
+            num_spec_tokens_to_schedule=DRAFTS, finished_req_ids=set(), scheduled_new_reqs=[],
+        )  # fmt: skip
+        scheduler._update_after_schedule(output)
+        return "".join(name for name in names if is_loaded(output, name))
+
+    assert [loaded("b"), loaded("ab"), loaded("ab"), scheduler.loaded] == ["", "a", "", set()]
+    assert [loaded("c", waits=False), loaded("c")] == ["c", ""]
 
 
 def test_each_request_is_asked_once(scheduler, monkeypatch):

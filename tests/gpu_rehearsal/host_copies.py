@@ -29,6 +29,7 @@ from torch import Tensor
 _FACTORIES = (
     "empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like", "empty_strided",
 )  # fmt: skip
+_INPUTS = "vllm/multimodal/inputs.py"  # what it leaves on the host has come from there
 _copy = Tensor.copy_
 
 
@@ -238,7 +239,7 @@ def _moving(original: Callable, copies: HostCopies) -> Callable:
     def to(self: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
         # Not an object of torch.device, which may be the stand-in's device.
         where = kwargs.get("device", args[0] if args else None)
-        to_host = isinstance(where, str) and where == "cpu"
+        to_host = isinstance(where, str) and where == "cpu" and _INPUTS not in _caller()
         if not non_blocking or not (to_host or copies.is_pinned(self)):
             return original(self, *args, **kwargs)
         source = original(self, *args, **kwargs)

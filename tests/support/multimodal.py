@@ -1,5 +1,6 @@
 """Tiny random multimodal targets with drafts that read text, and requests with images."""
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import cache
@@ -10,10 +11,13 @@ import numpy as np
 import torch
 
 from tests import quick_start
+from tests.support.adapters import RANK, save_adapter
 from tests.support.calling import call_in_process
 from tests.support.engines import metric, running, whole_trees
 from tests.support.expert_layers import OWN_NAMES, add_layer
-from tests.support.generating import SPEC_DECODE, completions
+from tests.support.generating import SPEC_DECODE, completions, speculated
+from tests.support.heads import save_eagle3
+from tests.support.on_gpu import gpu_environment
 from tests.support.on_v2 import ROOT, v2_environment
 from tests.support.recurrent import STATES
 
@@ -274,8 +278,95 @@ def answer_images(
         }
 
 
+def answer_beside_others(folder: str, name: str, trees: bool) -> dict[str, Any]:
+    """Tokens of requests with images: with adapters, with a grammar, and beside one that ends.
+
+    The third request is aborted while all run, between its images and its answer's end.
+    """
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import StructuredOutputsParams
+
+    paths = save_multimodal(Path(folder), name)
+    adapters = [
+        LoRARequest(
+            which, number,
+            save_adapter(
+                Path(folder) / which, number, 0.3, paths["target"], "model.language_model.layers"
+            ),
+        )
+        for number, which in enumerate(("first", "second"), start=1)
+    ]  # fmt: skip
+    words = StructuredOutputsParams(regex="(w2(w3|w4|w5)|w3(w0|w2))+")
+    common = {"max_tokens": 16, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=0.8, seed=5, **common),
+        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=0, structured_outputs=words, **common),
+    ]
+    config = whole_trees(size=8, depth=3, draft=paths["draft"]) if trees else None
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    limits = {"limit_mm_per_prompt": {"image": 2}, "block_size": 32}
+    with running(config, model=paths["target"], **options, **limits) as llm:
+        engine = llm.llm_engine
+        done: dict[str, Any] = {}
+        for index, request in enumerate(requests_with_images(IMAGE[name])):
+            adapter = adapters[index % 2]
+            engine.add_request(str(index), request, params[index], lora_request=adapter)
+        for step in itertools.count():
+            if step == 3:
+                engine.abort_request(["2"])
+            if not engine.has_unfinished_requests():
+                break
+            done |= {one.request_id: one for one in engine.step() if one.finished}
+        accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens") if trees else 0
+        alone = requests_with_images(IMAGE[name])[0]
+        without = completions(llm.generate(alone, params[0], use_tqdm=False))
+    tokens = completions([done[name] for name in "013"])
+    return {"tokens": tokens, "accepted": accepted, "without adapters": without[0]}
+
+
+def answer_with_a_head(folder: str) -> dict[str, Any]:
+    """Plain vLLM's tokens, and those of an EAGLE-3 head of Qwen3-VL: chains and a tree.
+
+    Requests choose among few tokens, or the head, which is random, would rarely be right.
+    """
+    from vllm import SamplingParams
+
+    paths, tokens = save_multimodal(Path(folder), "qwen3_vl"), [20, 40, 60, 80]
+    head = save_eagle3(Path(folder) / "head", paths["draft"], tokens)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, allowed_token_ids=tokens)
+    requests = requests_with_images(IMAGE["qwen3_vl"])
+    options: dict[str, Any] = {
+        "model": paths["target"], "limit_mm_per_prompt": {"image": 2}, "block_size": 32,
+    }  # fmt: skip
+    tree = whole_trees(size=8, depth=3, draft=head)
+    line = {"parents": [-1, 0, 1, 2]}
+    chain = tree | {"tree": line, "num_speculative_tokens_per_batch_size": [[1, 1, 3]]}
+    vllms = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
+    found: dict[str, Any] = {"tokens": []}
+    for name, config in {
+        "plain": None,
+        "tree": tree,
+        "chain": chain,
+        "vLLM's chain": vllms,
+    }.items():
+        with running(config, **options) as llm:
+            made = completions(llm.generate(requests, params, use_tqdm=False))
+            if config is None:
+                found["plain"] = made
+            else:
+                found["tokens"].append(made)
+                found[name] = speculated(llm)
+    return found
+
+
 @cache
-def _environment(on_v2: bool, gpu_attention: bool) -> dict[str, str]:
+def _environment(on_v2: bool, gpu_attention: bool, on_gpu: bool) -> dict[str, str]:
+    if on_gpu:
+        environment = gpu_environment()
+        return environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}:{TORCHVISION}"}
     environment = v2_environment(gpu_attention)
     if not on_v2:
         for name in ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"):
@@ -286,10 +377,10 @@ def _environment(on_v2: bool, gpu_attention: bool) -> dict[str, str]:
 
 def call_with_images(
     function: Callable[..., Any], directory: Path, on_v2: bool = False,
-    gpu_attention: bool = False, **arguments: Any,
+    gpu_attention: bool = False, on_gpu: bool = False, **arguments: Any,
 ) -> Any:  # fmt: skip
     """What `function(**arguments)` returns where vLLM can read images."""
     assert (TORCHVISION / "torchvision").is_dir(), "run `make setup`: it fetches torchvision"
     return call_in_process(
-        function, directory, _environment(on_v2, gpu_attention), 580, ROOT, **arguments
+        function, directory, _environment(on_v2, gpu_attention, on_gpu), 580, ROOT, **arguments
     )

@@ -57,7 +57,10 @@ class MTPLayer(Drafter):
         if number is None:
             number = int(bool(_ONE_IF_UNSAID.fullmatch(architecture)))
         if number != 1:
-            return f"has {number} MTP layers, and trees draft with one that is used at every depth"
+            return (
+                f"has {number} MTP layers, which vLLM's chains take in turn, and trees draft with "
+                "one that is used at every depth"
+            )
         return None
 
     def lies_in(self, target: Mapping[str, Any]) -> bool:

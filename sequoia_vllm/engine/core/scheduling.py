@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from sequoia_vllm.engine.common.loaded_requests import mark_loaded
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, outcome_of
 from sequoia_vllm.engine.core.adapting import new_adapter
@@ -60,6 +61,7 @@ class TreeScheduling(Scheduler):
         thinks: See `thinks_first`.
         brought: Drafts that the last step's output brought, until `take_drafts`.
         configured: Drafts by batch size without `draft_limit`; None: there was no limit yet.
+        loaded: Requests whose keys a connector has loaded, until they run.
         draft_limit: Most drafts while a measuring tool, or a draft that failed, limits them.
     """
 
@@ -78,6 +80,7 @@ class TreeScheduling(Scheduler):
         self.brought: Any = None
         self.configured: list[int] | None = None
         self.draft_limit: int | None = None
+        self.loaded: set[str] = set()
         self._has_said_too_long = False
         self._reported: StepReport | None = None
         self._report_again = 0.0
@@ -111,6 +114,23 @@ class TreeScheduling(Scheduler):
         if scheduled.num_spec_tokens_to_schedule > 0 and not self._some_draft(scheduled):
             scheduled.num_spec_tokens_to_schedule = 0
         return scheduled
+
+    # Until: vLLM tells workers what a connector has loaded.
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        """Calls vLLM's, then tells workers which requests begin on keys of a connector."""
+        super()._update_after_schedule(scheduler_output)
+        begun = scheduler_output.num_scheduled_tokens.keys()
+        if scheduler_output.has_sync_kv_loads:  # of some request that begins with this step
+            self.loaded |= begun
+        if self.loaded:
+            mark_loaded(scheduler_output, self.loaded)
+            self.loaded = self.loaded & self.requests.keys() - begun
+
+    # Until: vLLM tells workers what a connector has loaded.
+    def _update_waiting_for_remote_kv(self, request: Any) -> None:
+        """Calls vLLM's, and notes the request."""
+        super()._update_waiting_for_remote_kv(request)
+        self.loaded.add(request.request_id)
 
     def _most_drafts(self) -> int:
         """The most drafts of any batch: all running requests, and none to all of the waiting ones.

@@ -9,6 +9,7 @@ from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters.registry import DRAFTERS, drafter
 from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.frontend.connectors import fault_of_connectors
 from sequoia_vllm.engine.offload import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.families import refusal_of
@@ -193,10 +194,17 @@ def _parallel_reasons(vllm_config: Any) -> list[str]:
 def _feature_reasons(vllm_config: Any) -> list[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     draft = vllm_config.speculative_config.draft_model_config
+    transfer = vllm_config.kv_transfer_config
+    connectors = None if transfer is None else fault_of_connectors(transfer)
     return _present(
         {
-            "KV transfer connectors would ship uncommitted tree nodes: drop "
-            f"{_asks_for_transfer(cache)}": vllm_config.kv_transfer_config is not None,
+            "a KV connector must take committed tokens only, after their step, and "
+            f"{connectors}: drop {_asks_for_transfer(cache)}, or use OffloadingConnector": (
+                connectors is not None
+            ),
+            "KV connectors were not tried with trees over recurrent layers: drop "
+            f"{_asks_for_transfer(cache)}": transfer is not None
+            and "hybrid" in kinds_in_vllm(model),
             "encoder-cache transfer is not supported: drop --ec-transfer-config": (
                 vllm_config.ec_transfer_config is not None
             ),

@@ -4,6 +4,8 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import takewhile
 
+BlockIds = Sequence[Sequence[int]]  # of a request, for each cache group
+
 NULL_BLOCK = 0
 """The first block of vLLM's pool, which no request ever gets."""
 
@@ -42,9 +44,7 @@ class DraftBlocks:
         """A number of tokens: blocks end only at its multiples."""
         return math.gcd(*self._block_sizes.values()) or 1
 
-    def start(
-        self, request: Hashable, block_ids: Sequence[Sequence[int]], num_computed_tokens: int
-    ) -> None:
+    def start(self, request: Hashable, block_ids: BlockIds, num_computed_tokens: int) -> None:
         """A request begins, or resumes after preemption.
 
         Args:
@@ -57,7 +57,7 @@ class DraftBlocks:
         for size, blocks in self._sized_blocks(request):
             self._given_anew(blocks[num_computed_tokens // size :])
 
-    def extend(self, request: Hashable, block_ids: Sequence[Sequence[int]]) -> None:
+    def extend(self, request: Hashable, block_ids: BlockIds) -> None:
         """A request gets more blocks, whose ids are given for each cache group."""
         for group, blocks in self._blocks[request].items():
             blocks += block_ids[group]

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.runner.draft_blocks import BlockIds, DraftBlocks
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,11 @@ class DraftProgressV1:
         self._cached: dict[str, int] = {}  # tokens from the prefix cache, until it begins to read
 
     def start(
-        self, request_id: str, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+        self,
+        request_id: str,
+        num_computed_tokens: int,
+        block_ids: BlockIds,
+        is_loaded: bool = False,
     ) -> None:
         """Notes a request that begins, or resumes after preemption.
 
@@ -70,12 +74,13 @@ class DraftProgressV1:
             request_id: The request.
             num_computed_tokens: How many of its first tokens are in the prefix cache.
             block_ids: The ids of its blocks, for each cache group.
+            is_loaded: Whether a connector has loaded some of them.
         """
         self.forget(request_id)
         self._cached[request_id] = num_computed_tokens
-        self._blocks.start(request_id, block_ids, num_computed_tokens)
+        self._blocks.start(request_id, block_ids, 0 if is_loaded else num_computed_tokens)
 
-    def extend(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+    def extend(self, request_id: str, block_ids: BlockIds) -> None:
         """Notes the request's new blocks, by their ids for each cache group."""
         self._blocks.extend(request_id, block_ids)
 

@@ -19,6 +19,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.common.loaded_requests import is_loaded
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -178,13 +179,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             known = self.requests.get(new.req_id)
             if known is not None and new.req_id not in scheduler_output.finished_req_ids:
                 self._session_seeds.continue_session(known, new.num_computed_tokens)
-            self.draft_progress.start(new.req_id, new.num_computed_tokens, new.block_ids)
+            loaded = is_loaded(scheduler_output, new.req_id)
+            self.draft_progress.start(new.req_id, new.num_computed_tokens, new.block_ids, loaded)
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 computed = cached.num_computed_tokens[index]
-                self.draft_progress.start(request_id, computed, blocks)
+                loaded = is_loaded(scheduler_output, request_id)
+                self.draft_progress.start(request_id, computed, blocks, loaded)
             elif blocks is not None:
                 self.draft_progress.extend(request_id, blocks)
         return super()._update_states(scheduler_output)

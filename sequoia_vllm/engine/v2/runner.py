@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.common.loaded_requests import is_loaded
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -183,7 +184,7 @@ class TreeRunner(GPUModelRunner):
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             slot = self.req_states.req_id_to_index[new.req_id]
-            self.speculator.start_request(slot, new)
+            self.speculator.start_request(slot, new, is_loaded(scheduler_output, new.req_id))
         if scheduler_output.scheduled_new_reqs:
             self.speculator.modes.apply_starts()
         cached = scheduler_output.scheduled_cached_reqs

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.runner.draft_blocks import BlockIds, DraftBlocks
 
 # Host buffers of staged writes. vLLM has two, one for each step under way. We need a third: a
 # step drafts after the event that the host waits for, and may still read its buffer.
@@ -67,7 +67,7 @@ class DraftProgress(ABC):
 
     @abstractmethod
     def start(
-        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+        self, slot: int, num_computed_tokens: int, block_ids: BlockIds, is_loaded: bool = False
     ) -> None:
         """Notes a request that begins, or resumes after preemption.
 
@@ -75,9 +75,10 @@ class DraftProgress(ABC):
             slot: Its request slot.
             num_computed_tokens: How many of its first tokens are in the prefix cache.
             block_ids: The ids of its blocks, for each cache group.
+            is_loaded: Whether a connector has loaded some of them.
         """
 
-    def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:  # noqa: B027
+    def extend(self, slot: int, block_ids: BlockIds) -> None:  # noqa: B027
         """Notes new blocks of the request in this slot, by their ids for each cache group."""
 
     @abstractmethod
@@ -117,7 +118,7 @@ class HeadDraftProgress(DraftProgress):
     """
 
     def start(
-        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+        self, slot: int, num_computed_tokens: int, block_ids: BlockIds, is_loaded: bool = False
     ) -> None:
         """See `DraftProgress.start`."""
         self._read.stage_write_elem(slot, num_computed_tokens)
@@ -170,16 +171,16 @@ class ModelDraftProgress(DraftProgress):
         self._blocks = DraftBlocks(block_sizes)
 
     def start(
-        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+        self, slot: int, num_computed_tokens: int, block_ids: BlockIds, is_loaded: bool = False
     ) -> None:
         """See `DraftProgress.start`."""
         self._cached.pop(slot, None)
         self._cached[slot] = num_computed_tokens
-        self._blocks.start(slot, block_ids, num_computed_tokens)
+        self._blocks.start(slot, block_ids, 0 if is_loaded else num_computed_tokens)
         self._bounds[slot] = self._read_at_least[slot] = 0
         self._computed_at_least[slot] = num_computed_tokens
 
-    def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
+    def extend(self, slot: int, block_ids: BlockIds) -> None:
         """See `DraftProgress.extend`."""
         self._blocks.extend(slot, block_ids)
 

@@ -198,9 +198,10 @@ class TreeProposerV2(DraftModelSpeculator):
 
     # -- requests ----------------------------------------------------------------------
 
-    def start_request(self, slot: int, request: NewRequestData) -> None:
+    def start_request(self, slot: int, request: NewRequestData, is_loaded: bool) -> None:
         """Notes a new or resumed request in this slot; `RequestModes.apply_starts` follows."""
-        self.progress.start(slot, request.num_computed_tokens, request.block_ids)
+        computed, blocks = request.num_computed_tokens, request.block_ids
+        self.progress.start(slot, computed, blocks, is_loaded)
         prompt = request.prompt_token_ids or request.prefill_token_ids or []
         self.modes.start(slot, request.sampling_params, len(prompt))
 

@@ -1,0 +1,55 @@
+"""A target that reads images, with M-RoPE, on vLLM's GPU engine: tokens as plain, from graphs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+from sequoia_vllm.engine.common.patched import patched
+from tests.support.engines import sequoia
+from tests.support.multimodal import (
+    IMAGE,
+    call_with_images,
+    requests_with_images,
+    save_multimodal,
+)
+from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+
+
+def start_and_read(folder: str) -> dict[str, Any]:
+    """Answers of plain vLLM, and of trees: to text alone, an image, two images."""
+    paths = save_multimodal(Path(folder), "qwen2_vl")
+    requests = requests_with_images(IMAGE["qwen2_vl"])[:3]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    options = {
+        "model": paths["target"], "limit_mm_per_prompt": {"image": 2, "video": 0},
+        "skip_tokenizer_init": False, "mm_encoder_attn_backend": "TORCH_SDPA",
+    }  # fmt: skip
+    # FlashAttention's, a library of the GPU build, turns the encoder's queries.
+    with patched(ApplyRotaryEmb, "forward_cuda", ApplyRotaryEmb.forward_native):
+        with rehearsing(None, **options) as llm:
+            plain = generate(llm, requests, params)
+        with rehearsing(sequoia(size=8, depth=3, draft=paths["draft"]), **options) as llm:
+            return {"plain": plain, "trees": generate_with_trees(llm, requests, params)}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("images")
+    return call_with_images(start_and_read, folder, on_gpu=True, folder=str(folder))
+
+
+def test_tokens_are_those_of_plain_vllm(answers):
+    assert answers["trees"]["tokens"] == answers["plain"]["tokens"]
+    assert answers["trees"]["counts"]["tokens_per_tree"] > 1.5
+
+
+def test_trees_are_grown_and_scored_by_graphs(answers):
+    trees = answers["trees"]
+    assert trees["graphs"]["TreeGraphManager"] > 1
+    assert trees["graphs"]["DraftGraphs"] > 1
+    assert trees["eager growth"] == []
