@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 
@@ -65,6 +65,10 @@ class ChangingLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         self._change(module)
+
+    def get_code(self, name: str) -> CodeType:
+        """For ``python -m``."""
+        return self._loader.get_code(name)  # type: ignore[attr-defined]
 
 
 def read_models_once(import_utils: ModuleType) -> None:

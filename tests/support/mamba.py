@@ -102,8 +102,10 @@ def rehearse_as_on_gpus() -> None:
 
     load_general_plugins()  # stand-ins first: layers import some of them by name
     from vllm.model_executor.layers.mamba import mamba_mixer2, short_conv
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     run_as_on_gpus()
+    RotaryEmbedding.forward_cuda = RotaryEmbedding.forward_native
     run_without_dependent_launches()
     for layers in (mamba_mixer2, short_conv):
         layers.causal_conv1d_fn = convolve_prompts
