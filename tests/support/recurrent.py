@@ -157,7 +157,7 @@ def read_prompts(
 def convolve_prompts(
     x: torch.Tensor, weight: torch.Tensor, bias: None, *, conv_states: torch.Tensor,
     has_initial_state: torch.Tensor, cache_indices: torch.Tensor, query_start_loc: torch.Tensor,
-    activation: str, metadata: Any,
+    activation: str | None, metadata: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Stands for `causal_conv1d_fn`, whose launch changes its arguments: not in the rehearsal."""
     output, width = torch.empty_like(x), weight.shape[1]
@@ -167,6 +167,6 @@ def convolve_prompts(
             before = conv_states[block].where(begun, 0)
             window = torch.cat([before, x[:, first:end]], dim=1)
             sums = (window.unfold(1, width, 1) * weight[:, None]).sum(-1)
-            output[:, first:end] = torch.nn.functional.silu(sums)
+            output[:, first:end] = torch.nn.functional.silu(sums) if activation else sums
             conv_states[block] = window[:, 1 - width :]
     return output
