@@ -87,8 +87,10 @@ def test_requests_join_and_are_aborted(answers):
     plain = answers["plain"]["tokens"]
     assert answers["joining"]["tokens"] == plain[:ABORTED] + plain[ABORTED + 1 :]
     assert answers["joining"]["eager growth"] == []
-    # Steps that read prompts beside trees stay cut at vLLM's layers.
-    assert set(answers["joining"]["modes"]) == {"FULL", "PIECEWISE beside prompts"}
+    modes = answers["joining"]["modes"]
+    assert modes["FULL"] > 0
+    assert modes["PIECEWISE beside prompts"] > 0
+    assert "FULL beside prompts" not in modes  # as for attention that our kernel has all of
 
 
 def test_grammars_are_followed(answers):
