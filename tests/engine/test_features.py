@@ -4,6 +4,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
+from sequoia_vllm.bench.measure import NEAR_TIE
 from tests.support.conversing import converse, turns
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import TARGET, prompts
@@ -138,19 +139,37 @@ def test_beam_search(plain_outputs):
         assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], 1e-4)
 
 
-@pytest.mark.parametrize("how", ["int4", pytest.param("int8", marks=pytest.mark.nightly)])
-def test_quantised_targets(how, tmp_path):
+@pytest.mark.nightly
+def test_a_target_in_int8(tmp_path):
     """With the draft of the target as it was."""
-    model, dtype = save_quantised(tmp_path / how, TARGET, how), QUANTISED[how].dtype
-    found = []
+    plain, trees = quantised(tmp_path, "int8", PARAMS)
+    assert [one.token_ids for one in trees] == [one.token_ids for one in plain]
+
+
+def test_a_target_in_int4(tmp_path):
+    """It computes in bfloat16, which rounds by the batch's size: answers may part at near ties."""
+    greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=5)
+    parted = 0
+    for plain, trees in zip(*quantised(tmp_path, "int4", greedy), strict=True):
+        tokens = zip(plain.token_ids, trees.token_ids, plain.logprobs, strict=True)
+        for wanted, found, likely in tokens:
+            if wanted != found:
+                assert likely[wanted].logprob - likely[found].logprob <= NEAR_TIE["bfloat16"]
+                parted += 1
+                break
+    assert parted < len(PROMPTS) / 2
+
+
+def quantised(folder, how: str, params) -> list[list]:
+    """Completions of plain vLLM and of trees."""
+    model, found = save_quantised(folder / how, TARGET, how), []
     for config in (None, sequoia()):
-        with running(config, model=model, dtype=dtype) as llm:
-            found.append(tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)))
-            if config:
-                stats = counted(llm)
-    plain, trees = found
-    assert trees == plain
+        with running(config, model=model, dtype=QUANTISED[how].dtype) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            found.append([output.outputs[0] for output in outputs])
+            stats = counted(llm) if config else {}
     assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
+    return found
 
 
 def test_streamed_prompts():
