@@ -99,7 +99,7 @@ def demo(
     prompts: Annotated[
         Path | None, typer.Option(help='Prompts: a .jsonl file with a "prompt" per line.')
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 3,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 2,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 32,
     chain: Annotated[
         str,
