@@ -242,7 +242,7 @@ def _blocks(config: Fields) -> str:
 
 
 def _mlps(config: Fields) -> str:
-    """Those of a Nemotron-H's layers that others count: an MLP or experts."""
+    """A Nemotron-H's layers that are an MLP or experts: what other models count as layers."""
     return _blocks(config).translate({ord("M"): None, ord("*"): None})
 
 

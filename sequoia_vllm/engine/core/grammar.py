@@ -41,7 +41,7 @@ def thinks_first(vllm_config: Any) -> bool:
 class _Walked:
     """A tree that a grammar has gone through, before the step that scores it."""
 
-    tokens: list[int]  # to be scored at nodes 1, 2, ..
+    tokens: list[int]  # to be scored at nodes 1, 2, ...
     masks: NDArray[np.int32]  # int32 ``[1 + len(tokens), V / 32]``
 
 

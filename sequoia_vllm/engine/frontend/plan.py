@@ -40,7 +40,7 @@ class Facts:
     drafter: Drafter  # what the draft is
     levels: int | None = None  # levels of the deepest tree that the draft drafts; None: any number
     most_nodes: int | None = None
-    """Of a tree over the target's layers, root included; None: any number."""
+    """The largest tree over the target's layers, root included; None: any number."""
     library: LibraryAnswer = None  # what the library answers, see `look_up`
     max_model_len: int | None = None  # longest request, in tokens; None: any
     file_name: str = ""  # what the pair's files are called, see `PairKey.file_name`
