@@ -5,8 +5,7 @@ import os
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 from vllm.engine.arg_utils import EngineArgs
 
@@ -26,7 +25,7 @@ from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.verification.sampling import Truncation, lower_outside
 from tests.oracles.laws import chi_square, outcomes
 from tests.oracles.verification import algorithm_2, children_of, draft_tree
-from tests.support.models import DRAFT, MODELS, TARGET
+from tests.support.models import DRAFT, MODELS, SMALL, TARGET, save_word_tokenizer
 from tests.support.plans import chosen
 from tests.support.quicker import look_past_what_is_imported
 
@@ -67,10 +66,8 @@ def save_constant_model(path, law: list[float]) -> str:
     """A model whose next token has this law at `TEMPERATURE`, whatever came before."""
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(law), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-            max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None,
-            eos_token_id=None, pad_token_id=None,
+            **SMALL | {"bos_token_id": None, "eos_token_id": None}, vocab_size=len(law),
+            num_hidden_layers=1, tie_word_embeddings=False,
         )
     )  # fmt: skip
     with torch.no_grad():
@@ -80,9 +77,7 @@ def save_constant_model(path, law: list[float]) -> str:
         logits = TEMPERATURE * torch.tensor(law).log()
         model.lm_head.weight.copy_((logits / 64)[:, None].expand(-1, 64))
     model.save_pretrained(path)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(len(law))}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    save_word_tokenizer(path)
     return str(path)
 
 
@@ -167,9 +162,6 @@ def test_a_greedy_vector_that_is_known_exactly(constant_pair, tmp_path):
     # Only the first and the second child have children: there is no second row.
     assert found.calibration.offered[1] == [0] * 6
     assert found.calibration.accepted[0] == [0, 0, 0, 0, found.calibration.trees, 0]
-
-
-# -- Ctrl-C ----------------------------------------------------------------------
 
 
 # -- times -----------------------------------------------------------------------

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
-
-BACKENDS = ["FLASH_ATTN", "TRITON_ATTN"]
 
 
 def params() -> list[Any]:
@@ -49,12 +48,8 @@ def layers(llm: Any) -> list[Any]:
     return [layer for layer in context.values() if hasattr(layer, "_k_scale")]
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def answers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("fp8")
-    return call_on_gpu(
-        start_and_generate, directory, models=str(directory / "models"), backend=request.param
-    )
+BACKENDS = ["FLASH_ATTN", "TRITON_ATTN"]
+answers = called_once(call_on_gpu, start_and_generate, ("backend", BACKENDS))
 
 
 def test_tokens_are_those_of_plain_vllm_with_the_same_cache(answers, request):

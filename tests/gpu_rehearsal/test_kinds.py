@@ -12,16 +12,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 def compare(kind: str, folder: str) -> dict[str, Any]:
-    if kind.startswith("hybrid"):
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()  # stand-ins first: layers import some of them by name
-        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
-
-        from tests.support.recurrent import convolve_prompts, run_in_float32
-
-        run_in_float32()
-        layers.causal_conv1d_fn = convolve_prompts
     kinds.TOKENS = 8
     return kinds.compare_kind(kind, Path(folder))
 

@@ -1,10 +1,12 @@
 """Trees drafted without a model on vLLM's GPU engine: started, captured, replayed."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
+from tests.support.calling import called_once
 from tests.support.engines import lookup_trees
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
@@ -13,17 +15,15 @@ from tests.support.rehearsing import check_replayed, plain_and_trees
 pytestmark = pytest.mark.engine
 
 
-def start_and_generate(target: str) -> dict[str, Any]:
+def start_and_generate(models: str) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees for batches of three and of one."""
+    target, _ = save_related_pair(Path(models))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     texts = random_prompts([5, 9, 20])
     return plain_and_trees(lookup_trees(size=8), target, texts, params)
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("lookup")
-    return call_on_gpu(start_and_generate, directory, target=save_related_pair(directory)[0])
+answers = called_once(call_on_gpu, start_and_generate)
 
 
 @pytest.mark.parametrize("name", ["trees", "alone"])

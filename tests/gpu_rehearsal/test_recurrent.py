@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.calling import called_once
 from tests.support.engines import sequoia
 from tests.support.generating import greedy_and_seeded, random_prompts
 from tests.support.latents import rehearse_on_gpus, save_latent_pair
@@ -70,12 +71,8 @@ def start_and_generate(models: str, name: str) -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module", params=["Qwen3Next", "GraniteMoeHybrid", "Lfm2", "DeepseekV3"])
-def answers(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    directory, name = tmp_path_factory.mktemp("recurrent"), request.param
-    return call_on_gpu(start_and_generate, directory, models=str(directory), name=name)
+KINDS = ["Qwen3Next", "GraniteMoeHybrid", "Lfm2", "DeepseekV3"]
+answers = called_once(call_on_gpu, start_and_generate, ("name", KINDS))
 
 
 @pytest.mark.parametrize("name", ["trees", "alone"])

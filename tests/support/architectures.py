@@ -18,12 +18,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.support.models import SMALL
+
 VOCABULARY = 96
 _WINDOW = 40
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-    "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+_COMMON = {
+    **SMALL, "vocab_size": VOCABULARY, "num_hidden_layers": 4, "max_position_embeddings": 1024,
+    "pad_token_id": 2,
 }  # fmt: skip
 _EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
 CONFIGS = {

@@ -4,7 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,22 @@ def checked_answer(function: Callable[..., Any], status: int | str, result: Path
     return json.loads(result.read_text())
 
 
-def called_once(call: Callable[..., Any], function: Callable[..., Any], **arguments: Any) -> Any:
+def called_once(
+    call: Callable[..., Any], function: Callable[..., Any],
+    each: tuple[str, Sequence[Any]] | None = None, **arguments: Any,
+) -> Any:  # fmt: skip
     """A module's fixture: what the function gives in a process of its own.
 
     A parameter that is not given and has no default gets the folder of the call.
+    `each`: a parameter, and values for each of which the function is called.
     """
 
-    @pytest.fixture(scope="module")
-    def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @pytest.fixture(scope="module", params=each and each[1])
+    def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder = tmp_path_factory.mktemp("called")
         parameters = inspect.signature(function).parameters.values()
         names = [one.name for one in parameters if one.default is one.empty]
-        return call(function, folder, **{**dict.fromkeys(names, str(folder)), **arguments})
+        own = {each[0]: request.param} if each else {}
+        return call(function, folder, **{**dict.fromkeys(names, str(folder)), **arguments, **own})
 
     return answers

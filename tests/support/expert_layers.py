@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 
+from tests.support.models import SMALL
 from tests.support.recurrent import STATES
 
 _LAYERS, _HIDDEN, _VOCAB = 2, 64, 256
-_COMMON: dict[str, Any] = {
-    "vocab_size": _VOCAB, "hidden_size": _HIDDEN, "num_hidden_layers": _LAYERS,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 128,
-    "moe_intermediate_size": 64, "max_position_embeddings": 512, "tie_word_embeddings": False,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "num_nextn_predict_layers": 1,
+_COMMON = {
+    **SMALL, "vocab_size": _VOCAB, "num_hidden_layers": _LAYERS, "moe_intermediate_size": 64,
+    "tie_word_embeddings": False, "pad_token_id": 2, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 _LAST = f"model.layers.{_LAYERS}"
 OWN_NAMES = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"

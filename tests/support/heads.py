@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from tests.support.models import MODELS
+from tests.support.models import MODELS, SMALL
 
 EAGLE3, DFLASH = (str(MODELS / kind) for kind in ("eagle3", "dflash"))
 
@@ -87,32 +87,24 @@ def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06, vocab: i
             and MTP layer have in common.
         cycle: How sure both are that after a token comes the next one.
     """
-    layers, hidden, width, heads, kv_heads = 2, 64, 128, 2, 1
-    head_dim = hidden // heads
-    generator = torch.Generator().manual_seed(7)
-    noise = 1.0 - share
-
-    def random(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
-        return scale * torch.randn(rows, columns, generator=generator) / columns**0.5
+    config = {
+        **SMALL, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "vocab_size": vocab,
+        "num_hidden_layers": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "use_sliding_window": False, "num_nextn_predict_layers": 1,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    hidden, noise, random = config["hidden_size"], 1.0 - share, random_matrices(7)
 
     def layer(prefix: str) -> dict[str, torch.Tensor]:
-        parts = {"q": heads, "k": kv_heads, "v": kv_heads}
-        attention = f"{prefix}.self_attn"
-        return {
-            **{f"{attention}.{n}_proj.weight": random(c * head_dim, hidden)
-               for n, c in parts.items()},
-            **{f"{attention}.{n}_proj.bias": torch.zeros(c * head_dim) for n, c in parts.items()},
-            f"{attention}.o_proj.weight": random(hidden, heads * head_dim, noise),
-            f"{prefix}.mlp.gate_proj.weight": random(width, hidden),
-            f"{prefix}.mlp.up_proj.weight": random(width, hidden),
-            f"{prefix}.mlp.down_proj.weight": random(hidden, width, noise),
-            f"{prefix}.input_layernorm.weight": torch.ones(hidden),
-            f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
-        }  # fmt: skip
+        made = _layer(random, config, prefix, read=hidden)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            made[f"{prefix}.{name}.weight"] *= noise
+        biased = [f"{prefix}.self_attn.{n}_proj" for n in "qkv"]
+        return made | {f"{n}.bias": torch.zeros(len(made[f"{n}.weight"])) for n in biased}
 
-    embedding = torch.randn(vocab, hidden, generator=generator)
+    embedding = random(vocab, hidden) * hidden**0.5
     # A token has some of the output vector that the one before is embedded as.
-    output = cycle * embedding.roll(1, 0) + random(vocab, hidden, noise)
+    output = cycle * embedding.roll(1, 0) + noise * random(vocab, hidden)
     mtp = "model.mtp_layers.0"
     state_and_token = torch.cat([noise * torch.eye(hidden), torch.eye(hidden)], 1)
     weights = {
@@ -123,23 +115,9 @@ def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06, vocab: i
         f"{mtp}.final_layernorm.weight": torch.ones(hidden),
         f"{mtp}.input_proj.weight": state_and_token, **layer(mtp),
     }  # fmt: skip
-    for index in range(layers):
+    for index in range(config["num_hidden_layers"]):
         weights |= layer(f"model.layers.{index}")
-    config = {
-        "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "vocab_size": vocab,
-        "hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_act": "silu",
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "tie_word_embeddings": False, "use_sliding_window": False, "bos_token_id": 0,
-        "eos_token_id": 1, "num_nextn_predict_layers": 1, "torch_dtype": "float32",
-    }  # fmt: skip
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(
-        {name: weight.contiguous() for name, weight in weights.items()},
-        directory / "model.safetensors",
-    )
-    return str(directory)
+    return save_head(directory, config, weights)
 
 
 def _as_the_target(target: str) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.support.models import save_pair
+
 VOCABULARY = 64
 _SHARED: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64,
@@ -40,7 +42,7 @@ def save_latent_pair(directory: Path) -> tuple[str, str]:
     of_draft = LlamaConfig(**_SHARED, num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
     target, draft = DeepseekV3ForCausalLM(of_target).float(), LlamaForCausalLM(of_draft).float()
     embeddings = torch.randn(VOCABULARY, _SHARED["hidden_size"])
-    for model, name in ((target, "target"), (draft, "draft")):
+    for model in (target, draft):
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter.ndim >= 2:
@@ -49,8 +51,7 @@ def save_latent_pair(directory: Path) -> tuple[str, str]:
                     parameter.mul_(0.1)
             model.model.embed_tokens.weight.copy_(embeddings)
             model.lm_head.weight.copy_(embeddings.roll(1, 0) * 0.2)
-        model.save_pretrained(directory / name)
-    return str(directory / "target"), str(directory / "draft")
+    return save_pair(directory, target, draft)
 
 
 def rehearse_on_gpus() -> None:

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.models import SMALL, save_pair
 from tests.support.recurrent import convolve_prompts, run_without_dependent_launches
 
 VOCABULARY = 64
-_SHARED: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 3,
-    "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-    "tie_word_embeddings": False,
-}  # fmt: skip
+_SHARED = {**SMALL, "num_hidden_layers": 3, "pad_token_id": 2, "tie_word_embeddings": False}
 _MAMBA = {
     "mamba_n_heads": 2, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_head": 32,
     "mamba_d_conv": 4, "mamba_chunk_size": 16, "mamba_expand": 1,
@@ -74,10 +70,7 @@ def save_mamba_pair(
         for key, parameter in draft.named_parameters():
             if "o_proj" in key or "down_proj" in key:
                 parameter.zero_()
-    paths = directory / "target", directory / "draft"
-    for model, path in zip((target, draft), paths, strict=True):
-        model.save_pretrained(path)
-    return str(paths[0]), str(paths[1])
+    return save_pair(directory, target, draft)
 
 
 def run_as_on_gpus() -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 TARGET = str(MODELS / "target")
 DRAFT = str(MODELS / "draft")
+# What configurations of the tiny models have in common.
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "bos_token_id": 0,
+    "eos_token_id": 1,
+}  # fmt: skip
 
 
 def prompts(count: int) -> list[str]:
@@ -22,12 +29,7 @@ def prompts(count: int) -> list[str]:
 
 def save_llama(path: Path, seed: int, scale: float = 1.0, **config) -> Path:
     """A random Llama; ``scale`` multiplies its output weights (a sharper distribution)."""
-    settings = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-        "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": 0,
-        "eos_token_id": 1, **config,
-    }  # fmt: skip
+    settings = {**SMALL, "num_hidden_layers": 1, "tie_word_embeddings": False, **config}
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**settings))
     with torch.no_grad():
@@ -37,6 +39,14 @@ def save_llama(path: Path, seed: int, scale: float = 1.0, **config) -> Path:
         model.lm_head.weight.mul_(scale)
     model.save_pretrained(path)
     return path
+
+
+def save_pair(directory: Path, target: Any, draft: Any) -> tuple[str, str]:
+    """Saves both below a folder, and returns their own folders."""
+    paths = str(directory / "target"), str(directory / "draft")
+    for model, path in zip((target, draft), paths, strict=True):
+        model.save_pretrained(path)
+    return paths
 
 
 def save_random_draft(path: Path) -> Path:

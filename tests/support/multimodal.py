@@ -17,6 +17,7 @@ from tests.support.engines import metric, running, whole_trees
 from tests.support.expert_layers import OWN_NAMES, add_layer
 from tests.support.generating import SPEC_DECODE, completions, speculated
 from tests.support.heads import save_eagle3
+from tests.support.models import SMALL
 from tests.support.on_gpu import gpu_environment
 from tests.support.on_v2 import ROOT, v2_environment
 from tests.support.recurrent import STATES
@@ -30,20 +31,10 @@ _SPECIAL = (
 )  # fmt: skip
 _WORDS = {f"w{index}": index for index in range(VOCABULARY - len(_SPECIAL))}
 _TOKENS = _WORDS | {word: len(_WORDS) + index for index, word in enumerate(_SPECIAL)}
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "tie_word_embeddings": False,
-}
+_TEXT = {
+    **SMALL, "vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 1024,
+    "pad_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 _VISION = {"depth": 1, "hidden_size": 64, "num_heads": 2, "patch_size": 14}
 _QWEN_IDS = {

@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.support.models import SMALL, save_pair
+
 VOCABULARY = 64
-_SHARED: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-    "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-    "tie_word_embeddings": False, "rope_theta": 10000.0,
+_SHARED = {
+    **SMALL, "vocab_size": VOCABULARY, "pad_token_id": 2, "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
 }  # fmt: skip
 STATES: dict[str, Any] = {
     "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
@@ -67,10 +67,7 @@ def save_hybrid_pair(
         heads = attention.q_proj.weight.view(2, 2, 32, 64)
         heads[:, 1] = 0  # output gates: half of everything
     _copy(target, draft)
-    paths = directory / "target", directory / "draft"
-    for model, path in zip((target, draft), paths, strict=True):
-        model.save_pretrained(path)
-    return str(paths[0]), str(paths[1])
+    return save_pair(directory, target, draft)
 
 
 def _copy(target: Any, draft: Any) -> None:

@@ -80,19 +80,22 @@ def save_draft_of_another_tokenizer(path: Path, texts: list[str], size: int) -> 
     return _save_with_rows(DRAFT, path, size, take, (new.begin, new.end))
 
 
-def train_byte_level(texts: list[str], size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with so many tokens, if there are; two of them begin and end sequences."""
+_CONTROLS = {"bos_token": "<begin>", "eos_token": "<end>"}
+
+
+def train_byte_level(
+    texts: list[str], size: int, controls: dict[str, str] = _CONTROLS
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with so many tokens, if there are; the first are controls, by their role."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    controls = ["<begin>", "<end>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=controls, initial_alphabet=alphabet, show_progress=False
-    )
+        vocab_size=size, special_tokens=[*controls.values()], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
     made.train_from_iterator(texts, trainer)
-    begin, end = controls
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=begin, eos_token=end)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **controls)
 
 
 def save_renumbered(source: str | Path, path: Path, number_of: Tensor, size: int) -> Path:

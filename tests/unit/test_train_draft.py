@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests.support.train_drafter import run_here, script_modules
+from tests.support.vocabularies import train_byte_level
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
 
 MODULES = ("chat_prompts", "draft_data", "draft_quality", "draft_tokens", "distil")
 MODULES += ("answers", "heads", "shapes", "training", "errors")
@@ -27,27 +27,13 @@ def scripts():
         yield modules
 
 
-def byte_pair_tokenizer(texts):
-    """Adds no special token of its own accord."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator(texts, trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-
-
 @pytest.fixture(scope="module")
 def target(scripts, tmp_path_factory):
     """A random Llama with a byte-pair tokenizer of this repository's words."""
     folder = tmp_path_factory.mktemp("target")
     texts = [one.text for one in scripts.chat_prompts.prompts(False, 400, seed=0)]
-    tokenizer = byte_pair_tokenizer(texts)
+    controls = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = train_byte_level(texts, VOCABULARY, controls)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -262,6 +248,7 @@ def trained(data, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 class TestTrainDraft:
     def test_leaves_a_draft_its_card_and_its_record(self, trained):
         metrics = json.loads((trained / "metrics.json").read_text("utf-8"))
@@ -404,6 +391,7 @@ def heads(data, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 class TestTrainHead:
     @pytest.mark.parametrize("kind", HEADS)
     def test_leaves_a_head_its_card_and_its_record(self, kind, heads):

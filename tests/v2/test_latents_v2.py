@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.calling import called_once
 from tests.support.engines import metric, running, whole_trees
 from tests.support.generating import (
     generate,
@@ -48,10 +49,7 @@ def generate_all(models: str) -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("latents")
-    return call_on_v2(generate_all, directory, gpu_attention=True, models=str(directory))
+answers = called_once(call_on_v2, generate_all, gpu_attention=True)
 
 
 @pytest.mark.parametrize("case", ["trees", "cached", "pressed"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.calling import called_once
 from tests.support.engines import metric, runner_of, running, whole_trees
 from tests.support.generating import (
     completions,
@@ -34,7 +35,9 @@ SIZE, LARGE = 8, 64
 # B) of 16, and two heads' updates of 32 and decays; of convolutions inputs alone.
 LAYERS = {"FalconH1": 3}
 LEFT = {"Lfm2": 64}
-AGAIN = [pytest.param(name, marks=pytest.mark.nightly) for name in ("NemotronH", "FalconH1")]
+AGAIN = [
+    pytest.param(name, marks=pytest.mark.nightly) for name in ("Lfm2", "NemotronH", "FalconH1")
+]
 
 
 def params(tokens: int = TOKENS) -> list[Any]:
@@ -71,7 +74,7 @@ def generate_all(models: str, name: str) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees: short of memory, and with states that are cached."""
     target, draft = save_pair(models, name)
     prompts, options = random_prompts(LENGTHS, VOCABULARY), {"model": target, **OPTIONS}
-    answers: dict[str, Any] = {}
+    answers: dict[str, Any] = {"name": name}
     with running(None, **options) as llm:
         outputs = llm.generate(prompts, params(), use_tqdm=False)
         answers["plain"] = {"tokens": completions(outputs), "states": states_of(llm)}
@@ -109,11 +112,8 @@ def resumed(llm: Any, prompts: list[Any], tokens: list[Any]) -> dict[str, Any]:
     return {"tokens": completions(outputs), "hits": hits}
 
 
-@pytest.fixture(scope="module", params=["Qwen3Next", "GraniteMoeHybrid", "Lfm2", *AGAIN])
-def answers(request, tmp_path_factory) -> dict[str, Any]:
-    directory, name = tmp_path_factory.mktemp("recurrent"), request.param
-    more = {"models": str(directory), "name": name}
-    return {"name": name, **call_on_v2(generate_all, directory, gpu_attention=True, **more)}
+KINDS = ["Qwen3Next", "GraniteMoeHybrid", *AGAIN]
+answers = called_once(call_on_v2, generate_all, ("name", KINDS), gpu_attention=True)
 
 
 @pytest.mark.parametrize("case", ["pressed", "cached"])
