@@ -81,13 +81,9 @@ def test_drafts_are_accepted_and_images_found_in_the_cache(answers):
     assert trees["hits"] == (0 if answers["name"] == HYBRID else plain)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "on_v2"),
-    [
-        ("qwen2_vl", False),
-        pytest.param("qwen3_vl", False, marks=pytest.mark.nightly),
-        pytest.param("qwen2_vl", True, marks=pytest.mark.nightly),
-    ],
+    ("name", "on_v2"), [("qwen2_vl", False), ("qwen3_vl", False), ("qwen2_vl", True)]
 )
 def test_adapters_a_grammar_and_an_abort_beside_images(name, on_v2, tmp_path):
     plain, trees = (

@@ -15,6 +15,7 @@ from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.hardware.graph_sizes import capture_sizes
 from sequoia_vllm.tree import TokenTree
+from tests.support.chessboard import chessboard
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 # A tree of 64 nodes without a schedule, and one from the library.
@@ -23,6 +24,9 @@ LIBRARY = [
     (1, 1, 127), (2, 2, 63), (3, 4, 31), (5, 7, 16), (8, 9, 15), (10, 13, 9), (14, 18, 7),
     (19, 21, 5), (22, 45, 3), (46, 60, 2), (61, 172, 1), (173, 256, 0),
 ]  # fmt: skip
+
+# With requests and tokens per step of servers, and of a small engine.
+SCHEDULES = chessboard([WHOLE, LIBRARY], [(256, 2048), (250, 8192), (3, 512)])
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +90,10 @@ def modes(manager, tokens):
     ]
 
 
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(256, 2048), (250, 8192), (3, 512)])
-@pytest.mark.parametrize("schedule", [WHOLE, LIBRARY])
-def test_every_batch_size_has_a_full_graph(schedule, max_num_seqs, budget):
-    manager, tokens = manager_of(TreeGraphManager, schedule, max_num_seqs, budget)
+@pytest.mark.parametrize(("schedule", "limits"), SCHEDULES)
+def test_every_batch_size_has_a_full_graph(schedule, limits):
+    manager, tokens = manager_of(TreeGraphManager, schedule, *limits)
+    max_num_seqs, _ = limits
     assert modes(manager, tokens) == [FULL] * max_num_seqs
     captured = set(manager._capture_descs[FULL])
     assert len(captured) < 170
@@ -100,11 +104,10 @@ def test_every_batch_size_has_a_full_graph(schedule, max_num_seqs, budget):
         assert batch <= graph.num_reqs <= max_num_seqs
 
 
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(256, 2048), (250, 8192), (3, 512)])
-@pytest.mark.parametrize("schedule", [WHOLE, LIBRARY])
-def test_engines_that_adapt_have_graphs_for_fewer_drafts(schedule, max_num_seqs, budget):
+@pytest.mark.parametrize(("schedule", "limits"), SCHEDULES)
+def test_engines_that_adapt_have_graphs_for_fewer_drafts(schedule, limits):
     """All that they may change over to from the schedule's, padded by half at most."""
-    manager, tokens = manager_of(TreeGraphManager, schedule, max_num_seqs, budget)
+    manager, tokens = manager_of(TreeGraphManager, schedule, *limits)
     fewer = [drafts + 1 for drafts in fewer_drafts(manager.vllm_config)]
     assert len(fewer) >= 5
     for batch, most in enumerate(tokens, start=1):
@@ -112,7 +115,7 @@ def test_engines_that_adapt_have_graphs_for_fewer_drafts(schedule, max_num_seqs,
             graph = manager.dispatch(batch, batch * each, each, 0)
             assert graph.cg_mode == FULL
             assert batch <= graph.num_reqs <= max(1.5 * batch, batch + 1)
-    frozen, _ = manager_of(TreeGraphManager, schedule, max_num_seqs, budget, adapts=False)
+    frozen, _ = manager_of(TreeGraphManager, schedule, *limits, adapts=False)
     assert len(frozen._capture_descs[FULL]) < len(manager._capture_descs[FULL])
 
 

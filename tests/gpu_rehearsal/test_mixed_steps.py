@@ -1,4 +1,7 @@
-"""Steps that read prompts beside trees, on the GPU engine: tokens as plain's, from full graphs."""
+"""Steps that read prompts beside trees, on the GPU engine: tokens as plain's, from full graphs.
+
+`test_requests.py` has shorter prompts in every run.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from tests.support.generating import greedy_and_seeded, random_prompts, save_rel
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, join_and_abort, rehearsing
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 # Longer than a segment has rows, and than the budget leaves beside trees. The sixth begins like
 # the second, and is of few rows over a context.

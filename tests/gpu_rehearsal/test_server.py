@@ -12,7 +12,7 @@ from tests.support.models import TARGET, prompts
 from tests.support.on_gpu import gpu_environment
 from tests.support.serving import Server, environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 LENGTHS = [9, 18]
 TOKENS = 12
@@ -26,10 +26,7 @@ def tokens_of_texts() -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": tokenizer(text).input_ids[:40]} for text in prompts(2)]
 
 
-# Heads start by the same steps, and `test_heads.py` replays their graphs.
-@pytest.mark.parametrize(
-    "drafter", ["a draft model", pytest.param("an EAGLE-3 head", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("drafter", ["a draft model", "an EAGLE-3 head"])
 def test_a_server_replays_graphs_and_gives_plain_tokens(drafter, tmp_path):
     if drafter == "a draft model":
         target, draft = save_related_pair(tmp_path)

@@ -19,16 +19,16 @@ FILES = {
 }
 # These have processes of their own; most others take less time than a process's imports.
 LONG = ["children", "tree_attention", "verify"]
+NAMES = {**{name: [name] for name in LONG}, "others": sorted(FILES.keys() - LONG)}
 
 
-@pytest.mark.parametrize(
-    "names", [*([name] for name in LONG), sorted(FILES.keys() - LONG)], ids=[*LONG, "others"]
-)
+@pytest.mark.parametrize("names", [*NAMES, pytest.param("nightly", marks=pytest.mark.nightly)])
 def test_kernels_interpreted(names):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    marked = "nightly" if names == "nightly" else "not nightly"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked]
     done = subprocess.run(
-        [*command, *(str(FILES[name]) for name in names)],
+        [*command, *(str(FILES[name]) for name in NAMES.get(names, FILES))],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]

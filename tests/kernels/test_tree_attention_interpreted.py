@@ -15,6 +15,7 @@ from sequoia_vllm.kernels.tree_attention import (
 )
 from tests.oracles.attention import random_ancestors
 from tests.support.attending import UNTOUCHED, Batch
+from tests.support.chessboard import chessboard
 from tests.support.own_trees import row_of_the_first
 from tests.v2.launches import counted_launches
 
@@ -321,9 +322,11 @@ def test_a_wrong_mask_gives_another_answer():
     assert differs.any()
 
 
-@pytest.mark.parametrize("how", [{}, {"window": 20}, {"continued": True}], ids=str)
-@pytest.mark.parametrize(("first_node", "processors"), [(0, 1), (32, 110)])
-def test_each_request_has_a_tree_of_its_own(first_node, processors, how, monkeypatch):
+@pytest.mark.parametrize(
+    ("how", "place"), chessboard([{}, {"window": 20}, {"continued": True}], [(0, 1), (32, 110)])
+)
+def test_each_request_has_a_tree_of_its_own(place, how, monkeypatch):
+    first_node, processors = place
     batch = Batch([600, 31, 5, 0], [33, 7, 0, 20], heads=(4, 2), first_node=first_node)
     batch.give_own_trees()
     expected = batch.expected(window=how.get("window"))

@@ -12,6 +12,7 @@ from sequoia_vllm.kernels import target_statistics, traversal, verify, verify_ke
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.verify import TreesToVerify
 from tests.oracles.laws import assert_same_law
+from tests.support.chessboard import chessboard
 from tests.support.own_trees import row_of_the_first
 from tests.support.verifying import (
     INF,
@@ -107,8 +108,10 @@ def test_a_request_without_rows_emits_nothing(four_lanes):
 # -- Algorithm 2: every decision -----------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["dense", "sparse"])
-@pytest.mark.parametrize("draft", KINDS)
+@pytest.mark.parametrize(
+    ("target", "draft", "lanes"), chessboard(["dense", "sparse"], KINDS, [4, 16]),
+    indirect=["lanes"],
+)  # fmt: skip
 def test_decides_as_algorithm_2(lanes, target, draft, monkeypatch):
     few = lanes == 4
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
@@ -324,7 +327,7 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", ["apart", pytest.param("deeper", marks=pytest.mark.nightly)])
 def test_emits_by_the_targets_law(four_lanes, name, monkeypatch):
     """The first two tokens against P(first) P(second), by chi-square.
 

@@ -18,6 +18,7 @@ from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 from sequoia_vllm.library.tree_library import shipped_directory
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
+from tests.support.chessboard import chessboard
 from tests.support.reference_trees import acceptances, drafts_at, published, trees
 
 SHIPPED = Acceptance.of(published()["shipped"])
@@ -201,9 +202,14 @@ class TestSchedule:
             chosen = speeds[drafts_at(schedule.ranges, batch)]
             assert chosen >= speeds.max() * 0.99 * (1 - 1e-9)
 
-    @pytest.mark.parametrize("device", ["NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA L4"])
-    @pytest.mark.parametrize("name", ["7b-68m", "8b-1b", "32b-0.6b"])
-    @pytest.mark.parametrize("vector", ["shipped", "appendix_e"])
+    @pytest.mark.parametrize(
+        ("device", "name", "vector"),
+        chessboard(
+            ["NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA L4"],
+            ["7b-68m", "8b-1b", "32b-0.6b"],
+            ["shipped", "appendix_e"],
+        ),
+    )
     def test_prefixes_are_near_the_best_tree_of_each_batch_size(self, device, name, vector):
         """What drafting prefixes of one tree costs, against a tree for each batch size.
 

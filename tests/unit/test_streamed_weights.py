@@ -17,6 +17,7 @@ from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
+from tests.support.chessboard import chessboard
 from tests.support.reference_trees import published
 
 STRONG = Acceptance.of(published()["appendix_e"])
@@ -160,8 +161,9 @@ def test_the_papers_tree_is_found_where_weights_are_streamed():
     assert speed(profile, tree) > 1.7 * speed(profile, chain)
 
 
-@pytest.mark.parametrize("how", [{}, {"buffers": 1}, {"backend": "uva"}])
-@pytest.mark.parametrize("rate", [25e9, 346e9])
+@pytest.mark.parametrize(
+    ("how", "rate"), chessboard([{}, {"buffers": 1}, {"backend": "uva"}], [25e9, 346e9])
+)
 def test_no_optimal_tree_is_faster(how, rate):
     profile = predicted(streamed(rate=rate, **how))
     tree = choose_tree(STRONG, profile, max_size=STREAMED_MAX_SIZE)

@@ -1,6 +1,7 @@
 """Trees drafted by trained heads: tokens as plain V2's, drafts as in vLLM's own chains.
 
-The embedded target with its embedded heads, in one process.
+The embedded target with its embedded heads, in one process. In CI `test_sampled_trees_v2.py` has
+DFlash, and `tests/gpu_rehearsal/test_heads.py` EAGLE-3, each from graphs.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from tests.support.models import MODELS, prompts
 from tests.support.on_v2 import call_on_v2
 from tests.support.train_drafter import script_modules
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 DEPTH, TOKENS = 4, 24
 HEADS = {"eagle3": EAGLE3, "dflash": DFLASH}
@@ -106,11 +107,7 @@ def generate_of(kind: str) -> dict[str, Any]:
     }
 
 
-# `test_sampled_trees_v2.py` has DFlash each time, from graphs.
-KINDS = ["eagle3", pytest.param("dflash", marks=pytest.mark.nightly)]
-
-
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=HEADS)
 def kind(request: pytest.FixtureRequest) -> Any:
     return request.param
 
