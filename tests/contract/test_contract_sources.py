@@ -1,7 +1,6 @@
 """Reading the contract from sources answers as importing them does."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,26 +10,14 @@ from sequoia_vllm.engine.compat.ledger import LEDGER, Expected, expected
 from tests.contract import used
 from tests.contract.sources import source_differences
 
-SAMPLE = """
+
 def plain(a, b): ...
+
 
 def grown(a, b, c=0, *, d=None): ...
 
+
 def demanding(a, b, c, d=0, *, e): ...
-"""
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """The name of a package that has `SAMPLE` in a module, and is importable."""
-    name = f"contract_sample_{abs(hash(tmp_path))}"
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "__init__.py").write_text("")
-    (tmp_path / name / "base.py").write_text(SAMPLE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield name
-    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
-        del sys.modules[module]
 
 
 @pytest.mark.parametrize(
@@ -43,10 +30,11 @@ def package(tmp_path, monkeypatch):
         ("demanding", True, "demanding needs c, e, too"),
     ],
 )
-def test_what_is_only_called_may_grow(tmp_path, package, name, may_grow, difference):
-    expected = Expected(f"{package}.base:{name}", ("a", "b"), may_grow)
-    found = [f"{package}.base:{difference}"] if difference else []
-    assert source_differences(tmp_path, [expected]) == found
+def test_what_is_only_called_may_grow(name, may_grow, difference):
+    """Of the functions above, read and imported."""
+    expected = Expected(f"{__name__}:{name}", ("a", "b"), may_grow)
+    found = [f"{__name__}:{difference}"] if difference else []
+    assert source_differences(used.REPOSITORY, [expected]) == found
     assert contract.differences([expected]) == found
 
 

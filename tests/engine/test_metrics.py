@@ -1,6 +1,5 @@
 """From the worker's counts to vLLM's metrics and log: the messages, and the real `LLM`."""
 
-import json
 import logging
 import time
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from sequoia_vllm.engine.common.step_messages import (
     attach_outcome,
     outcome_of,
 )
-from sequoia_vllm.engine.compat.ledger import LEDGER
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from sequoia_vllm.engine.frontend import tree_metrics as shown_metrics
 from sequoia_vllm.engine.runner.step_stats import StepStats
@@ -73,12 +71,6 @@ def test_report_crosses_processes_in_vllms_message():
         received = decoder.decode(sent).scheduler_stats
         assert received.num_running_reqs == 3
         assert getattr(received, REPORT) == report
-
-
-def test_ledger_lists_the_field():
-    replaced = json.loads(LEDGER.read_text())["replaced"]
-    [field] = [path for path, one in replaced.items() if one["how"] == "added field"]
-    assert field == f"{SchedulerStats.__module__}:{SchedulerStats.__name__}.{REPORT}"
 
 
 def test_vllms_shared_empty_output_is_left_alone():

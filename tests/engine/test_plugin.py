@@ -106,11 +106,6 @@ def test_contract_fits_this_vllm(v2):
     contract.check_contract(v2)
 
 
-def test_what_gpus_need_is_in_this_vllm_too():
-    """CPU builds carry the GPU's modules; whether they work only a GPU tells."""
-    assert contract.differences(contract.contract("gpu")) == []
-
-
 WRONG = [
     Expected("vllm.no_such_module:Thing"),
     Expected("vllm.engine.arg_utils:EngineArgs.no_such_method"),

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import transformers
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.config import ModelConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
@@ -144,34 +144,23 @@ def test_draft_vocabulary(tmp_path):
     refused("not both bring a tokenizer", speculative_config=sequoia(draft=tmp_path))
 
 
-def save_head(path: Path, **changes) -> Path:
-    """The configuration of an EAGLE-3 head for the embedded target; no weights are read."""
-    config = transformers.LlamaConfig.from_pretrained(TARGET)
-    config.update({"num_hidden_layers": 1, "draft_vocab_size": 512, **changes})
-    config.save_pretrained(path)
-    return path
-
-
 def test_adapters_where_one_table_drafts_for_all():
     refused("drop --enable-lora", speculative_config=lookup_trees(), enable_lora=True)
 
 
-def test_heads_on_model_runner_v1(tmp_path):
-    head = save_head(tmp_path / "head")
-    refused(
-        "heads and MTP layers need vLLM's Model Runner V2", speculative_config=sequoia(draft=head)
-    )
-
-
-def test_heads_of_another_target(tmp_path):
-    head = save_head(tmp_path / "head", target_hidden_size=512)
-    refused("hidden size is 512, and this one's 256", speculative_config=sequoia(draft=head))
-
-
-def test_heads_that_are_said_to_be_models(tmp_path):
-    head = save_head(tmp_path / "head")
-    options = sequoia(draft=head, drafter="model")
-    refused("is an EAGLE-3 head (it has draft_vocab_size)", speculative_config=options)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "heads and MTP layers need vLLM's Model Runner V2"),
+        ({"target_hidden_size": 512}, "hidden size is 512, and this one's 256"),
+    ],
+)
+def test_heads(changes, message, tmp_path):
+    """On Model Runner V1, and of another target. No weights are read."""
+    config = transformers.LlamaConfig.from_pretrained(TARGET)
+    config.update({"num_hidden_layers": 1, "draft_vocab_size": 512, **changes})
+    config.save_pretrained(tmp_path / "head")
+    refused(message, speculative_config=sequoia(draft=tmp_path / "head"))
 
 
 def test_draft_models_that_vllm_takes_for_heads_by_their_path(tmp_path):
@@ -281,17 +270,11 @@ def test_shared_keys_of_two_sizes_on_cpus(monkeypatch):
     assert "heads of two sizes: serve it without Sequoia" in reason
 
 
-def test_routed_experts_of_rows_that_are_not_a_path():
-    config = engine_config()
-    config.aux_output_config.enable_return_routed_experts = True
-    [reason] = refusals._feature_reasons(config)
-    assert "drop --enable-return-routed-experts" in reason
-
-
-def test_options_of_sampling_that_trees_do_not_follow():
+def test_options_that_trees_do_not_follow():
     """On CPUs vLLM itself refuses some of them; here its checks are past."""
     config = engine_config()
     for part, name in [
+        (config.aux_output_config, "enable_return_routed_experts"),
         (config.model_config, "return_sampling_mask"),
         (config.model_config, "enable_trace_replay"),
         (config, "watermark_config"),
@@ -554,14 +537,8 @@ def test_a_node_with_another_version_is_refused(monkeypatch):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("tree", ["chosen", "given"])
-def test_another_device_than_the_trees_is_refused(tree, monkeypatch):
-    """Only where the device chose the tree: a given one fits as well as any."""
+def test_another_device_than_the_trees_is_refused(monkeypatch):
     monkeypatch.setattr(worker_base, "current_device_name", lambda index: "Another CPU")
-    if tree == "given":
-        with running(sequoia()) as llm:
-            llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
-        return
     chosen = TreeChoice(TokenTree.chain(3), "a test", device="This CPU")
     monkeypatch.setattr(plan, "choose_engine_tree", lambda *arguments: chosen)
     with (

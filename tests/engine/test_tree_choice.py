@@ -56,13 +56,6 @@ def test_nothing_given_is_auto_where_that_speculates():
     assert choose() == choose(tree="auto")
 
 
-def test_library_name_and_file(tmp_path):
-    assert choose(tree="h200/70b-1b/shipped").tree.size > 8
-    path = tmp_path / "tree.json"
-    TokenTree((-1, 0, 0, 1)).save(path)
-    assert choose(tree=str(path)).tree == TokenTree((-1, 0, 0, 1))
-
-
 def test_size_with_an_acceptance_vector(tmp_path):
     assert choose(tree={"size": 4}, acceptance=[0.9]).tree == TokenTree.chain(3)
     assert choose(tree={"size": 4}, acceptance=[0.34, 0.33, 0.33]).tree.depth == 1

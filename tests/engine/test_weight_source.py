@@ -75,13 +75,6 @@ def test_prefetching_offloads_the_last_layers_of_each_group(group, of_group, lay
     assert ahead.buffer_bytes == pytest.approx(2 * LAYER)
 
 
-def test_auto_takes_the_backend_that_vllm_takes():
-    both = {"cpu_offload_gb": 10, "offload_group_size": 8}
-    assert offloaded_layers(arguments(**both)).backend == "prefetch"
-    assert offloaded_layers(arguments(**both, offload_backend="uva")).backend == "uva"
-    assert offloaded_layers(arguments(cpu_offload_gb=10)).backend == "uva"
-
-
 def test_links_are_the_devices():
     rates = {
         device: streamed(device=device, cpu_offload_gb=60).bytes_per_second

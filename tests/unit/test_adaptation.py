@@ -335,6 +335,16 @@ WEAK = (0.35, 0.08, 0.04)
 BUDGET, MOST_RUNNING = 512, 64
 
 
+def server_of(controlled: DraftController, machine: Machine, **limits) -> Server:
+    def observe(*, drafts: int, is_steady: bool, **seen) -> None:
+        steady = drafts if is_steady else None
+        controlled.observe(Step(drafts=steady, grown=drafts, workload="greedy", **seen))
+
+    server = Server(TREE, machine, controlled.lookup, observe, **limits)
+    server.controlled = controlled
+    return server
+
+
 def controlled_server(machine: Machine, drafts: int = 15, **limits: int) -> Server:
     """A server whose controller begins with a schedule that fits its budget."""
     fitting = fit_to_budget([(1, 1, drafts)], drafts, MOST_RUNNING, BUDGET)
@@ -342,14 +352,7 @@ def controlled_server(machine: Machine, drafts: int = 15, **limits: int) -> Serv
     if machine is TWO_CORES:
         schedule, sizes = TWO_CORES_SCHEDULE, FINER
     controlled = DraftController(TREE, schedule, [15] * BATCHES, sizes)
-
-    def observe(*, drafts: int, is_steady: bool, **seen) -> None:
-        steady = drafts if is_steady else None
-        controlled.observe(Step(drafts=steady, grown=drafts, workload="greedy", **seen))
-
-    server = Server(TREE, machine, controlled.lookup, observe, budget=BUDGET, **limits)
-    server.controlled = controlled
-    return server
+    return server_of(controlled, machine, budget=BUDGET, **limits)
 
 
 def fixed_servers(machine: Machine, **limits: int) -> dict[int, Server]:
@@ -458,14 +461,8 @@ def untuned_server(machine: Machine, seed: int, most_running: int = 1, rows: int
     """
     controlled = controller(sizes=FINER)
     controlled.begin_with(rows)
-
-    def observe(*, drafts: int, is_steady: bool, **seen) -> None:
-        controlled.observe(
-            Step(drafts=drafts if is_steady else None, grown=drafts, workload="greedy", **seen)
-        )
-
     rng = np.random.default_rng(seed)
-    return Server(TREE, machine, controlled.lookup, observe, most_running=most_running, rng=rng)
+    return server_of(controlled, machine, most_running=most_running, rng=rng)
 
 
 @pytest.mark.parametrize("machine", [CHAT_MODEL, TWO_CORES])

@@ -245,25 +245,18 @@ def test_parts_of_steady_steps_only(clock):
     assert parts_of(worker, 2)["steps"] == 0
 
 
-def test_drawing_is_told_apart_where_the_runner_times_its_draft(clock):
-    runner = FakeRunner(clock, SimpleNamespace(seconds={"draft": 77.0}, trace=None))
+@pytest.mark.parametrize("before", [None, [("target", 1, 4, 5)]])
+def test_drawing_is_told_apart_where_the_runner_times_its_draft(clock, before):
+    """And a trace that the runner makes anyway is kept."""
+    runner = FakeRunner(clock, SimpleNamespace(seconds={"draft": 77.0}, trace=before))
     worker = timed_worker(runner)
     runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
     [found] = worker.sequoia_take_steps()
     assert (found["drafting"], found["drawing"], found["passes"]) == (1000, 100, [(3, 900)])
-    assert runner.stats.trace is None
+    assert runner.stats.trace == (before and [*before[:1], ("draft", 1, 3, 900)])
     runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
     parts = parts_of(worker, 1)
     assert (parts["draft"], parts["drawing"]) == (900, 100)
-
-
-def test_recording_keeps_the_trace_that_the_runner_makes_anyway(clock):
-    runner = FakeRunner(clock, SimpleNamespace(seconds={"draft": 0.0}, trace=[("target", 1, 4, 5)]))
-    worker = timed_worker(runner)
-    runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
-    [found] = worker.sequoia_take_steps()
-    assert found["passes"] == [(3, 900)]
-    assert runner.stats.trace == [("target", 1, 4, 5), ("draft", 1, 3, 900)]
 
 
 def test_drawing_is_told_apart_in_chains(clock):

@@ -240,9 +240,6 @@ def test_table(capsys):
     assert verification == ["verification", "0.30", "0.40", "0.70"]
 
 
-# -- the command -----------------------------------------------------------------
-
-
 # -- rounds ----------------------------------------------------------------------
 
 
@@ -268,38 +265,39 @@ class FakeEngine:
         self._clock.now += self._seconds
 
 
-@pytest.mark.parametrize(("seconds", "enough", "rounds"), [(1, 60, 3), (9, 60, 2), (9, None, 3)])
-def test_no_round_begins_when_measuring_took_long_enough(monkeypatch, seconds, enough, rounds):
+@pytest.fixture
+def ran(monkeypatch):
+    """Rounds over a ladder where a run takes so long: what ran on both engines, and reports."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(measure_profile.time, "monotonic", lambda: clock.now)
-    settings = ProfileSettings(
-        EngineSpec("t", "d"), batch_sizes=(1,), tokens=(1, 2, 4, 8), contexts=(64,),
-        max_tokens=24, rounds=3, enough_seconds=enough,
-    )  # fmt: skip
-    plain, sequoia = (FakeEngine(clock, seconds) for _ in range(2))
-    reports = []
-    measuring = Rounds(
-        settings, [[1, 2, 3]], Ladder(), (plain, sequoia), lambda *report: reports.append(report)
-    )
-    measuring.run()
-    assert plain.ran == [(1, 1)] * rounds
-    assert sorted(sequoia.ran) == sorted([(1, 2), (1, 4), (1, 8)] * rounds)
+
+    def run(ladder, seconds=1, **options):
+        settings = ProfileSettings(
+            EngineSpec("t", "d"), batch_sizes=(1,), tokens=(1, 2, 4, 8), contexts=(64,),
+            max_tokens=24, **options,
+        )  # fmt: skip
+        engines, reports = [FakeEngine(clock, seconds) for _ in range(2)], []
+        measuring = Rounds(
+            settings, [[1, 2, 3]], ladder, engines, lambda *report: reports.append(report)
+        )
+        measuring.run()
+        return measuring.times[0], *(sorted(engine.ran) for engine in engines), reports
+
+    return run
+
+
+@pytest.mark.parametrize(("seconds", "enough", "rounds"), [(1, 60, 3), (9, 60, 2), (9, None, 3)])
+def test_no_round_begins_when_measuring_took_long_enough(ran, seconds, enough, rounds):
+    times, plain, sequoia, reports = ran(Ladder(), seconds, rounds=3, enough_seconds=enough)
+    assert plain == [(1, 1)] * rounds
+    assert sequoia == sorted([(1, 2), (1, 4), (1, 8)] * rounds)
     assert len(reports) == 4 * rounds
-    assert batch_curves(measuring.times[0]).target.tokens == [1, 2, 4, 8]
+    assert batch_curves(times).target.tokens == [1, 2, 4, 8]
 
 
-def test_sizes_that_cannot_win_are_left_out_of_all_rounds(monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    settings = ProfileSettings(
-        EngineSpec("t", "d"), batch_sizes=(1,), tokens=(1, 2, 4, 8), contexts=(64,),
-        max_tokens=24, rounds=2,
-    )  # fmt: skip
-    plain, sequoia = (FakeEngine(SimpleNamespace(now=0.0), 1) for _ in range(2))
+def test_sizes_that_cannot_win_are_left_out_of_all_rounds(ran):
     poor = Ladder.of([Acceptance.of([0.1, 0.02])], 8)  # a step of 4 takes twice a plain one
-    reports = []
-    Rounds(
-        settings, [[1, 2, 3]], poor, (plain, sequoia), lambda *report: reports.append(report)
-    ).run()
-    assert sorted(sequoia.ran) == [(1, 2), (1, 2), (1, 4), (1, 4)]
+    _, _, sequoia, reports = ran(poor, rounds=2)
+    assert sequoia == [(1, 2), (1, 2), (1, 4), (1, 4)]
     assert reports[-1][1:] == (5, 6)

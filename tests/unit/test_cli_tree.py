@@ -203,8 +203,6 @@ class TestErrors:
             ("--size", 0, "size must be at least 1, not 0 (sizes count the root)"),
             ("--size", 100_000, "--size 100000: engines take trees of up to 1,024 nodes"),
             ("--size", "x", "Invalid value for '--size'"),
-            ("--max-depth", 0, "max_depth must be at least 1"),
-            ("--max-branch", -1, "max_branch must be at least 1"),
             ("--output", "/nowhere/at/all/t.json", "No such file or directory"),
         ],
     )

@@ -309,12 +309,13 @@ def test_levels_that_a_block_has(tmp_path, config, levels):
     assert shape.head.levels == levels
 
 
-def test_what_vllm_takes_by_its_name():
-    check_method(drafter("model"), "a/draft", "draft_model")
-    check_method(drafter("eagle3"), "a/head", "eagle3")
-    with pytest.raises(ConfigError) as error:
-        check_method(drafter("model"), "/models/eagle-3/draft", "eagle")
-    assert "put it into a folder without" in str(error.value)
+@pytest.mark.parametrize(
+    ("kind", "method"), [("model", "draft_model"), ("eagle3", "eagle3"), ("mtp", "mtp")]
+)
+def test_what_vllm_takes_by_its_name(kind, method):
+    check_method(drafter(kind), "a/model", method)
+    with pytest.raises(ConfigError, match="put it into a folder without"):
+        check_method(drafter(kind), "/models/eagle-3/model", "eagle")
 
 
 def engine(kind: str, use_v2: bool) -> SimpleNamespace:

@@ -98,35 +98,28 @@ def test_a_dflash_head_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("kind", "changes", "expected"),
     [
-        ({"target_hidden_size": 8192}, {"reads": 3 * 8192}),
-        ({"num_aux_hidden_states": 4}, {"reads": 4 * 4096}),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}},
+        ("eagle3", {"target_hidden_size": 8192}, {"reads": 3 * 8192}),
+        ("eagle3", {"num_aux_hidden_states": 4}, {"reads": 4 * 4096}),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}},
          {"reads": 5 * 4096}),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, {"reads": 0}),
-        ({"draft_vocab_size": None}, {"output_vocab": 128256}),
-    ],
-)  # fmt: skip
-def test_what_eagle_3_configurations_say(changes, expected):
-    shape = head(EAGLE_3, "eagle3", **changes)
-    assert shape.head == head(EAGLE_3, "eagle3").head.model_copy(update=expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"block_size": None}, {"levels": None}),
-        ({"dflash_config": {"sample_from_anchor": True, "target_layer_ids": [1, 2, 3, 4, 5]}},
+        ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, {"reads": 0}),
+        ("eagle3", {"draft_vocab_size": None}, {"output_vocab": 128256}),
+        ("dflash", {"block_size": None}, {"levels": None}),
+        ("dflash",
+         {"dflash_config": {"sample_from_anchor": True, "target_layer_ids": [1, 2, 3, 4, 5]}},
          {"levels": 16}),
-        ({"draft_vocab_size": 32000}, {"output_vocab": 32000}),
-        ({"draft_vocab_size": 151936}, {"output_vocab": None}),
-        ({"dflash_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 9]}, {"reads": 8192}),
+        ("dflash", {"draft_vocab_size": 32000}, {"output_vocab": 32000}),
+        ("dflash", {"draft_vocab_size": 151936}, {"output_vocab": None}),
+        ("dflash", {"dflash_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 9]},
+         {"reads": 8192}),
     ],
 )  # fmt: skip
-def test_what_dflash_configurations_say(changes, expected):
-    shape = head(DFLASH, "dflash", **changes)
-    assert shape.head == head(DFLASH, "dflash").head.model_copy(update=expected)
+def test_what_configurations_say(kind, changes, expected):
+    config = {"eagle3": EAGLE_3, "dflash": DFLASH}[kind]
+    changed = head(config, kind, **changes).head
+    assert changed == head(config, kind).head.model_copy(update=expected)
 
 
 def test_quantized_heads():

@@ -16,7 +16,7 @@ from sequoia_vllm.drafters.mtp import ARCHITECTURES, MODEL_TYPES
 from sequoia_vllm.drafters.registry import DRAFTERS, drafter
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
-from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method
+from sequoia_vllm.engine.frontend.drafts import DraftReader
 from sequoia_vllm.engine.frontend.refusals import _drafter_reasons
 from tests.support.families import in_vllm
 
@@ -101,9 +101,3 @@ def test_no_model_is_given_with_them():
         found(("model", "mtp"), model="a/head")
     with pytest.raises(ConfigError, match="needs vLLM's Model Runner V2"):
         found(("model",))
-
-
-def test_what_vllm_takes_by_the_name_of_the_target():
-    check_method(drafter("mtp"), "a/target", "mtp")
-    with pytest.raises(ConfigError, match="put it into a folder without"):
-        check_method(drafter("mtp"), "/models/eagle-3/target", "eagle")

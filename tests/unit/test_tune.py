@@ -234,9 +234,8 @@ def test_profiles_of_something_else(changes, message):
 
 
 def test_acceptance_of_something_else():
-    with pytest.raises(
-        CalibrationError, match=r"acceptance file is of target 'x'.*--only acceptance"
-    ):
+    wrong = r"acceptance file is of target 'x'.*--only acceptance"
+    with pytest.raises(CalibrationError, match=wrong):
         check_vector(HERE, vector(target="x"))
     check_vector(HERE, vector(target=TARGET + "/"))
     check_profile(HERE, PAYS.model_copy(update={"target": TARGET + "/"}))
