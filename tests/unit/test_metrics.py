@@ -125,6 +125,12 @@ def test_interval_line_of_a_trimmed_tree_and_of_none():
     assert interval_line(TREE, TreeCounts.zeros(TREE), (7, 1)) is None
 
 
+def made(engines=(0,), source="a test", **options) -> tuple[CollectorRegistry, TreeMetrics]:
+    registry = CollectorRegistry()
+    kinds = PrometheusKinds(registry)
+    return registry, TreeMetrics(TREE, source, "model", [*engines], kinds, **options)
+
+
 def samples(registry: CollectorRegistry) -> dict:
     """Value of every sample, by name and labels other than the model's."""
     return {
@@ -138,8 +144,7 @@ def samples(registry: CollectorRegistry) -> dict:
 
 
 def test_metrics_show_what_was_flushed():
-    registry = CollectorRegistry()
-    metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(registry))
+    registry, metrics = made([0, 1])
     start = samples(registry)
     assert start["sequoia:tree_info", "3", "0", "8", "a test"] == 1
     assert ("sequoia:drafted_nodes", "0") not in start  # there is no load yet
@@ -175,47 +180,35 @@ def test_metrics_show_what_was_flushed():
 
 
 def test_source_label_is_short():
-    registry = CollectorRegistry()
-    source = "default size; tree a/b: 1 nodes; 3.01 tokens per step"
-    TreeMetrics(TREE, source, "model", [0], PrometheusKinds(registry))
+    registry, _ = made(source="default size; tree a/b: 1 nodes; 3.01 tokens per step")
     assert samples(registry)["sequoia:tree_info", "3", "0", "8", "default size"] == 1
 
 
 def test_requests_without_drafts_are_counted_by_reason():
-    registry = CollectorRegistry()
-    metrics = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))
+    registry, metrics = made()
     metrics.observe(0, None, drafts=7, undrafted=["asked", "structured_outputs", "asked"])
-    name = "sequoia:undrafted_requests_total"
-    labels = {"model_name": "model", "engine": "0"}
-    found = {
-        reason: registry.get_sample_value(name, {**labels, "reason": reason})
-        for reason in get_args(Reason)
-    }
-    counted = {"asked": 2, "structured_outputs": 1}
-    assert found == {reason: counted.get(reason, 0) for reason in found}
+    counted = dict.fromkeys(get_args(Reason), 0) | {"asked": 2, "structured_outputs": 1}
+    name, found = "sequoia:undrafted_requests_total", samples(registry)
+    assert {reason: found[name, "0", reason] for reason in counted} == counted
 
 
 def test_speedups_are_shown_where_they_are_known():
+    expected, measured = (("sequoia:expected_speedup", "0"), ("sequoia:measured_speedup", "0"))
     registry = CollectorRegistry()
-
-    def shown(metric):
-        labels = {"model_name": "model", "engine": "0"}
-        return registry.get_sample_value(f"sequoia:{metric}_speedup", labels)
-
     kinds = PrometheusKinds(registry)
     metrics = TreeMetrics(TREE, "a test", "model", [0], kinds, expected_speedup=2.5)
-    assert (shown("expected"), shown("measured")) == (2.5, None)
+    assert samples(registry)[expected] == 2.5
+    assert measured not in samples(registry)
     metrics.observe(0, None, drafts=7, speedup=1.9)
     metrics.observe(0, None, drafts=7)
-    assert shown("measured") == 1.9
+    assert samples(registry)[measured] == 1.9
     metrics.unregister()
     TreeMetrics(TREE, "a test", "model", [0], kinds)
-    assert shown("expected") is None
+    assert expected not in samples(registry)
 
 
 def test_metrics_of_a_new_engine_replace_the_old_ones():
-    registry = CollectorRegistry()
-    first = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))
+    registry, first = made()
     first.unregister()
     assert generate_latest(registry) == b""
     first.unregister()
@@ -243,8 +236,7 @@ def quick_watch(monkeypatch):
 
 def test_metrics_stay_current_after_the_last_step(quick_watch):
     """No step comes any more, and nobody reads: counters are complete, gauges of a load go."""
-    registry = CollectorRegistry()
-    metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(registry), 2.0)
+    registry, metrics = made([0, 1], expected_speedup=2.0)
     watched = prometheus.Watch(metrics)
     for round in (1, 2):  # it goes on after a pause
         for engine in (0, 1):
@@ -262,8 +254,7 @@ def test_metrics_stay_current_after_the_last_step(quick_watch):
 def test_busy_engines_keep_their_gauges(quick_watch, monkeypatch):
     """Engine 0 made its last step long ago, engine 1 has just made one."""
     monkeypatch.setattr(prometheus, "_IDLE_SECONDS", 1e9)
-    registry = CollectorRegistry()
-    metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(registry))
+    registry, metrics = made([0, 1])
     watched = prometheus.Watch(metrics)
     for engine in (0, 1):
         metrics.observe(engine, counted([[1]]), drafts=5, speedup=1.1)
@@ -304,7 +295,7 @@ for _ in range(2):
 
 
 def test_readers_in_this_process_get_all_that_was_observed():
-    metrics = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(CollectorRegistry()))
+    _, metrics = made()
     metrics.observe(0, counted([[1]], [[2]]), drafts=5)
     [trees] = [family for family in metrics.collect() if family.name == "sequoia:trees"]
     assert trees.samples[0].value == 2

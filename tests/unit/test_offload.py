@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,6 +20,22 @@ from sequoia_vllm.engine.offload.weight_file import OffloadError, WeightFile
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(weight_file, "CHUNK", 8192)
+
+
+@pytest.fixture
+def file(disk):
+    file = WeightFile(disk)
+    yield file
+    file.close()
+
+
+@contextmanager
+def started(file: WeightFile, regions: list, buffers: int):
+    """A ring that reads ahead."""
+    ring = LayerRing(file, regions, buffers)
+    ring.start()
+    yield ring
+    ring.close()
 
 
 def sealed(file: WeightFile, lengths: list[int]) -> tuple[list, list[torch.Tensor]]:
@@ -39,20 +56,16 @@ def compute(ring: LayerRing, layers: int) -> None:
         ring.release(layer)
 
 
-def test_nothing_is_seen_in_the_directory(disk):
-    file = WeightFile(disk)
+def test_nothing_is_seen_in_the_directory(disk, file):
     sealed(file, [5000])
     assert list(disk.iterdir()) == []
-    file.close()
 
 
-def test_regions_begin_and_end_at_pages(disk):
-    file = WeightFile(disk)
+def test_regions_begin_and_end_at_pages(file):
     first, _ = file.region(5000)
     second, _ = file.region(4096)
     assert (first.offset, first.length, second.offset, second.length) == (0, 8192, 8192, 4096)
     assert file._end == 12288
-    file.close()
 
 
 @given(
@@ -67,36 +80,30 @@ def test_each_layer_has_its_weights_while_it_is_computed(disk, lengths, buffers,
     """Also after passes that were broken off; ``passes``: layers computed of each, all if more."""
     file = WeightFile(disk)
     regions, contents = sealed(file, lengths)
-    ring = LayerRing(file, regions, buffers)
-    ring.start()
-    addresses = [ring.bytes_of(layer).data_ptr() for layer in range(len(lengths))]
-    for computed in passes:
-        for layer in range(min(computed or 1, len(lengths))):
-            ring.wait(layer)
-            assert torch.equal(ring.bytes_of(layer), contents[layer])
-            time.sleep(0.0005)  # what reads ahead has time to do harm
-            assert torch.equal(ring.bytes_of(layer), contents[layer])
-            if computed:
-                ring.release(layer)
-    assert addresses == [ring.bytes_of(layer).data_ptr() for layer in range(len(lengths))]
+    with started(file, regions, buffers) as ring:
+        addresses = [ring.bytes_of(layer).data_ptr() for layer in range(len(lengths))]
+        for computed in passes:
+            for layer in range(min(computed or 1, len(lengths))):
+                ring.wait(layer)
+                assert torch.equal(ring.bytes_of(layer), contents[layer])
+                time.sleep(0.0005)  # what reads ahead has time to do harm
+                assert torch.equal(ring.bytes_of(layer), contents[layer])
+                if computed:
+                    ring.release(layer)
+        assert addresses == [ring.bytes_of(layer).data_ptr() for layer in range(len(lengths))]
     assert len(set(addresses)) == min(buffers, len(lengths))
-    ring.close()
     file.close()
 
 
-def test_reading_goes_on_while_a_layer_is_computed(disk):
-    file = WeightFile(disk)
+def test_reading_goes_on_while_a_layer_is_computed(file):
     regions, _ = sealed(file, [4096] * 5)
-    ring = LayerRing(file, regions, 3)
-    ring.start()
-    ring.wait(0)
-    ends = time.monotonic() + 20
-    while ring.bytes_read < 3 * 4096 and time.monotonic() < ends:
-        time.sleep(0.001)
-    time.sleep(0.01)
-    assert ring.bytes_read == 3 * 4096  # as many as there are buffers, and no more
-    ring.close()
-    file.close()
+    with started(file, regions, 3) as ring:
+        ring.wait(0)
+        ends = time.monotonic() + 20
+        while ring.bytes_read < 3 * 4096 and time.monotonic() < ends:
+            time.sleep(0.001)
+        time.sleep(0.01)
+        assert ring.bytes_read == 3 * 4096  # as many as there are buffers, and no more
 
 
 @pytest.mark.parametrize(
@@ -107,24 +114,17 @@ def test_reading_goes_on_while_a_layer_is_computed(disk):
         (lambda file, begin: os.ftruncate(file, begin + 4096), r"the disk gave \d+ of 8192 bytes"),
     ],
 )  # fmt: skip
-def test_changes_and_short_reads_are_noticed(disk, small_chunks, damage, error):
-    file = WeightFile(disk)
+def test_changes_and_short_reads_are_noticed(file, small_chunks, damage, error):
     regions, _ = sealed(file, [30_000, 30_000])
     damage(file._file.fileno(), regions[1].offset)
-    ring = LayerRing(file, regions, 2)
-    ring.start()
-    with pytest.raises(OffloadError, match=error):
+    with started(file, regions, 2) as ring, pytest.raises(OffloadError, match=error):
         compute(ring, 2)
-    ring.close()
-    file.close()
 
 
-def test_no_room(disk):
-    file = WeightFile(disk)
+def test_no_room(file):
     with pytest.raises(OffloadError, match=r"no room for another .* name one on a larger disk"):
         file.region(1 << 52)
     assert file._end == 0
-    file.close()
 
 
 def test_an_unusable_directory(disk, monkeypatch):
@@ -164,25 +164,19 @@ def test_the_filesystem_of_a_directory(disk, monkeypatch):
     assert weight_file.filesystem_of(disk / "with space2") == "ext4"
 
 
-def test_nothing_is_read_after_the_end(disk):
-    file = WeightFile(disk)
-    regions, _ = sealed(file, [4096])
-    ring = LayerRing(file, regions, 2)
-    ring.start()
-    ring.close()
+def test_nothing_is_read_after_the_end(file):
+    with started(file, sealed(file, [4096])[0], 2) as ring:
+        pass
     with pytest.raises(OffloadError, match="after the engine had ended"):
         ring.wait(0)
-    file.close()
 
 
-def test_too_few_buffers(disk):
-    file = WeightFile(disk)
+def test_too_few_buffers(file):
     regions, _ = sealed(file, [4096])
     with pytest.raises(ValueError, match="1 layers in 1 buffers"):
         LayerRing(file, regions, 1)
     with pytest.raises(ValueError, match="0 layers"):
         LayerRing(file, [])
-    file.close()
 
 
 FREED_AND_WANTED = """
