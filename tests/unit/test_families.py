@@ -85,7 +85,7 @@ def test_the_file_that_shows_it_has_the_architecture(row):
 
 ASKED = {
     "Gemma 3": "runs as a target (tiny model); known drafts: none",
-    "Qwen2-VL, Qwen2.5-VL": "runs as a target (rehearsed)",
+    "Qwen2-VL": "runs as a target (rehearsed)",
     "gpt-oss": "runs as a target (interpreted)",
     "Qwen3.5 to 3.8 (hybrid)": "runs as a target (interpreted; on GPUs alone; its",
     "Granite 4 (hybrid)": "runs as a target (rehearsed; on GPUs alone)",
