@@ -32,7 +32,7 @@ from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
 from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
-from sequoia_vllm.engine.v2.drafting.tree_memory import most_masked
+from sequoia_vllm.engine.v2.drafting.tree_memory import log_added, most_masked
 from sequoia_vllm.engine.v2.path_copies import DraftingClock, PathCopies
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
 from sequoia_vllm.engine.v2.verification.path_edits import along_paths
@@ -118,7 +118,11 @@ class TreeRunner(GPUModelRunner):
         ]
         context = self.compilation_config.static_forward_context
         target = {name: context[name] for name in self._target_layers}
-        if self.tree_backend.keep_nodes(target, self.speculator.most_scored):
+        rows, config = self.speculator.most_scored, self.model_config
+        row_bytes = config.get_vocab_size() * config.head_dtype.itemsize
+        kept_bytes = self.tree_backend.keep_nodes(target, rows)
+        log_added(self.max_drafts, rows, row_bytes, kept_bytes)
+        if kept_bytes:
             self._plain_postprocess_state = self.model_state.postprocess_state
             self.model_state.postprocess_state = self._after_commit
         self.speculator.sampling = self.sampler.sampling_states

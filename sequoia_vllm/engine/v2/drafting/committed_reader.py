@@ -100,7 +100,7 @@ class CommittedReader:
 
     def _replay(self, num_reqs: int, rows: int, most: int, keys: int) -> bool:
         """Replays a graph with as many rows for each request, or with any; False: none fits."""
-        if self.graphs is None:
+        if self.graphs is None or self.drafter.images is not None:
             return False
         each = next((n for n in self.graphs.tokens_for(num_reqs) if n >= most), RAGGED)
         if each == RAGGED and keys > _LONGEST_UNSPLIT:
@@ -121,7 +121,8 @@ class CommittedReader:
         num_reqs = batch.num_reqs
         if self.states is not None and bounds.max() <= 1:
             self._states_of(num_reqs, num_reqs)
-            if not (self.key_graphs and self.key_graphs.replay(num_reqs, 1)):
+            has_images = self.drafter.images is not None
+            if has_images or not (self.key_graphs and self.key_graphs.replay(num_reqs, 1)):
                 self.store_keys(num_reqs, max_keys(batch))
         elif bounds.any():
             with self.drafter.reading_for_keys():

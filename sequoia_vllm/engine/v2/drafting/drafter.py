@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
+from sequoia_vllm.engine.v2.drafting.image_rows import ImageRows
 from sequoia_vllm.tree import TokenTree
 
 
@@ -49,6 +50,7 @@ class TreeDrafter(DraftModel):
         cache: The draft's KV cache, once there is one.
         least_rows: Least rows of a request in its widest pass, however small its tree.
         only_keys: True while nothing grows from what is read.
+        images: What the next pass reads in place of some tokens; None: it reads tokens alone.
         tree: The engine's largest.
         backend: Tree attention of the device.
     """
@@ -58,6 +60,7 @@ class TreeDrafter(DraftModel):
     cache: DraftCache
     least_rows = 1
     only_keys = False
+    images: ImageRows | None = None
 
     def __init__(self, chains: DraftModelSpeculator, tree: TokenTree, backend: TreeBackend) -> None:
         self.chains: Any = chains

@@ -35,6 +35,7 @@ from sequoia_vllm.engine.v2.drafting.draft_progress import (
     ModelDraftProgress,
 )
 from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, HeadDrafter, TreeDrafter
+from sequoia_vllm.engine.v2.drafting.image_rows import ImageRows
 from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
 from sequoia_vllm.engine.v2.drafting.target_states import TargetStates
 from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
@@ -259,6 +260,7 @@ class TreeProposerV2(DraftModelSpeculator):
             return self.draft_tokens[: input_batch.num_reqs]
         if states is not None:
             states.note(input_batch, last_hidden_states, aux_hidden_states, self.accepted)
+            self.drafter.images = ImageRows.of(mm_inputs, input_batch, self.batch)
         self._last_grown = None
         drafts = min(self.num_speculative_steps, self.max_drafts)
         if num_speculative_tokens is not None:
@@ -270,6 +272,7 @@ class TreeProposerV2(DraftModelSpeculator):
             except Exception:
                 self._last_grown = None
                 self._survive()
+        self.drafter.images = None
         if states is not None:
             states.forget()
         if self.has_failed:
@@ -314,6 +317,7 @@ class TreeProposerV2(DraftModelSpeculator):
         self._has_trees, self._last_grown = True, levels
         if not isinstance(self.drafter, TextDrafter):
             self._last_width = -(-self._reader.read(batch, bounds, readers) // readers)
+            self.drafter.images = None
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
             self._growth.grow(num_trees, levels, max_keys(batch))
         take_from_rank0(self.drafted.tokens[:num_trees])

@@ -53,6 +53,22 @@ def allocate_drafted(
         ) from error
 
 
+def log_added(drafts: int, rows: int, row_bytes: int, kept_bytes: int) -> None:
+    """Logs what trees add to the target's memory. vLLM counts all of it in its profile.
+
+    Args:
+        drafts: Most drafts of a request: keys and values, or latents, of as many tokens.
+        rows: See `most_scored`.
+        row_bytes: Bytes of the logits of a row.
+        kept_bytes: Memory for what nodes leave in recurrent layers; 0: there are none.
+    """
+    logger.info(
+        "Sequoia: trees add to the target's memory: %d tokens in the KV cache of each request, "
+        "%.2f GiB for the logits of %d nodes%s", drafts, rows * row_bytes / _GIB, rows,
+        f", {kept_bytes / _GIB:.2f} GiB for nodes in recurrent layers" if kept_bytes else "",
+    )  # fmt: skip
+
+
 def most_scored(drafts_by_batch: Sequence[int], largest_tree: int, most_tokens: int) -> int:
     """The most nodes of all trees of a step, roots included.
 
