@@ -1,5 +1,7 @@
 """Memory that grows with trees: how much it is, and what is said where it is not there."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -99,8 +101,9 @@ def test_targets_whose_logits_are_capped(soft_cap, expected, default_vllm_config
 
 def test_the_log_says_what_trees_add(caplog):
     caplog.set_level("INFO", logger="vllm.sequoia")
+    target = SimpleNamespace(get_vocab_size=lambda: 1 << 18, head_dtype=torch.float32)
     for kept in (0, 3 << 30):
-        tree_memory.log_added(drafts=15, rows=512, row_bytes=1 << 20, kept_bytes=kept)
+        tree_memory.log_added(target, drafts=15, rows=512, kept_bytes=kept)
     [plain, recurrent] = caplog.messages
     assert plain.endswith(
         "15 tokens in the KV cache of each request, 0.50 GiB for the logits of 512 nodes"

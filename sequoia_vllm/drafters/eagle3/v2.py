@@ -52,5 +52,6 @@ class LevelHeadDrafter(HeadDrafter):
         """
         if not self._embeds:
             return None
+        images, self.images = self.images, None  # of the step's first pass, which reads
         embedded: Tensor = self.model.embed_input_ids(token_ids)
-        return embedded if self.images is None else self.images.placed(embedded)
+        return embedded if images is None else images.placed(embedded)

@@ -118,10 +118,8 @@ class TreeRunner(GPUModelRunner):
         ]
         context = self.compilation_config.static_forward_context
         target = {name: context[name] for name in self._target_layers}
-        rows, config = self.speculator.most_scored, self.model_config
-        row_bytes = config.get_vocab_size() * config.head_dtype.itemsize
-        kept_bytes = self.tree_backend.keep_nodes(target, rows)
-        log_added(self.max_drafts, rows, row_bytes, kept_bytes)
+        kept_bytes = self.tree_backend.keep_nodes(target, self.speculator.most_scored)
+        log_added(self.model_config, self.max_drafts, self.speculator.most_scored, kept_bytes)
         if kept_bytes:
             self._plain_postprocess_state = self.model_state.postprocess_state
             self.model_state.postprocess_state = self._after_commit
@@ -154,8 +152,7 @@ class TreeRunner(GPUModelRunner):
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
         """Makes the worker for grammar masks from vLLM's options."""
-        scored = self.speculator.most_scored
-        most = most_masked(scored, self.max_num_reqs, self.max_num_tokens)
+        most = most_masked(self.speculator.most_scored, self.max_num_reqs, self.max_num_tokens)
         return MasksOfNodes(most, self.max_num_tokens, **options)
 
     def capture_model(self, *, profile_only: bool = False) -> int:

@@ -93,10 +93,8 @@ class GPUTreeBackend(TreeBackend):
     def keep_nodes(self, layers: dict[str, Any], rows: int) -> int:
         """See `TreeBackend.keep_nodes`."""
         found = {name: one for name, one in layers.items() if isinstance(one, RecurrentTreeLayer)}
-        if not found:
-            return 0
-        self._states = NodeStates(found, rows)
-        return self._states.kept.size_in_bytes
+        self._states = NodeStates(found, rows) if found else None
+        return self._states.kept.size_in_bytes if self._states else 0
 
     def scoring_queries(self, trees: ScoringTreesV2 | None, metadata: Any) -> Any:
         """The trees' rows, as views of buffers that stay in place for CUDA graphs."""

@@ -119,10 +119,9 @@ class CommittedReader:
     def only_read(self, batch: InputBatch, bounds: NDArray[np.int32]) -> None:
         """Reads these requests' tokens, and nothing grows. Arguments as in `read`."""
         num_reqs = batch.num_reqs
-        if self.states is not None and bounds.max() <= 1:
+        if self.states is not None and bounds.max() <= 1 and self.drafter.images is None:
             self._states_of(num_reqs, num_reqs)
-            has_images = self.drafter.images is not None
-            if has_images or not (self.key_graphs and self.key_graphs.replay(num_reqs, 1)):
+            if not (self.key_graphs and self.key_graphs.replay(num_reqs, 1)):
                 self.store_keys(num_reqs, max_keys(batch))
         elif bounds.any():
             with self.drafter.reading_for_keys():

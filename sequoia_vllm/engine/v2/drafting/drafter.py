@@ -18,7 +18,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
-from sequoia_vllm.engine.v2.drafting.image_rows import ImageRows
 from sequoia_vllm.tree import TokenTree
 
 
@@ -50,7 +49,7 @@ class TreeDrafter(DraftModel):
         cache: The draft's KV cache, once there is one.
         least_rows: Least rows of a request in its widest pass, however small its tree.
         only_keys: True while nothing grows from what is read.
-        images: What the next pass reads in place of some tokens; None: it reads tokens alone.
+        images: `ImageRows` that the next pass reads in place of tokens; None: there are none.
         tree: The engine's largest.
         backend: Tree attention of the device.
     """
@@ -60,7 +59,7 @@ class TreeDrafter(DraftModel):
     cache: DraftCache
     least_rows = 1
     only_keys = False
-    images: ImageRows | None = None
+    images: Any = None
 
     def __init__(self, chains: DraftModelSpeculator, tree: TokenTree, backend: TreeBackend) -> None:
         self.chains: Any = chains

@@ -35,7 +35,6 @@ from sequoia_vllm.engine.v2.drafting.draft_progress import (
     ModelDraftProgress,
 )
 from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, HeadDrafter, TreeDrafter
-from sequoia_vllm.engine.v2.drafting.image_rows import ImageRows
 from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
 from sequoia_vllm.engine.v2.drafting.target_states import TargetStates
 from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
@@ -138,7 +137,7 @@ class TreeProposerV2(DraftModelSpeculator):
         self.drafter.allocate(target_model)
         if isinstance(self.drafter, HeadDrafter):
             rows = max(self.plan.most_rows_read, self.max_num_reqs)
-            self._target_states = TargetStates(self.drafter, target_model, rows)
+            self._target_states = TargetStates(self.drafter, target_model, rows, self.batch)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Calls vLLM's, and prepares growth on these caches.
@@ -260,7 +259,7 @@ class TreeProposerV2(DraftModelSpeculator):
             return self.draft_tokens[: input_batch.num_reqs]
         if states is not None:
             states.note(input_batch, last_hidden_states, aux_hidden_states, self.accepted)
-            self.drafter.images = ImageRows.of(mm_inputs, input_batch, self.batch)
+            states.note_images(input_batch, mm_inputs)
         self._last_grown = None
         drafts = min(self.num_speculative_steps, self.max_drafts)
         if num_speculative_tokens is not None:
@@ -272,7 +271,6 @@ class TreeProposerV2(DraftModelSpeculator):
             except Exception:
                 self._last_grown = None
                 self._survive()
-        self.drafter.images = None
         if states is not None:
             states.forget()
         if self.has_failed:
@@ -317,7 +315,6 @@ class TreeProposerV2(DraftModelSpeculator):
         self._has_trees, self._last_grown = True, levels
         if not isinstance(self.drafter, TextDrafter):
             self._last_width = -(-self._reader.read(batch, bounds, readers) // readers)
-            self.drafter.images = None
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
             self._growth.grow(num_trees, levels, max_keys(batch))
         take_from_rank0(self.drafted.tokens[:num_trees])
@@ -364,8 +361,7 @@ class TreeProposerV2(DraftModelSpeculator):
         """Rows per request of each forward of the last pass, for measuring; empty: no pass."""
         if self._last_grown is None:
             return []
-        deeper = self._last_grown.levels[1:]
-        return [self._last_width, *(level.width for level in deeper)]
+        return [self._last_width, *(level.width for level in self._last_grown.levels[1:])]
 
     # -- memory profiling ---------------------------------------------------------------
 
