@@ -260,7 +260,7 @@ def _blocks(config: Fields) -> str:
 
 
 def _mlps(config: Fields) -> str:
-    """Those parts that are an MLP or experts: what other models count as layers."""
+    """The parts that are an MLP or experts: what other models count as layers."""
     return _blocks(config).translate({ord("M"): None, ord("*"): None})
 
 
