@@ -142,12 +142,15 @@ def _best_known(target: str, heads: bool | None) -> str | None:
 
 
 def own_layer(target: str) -> Drafter | None:
-    """The kind of layers that draft in the target's own checkpoint; None: others are better known.
+    """The kind of layers that draft in the target's own checkpoint; None: others come first.
+
+    These are drafts that engines take by default.
 
     Raises:
         ConfigError: Its configuration is not available.
     """
-    if known_for(target) or (not Path(target).exists() and published_shape(target)):
+    by_default = any(kind.by_default for kind, _ in known_for(target))
+    if by_default or (not Path(target).exists() and published_shape(target)):
         return None
     config = read_config("target", target)
     return next((kind for kind in DRAFTERS.values() if kind.lies_in(config)), None)

@@ -97,8 +97,11 @@ def refusal_of(
 
 
 def see(row: Family | None) -> str:
-    """Where a refused target's row is, if all of its family are refused."""
-    return f" ({row.family}: see docs/supported.md#refused-targets)" if row and row.kinds else ""
+    """The closer reason, and where a target's row is, if all of its family are refused."""
+    if row is None or not row.kinds:
+        return ""
+    why = f"{row.note}; " if row.note else ""
+    return f" ({row.family}: {why}see docs/supported.md#refused-targets)"
 
 
 def in_words(name: str, architectures: Collection[str], kinds: Collection[Kind]) -> str:

@@ -5,12 +5,17 @@ from typing import Any
 
 from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.registry import DrafterKind, drafter
-from sequoia_vllm.hardware.models import Experts, Latent, ModelShape, Recurrent
+from sequoia_vllm.hardware.models import (
+    Experts,
+    Latent,
+    ModelShape,
+    Recurrent,
+    SharedBlocks,
+)
 
 _UNMODELLED = {
     "block_configs": "its layers differ from each other",
     "ssm_cfg": "it has state-space layers",
-    "hybrid_layer_ids": "its layers share attention (Zamba 2)",
     "moe_latent_size": "its experts read latents",
 }
 # Types whose configuration says nothing of it; every other type is taken to have a gate.
@@ -61,13 +66,16 @@ def read_shape(
         intermediate=reader.count("intermediate_size", unused),
         heads=heads,
         kv_heads=1 if latent else reader.count("num_key_value_heads", heads),
-        head_size=reader.count("head_dim", max(hidden // heads, 1)),
+        head_size=reader.count(
+            "head_dim", reader.value("attention_head_dim") or max(hidden // heads, 1)
+        ),
         vocab=reader.count("vocab_size"),
         tied=bool(reader.value("tie_word_embeddings")),
         gated=reader.value("model_type") not in _UNGATED,
         layer_weight_bytes=weight_bytes,
         experts=experts,
         latent=latent,
+        shared=read_shared(reader),
         recurrent=None if drafts.layers else read_recurrent(reader, layers),
         head=drafts.head_shape(reader),
     )
@@ -89,6 +97,15 @@ def read_latent(config: Fields) -> Latent | None:
         positions=config.value("qk_rope_head_dim") or 0,
         key=config.count("qk_nope_head_dim"),
         value=config.count("v_head_dim"),
+    )
+
+
+def read_shared(config: Fields) -> SharedBlocks | None:
+    """The blocks that the layers of a Zamba 2 share; None: it is another model."""
+    if config.value("model_type") != "zamba2":
+        return None
+    return SharedBlocks(
+        count=config.count("num_mem_blocks", 1), width=2 * config.count("hidden_size")
     )
 
 
@@ -196,6 +213,7 @@ _HEADS = (
      "linear_value_head_dim"),
     ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head"),
     ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim"),
+    ("mamba_ngroups", "n_mamba_heads", "mamba_d_state", "mamba_headdim"),
 )  # fmt: skip
 
 
@@ -205,9 +223,9 @@ def read_recurrent(config: Fields, layers: int) -> Recurrent | None:
     width = config.value("conv_L_cache")
     if names is None and width is None:
         return None
-    if blocks := _blocks(config):
+    if names and (blocks := _blocks(config)):
         counts = {"layers": blocks.count("M"), "attending": blocks.count("*")}
-        return Recurrent(**counts, **_heads(config, _HEADS[2]))
+        return Recurrent(**counts, **_heads(config, names))
     types, every = config.value("layer_types"), config.value("full_attention_interval") or 4
     if names == _HEADS[1] and not types:  # Falcon-H1: attention beside a state in each layer
         return Recurrent(layers=layers, attending=layers, **_heads(config, names))
@@ -229,20 +247,20 @@ def _heads(config: Fields, names: tuple[str, ...]) -> dict[str, int]:
 
 _BLOCKS = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
-    "mlp": "-", "moe": "E",
+    "mlp": "-", "moe": "E", "hybrid": "*-M",
 }  # fmt: skip
 
 
 def _blocks(config: Fields) -> str:
-    """What each layer of a Nemotron-H is: a state, attention, an MLP or experts; others: ""."""
-    if config.value("model_type") != "nemotron_h":
+    """The parts of a Nemotron-H or Zamba 2: a state, attention, an MLP or experts; others: ""."""
+    if config.value("model_type") not in ("nemotron_h", "zamba2"):
         return ""
     types = config.value("layers_block_type") or ()
     return config.value("hybrid_override_pattern") or "".join(_BLOCKS[each] for each in types)
 
 
 def _mlps(config: Fields) -> str:
-    """A Nemotron-H's layers that are an MLP or experts: what other models count as layers."""
+    """The parts that are an MLP or experts: what other models count as layers."""
     return _blocks(config).translate({ord("M"): None, ord("*"): None})
 
 

@@ -95,6 +95,16 @@ class Latent(FileModel):
         return into + keys + heads * self.value * hidden
 
 
+class SharedBlocks(FileModel):
+    """Attention and MLPs that layers share (Zamba 2). Each layer reads them; they are kept once.
+
+    Adapters and projections of single layers are not counted.
+    """
+
+    count: int = Field(ge=1, description="Blocks that are kept, each with an attention and an MLP.")
+    width: int = Field(ge=1, description="Width of what their attention reads.")
+
+
 class ModelShape(FileModel):
     """What the roofline needs of a decoder-only transformer."""
 
@@ -115,6 +125,7 @@ class ModelShape(FileModel):
     experts: Experts | None = Field(default=None, description="None: all layers are dense.")
     recurrent: Recurrent | None = Field(default=None, description="None: all layers attend.")
     latent: Latent | None = Field(default=None, description="None: heads have keys of their own.")
+    shared: SharedBlocks | None = None  # None: each layer has its own attention and MLP
     head: HeadShape | None = None  # of a drafter that reads the target's hidden states
 
     @property
@@ -130,17 +141,31 @@ class ModelShape(FileModel):
     @property
     def layer_parameters(self) -> int:
         """Parameters of all layers, without norms."""
-        return self._dense_parameters + self._routed_parameters(None)
+        return self._dense_parameters + self._routed_parameters(None) - self._read_again
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Parameters of a layer's attention."""
+        if self.latent is not None:
+            return self.latent.parameters(self.hidden, self.heads)
+        width = self.hidden if self.shared is None else self.shared.width
+        into, out = width * (self.heads + 2 * self.kv_heads), self.hidden * self.heads
+        return self.head_size * (into + out)
+
+    @property
+    def _read_again(self) -> int:
+        """Parameters that a pass reads and are kept by another layer, too."""
+        if self.shared is None:
+            return 0
+        block = self._attention_parameters + self._mlp_rows * self.intermediate
+        return max(0, self.layers - self.shared.count) * block
 
     @property
     def _dense_parameters(self) -> int:
         """Parameters of the layers that every token is multiplied with."""
-        attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
-        if self.latent is not None:
-            attention = self.latent.parameters(self.hidden, self.heads)
         mlp = self._mlp_rows * self.intermediate
         own = self.head.input_parameters(self) if self.head is not None else 0
-        own += self.attention_layers * attention
+        own += self.attention_layers * self._attention_parameters
         if self.recurrent is not None:
             own += self.recurrent.parameters(self.hidden)
         if self.experts is None:
@@ -219,9 +244,11 @@ class ModelShape(FileModel):
         return self._layers_bytes(value_bytes, None)
 
     def _layers_bytes(self, value_bytes: float, rows: float | None) -> float:
+        """Bytes that a pass over so many rows reads; None: that are kept."""
         size = self.layer_weight_bytes or value_bytes
         of_experts = (self.experts and self.experts.weight_bytes) or size
-        return self._dense_parameters * size + self._routed_parameters(rows) * of_experts
+        dense = self._dense_parameters - (self._read_again if rows is None else 0)
+        return dense * size + self._routed_parameters(rows) * of_experts
 
     def weights_bytes(self, value_bytes: float) -> float:
         """Bytes of all `parameters`; argument as of `matmul_bytes`."""

@@ -13,6 +13,7 @@ from tests.support.multimodal import (
     answer_beside_others,
     answer_images,
     answer_with_a_head,
+    answer_with_its_layer,
     call_with_images,
     save_multimodal,
 )
@@ -105,3 +106,16 @@ def test_a_head_reads_of_an_image_what_vllms_chain_gives_it(tmp_path):
     assert found["chain"] == found["vLLM's chain"]
     assert found["chain"]["accepted_tokens"] > 5
     assert found["tokens"] == [found["plain"]] * 3
+
+
+@pytest.mark.nightly
+def test_qwen3_5s_layer_reads_images_as_in_vllms_chain(tmp_path):
+    """vLLM gives it their embeddings, and it would draft worse without them."""
+    found = call_with_images(
+        answer_with_its_layer, tmp_path, on_v2=True, gpu_attention=True, folder=str(tmp_path)
+    )
+    ours, vllms, blind = (found[name] for name in ("ours", "vLLM's", "blind"))
+    assert ours["counts"] == vllms["counts"]
+    assert ours["counts"]["accepted_tokens"] > 5
+    assert blind["counts"] != ours["counts"]
+    assert ours["tokens"] == vllms["tokens"] == blind["tokens"]

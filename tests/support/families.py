@@ -99,6 +99,18 @@ MIXTURES: dict[str, tuple[dict[str, Any], float, float]] = {
 }  # fmt: skip
 """Mixtures of experts by name: configuration, all parameters, and those of a token (a pass's)."""
 
+ZAMBA_2_7B = {
+    "model_type": "zamba2", "architectures": ["Zamba2ForCausalLM"], "hidden_size": 3584,
+    "num_hidden_layers": 81, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "attention_head_dim": 224, "attention_hidden_size": 7168,
+    "vocab_size": 32000, "tie_word_embeddings": True, "num_mem_blocks": 2, "adapter_rank": 128,
+    "mamba_d_state": 64, "mamba_headdim": 64, "mamba_ngroups": 2, "n_mamba_heads": 112,
+    "mamba_expand": 2, "hybrid_layer_ids": [6, 11, *range(17, 78, 6)],
+    "layers_block_type": [
+        "hybrid" if i in (6, 11, *range(17, 78, 6)) else "mamba" for i in range(81)
+    ],
+}  # fmt: skip
+"""Its configuration: 13 layers take turns with two blocks of attention and MLP."""
 
 RECURRENT = frozenset({"IsHybrid", "HasInnerState", "IsAttentionFree"})
 """What vLLM's classes of models with recurrent layers derive from."""

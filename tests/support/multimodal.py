@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sequoia_vllm.engine.common.patched import patched
 from tests import quick_start
 from tests.support.adapters import RANK, save_adapter
 from tests.support.calling import call_in_process
@@ -20,7 +21,7 @@ from tests.support.heads import save_eagle3
 from tests.support.models import SMALL
 from tests.support.on_gpu import gpu_environment
 from tests.support.on_v2 import ROOT, v2_environment
-from tests.support.recurrent import STATES
+from tests.support.recurrent import STATES, run_chains, run_in_float32
 
 TORCHVISION = ROOT / ".venv" / "torchvision-for-tests"  # `make setup` fetches it
 VOCABULARY = 128
@@ -350,6 +351,37 @@ def answer_with_a_head(folder: str) -> dict[str, Any]:
             else:
                 found["tokens"].append(made)
                 found[name] = speculated(llm)
+    return found
+
+
+def answer_with_its_layer(folder: str) -> dict[str, Any]:
+    """Chains of Qwen3.5's own layer: vLLM's, ours, and ours if the layer reads no images."""
+    from vllm import SamplingParams
+
+    from sequoia_vllm.engine.v2.drafting.image_rows import ImageRows
+
+    run_in_float32()
+    run_chains()
+    paths = save_multimodal(Path(folder), "qwen3_5")
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    chain = whole_trees(size=4, draft=paths["target"], drafter="mtp")
+    chain["tree"] = {"parents": [-1, 0, 1, 2]}
+    found = {}
+    for name, config, sees in (
+        ("vLLM's", {"method": "mtp", "num_speculative_tokens": 3}, ImageRows.of),
+        ("ours", chain, ImageRows.of),
+        ("blind", chain, lambda *_: None),
+    ):
+        with (
+            patched(ImageRows, "of", sees),
+            running(
+                config, model=paths["target"], tokenizer=paths["tokenizer"], block_size=32,
+                limit_mm_per_prompt={"image": 2}, enable_prefix_caching=False,
+            ) as llm,
+        ):  # fmt: skip
+            requests = requests_with_images(IMAGE["qwen3_5"])
+            made = completions(llm.generate(requests, params, use_tqdm=False))
+            found[name] = {"tokens": made, "counts": speculated(llm)}
     return found
 
 

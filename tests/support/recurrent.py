@@ -1,5 +1,6 @@
 """Tiny targets with Gated DeltaNet layers, and what lets vLLM run them in float32 on CPUs."""
 
+import importlib.util
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sequoia_vllm.engine.common.patched import patched
 from tests.support.models import SMALL, save_pair
 
 VOCABULARY = 64
@@ -105,6 +107,22 @@ def run_in_float32() -> None:
     run_without_dependent_launches()
     attention = layers.QwenGatedDeltaNetAttention
     attention.forward_cpu = attention.forward_cuda
+
+
+def run_chains() -> None:
+    """Test only: vLLM's own chains convolve by its Triton kernel, after `run_in_float32`.
+
+    The operator for CPUs, which vLLM puts in its place here, knows one token per request.
+    """
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d
+    from vllm.platforms import current_platform
+
+    spec = causal_conv1d.__spec__
+    as_on_gpus = importlib.util.module_from_spec(spec)
+    with patched(type(current_platform), "is_cpu", lambda _: False):
+        spec.loader.exec_module(as_on_gpus)
+    layers.causal_conv1d_update = as_on_gpus.causal_conv1d_update
 
 
 def run_without_dependent_launches() -> None:

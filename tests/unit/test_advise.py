@@ -16,7 +16,7 @@ from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.tree_library import shipped_directory
-from tests.support.families import MIXTURES
+from tests.support.families import MIXTURES, ZAMBA_2_7B
 
 ROOT = Path(__file__).parents[2]
 PAIR = str(ROOT / "examples" / "models" / "target")
@@ -188,6 +188,17 @@ def test_a_targets_own_mtp_layer_is_taken_where_no_draft_is_known(tmp_path):
         str(target), "--device", "h100"
     )
     assert "no draft model is known" in advise(str(target), "--device", "AMD EPYC", code=2)
+
+
+def test_layers_that_share_blocks_are_predicted(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(ZAMBA_2_7B))
+    draft = ("--draft-model", "JackFram/llama-68m")
+    found = advice(str(tmp_path), *draft, "--device", "h100", "--batch", "1")
+    assert found["family"].startswith("Zamba 2 (hybrid) (Zamba2ForCausalLM): runs as a target")
+    [one] = found["batches"]
+    # A pass reads 11 of 13 blocks again: 22 GB of weights that take 14.
+    assert one["plain_tokens_per_second"] == pytest.approx(3.35e12 / 22e9, rel=0.3)
+    assert one["tree_speedup"] > one["chain_speedup"] > 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from sequoia_vllm.hardware.device import known_devices
 from sequoia_vllm.hardware.model_config import ShapeError, read_shape
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
-from tests.support.families import MIXTURES
+from tests.support.families import MIXTURES, ZAMBA_2_7B
 from tests.support.models import MODELS
 
 LLAMA_3 = {
@@ -253,6 +253,18 @@ def test_each_layer_of_nemotron_h_is_a_state_attention_an_mlp_or_experts():
     assert dense.experts is None
     with pytest.raises(ShapeError, match="latents"):
         shape(NEMOTRON_3_NANO, moe_latent_size=1024)
+
+
+def test_blocks_that_layers_share_are_kept_once_and_read_in_each():
+    """Zamba 2: 13 of 81 layers have one of two blocks of attention and MLP, beside their state."""
+    found = shape(ZAMBA_2_7B)
+    assert (found.recurrent.layers, found.attention_layers, found.layers) == (81, 13, 13)
+    assert found.recurrent.state_values == 81 * 112 * 64 * 64
+    assert 7.0e9 < found.parameters < 7.5e9  # 7.4 by its card, with adapters
+    block = 7168 * 7168 * 3 + 7168 * 3584 + 3 * 3584 * 14336
+    kept = 2 * found.layer_parameters
+    assert found.weights_bytes(2) == kept + 2 * 3584 * 32000
+    assert found.matmul_bytes(2) == found.weights_bytes(2) + 2 * 11 * block
 
 
 def test_short_convolutions_have_their_last_inputs_as_state():

@@ -1,5 +1,7 @@
 """Memory that grows with trees: how much it is, and what is said where it is not there."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -95,3 +97,15 @@ def test_profiling_takes_what_a_soft_cap_makes(monkeypatch):
 def test_targets_whose_logits_are_capped(soft_cap, expected, default_vllm_config):
     target = torch.nn.Sequential(torch.nn.Sequential(LogitsProcessor(9, soft_cap=soft_cap)))
     assert tree_memory.has_soft_cap(target) == expected
+
+
+def test_the_log_says_what_trees_add(caplog):
+    caplog.set_level("INFO", logger="vllm.sequoia")
+    target = SimpleNamespace(get_vocab_size=lambda: 1 << 18, head_dtype=torch.float32)
+    for kept in (0, 3 << 30):
+        tree_memory.log_added(target, drafts=15, rows=512, kept_bytes=kept)
+    [plain, recurrent] = caplog.messages
+    assert plain.endswith(
+        "15 tokens in the KV cache of each request, 0.50 GiB for the logits of 512 nodes"
+    )
+    assert recurrent == f"{plain}, 3.00 GiB for nodes in recurrent layers"

@@ -3,6 +3,7 @@
 Plain tokens are those of vLLM's TRITON_MLA in the same process. Prompts are read by the CPU's code.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,18 @@ def generate_all(models: str) -> dict[str, Any]:
     return answers
 
 
+def generate_whole(models: str) -> dict[str, Any]:
+    """The same where vLLM keeps whole keys and values, in layers of ordinary attention."""
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+    target, draft = save_latent_pair(Path(models))
+    prompts, options = random_prompts(LENGTHS, VOCABULARY), {"model": target, **OPTIONS}
+    plain = generate(None, prompts, params(), **options)
+    return {
+        "plain": plain,
+        "trees": generate(whole_trees(SIZE, draft=draft), prompts, params(), **options),
+    }
+
+
 answers = called_once(call_on_v2, generate_all, gpu_attention=True)
 
 
@@ -65,3 +78,11 @@ def test_what_ran(answers):
     assert answers["trees"]["attention"] == "MLATreeImpl"
     assert answers["hits"] > 0
     assert answers["pressed"]["counts"]["preemptions"] > 0
+
+
+@pytest.mark.nightly
+def test_whole_keys_and_values(tmp_path):
+    found = call_on_v2(generate_whole, tmp_path, gpu_attention=True, models=str(tmp_path))
+    assert found["trees"]["tokens"] == found["plain"]["tokens"]
+    assert found["trees"]["counts"]["accepted_tokens"] > 20
+    assert found["trees"]["attention"] != "MLATreeImpl"

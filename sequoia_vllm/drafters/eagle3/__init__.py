@@ -7,12 +7,14 @@ from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.known_heads import (
     GPT_OSS,
     HUB,
+    KIMI,
     LLAMA_3_1_8B,
     LLAMA_3_3_70B,
     MINIMAX,
     QWEN3,
     QWEN3_2507,
     QWEN3_CODER,
+    QWEN3_VL,
     SPECULATORS,
     Publisher,
     known_heads,
@@ -20,14 +22,13 @@ from sequoia_vllm.drafters.known_heads import (
 from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
 
 _EAGLE = "SafeAILab/EAGLE: README.md"
+_VLLM = "vllm-project/vllm: tests/models/registry.py"
 _BUNDLE = "sgl-project/SpecForge: docs/community_resources/specbundle.md"
 # Heads in the speculators' format; with a configuration of a model; and made with SpecForge.
 _PUBLISHERS = {
     "RedHatAI": Publisher(SPECULATORS, "Eagle3LlamaForCausalLM"),
     "yuhuili": Publisher(_EAGLE, "Eagle3LlamaForCausalLM"),
-    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Publisher(
-        "vllm-project/vllm: tests/models/registry.py", "Eagle3LlamaForCausalLM"
-    ),
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Publisher(_VLLM, "Eagle3LlamaForCausalLM"),
     "AngelSlim": Publisher("Tencent/AngelSlim: README.md", "LlamaForCausalLMEagle3"),
     "lmsys": Publisher(_BUNDLE, "LlamaForCausalLMEagle3"),
     "lmsys/Qwen3-235B-A22B-EAGLE3": Publisher(_EAGLE, "LlamaForCausalLMEagle3"),
@@ -37,6 +38,11 @@ _PUBLISHERS = {
     "nvidia/gpt-oss-120b-Eagle3-v3": Publisher(
         "vllm-project/recipes: models/openai/gpt-oss-120b.yaml", "LlamaForCausalLMEagle3"
     ),
+    "taobao-mnn": Publisher(HUB, "Eagle3Qwen3vlForCausalLM"),
+    "taobao-mnn/Qwen3-VL-8B-Instruct-Eagle3": Publisher(_VLLM, "Eagle3Qwen3vlForCausalLM"),
+    "Rayzl": Publisher(_VLLM, "Eagle3Qwen2_5vlForCausalLM"),
+    "AQ-MedAI": Publisher(HUB, "LlamaForCausalLMEagle3"),
+    "AQ-MedAI/Kimi-K2-Instruct-eagle3": Publisher(_BUNDLE, "LlamaForCausalLMEagle3"),
     "asherszhang": Publisher(HUB, "LlamaForCausalLMEagle3"),
     "IamBerbec": Publisher(HUB, "LlamaForCausalLMEagle3"),
 }
@@ -118,6 +124,16 @@ class Eagle3(Drafter):
         QWEN3_CODER.format("480B-A35B"): [
             "lmsys/SGLang-EAGLE3-Qwen3-Coder-480B-A35B-Instruct-SpecForge-EigenAI",
         ],
+        r"(.*/)?Qwen3-Next-80B-A3B-Instruct(-.*)?": [
+            "lmsys/SGLang-EAGLE3-Qwen3-Next-80B-A3B-Instruct-FP8-perfect-blend-regenerated",
+        ],
+        r"(.*/)?Qwen2\.5-VL-7B-Instruct(-.*)?": ["Rayzl/qwen2.5-vl-7b-eagle3-sgl"],
+        QWEN3_VL.format("2B-Instruct"): ["taobao-mnn/Qwen3-VL-2B-Instruct-Eagle3"],
+        QWEN3_VL.format("4B-Thinking"): ["taobao-mnn/Qwen3-VL-4B-Thinking-Eagle3"],
+        QWEN3_VL.format("8B-Instruct"): ["taobao-mnn/Qwen3-VL-8B-Instruct-Eagle3"],
+        KIMI.format("2-Instruct(?!-0905)"): ["AQ-MedAI/Kimi-K2-Instruct-eagle3"],
+        KIMI.format(r"2\.5"): ["AQ-MedAI/Kimi-K25-eagle3"],
+        KIMI.format(r"2\.7-Code"): ["AQ-MedAI/Kimi-K2.7-Code-eagle3"],
         GPT_OSS.format("20b"): [
             "RedHatAI/gpt-oss-20b-speculator.eagle3", "zhuyksir/EAGLE3-gpt-oss-20b-bf16",
         ],

@@ -32,7 +32,7 @@ from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
 from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
-from sequoia_vllm.engine.v2.drafting.tree_memory import most_masked
+from sequoia_vllm.engine.v2.drafting.tree_memory import log_added, most_masked
 from sequoia_vllm.engine.v2.path_copies import DraftingClock, PathCopies
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
 from sequoia_vllm.engine.v2.verification.path_edits import along_paths
@@ -118,7 +118,9 @@ class TreeRunner(GPUModelRunner):
         ]
         context = self.compilation_config.static_forward_context
         target = {name: context[name] for name in self._target_layers}
-        if self.tree_backend.keep_nodes(target, self.speculator.most_scored):
+        kept_bytes = self.tree_backend.keep_nodes(target, self.speculator.most_scored)
+        log_added(self.model_config, self.max_drafts, self.speculator.most_scored, kept_bytes)
+        if kept_bytes:
             self._plain_postprocess_state = self.model_state.postprocess_state
             self.model_state.postprocess_state = self._after_commit
         self.speculator.sampling = self.sampler.sampling_states
@@ -150,8 +152,7 @@ class TreeRunner(GPUModelRunner):
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
         """Makes the worker for grammar masks from vLLM's options."""
-        scored = self.speculator.most_scored
-        most = most_masked(scored, self.max_num_reqs, self.max_num_tokens)
+        most = most_masked(self.speculator.most_scored, self.max_num_reqs, self.max_num_tokens)
         return MasksOfNodes(most, self.max_num_tokens, **options)
 
     def capture_model(self, *, profile_only: bool = False) -> int:

@@ -32,14 +32,17 @@ class TreeBackend(ABC):
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
         """Reason why tree attention cannot serve this layer; None: it can."""
 
-    def keep_nodes(self, layers: dict[str, Any], rows: int) -> bool:
-        """Allocates what recurrent layers keep of nodes until the commit; False: there are none.
+    def keep_nodes(self, layers: dict[str, Any], rows: int) -> int:
+        """Allocates what recurrent layers keep of nodes until the commit.
 
         Args:
             layers: The target's, by name.
             rows: The most nodes of a step, roots included.
+
+        Returns:
+            Bytes; 0: there are no such layers.
         """
-        return False
+        return 0
 
     attends_without_trees = False
     """Whether our attention has rows in steps without trees, too; so with latents on GPUs."""

@@ -90,12 +90,11 @@ class GPUTreeBackend(TreeBackend):
         }
         return reason_of(layer_name, features)
 
-    def keep_nodes(self, layers: dict[str, Any], rows: int) -> bool:
+    def keep_nodes(self, layers: dict[str, Any], rows: int) -> int:
         """See `TreeBackend.keep_nodes`."""
         found = {name: one for name, one in layers.items() if isinstance(one, RecurrentTreeLayer)}
-        if found:
-            self._states = NodeStates(found, rows)
-        return bool(found)
+        self._states = NodeStates(found, rows) if found else None
+        return self._states.kept.size_in_bytes if self._states else 0
 
     def scoring_queries(self, trees: ScoringTreesV2 | None, metadata: Any) -> Any:
         """The trees' rows, as views of buffers that stay in place for CUDA graphs."""

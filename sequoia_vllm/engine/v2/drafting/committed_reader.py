@@ -100,7 +100,7 @@ class CommittedReader:
 
     def _replay(self, num_reqs: int, rows: int, most: int, keys: int) -> bool:
         """Replays a graph with as many rows for each request, or with any; False: none fits."""
-        if self.graphs is None:
+        if self.graphs is None or self.drafter.images is not None:
             return False
         each = next((n for n in self.graphs.tokens_for(num_reqs) if n >= most), RAGGED)
         if each == RAGGED and keys > _LONGEST_UNSPLIT:
@@ -119,7 +119,7 @@ class CommittedReader:
     def only_read(self, batch: InputBatch, bounds: NDArray[np.int32]) -> None:
         """Reads these requests' tokens, and nothing grows. Arguments as in `read`."""
         num_reqs = batch.num_reqs
-        if self.states is not None and bounds.max() <= 1:
+        if self.states is not None and bounds.max() <= 1 and self.drafter.images is None:
             self._states_of(num_reqs, num_reqs)
             if not (self.key_graphs and self.key_graphs.replay(num_reqs, 1)):
                 self.store_keys(num_reqs, max_keys(batch))

@@ -49,6 +49,7 @@ class TreeDrafter(DraftModel):
         cache: The draft's KV cache, once there is one.
         least_rows: Least rows of a request in its widest pass, however small its tree.
         only_keys: True while nothing grows from what is read.
+        images: `ImageRows` that the next pass reads in place of tokens; None: there are none.
         tree: The engine's largest.
         backend: Tree attention of the device.
     """
@@ -58,6 +59,7 @@ class TreeDrafter(DraftModel):
     cache: DraftCache
     least_rows = 1
     only_keys = False
+    images: Any = None
 
     def __init__(self, chains: DraftModelSpeculator, tree: TokenTree, backend: TreeBackend) -> None:
         self.chains: Any = chains

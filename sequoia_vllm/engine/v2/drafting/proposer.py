@@ -137,7 +137,7 @@ class TreeProposerV2(DraftModelSpeculator):
         self.drafter.allocate(target_model)
         if isinstance(self.drafter, HeadDrafter):
             rows = max(self.plan.most_rows_read, self.max_num_reqs)
-            self._target_states = TargetStates(self.drafter, target_model, rows)
+            self._target_states = TargetStates(self.drafter, target_model, rows, self.batch)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Calls vLLM's, and prepares growth on these caches.
@@ -259,6 +259,7 @@ class TreeProposerV2(DraftModelSpeculator):
             return self.draft_tokens[: input_batch.num_reqs]
         if states is not None:
             states.note(input_batch, last_hidden_states, aux_hidden_states, self.accepted)
+            states.note_images(input_batch, mm_inputs)
         self._last_grown = None
         drafts = min(self.num_speculative_steps, self.max_drafts)
         if num_speculative_tokens is not None:
@@ -360,8 +361,7 @@ class TreeProposerV2(DraftModelSpeculator):
         """Rows per request of each forward of the last pass, for measuring; empty: no pass."""
         if self._last_grown is None:
             return []
-        deeper = self._last_grown.levels[1:]
-        return [self._last_width, *(level.width for level in deeper)]
+        return [self._last_width, *(level.width for level in self._last_grown.levels[1:])]
 
     # -- memory profiling ---------------------------------------------------------------
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.engine.v2.drafting.drafter import HeadDrafter
+from sequoia_vllm.engine.v2.drafting.image_rows import ImageRows
 from sequoia_vllm.kernels.target_states import gather_target_states
 
 
@@ -24,10 +28,13 @@ class TargetStates:
         head: Says which states it reads.
         target_model: The target.
         rows: Rows of the largest pass that reads them in their place.
+        batch: What each request reads.
     """
 
-    def __init__(self, head: HeadDrafter, target_model: torch.nn.Module, rows: int) -> None:
-        self._head = head
+    def __init__(
+        self, head: HeadDrafter, target_model: torch.nn.Module, rows: int, batch: DraftBatch
+    ) -> None:
+        self._head, self._batch = head, batch
         width = head.chains.vllm_config.model_config.get_hidden_size()
         self.gathered = torch.zeros(
             rows, head.layers_read(target_model) * width, dtype=head.chains.dtype,
@@ -46,9 +53,13 @@ class TargetStates:
         self._layers, self._accepted = self._head.states_read(last, auxiliary), accepted
         self._first_rows = batch.query_start_loc[: batch.num_reqs + 1]
 
+    def note_images(self, batch: InputBatch, mm_inputs: Any) -> None:
+        """Gives the head the embeddings of a step's images, see `ImageRows.of`."""
+        self._head.images = ImageRows.of(mm_inputs, batch, self._batch)
+
     def forget(self) -> None:
-        """Frees the step's states for the next step."""
-        self._layers = []
+        """Frees the step's states and images for the next step."""
+        self._layers, self._head.images = [], None
 
     def gather(self, first_rows: Tensor, rows: int) -> Tensor:
         """``[rows, W]``: the states of what each request reads: in place if they fit.

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from vllm.config import ModelConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
@@ -51,6 +52,23 @@ def allocate_drafted(
             f"({max_num_reqs}), or draft less where batches are large "
             "(num_speculative_tokens_per_batch_size)"
         ) from error
+
+
+def log_added(target: ModelConfig, drafts: int, rows: int, kept_bytes: int) -> None:
+    """Logs what trees add to the target's memory. vLLM counts all of it in its profile.
+
+    Args:
+        target: Its logits have its vocabulary.
+        drafts: Most drafts of a request: keys and values, or latents, of as many tokens.
+        rows: See `most_scored`.
+        kept_bytes: Memory for what nodes leave in recurrent layers; 0: there are none.
+    """
+    row_bytes = target.get_vocab_size() * target.head_dtype.itemsize
+    logger.info(
+        "Sequoia: trees add to the target's memory: %d tokens in the KV cache of each request, "
+        "%.2f GiB for the logits of %d nodes%s", drafts, rows * row_bytes / _GIB, rows,
+        f", {kept_bytes / _GIB:.2f} GiB for nodes in recurrent layers" if kept_bytes else "",
+    )  # fmt: skip
 
 
 def most_scored(drafts_by_batch: Sequence[int], largest_tree: int, most_tokens: int) -> int:
