@@ -181,8 +181,13 @@ def methods(draft: str, chains: Sequence[str], trees: Sequence[str]) -> list[Met
     """
     found = [plain(), *(chain_of_words(draft, text) for text in chains)]
     found += [sequoia(draft, tree) for tree in trees]
-    names = [method.name for method in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise BenchError(f"{name!r} is given twice: give each chain and tree once")
+    for place, method in enumerate(found):
+        for other in found[:place]:
+            if method.name == other.name:
+                raise BenchError(f"{method.name!r} is given twice: give each chain and tree once")
+            if method.speculative_config == other.speculative_config:
+                raise BenchError(
+                    f"{other.name!r} and {method.name!r} are the same without a draft model: give "
+                    "one of the two, or a draft model with --draft-model"
+                )
     return found

@@ -177,6 +177,30 @@ def test_without_a_known_draft_lookup_is_compared_with_n_grams(tmp_path):
     assert (found.greedy.compared, found.greedy.identical) == (3, 3)
 
 
+def test_the_best_n_gram_chain_is_looked_for_and_run():
+    """Every engine has a process of its own, as n-gram chains need."""
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "sequoia-vllm"), "bench", "--model", str(TARGET),
+         "--draft-model", "lookup", "--prompts", str(MODELS / "prompts.jsonl"), *QUICK,
+         "--chain", "best", "--trees", "8x3", "--num-prompts", "2", "--dtype", "float32",
+         "--batch-sizes", "1", "--temperature", "0", "--rounds", "1"],
+        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = BenchReport.model_validate(json.loads(done.stdout))
+    assert found.searched is not None
+    assert [row.drafts for row in found.searched] == list(range(1, 9))
+    assert {tuple(row.sampling) for row in found.searched} == {()}
+    run = [row.method for row in found.searched if row.run]
+    assert 2 <= len(run) <= 3
+    assert [row.method for row in found.results] == ["plain vLLM", *run, "Sequoia 8x3"]
+    assert [row.best_chain for row in found.results].count(True) == 1
+    assert all(name.startswith("n-gram chain of ") for name in run)
+    assert found.greedy is not None
+    assert found.greedy.identical == found.greedy.compared == 2 * (2 + len(run))
+
+
 def test_demo_with_a_synthetic_target(tmp_path):
     """In a process of its own, as users start it: nothing that libraries log is shown."""
     larger = write_synthetic_target(str(TARGET), tmp_path / "larger", layers=6, width=1024)

@@ -1,7 +1,7 @@
 """Random requests of all kinds in one engine, on a KV cache too small for them: plain's answers.
 
-Each way of verification has 150 requests, and every parameter is in some of them: all kinds are
-served, amid preemptions and beside chunks of prompts. Rare parameters meet in few batches here;
+Each kind of trees has 150 requests, and every parameter is in some of them: all kinds of requests
+are served, amid preemptions and beside chunks of prompts. Rare parameters meet in few batches here;
 ``SEQUOIA_VLLM_SOAK`` says how many requests each has instead. Only requests with one right answer
 are compared, and those are matched: traversal merely runs beside them.
 """
@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from tests.support.engines import metric, running, sequoia
+from tests.support.engines import lookup_trees, metric, running, sequoia
 from tests.support.models import prompts
 from tests.support.soak.in_engine import answers, differences, kv_cache_usage
 from tests.support.soak.random_requests import random_requests
@@ -19,8 +19,17 @@ pytestmark = pytest.mark.engine
 
 COUNT = int(os.environ.get("SEQUOIA_VLLM_SOAK", "150"))
 REQUESTS = random_requests(prompts(32), 2 * COUNT, seed=14, vocabulary=4096)
-OF_VERIFICATION = {"sequoia": REQUESTS[:COUNT], "traversal": REQUESTS[COUNT:]}
-BOTH = ["sequoia", pytest.param("traversal", marks=pytest.mark.nightly)]
+NIGHTLY = pytest.mark.nightly
+TREES = [
+    pytest.param(
+        sequoia(verification="sequoia", retrieval=True), REQUESTS[:COUNT], id="sequoia"
+    ),
+    pytest.param(
+        sequoia(verification="traversal", retrieval=True), REQUESTS[COUNT:],
+        id="traversal", marks=NIGHTLY,
+    ),
+    pytest.param(lookup_trees(), REQUESTS[:COUNT], id="lookup", marks=NIGHTLY),
+]  # fmt: skip
 OPTIONS = {
     "kv_cache_memory_bytes": 8 << 20,  # some 50 and 100 preemptions
     "block_size": 32,
@@ -29,13 +38,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("verification", BOTH)
-def test_random_requests(verification):
-    requests = OF_VERIFICATION[verification]
+@pytest.mark.parametrize(("trees", "requests"), TREES)
+def test_random_requests(trees, requests):
     # With memory for all: plain vLLM stops on CPUs where a seeded prompt is read in chunks.
     with running(None, max_num_batched_tokens=8192) as llm:
         plain = answers(llm, requests, leaving=False)
-    with running(sequoia(verification=verification, retrieval=True), **OPTIONS) as llm:
+    with running(trees, **OPTIONS) as llm:
         different = differences(llm, requests, plain)
         assert not different, "\n".join(map(str, different))
         assert kv_cache_usage(llm) == 0.0

@@ -107,6 +107,12 @@ def test_without_a_draft_chains_are_of_n_grams_and_trees_from_text():
     assert all(config["drafter"] == "lookup" and "model" not in config for config in configs)
     with pytest.raises(BenchError, match="n-gram chains draw nothing; give 4"):
         methods("lookup", ["4:probabilistic"], [])
+    same = "'Sequoia' and 'Sequoia, lookup' are the same without a draft model: give one of the two"
+    with pytest.raises(BenchError, match=same):
+        methods("lookup", [], ["served", "lookup"])
+    assert [method.name for method in methods("d", [], ["served", "lookup"])][1:] == [
+        "Sequoia", "Sequoia, lookup",
+    ]  # fmt: skip
 
 
 # -- rates -----------------------------------------------------------------------
