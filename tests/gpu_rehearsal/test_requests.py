@@ -21,6 +21,7 @@ from tests.support.generating import (
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
     counting_eager_growth,
+    flash_reads,
     generate,
     generate_with_trees,
     join_and_abort,
@@ -51,6 +52,8 @@ def run(models: str) -> dict[str, Any]:
     """
     from gpu_stand_in import flash_attention
 
+    from sequoia_vllm.engine.v2 import runner_gpu
+
     target, draft = save_related_pair(Path(models))
     requests, long = random_prompts(LENGTHS), random_prompts(LONG)
     options = {"model": target, "max_num_seqs": 4}
@@ -76,12 +79,15 @@ def run(models: str) -> dict[str, Any]:
     wide = {
         "method": "sequoia", "model": draft, "tree": {"parents": parents},
         "num_speculative_tokens_per_batch_size": [[1, 4, len(parents) - 1]],
-        "context_attention": "flash",
     }  # fmt: skip
     flash_attention.attended.clear()
-    with rehearsing(
-        wide, **options, max_model_len=80, num_gpu_blocks_override=8, max_num_batched_tokens=26,
-    ) as llm:  # fmt: skip
+    with (
+        flash_reads(rows=0, product=0),
+        patched(runner_gpu, "_LONGEST", 0),  # no graphs beside prompts: our kernel has their rows
+        rehearsing(
+            wide, **options, max_model_len=80, num_gpu_blocks_override=8, max_num_batched_tokens=26,
+        ) as llm,
+    ):  # fmt: skip
         flash_attention.causal_rows.clear()
         with counting_rows(llm) as rows:
             answers["pressed"] = generate_with_trees(llm, requests, params())
