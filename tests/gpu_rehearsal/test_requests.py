@@ -52,8 +52,6 @@ def run(models: str) -> dict[str, Any]:
     """
     from gpu_stand_in import flash_attention
 
-    from sequoia_vllm.engine.v2 import runner_gpu
-
     target, draft = save_related_pair(Path(models))
     requests, long = random_prompts(LENGTHS), random_prompts(LONG)
     options = {"model": target, "max_num_seqs": 4}
@@ -80,6 +78,8 @@ def run(models: str) -> dict[str, Any]:
         "method": "sequoia", "model": draft, "tree": {"parents": parents},
         "num_speculative_tokens_per_batch_size": [[1, 4, len(parents) - 1]],
     }  # fmt: skip
+    from sequoia_vllm.engine.v2 import runner_gpu  # here: an engine has put the stand-ins in place
+
     flash_attention.attended.clear()
     with (
         flash_reads(rows=0, product=0),
