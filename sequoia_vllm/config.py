@@ -30,7 +30,6 @@ from sequoia_vllm.verification.method_field import MethodName
 
 METHOD = "sequoia"
 AUTO = "auto"
-ContextAttention = Literal["triton", "flash"]
 TokenIds = Annotated[list[NonNegativeInt], Field(min_length=1)]
 # (first batch size, last batch size, drafts of each request)
 Schedule = list[tuple[int, int, int]]
@@ -121,11 +120,6 @@ class SequoiaConfig(_Strict):
     """The tokens that a draft model computes logits of; it drafts no others. A number keeps the
     first by the tokenizer's merges. Or give a list of the target's token ids, or a file with one.
     Levels are cheaper, and acceptance is lower. None: all tokens."""
-    context_attention: ContextAttention = "triton"
-    """How the target attends to what came before a tree, on GPUs. With "triton" the kernel that
-    reads the tree does it. With "flash" vLLM's FlashAttention does it, and our kernel adds the
-    tree. That is a launch more, which may pay where contexts are long. `sequoia-vllm gpu-check`
-    times both."""
     retrieval: bool = True
     """Where the last tokens of a request's text occurred in it before, draft what followed them
     there first, beside what the drafter predicts. It helps answers that repeat what was said:
@@ -220,8 +214,7 @@ class SequoiaConfig(_Strict):
         """The keys that are vLLM's own, as given."""
         ours = {
             "method", "model", "drafter", "tree", "acceptance", "num_speculative_tokens",
-            "draft_vocabulary", "context_attention", "retrieval", "verification", "adapt",
-            "offload",
+            "draft_vocabulary", "retrieval", "verification", "adapt", "offload",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 

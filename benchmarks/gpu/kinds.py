@@ -14,6 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.embedded_pair import DRAFT, TARGET
+from sequoia_vllm.hardware import context_rule
+from sequoia_vllm.hardware.context_rule import ContextRule
 
 TOKENS = 32
 _MODELS = Path(TARGET).parent
@@ -68,7 +70,7 @@ def _images(name: str) -> Callable[[Path], Saved]:
 KINDS: dict[str, Callable[[Path], Saved]] = {
     "draft-float32": _embedded("float32"),
     "draft": _embedded("bfloat16"),
-    "flash": _embedded("bfloat16", model=DRAFT, context_attention="flash"),
+    "flash": _embedded("bfloat16", model=DRAFT),
     "lookup-float32": _embedded("float32", drafter="lookup"),
     "lookup": _embedded("bfloat16", drafter="lookup"),
     "eagle3": _embedded("bfloat16", model=str(_MODELS / "eagle3")),
@@ -92,7 +94,11 @@ def compare_kind(kind: str, folder: Path) -> dict[str, Any]:
     requests = _image_requests(image) if image else _text_requests()
     tree = {"tree": {"size": 16, "depth": 4}, "adapt": False}
     begun = time.monotonic()
-    with _running(target, {"method": "sequoia", **tree, **keys}, options) as (llm, replays):
+    rule = ContextRule(0, 0) if kind == "flash" else None
+    with (
+        patch.object(context_rule, "usual_rule", lambda _on_cpu: rule),
+        _running(target, {"method": "sequoia", **tree, **keys}, options) as (llm, replays),
+    ):
         found: dict[str, Any] = {"start_s": round(time.monotonic() - begun, 1)}
         replays.clear()
         ours = _all_answers(llm, requests)

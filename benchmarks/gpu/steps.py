@@ -8,6 +8,9 @@ from benchmarks.gpu.engine import Engine, sampling, started
 from benchmarks.gpu.item_run import ItemRun
 from benchmarks.gpu.serving import measure_arrivals
 from benchmarks.gpu.step_parts import compact, rounded, steady, times_of
+from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.hardware import context_rule
+from sequoia_vllm.hardware.context_rule import ContextRule
 
 LONG_HEAD = 40000
 """Positions of a head for long contexts: the published one ends at 2,048."""
@@ -69,11 +72,14 @@ def time_contexts(run: ItemRun, pair: str, kernel: str) -> None:
     """Trees over contexts of each length; ``kernel`` is of the target's attention over them."""
     sizes = run.sizes
     batches, drafts = sizes.batches[:2], sizes.drafts[-2:]
-    keys = {} if kernel == "tree" else {"context_attention": kernel}
-    speculative = speculation(batches, drafts, **keys)
-    with started(
-        run, pair, speculative, head_positions=LONG_HEAD, max_num_seqs=batches[-1] + 1
-    ) as engine:
+    rule = ContextRule(0, 0) if kernel == "flash" else None
+    speculative = speculation(batches, drafts)
+    with (
+        patched(context_rule, "usual_rule", lambda _on_cpu: rule),
+        started(
+            run, pair, speculative, head_positions=LONG_HEAD, max_num_seqs=batches[-1] + 1
+        ) as engine,
+    ):
         for context in sizes.contexts:
             for batch in batches:
                 for number in drafts:

@@ -27,7 +27,7 @@ NUMBERS = torch.zeros(4, dtype=torch.int32)
 def backend():
     from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 
-    return GPUTreeBackend(TABLES.ancestors, "triton")
+    return GPUTreeBackend(TABLES.ancestors)
 
 
 def batch(lengths, drafts):
@@ -55,18 +55,39 @@ def test_contexts_are_split_for_the_longest_request_with_a_tree(backend):
 
 
 def test_prompts_run_in_graphs_where_our_kernel_has_all_rows():
-    """Not beside latent attention and recurrent layers, nor with FlashAttention for contexts."""
+    """Not beside latent attention and recurrent layers."""
     from sequoia_vllm.engine.v2.attention.attention_gpu import FlashTreeImpl, TritonTreeImpl
     from sequoia_vllm.engine.v2.attention.mixed_steps import takes_chains
     from sequoia_vllm.engine.v2.attention.mla_layers import MLATreeImpl
 
     flash, triton, latent = map(object.__new__, (FlashTreeImpl, TritonTreeImpl, MLATreeImpl))
     tree, shapes = TABLES.ancestors, TreeShapes(TREE, CPU, 2).ancestors
-    assert takes_chains([flash, triton], tree, "triton")
-    assert not takes_chains([flash, latent], tree, "triton")
-    assert not takes_chains([flash, None], tree, "triton")  # recurrent
-    assert not takes_chains([flash], tree, "flash")
-    assert not takes_chains([flash], shapes, "triton")
+    assert takes_chains([flash, triton], tree)
+    assert not takes_chains([flash, latent], tree)
+    assert not takes_chains([flash, None], tree)  # recurrent
+    assert not takes_chains([flash], shapes)
+
+
+@pytest.mark.parametrize(("changed", "leaves"), [
+    ({}, True),
+    ({"vllm_flash_attn_version": 2}, True),
+    ({"vllm_flash_attn_version": 4}, False),
+    ({"sliding_window": (15, 0)}, False),
+    ({"logits_soft_cap": 30.0}, False),
+    ({"sinks": NUMBERS}, False),
+    ({"kv_cache_dtype": "fp8"}, False),
+])  # fmt: skip
+def test_layers_that_leave_long_contexts_to_flash_attention(changed, leaves):
+    from sequoia_vllm.engine.v2.attention.attention_gpu import FlashTreeImpl
+
+    impl = object.__new__(FlashTreeImpl)
+    usual = {
+        "vllm_flash_attn_version": 3, "sliding_window": (-1, -1), "logits_soft_cap": 0.0,
+        "sinks": None, "kv_cache_dtype": "auto",
+    }  # fmt: skip
+    for name, value in {**usual, **changed}.items():
+        setattr(impl, name, value)
+    assert impl.attends_to_contexts is leaves
 
 
 def test_graphs_are_captured_for_the_longest_requests(backend):
@@ -79,10 +100,10 @@ def test_graphs_are_captured_for_the_longest_requests(backend):
 def test_attention_on_cpus_takes_one_tree():
     from sequoia_vllm.engine.v2.attention.backend_cpu import CPUTreeBackend
 
-    CPUTreeBackend(TABLES.ancestors, "triton")
+    CPUTreeBackend(TABLES.ancestors)
     own = TreeShapes(TREE, CPU, 4)
     with pytest.raises(ValueError, match="attention on CPUs needs one tree for all requests"):
-        CPUTreeBackend(own.ancestors, "triton")
+        CPUTreeBackend(own.ancestors)
 
 
 @dataclass

@@ -183,8 +183,6 @@ def test_draft_longer_than_allowed():
          {"speculative_config": sequoia(draft_tensor_parallel_size=1), "tensor_parallel_size": 2}),
         ("use --kv-cache-dtype auto", {"kv_cache_dtype": "fp8", "dtype": "float32"}),
         ("use --kv-cache-dtype bfloat16", {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}),
-        ("context_attention is for GPUs",
-         {"speculative_config": sequoia(context_attention="flash")}),
         ("drop --cpu-offload-gb and --offload-group-size", {"cpu_offload_gb": 1}),
         ("drop --cpu-offload-gb and --offload-group-size", {"offload_group_size": 2}),
         ("drop --enable-prompt-embeds", {"enable_prompt_embeds": True}),
@@ -378,24 +376,6 @@ def test_several_reasons_are_reported_together():
     assert "use --kv-cache-dtype" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "version", "wrong"),
-    [
-        ("FlashTreeImpl", 3, None),
-        ("FlashTreeImpl", 2, None),
-        ("FlashTreeImpl", 4, "layer a uses FlashTreeImpl (context_attention 'flash' is for"),
-        ("TritonTreeImpl", None, "layer a uses TritonTreeImpl (context_attention 'flash' is for"),
-    ],
-)
-def test_attention_that_cannot_leave_contexts_to_flash_attention(kind, version, wrong):
-    impl = object.__new__(getattr(attention_gpu, kind))
-    impl.head_size, impl.vllm_flash_attn_version, impl.sliding_window = 64, version, (-1, -1)
-    ancestors = torch.ones(1, 1, dtype=torch.bool)
-    reason = GPUTreeBackend(ancestors, "flash").unsupported_attention("a", impl)
-    assert reason is None if wrong is None else reason.startswith(wrong)
-    assert GPUTreeBackend(ancestors, "triton").unsupported_attention("a", impl) is None
-
-
 @pytest.mark.parametrize(("preferred", "capability", "images", "taken"), [
     ("FLASHINFER", 10, False, "FlashTreeBackend"),
     ("TRITON_FLASHINFER", 10, True, "TritonTreeBackend"),
@@ -417,7 +397,7 @@ def test_backends_are_passed_over_and_refused_by_name(
     )
     layer = AttentionSelectorConfig(256, torch.bfloat16, "auto", 16, use_mm_prefix=images)
     ask = CudaPlatformBase.get_attn_backend_cls
-    with GPUTreeBackend(torch.ones(1, 1, dtype=torch.bool), "triton").replace_attention():
+    with GPUTreeBackend(torch.ones(1, 1, dtype=torch.bool)).replace_attention():
         assert taken in ask(None, layer)
         with pytest.raises(ValueError, match="trees cannot use it: leave --attention-backend out"):
             ask(AttentionBackendEnum[preferred], layer)

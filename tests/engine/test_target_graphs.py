@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
+from sequoia_vllm.engine.v2.attention.target_graphs import LongBatch, TreeGraphManager
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.hardware.graph_sizes import capture_sizes
 from sequoia_vllm.tree import TokenTree
@@ -175,6 +175,46 @@ def test_steps_that_read_short_prompts_have_full_graphs():
     assert not manager.is_mixed
     manager.may_be_mixed = False
     assert manager.dispatch(3, 100, None, 0).cg_mode == PIECEWISE
+
+
+def test_steps_with_long_contexts_take_twins_of_wide_graphs():
+    """Where the engine has a rule for them; steps with fewer nodes have one graph."""
+    manager, tokens = manager_of(TreeGraphManager, LIBRARY, 256, 2048, long_from=32)
+    plain, _ = manager_of(TreeGraphManager, LIBRARY, 256, 2048)
+    every = manager._capture_descs[FULL]
+    long = [graph for graph in every if isinstance(graph, LongBatch)]
+    assert [graph for graph in every if graph not in long] == plain._capture_descs[FULL]
+    wide = [graph for graph in plain._capture_descs[FULL] if graph.uniform_token_count >= 32]
+    assert [vars(graph) for graph in long] == [vars(graph) for graph in wide]
+    assert 0 < len(long) < len(every) / 4
+    for manager.is_long in (False, True):
+        for batch, each in enumerate(tokens, start=1):
+            graph = manager.dispatch(batch, batch * each, each, 0)
+            assert vars(graph) == vars(plain.dispatch(batch, batch * each, each, 0))
+            assert isinstance(graph, LongBatch) is (manager.is_long and each >= 32)
+    manager.is_long, manager.graphs = True, dict.fromkeys(plain._capture_descs[FULL])  # on trial
+    assert not isinstance(manager.dispatch(1, tokens[0], tokens[0], 0), LongBatch)
+
+
+def test_twins_are_captured_apart(monkeypatch):
+    """Attention learns from the manager which of two graphs of one size is captured."""
+    seen = []
+
+    def capture(manager, *_args):
+        seen.append((manager.is_long, list(manager._capture_descs.get(FULL, ()))))
+
+    monkeypatch.setattr(ModelCudaGraphManager, "capture", capture)
+    manager, _ = manager_of(TreeGraphManager, LIBRARY, 256, 2048, long_from=32)
+    every = manager._capture_descs
+    manager.capture()
+    assert [is_long for is_long, _ in seen] == [False, True]
+    assert {isinstance(graph, LongBatch) for graph in seen[0][1]} == {False}
+    assert {isinstance(graph, LongBatch) for graph in seen[1][1]} == {True}
+    assert sorted(map(hash, seen[0][1] + seen[1][1])) == sorted(map(hash, every[FULL]))
+    assert (manager.is_long, manager._capture_descs) == (False, every)
+    manager._max_full_descs_to_capture = 2  # a trial: all count as the second one of these
+    manager.capture()
+    assert [is_long for is_long, _ in seen] == [False, True, False]
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, PIECEWISE, FULL, NONE])

@@ -1,5 +1,8 @@
 """vLLM's GPU engine with trees, as users start it: from start-up to replayed graphs."""
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -7,12 +10,14 @@ from unittest.mock import patch
 import pytest
 from vllm import SamplingParams
 
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.measuring.step_recorder import EXTENSION
 from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
+    flash_reads,
     generate,
     generate_with_trees,
     recording_kernels,
@@ -67,25 +72,39 @@ def start_and_generate(models: str) -> dict[str, Any]:
                 generate(llm, requests[:batch], params)
         answers["late"] = sorted(kernels - started)
         answers["in time"] = sorted(started)
-    flash = sequoia(
-        size=8, depth=3, draft=draft, context_attention="flash", verification="traversal"
-    )
+    flash = sequoia(size=8, depth=3, draft=draft, verification="traversal")
     flash_attention.attended.clear()
     with (
+        flash_reads(rows=8, product=8 * 50),  # which the three requests reach while they run
         recording_kernels() as kernels,
         rehearsing(flash, as_users_start=True, model=target, worker_extension_cls=EXTENSION) as llm,
     ):
         started = set(kernels)
         llm.collective_rpc("sequoia_record_steps")
-        answers["flash"] = generate_with_trees(llm, requests, greedy())
+        with counting_twins(llm) as twins:
+            answers["flash"] = generate_with_trees(llm, requests, greedy())
         answers["steps"] = llm.collective_rpc("sequoia_take_steps", args=(len(requests),))[0]
         generate(llm, requests[:2], sampled())
         generate(llm, requests[:1], sampled(top_k=20))
         generate(llm, requests[:2], sampled(**EDITS))
         answers["late by traversal"] = sorted(kernels - started)
         answers["in time by traversal"] = sorted(started)
-    answers["flash"]["over contexts"] = flash_attention.attended[False]
+    answers["flash"] |= {"twins": twins, "over contexts": flash_attention.attended[False]}
     return answers
+
+
+@contextmanager
+def counting_twins(llm: Any) -> Iterator[Counter[str]]:
+    """Graphs of the target that are replayed within the block, by the class of their shape."""
+    manager, found = runner_of(llm).cudagraph_manager, Counter()
+    original = manager.run_fullgraph
+
+    def replay(shape: Any) -> Any:
+        found[type(shape).__name__] += 1
+        return original(shape)
+
+    with patched(manager, "run_fullgraph", replay):
+        yield found
 
 
 def draft_graphs(llm: Any) -> list[Any]:
@@ -152,12 +171,14 @@ def test_trees_are_grown_and_scored_by_graphs(batch, generated):
 
 
 def test_flash_attention_reads_contexts_with_the_defaults_of_gpus(generated):
-    """The options are the defaults but for one key; the target has one layer."""
+    """Once they are long, in graphs of their own; the target has one layer."""
     found = generated["flash"]
     assert found["tokens"] == generated["plain"]["tokens"]
     assert found["counts"]["tokens_per_tree"] > 1.5
     assert found["eager growth"] == []
-    assert found["over contexts"] >= found["graphs"]["TreeGraphManager"] > 2
+    assert found["twins"]["LongBatch"] > 1
+    assert found["twins"]["BatchExecutionDescriptor"] > 1
+    assert found["over contexts"] >= found["twins"]["LongBatch"]
 
 
 def test_start_captures_all_of_them(generated):

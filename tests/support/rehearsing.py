@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.hardware import context_rule
 from tests.support.engines import runner_of, running
 from tests.support.generating import completions, counted
 
@@ -104,6 +105,14 @@ def counting_modes(runner: Any) -> Iterator[Counter[str]]:
 
     with patched(model_state, "prepare_attn", prepare_attn):
         yield modes
+
+
+@contextmanager
+def flash_reads(rows: int, product: int) -> Iterator[None]:
+    """Engines that start within the block have this `ContextRule`, as if a GPU had run it."""
+    rule = context_rule.ContextRule(rows, product)
+    with patched(context_rule, "usual_rule", lambda _on_cpu: rule):
+        yield
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
@@ -10,6 +11,8 @@ from sequoia_vllm.drafters.registry import DRAFTERS
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.plan import Facts, plan
 from sequoia_vllm.engine.frontend.tree_choice import look_up
+from sequoia_vllm.hardware import context_rule
+from sequoia_vllm.hardware.context_rule import ContextRule
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.metrics.prometheus import first_clause
 from sequoia_vllm.tree import TokenTree
@@ -67,13 +70,35 @@ def test_without_a_model_the_target_is_named_to_vllm_and_nothing_is_loaded(caplo
 
 
 def test_settings_are_those_of_the_chosen_tree():
-    found = resolved(tree={"parents": [-1, 0, 0, 1]}, context_attention="flash")
+    found = resolved(tree={"parents": [-1, 0, 0, 1]})
     assert found.speculates
     assert found.choice.tree == found.settings.tree == TokenTree((-1, 0, 0, 1))
     assert found.settings.tree_source == "given as parents"
     assert found.settings.chosen_for is None
     assert found.settings.versions == {"vLLM": "1"}
-    assert found.settings.context_attention == "flash"
+
+
+def test_flash_attention_reads_contexts_on_gpus_once_it_has_run_on_one(monkeypatch):
+    """The settings, which workers unpickle, have the rule as plain data."""
+    pair = PairKey("a device", TARGET, "a/draft", "bfloat16")
+    for ran_on, rule in ((None, None), ("a GPU", (32, 524_288))):
+        monkeypatch.setattr(context_rule, "_RAN_ON", ran_on)
+        on_gpu = planned(SequoiaConfig(model="a/draft"), pair, on_cpu=False).settings
+        assert on_gpu.context_rule == rule
+        assert type(on_gpu.context_rule) in (tuple, type(None))
+        assert planned(SequoiaConfig(), pair, on_cpu=True).settings.context_rule is None
+
+
+def test_rows_and_contexts_decide_what_flash_attention_reads():
+    rule = ContextRule(rows=32, product=64 * 8192)
+    long, rows = np.array([8192, 8192]), np.array([32, 32])
+    assert rule.holds(rows, long)
+    assert not rule.holds(rows, long - 1)
+    assert not rule.holds(rows[:1], long[:1])
+    assert rule.holds(rows[:1], 2 * long[:1])
+    assert not rule.holds(rows - 1, 2 * long)  # few rows are read at the speed of memory
+    assert rule.holds(np.array([32, 0]), np.array([16384, 0]))
+    assert not rule.holds(np.array([0, 0]), 100 * long)
 
 
 def test_a_tree_of_the_library_was_chosen_for_the_device():

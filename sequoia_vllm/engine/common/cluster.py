@@ -84,7 +84,6 @@ def decisions(vllm_config: Any) -> dict[str, str]:
         "drafter": settings.drafter,
         "draft with another vocabulary": "yes" if settings.maps_vocabulary else "no",
         "draft_vocabulary": f"checksum {crc32(repr(settings.draft_tokens).encode()):08x}",
-        "context_attention": settings.context_attention,
         "retrieval": "yes" if settings.retrieval else "no",
         "adapts": "no" if settings.adapts_as is None else "yes",
     }

@@ -15,7 +15,6 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.drafters.registry import DrafterKind
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.methods import DEFAULT_METHOD
@@ -33,9 +32,9 @@ class SequoiaSettings:
     tree_source: str  # where it came from, for the log
     chosen_for: str | None  # the device that it was chosen for; None: it does not depend on one
     versions: dict[str, str]  # plugin's and vLLM's versions where the engine was configured
-    context_attention: ContextAttention = "triton"
+    context_rule: tuple[int, int] | None = None  # a `ContextRule`, as plain data
     retrieval: bool = True
-    verification: str = DEFAULT_METHOD  # see `SequoiaConfig` for this and the two before it
+    verification: str = DEFAULT_METHOD  # see `SequoiaConfig` for this and the one before it
     adapts_as: str | None = None
     """Name of the file that keeps what the engine learns of how much to draft; None: it drafts as
     configured."""

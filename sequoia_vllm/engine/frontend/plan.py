@@ -17,6 +17,7 @@ from sequoia_vllm.engine.frontend.tree_choice import (
     choose_engine_tree,
     gain_line,
 )
+from sequoia_vllm.hardware import context_rule
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
 from sequoia_vllm.verification.methods import usual_method
@@ -91,12 +92,13 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         config, pair, facts.library, facts.max_model_len, facts.levels, kind, facts.most_nodes
     )
     _check_depth(choice, facts)
+    rule = context_rule.usual_rule(facts.on_cpu)
     settings = SequoiaSettings(
         tree=choice.tree,
         tree_source=choice.source,
         chosen_for=choice.device,
         versions=dict(facts.versions),
-        context_attention=config.context_attention,
+        context_rule=(*rule,) if rule else None,
         retrieval=config.retrieval,
         verification=config.verification or choice.verification or usual_method(facts.on_cpu),
         adapts_as=facts.file_name if config.adapts else None,

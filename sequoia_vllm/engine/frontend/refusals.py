@@ -101,7 +101,6 @@ def _present(checks: dict[str, bool]) -> list[str]:
 def _platform_reasons(vllm_config: Any) -> list[str]:
     if current_platform.is_cpu():
         known = current_platform.get_cpu_architecture() == CpuArchEnum.X86
-        on_gpus = SequoiaSettings.of(vllm_config).context_attention != "triton"
         return _present(
             {
                 "the KV cache layout is known on x86 CPUs only": not known,
@@ -110,7 +109,6 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
                     not vllm_config.use_v2_model_runner
                     and "hybrid" in kinds_in_vllm(vllm_config.model_config)
                 ),
-                "context_attention is for GPUs: leave it out on CPUs": on_gpus,
                 "vLLM offloads weights from GPUs to the host's memory, and nothing on CPUs: drop "
                 "--cpu-offload-gb and --offload-group-size (from a disk: "
                 '"offload": {"weights": "disk", "directory": ...} in the speculative config)': (
@@ -213,9 +211,6 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "a checkpoint asks for a quantized KV cache of a kind that is not supported here: use "
             f"{_plain_cache(model)}": cache.cache_dtype == "auto"
             and any(_asks_for_other_cache(which) for which in (model, draft)),
-            "FlashAttention does not read contexts from an fp8 KV cache here: leave "
-            '"context_attention" out': cache.cache_dtype.startswith("fp8")
-            and SequoiaSettings.of(vllm_config).context_attention == "flash",
             "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
                 cache.kv_sharing_fast_prefill
             ),

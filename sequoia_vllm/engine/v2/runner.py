@@ -62,7 +62,7 @@ class TreeRunner(GPUModelRunner):
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
         self._tables = tables = TreeTables(self.tree, device)
-        self.tree_backend = self.backend_class(tables.ancestors, settings.context_attention)
+        self.tree_backend = self.backend_class(tables.ancestors)
 
         def ours(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
             return new_proposer(config, where, states, tables, self.tree_backend)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu import model_runner
@@ -17,6 +19,7 @@ from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.v2.attention.mixed_steps import MixedSteps, takes_chains
 from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
 from sequoia_vllm.engine.v2.runner import TreeRunner
+from sequoia_vllm.hardware.context_rule import ContextRule
 
 # A mixed step runs in a full graph up to these limits. Beyond, attention takes longer than the
 # launches that a graph saves. Our kernel reads prompts more slowly than FlashAttention: rows of
@@ -31,6 +34,7 @@ class SequoiaGPUModelRunner(TreeRunner):
     tree_backend: GPUTreeBackend
     cudagraph_manager: TreeGraphManager | None
     _mixed_steps: MixedSteps | None = None
+    _rule: ContextRule | None = None
 
     # Until: a backend can be chosen by the speculative method.
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -41,7 +45,11 @@ class SequoiaGPUModelRunner(TreeRunner):
     # Until: vLLM captures for each range of a schedule its own batches.
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Calls vLLM's with our manager of the target's CUDA graphs."""
-        manager = partial(TreeGraphManager, captures_mixed=self._mixed_steps is not None)
+        manager = partial(
+            TreeGraphManager,
+            captures_mixed=self._mixed_steps is not None,
+            long_from=self._rule and self._rule.rows,
+        )
         # `initialize_kv_cache` builds the manager of the target's graphs by this name. Until: vLLM
         # captures for each range of a schedule its own batches.
         with patched(model_runner, "ModelCudaGraphManager", manager):
@@ -53,8 +61,11 @@ class SequoiaGPUModelRunner(TreeRunner):
         config, tree = self.vllm_config, self._tables.ancestors
         layers = self.compilation_config.static_forward_context
         impls: list[Any] = [getattr(layers[name], "impl", None) for name in self._target_layers]
+        if any(getattr(impl, "attends_to_contexts", False) for impl in impls):
+            rule = SequoiaSettings.of(config).context_rule
+            self._rule = rule and ContextRule(*rule)
         if (
-            takes_chains(impls, tree, SequoiaSettings.of(config).context_attention)
+            takes_chains(impls, tree)
             and config.parallel_config.data_parallel_size == 1
             # In Python, which a graph leaves out: images change how some models compute, and
             # connectors move keys and values between layers.
@@ -65,11 +76,20 @@ class SequoiaGPUModelRunner(TreeRunner):
 
     # Until: vLLM gives its manager of graphs the contexts of a step.
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        """Calls vLLM's, and tells the manager of graphs if the step may be mixed."""
+        """Calls vLLM's, and tells the manager of graphs what contexts the step has."""
         state, uniform = super().gather_batch_req_state(scheduler_output, dummy_run)
-        if self.cudagraph_manager is not None:
-            self.cudagraph_manager.may_be_mixed = state is not None and self._is_short(state)
+        if (graphs := self.cudagraph_manager) is not None:
+            graphs.may_be_mixed = state is not None and self._is_short(state)
+            graphs.is_long = state is not None and self._is_long(state)
         return state, uniform
+
+    def _is_long(self, state: Any) -> bool:
+        """Whether FlashAttention reads the contexts of a step's trees."""
+        if self._rule is None or state.num_draft_tokens_np is None:
+            return False
+        rows = np.where(state.num_draft_tokens_np > 0, state.num_scheduled_tokens, 0)
+        contexts = self.req_states.num_computed_tokens_np[state.idx_mapping_np]
+        return self._rule.holds(rows.astype(np.int64), contexts.astype(np.int64))
 
     def _is_short(self, state: Any) -> bool:
         """Whether a step's requests and prompts are short enough for a graph of a mixed step."""
@@ -83,6 +103,8 @@ class SequoiaGPUModelRunner(TreeRunner):
     ) -> None:
         """See `TreeRunner._attach`. In the graph of a mixed step our kernel has all rows."""
         steps, graphs, layers = self._mixed_steps, self.cudagraph_manager, self._target_layers
+        if self._trees is not None and graphs is not None and graphs.is_long:
+            self._trees = replace(self._trees, by_flash=True)
         if steps is None or graphs is None:
             super()._attach(metadata, batch, mode, for_capture)
         elif for_capture and (batch.max_query_len or 0) * batch.num_reqs > batch.num_tokens:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
@@ -145,15 +145,16 @@ class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
     @property
     def attends_to_contexts(self) -> bool:
         """Whether it can read trees' contexts; version 4 would compile for each new shape."""
-        return self.vllm_flash_attn_version in (2, 3)
+        is_plain = not self.logits_soft_cap and self.sinks is None
+        # Each node has its own window, which kernels for chains do not support.
+        is_plain &= window_of(self) is None and not is_quantized_kv_cache(self.kv_cache_dtype)
+        return is_plain and self.vllm_flash_attn_version in (2, 3)
 
     def _attend_to_contexts(
         self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
     ) -> Tensor | None:
-        """Uses FlashAttention, if the configuration asks for it."""
-        if tree.flash_max_context is None or window_of(self) is not None:
-            return None  # each node has its own window, which kernels for chains do not support
-        if self.logits_soft_cap or self.sinks is not None:
+        """Uses FlashAttention where the step's contexts are long: see `ContextRule`."""
+        if tree.flash_max_context is None or not self.attends_to_contexts:
             return None
         return attend_to_contexts(
             flash_attn.flash_attn_varlen_func,

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 
@@ -18,11 +17,10 @@ class TreeBackend(ABC):
 
     Args:
         ancestors: bool ``[N, N]``, on the device: the engine's tree; or those of `TreeShapes`.
-        context_attention: How the target attends to contexts, see `SequoiaConfig`.
     """
 
     @abstractmethod
-    def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None: ...
+    def __init__(self, ancestors: Tensor) -> None: ...
 
     @abstractmethod
     def replace_attention(self) -> AbstractContextManager[None]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends
 from sequoia_vllm.engine.runner.cpu_attention import (
@@ -30,7 +29,7 @@ from sequoia_vllm.kernels.tree_shapes import only_shape
 class CPUTreeBackend(TreeBackend):
     """Tree attention in the compiled CPU kernel."""
 
-    def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
+    def __init__(self, ancestors: Tensor) -> None:
         only_shape(ancestors, 2, "attention on CPUs")
         self._caches: TargetCaches | None = None
 

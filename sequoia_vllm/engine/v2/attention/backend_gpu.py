@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 
-from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import (
     reason_of,
@@ -22,7 +21,6 @@ from sequoia_vllm.engine.runner.kv_commit import layers_by_cache
 from sequoia_vllm.engine.v2.attention import mla_layers
 from sequoia_vllm.engine.v2.attention.attention_gpu import (
     DraftMetadata,
-    FlashTreeImpl,
     GPUTreeForward,
     GPUTreeQueries,
 )
@@ -47,8 +45,7 @@ _LARGEST_HEAD = 512  # Gemma 4's layers without a window, and latents
 class GPUTreeBackend(TreeBackend):
     """Tree attention in Triton; its ``masks`` are repacked where a slot's tree has changed."""
 
-    def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
-        self._context_attention = context_attention
+    def __init__(self, ancestors: Tensor) -> None:
         self._ancestors = ancestors
         self.masks = NodeMasks()
         self.masks.of(ancestors)  # here, not in a step: making one waits for the device
@@ -73,20 +70,16 @@ class GPUTreeBackend(TreeBackend):
                 self._chain = mla_layers.longest_chain(self._ancestors)
                 self.attends_without_trees = True
                 self.masks.of(self._chain)  # here, not in a step: see __init__
-            return reason_of(layer_name, impl.unsupported_features(self._context_attention))
+            return reason_of(layer_name, impl.unsupported_features)
         if isinstance(impl, GPUTreeForward):
             self.masks.of(self._ancestors, window_of(impl))  # here, not in a step: see __init__
         head_size = getattr(impl, "head_size", 0)
-        by_flash = self._context_attention == "flash"
-        flash = isinstance(impl, FlashTreeImpl) and impl.attends_to_contexts
         features = {
             **unmaskable_features(impl),
             f"heads of {head_size}": head_size > _LARGEST_HEAD,
             f"{type(impl).__name__} (use --attention-backend FLASH_ATTN or TRITON_ATTN)": (
                 not isinstance(impl, GPUTreeForward)
             ),
-            f"{type(impl).__name__} (context_attention 'flash' is for --attention-backend "
-            "FLASH_ATTN with FlashAttention 2 or 3: leave it out here)": by_flash and not flash,
         }
         return reason_of(layer_name, features)
 
@@ -110,7 +103,7 @@ class GPUTreeBackend(TreeBackend):
             trees,
             metadata.block_table[: trees.num_requests],
             others=other_chains(trees, metadata),
-            flash_max_context=trees.max_keys if self._context_attention == "flash" else None,
+            flash_max_context=trees.max_keys if trees.by_flash else None,
         )
 
     def draft_metadata(

@@ -20,16 +20,14 @@ from sequoia_vllm.hardware.graph_sizes import MIXED_TOKENS
 from sequoia_vllm.kernels.segments import CHAIN, TREE, cut_rows, most_segments, with_chain
 
 
-def takes_chains(impls: Iterable[Any], ancestors: Tensor, context_attention: str) -> bool:
+def takes_chains(impls: Iterable[Any], ancestors: Tensor) -> bool:
     """Whether our kernel can attend to all rows of a step.
 
     Args:
         impls: Attention of the target's layers; None: a layer has states instead.
         ancestors: bool ``[N, N]``: the engine's tree; or those of `TreeShapes`.
-        context_attention: See `SequoiaConfig`.
     """
-    known = ancestors.ndim == 2 and context_attention == "triton"
-    return known and all(isinstance(impl, GPUTreeForward) for impl in impls)
+    return ancestors.ndim == 2 and all(isinstance(impl, GPUTreeForward) for impl in impls)
 
 
 class MixedSteps:

@@ -76,15 +76,11 @@ def decoded_nodes(
 class MLATreeImpl(TritonMLAImpl):
     """vLLM's latent attention in Triton, with trees."""
 
-    def unsupported_features(self, context_attention: str) -> dict[str, bool]:
+    @property
+    def unsupported_features(self) -> dict[str, bool]:
         """Features that our kernel cannot serve, and whether this layer has them."""
         extra = self.qk_rope_head_dim
-        return {
-            f"latents with {extra} channels for positions": extra not in (0, *EXTRA_SIZES),
-            "latents (context_attention is not for them: leave it out)": (
-                context_attention != "triton"
-            ),
-        }
+        return {f"latents with {extra} channels for positions": extra not in (0, *EXTRA_SIZES)}
 
     def reserve_workspace(self) -> None:
         """Reserves memory for one row per request, like `LatentTreeBuilder`, where vLLM asks."""

@@ -39,11 +39,13 @@ class ScoringTreesV2(NodeQueries):
         parents: int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1.
         depth: Of the tree's deepest node.
         others: The rows that are not tree nodes; None: there are none.
+        by_flash: Whether FlashAttention reads the contexts, where a layer can leave them to it.
     """
 
     parents: Tensor
     depth: int
     others: OtherRows | None = None
+    by_flash: bool = False
 
     @property
     def num_requests(self) -> int:

@@ -7,6 +7,7 @@ of tokens. If that graph is for another number of drafts, the batch runs without
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
@@ -14,6 +15,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.hardware.graph_sizes import decode_shapes, mixed_shapes
+
+
+@dataclass(frozen=True)
+class LongBatch(BatchExecutionDescriptor):
+    """A decode step like its twin of vLLM's class, whose contexts FlashAttention reads."""
 
 
 class TreeGraphManager(ModelCudaGraphManager):
@@ -25,8 +31,11 @@ class TreeGraphManager(ModelCudaGraphManager):
     Args:
         captures_mixed: Whether there are full graphs for mixed steps, too: of any requests with
             trees, prompts or single tokens. They are `MixedSteps`'.
+        long_from: Least tokens per request of full graphs in whose twins FlashAttention reads the
+            contexts; None: there are no such twins.
 
     Attributes:
+        is_long: Whether FlashAttention reads the contexts of the next step, or of what is captured.
         may_be_mixed: Whether the next step may take such a graph.
         is_mixed: Whether the last one did.
     """
@@ -34,10 +43,16 @@ class TreeGraphManager(ModelCudaGraphManager):
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
     _candidates: dict[tuple[int, int], list[BatchExecutionDescriptor]]
 
-    def __init__(self, *args: Any, captures_mixed: bool = False, **kwargs: Any) -> None:
-        self._captures_mixed = captures_mixed
+    def __init__(
+        self,
+        *args: Any,
+        captures_mixed: bool = False,
+        long_from: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._captures_mixed, self._long_from = captures_mixed, long_from
         self._mixed: list[BatchExecutionDescriptor] = []
-        self.may_be_mixed = self.is_mixed = False
+        self.is_long = self.may_be_mixed = self.is_mixed = False
         super().__init__(*args, **kwargs)
 
     # Until: vLLM captures for each range of a schedule its own batches.
@@ -66,7 +81,13 @@ class TreeGraphManager(ModelCudaGraphManager):
         if self._captures_mixed and self.cudagraph_mode.has_piecewise_cudagraphs():
             self._mixed = self._mixed_graphs(most_tokens)
         uniform.sort(key=_num_tokens, reverse=True)
-        graphs = sorted([*uniform, *self._mixed], key=_num_tokens, reverse=True)
+        least = self._long_from
+        long = [
+            _long(graph)
+            for graph in uniform
+            if least is not None and (graph.uniform_token_count or 0) >= least
+        ]
+        graphs = sorted([*uniform, *self._mixed, *long], key=_num_tokens, reverse=True)
         # Ours are for what a draft reads and for growth, and only for batches that draft; for the
         # target only what the schedule can reach. Until: vLLM captures draft models' steps, and for
         # each range of a schedule its own batches.
@@ -99,6 +120,21 @@ class TreeGraphManager(ModelCudaGraphManager):
             for loras in self.lora_capture_cases
         ]
 
+    # Until: vLLM tells what is captured which graph it is for.
+    def capture(self, *args: Any, **kwargs: Any) -> None:
+        """Calls vLLM's, for graphs whose contexts FlashAttention reads apart from the others."""
+        every, full = self._capture_descs, self._capture_descs.get(CUDAGraphMode.FULL, [])
+        long = [graph for graph in full if isinstance(graph, LongBatch)]
+        others = [graph for graph in full if not isinstance(graph, LongBatch)]
+        try:
+            self._capture_descs = {**every, CUDAGraphMode.FULL: others} if long else every
+            super().capture(*args, **kwargs)
+            if long and self._max_full_descs_to_capture is None:  # not on trial, for memory
+                self.is_long, self._capture_descs = True, {CUDAGraphMode.FULL: long}
+                super().capture(*args, **kwargs)
+        finally:
+            self.is_long, self._capture_descs = False, every
+
     # Until: vLLM captures prompts beside decoding in full graphs where it also has others.
     def dispatch(
         self,
@@ -109,11 +145,16 @@ class TreeGraphManager(ModelCudaGraphManager):
         *args: Any,
         **kwargs: Any,
     ) -> BatchExecutionDescriptor:
-        """Calls vLLM's; where it has no full graph, takes one for mixed steps."""
+        """Calls vLLM's; where it has no full graph, takes one for mixed steps.
+
+        Steps with long contexts take the graph's twin for those.
+        """
         found = super().dispatch(
             num_reqs, num_tokens, uniform_token_count, num_active_loras, *args, **kwargs
         )
         self.is_mixed = False
+        if found.cg_mode == CUDAGraphMode.FULL and self.is_long:
+            return long if (long := _long(found)) in self.graphs else found
         if found.cg_mode == CUDAGraphMode.FULL or not self.may_be_mixed:
             return found
         loras = self._resolve_effective_loras(num_active_loras)
@@ -135,6 +176,10 @@ class TreeGraphManager(ModelCudaGraphManager):
         others = [drafts + 1 for drafts in fewer_drafts(self.vllm_config)]
         most_by_batch = [drafts + 1 for drafts in most_drafts(self.vllm_config)]
         return decode_shapes(tokens_by_batch, most_tokens, others, most_by_batch)
+
+
+def _long(graph: BatchExecutionDescriptor) -> LongBatch:
+    return LongBatch(**vars(graph))
 
 
 def _num_tokens(graph: BatchExecutionDescriptor) -> int:
