@@ -158,7 +158,23 @@ def test_heads_that_are_known_for_a_mixture_are_taken(tmp_path, monkeypatch):
     monkeypatch.setattr("sequoia_vllm.cli.measuring.known_for", lambda name: known)
     found = advice(str(target), "--device", "h100", "--batch", "1")
     assert found["pair"]["draft"] == "AngelSlim/Qwen3-a3B_eagle3"
-    assert "no draft model is known" in advise(str(target), "--device", "AMD EPYC", code=2)
+    assert "No draft is known" in advise(str(target), "--device", "AMD EPYC")
+
+
+def test_without_a_known_draft_the_command_drafts_without_one(tmp_path):
+    target = tmp_path / "DeepSeek-V3"
+    target.mkdir()
+    config = MIXTURES["DeepSeek-V3"][0] | {"quantization_config": {"quant_method": "fp8"}}
+    (target / "config.json").write_text(json.dumps(config))
+    found = advice(str(target), "--device", "h200")
+    assert found["command"] == (
+        f"vllm serve {target} --tensor-parallel-size 8 --speculative-config sequoia"
+    )
+    assert found["batches"] == []
+    assert "is not predicted; to measure it: sequoia-vllm bench --model" in found["conclusion"]
+    shown = advise(str(target), "--device", "h200")
+    assert shown.startswith("DeepSeek V2, V3, R1 (DeepseekV3ForCausalLM): runs as a target")
+    assert shown.endswith(f"{found['command']} {found['conclusion']}")
 
 
 QWEN_27B = {
@@ -213,7 +229,6 @@ def test_errors_name_the_fix(arguments, said):
         ({"num_local_experts": 8}, "does not say how many a token goes to; measure the pair "
          "instead (sequoia-vllm tune)"),
         ({"hidden_size": None}, "has no hidden_size"),
-        ({}, "no draft model is known for"),
     ],
 )  # fmt: skip
 def test_configurations_that_say_too_little(changes, said, tmp_path):
