@@ -73,8 +73,8 @@ def chat_pair() -> DemoPair:
     draft = None if checkout is None else checkout / "examples" / "models" / "smollm2-draft"
     if draft is None or not (draft / "config.json").is_file():
         fail(
-            "the demo's chat model comes with the repository: clone it, and run this command in "
-            f"the clone{_OTHERWISE}"
+            "the demo's chat model comes with the repository: run this command in a checkout of "
+            f"it{_OTHERWISE}"
         )
     cache = Path(platformdirs.user_cache_dir("sequoia-vllm", appauthor=False))
     target = cache / "smollm2-135m-instruct"
