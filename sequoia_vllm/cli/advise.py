@@ -246,9 +246,9 @@ def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: boo
 
     Raises ConfigError if its drafts need a model of its own.
     """
-    if "multimodal" in kinds_and_classes("target", model)[0]:
+    if {"multimodal", "mrope"} & kinds_and_classes("target", model)[0]:
         raise ConfigError(
-            f"no draft model is known for {model!r}, which reads images: name one with "
+            f"no draft model is known for {model!r}, which reads more than text: name one with "
             "--draft-model"
         )
     words = ["vllm", "serve", model, "--speculative-config", "sequoia"]

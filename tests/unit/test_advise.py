@@ -43,8 +43,30 @@ def advice(*arguments: str):
 PREDICTIONS = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")
 
 
+GEMMAS: dict[str, dict] = {
+    "google/gemma-3-27b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504,
+            "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+            "head_dim": 128, "vocab_size": 262208, "tie_word_embeddings": True,
+        },
+    },
+    "google/gemma-3-270m-it": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 640,
+        "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("row", [x for x in PREDICTIONS.splitlines() if "(predicted) |" in x])
-def test_recipes_are_predictions(row):
+def test_recipes_are_predictions(row, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, config in GEMMAS.items():
+        Path(name).mkdir(parents=True)
+        Path(name, "config.json").write_text(json.dumps(config))
     model, hardware, gains, plain = row.strip("| ").split(" | ")
     found = advice(model, "--device", hardware.split()[1])["batches"]
     assert gains == ", ".join(f"{x['tree_speedup']:.2f}x" for x in found) + " (predicted)"
