@@ -359,14 +359,14 @@ def test_chains_found_are_run_with_the_methods_of_their_case(compared):
 
 
 def test_no_more_chains_than_there_is_memory_for(compared):
-    found, started, _ = compared(6.5)  # three engines of 2 GiB
+    found, started, _ = compared(6.5)  # three engines of 1.7 GiB
     assert len(started[-1]) == 1
     assert all(len(chosen) == 1 for chosen in found.search.chosen.values())
 
 
 def test_no_memory_for_a_chain(compared):
-    with pytest.raises(BenchError, match="3 engines need about 6 GiB"):
-        compared(5.5)
+    with pytest.raises(BenchError, match="3 engines need about 5 GiB"):
+        compared(4.5)
 
 
 def test_methods_take_turns_and_progress_never_jumps_back(compared):
