@@ -7,6 +7,7 @@ loads torch or vLLM. Modules that need these import them inside functions, so ``
 import importlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 from typing import Annotated, Any
@@ -40,12 +41,17 @@ def _option(given: str, names: set[str]) -> list[str]:
     return [own + equals + value] if own in names else [given]
 
 
+# Within a paragraph; not before an item of a list.
+_LINE_BREAK = re.compile(r"(?<!\n)\n(?![\n -])")
+
+
 def shown_as_written(command: Any) -> Any:
     """Makes a command, or all commands of a group, show help texts as written; returns it.
 
-    Typer drops square brackets as markup, and calls a number with bounds "int range".
+    Typer drops square brackets as markup, keeps the source's line breaks, and calls a number with
+    bounds "int range".
     """
-    command.help = command.help and escape(command.help)
+    command.help = command.help and escape(_LINE_BREAK.sub(" ", command.help))
     for param in command.params:
         if getattr(param, "help", None):
             param.help = escape(param.help)

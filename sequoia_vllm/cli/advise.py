@@ -219,14 +219,19 @@ def advise(
         family = _check_support("target", model, shown=not as_json)
         here = device or this_device_name()
         target, dtype = _read("target", model)
-        on_gpu = identify(here).spec is not None  # heads run there alone
+        spec = identify(here).spec
+        on_gpu = spec is not None  # heads run there alone
         own = own_layer(model) if draft_model is None and on_gpu else None
         if own is not None:
             draft, shape = model, _read("target", model, own.kind)[0]
-        else:
-            draft = draft_model or known_draft(model, heads=on_gpu)
+        elif (known := draft_model or known_draft(model, heads=on_gpu)) is not None:
+            draft = known
             _check_support("draft", draft)
             shape, _ = _read("draft", draft)
+        else:
+            devices = 1 if spec is None else _devices_needed(spec, [target], dtype)
+            _say_how_without_a_draft(model, family, devices, as_json)
+            return
         pair = PairKey(here, model, draft, dtype)
         advice = advise_pair(pair, target, shape, sizes)
     if as_json:
@@ -234,6 +239,31 @@ def advise(
         print_json(asdict(advice) | said)
     else:
         _print(advice)
+
+
+def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: bool) -> None:
+    """Prints the command that serves a target for which no draft is known.
+
+    Raises ConfigError if its drafts need a model of its own.
+    """
+    if {"multimodal", "mrope"} & kinds_and_classes("target", model)[0]:
+        raise ConfigError(
+            f"no draft model is known for {model!r}, which reads more than text: name one with "
+            "--draft-model"
+        )
+    words = ["vllm", "serve", model, "--speculative-config", "sequoia"]
+    if devices > 1:
+        words[3:3] = ["--tensor-parallel-size", str(devices)]
+    command, measure = shlex.join(words), shlex.join(["sequoia-vllm", "bench", "--model", model])
+    conclusion = (
+        "No draft is known for it: the engine drafts without one, from the request's text. That "
+        f"gain depends on the text and is not predicted; to measure it: {measure}"
+    )
+    if as_json:
+        print_json({"family": family, "batches": [], "command": command, "conclusion": conclusion})
+        return
+    for part in (command, conclusion):
+        console().print(part, soft_wrap=True, highlight=False, markup=False)
 
 
 def _check_support(role: Role, model: str, shown: bool = False) -> str:

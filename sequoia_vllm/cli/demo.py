@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -72,8 +73,8 @@ def chat_pair() -> DemoPair:
     draft = None if checkout is None else checkout / "examples" / "models" / "smollm2-draft"
     if draft is None or not (draft / "config.json").is_file():
         fail(
-            "the demo's chat model comes with the repository: clone it, and run this command in "
-            f"the clone{_OTHERWISE}"
+            "the demo's chat model comes with the repository: run this command in a checkout of "
+            f"it{_OTHERWISE}"
         )
     cache = Path(platformdirs.user_cache_dir("sequoia-vllm", appauthor=False))
     target = cache / "smollm2-135m-instruct"
@@ -133,7 +134,7 @@ def demo(
     with friendly_errors():
         pair = EMBEDDED if target or draft or small_pair else chat_pair()
         target, draft = target or pair.target, draft or pair.draft
-        from sequoia_vllm.bench.engines import most_engines
+        from sequoia_vllm.bench.engines import in_this_process, most_engines
         from sequoia_vllm.bench.methods import methods
         from sequoia_vllm.bench.rounds import BenchSettings
         from sequoia_vllm.bench.run import chain_samples_wrongly
@@ -141,26 +142,27 @@ def demo(
         from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
         spec = EngineSpec(target, draft, dtype=dtype, kv_cache_gib=0.25)
-        room = most_engines(spec)
-        chain = chain or (_CHAINS if room >= 5 else "2")
-        compared = methods(draft, chain.split(","), [pair.tree])
+        compared = methods(draft, (chain or _CHAINS).split(","), [pair.tree])
         texts = load_prompts(prompts or pair.prompts, num_prompts)
         check_models(target, draft)
         from vllm.platforms import current_platform
 
         if eager is None:
             eager = current_platform.is_cpu()
-        settings = BenchSettings(
-            replace(spec, enforce_eager=eager),
-            methods=tuple(compared),
-            prompts=tuple(encode_prompts(texts, load_tokenizer(target))),
-            temperatures=_TEMPERATURES,
-            max_tokens=max_tokens,
-            rounds=_ROUNDS,
-            sampled_chains=not chain_samples_wrongly(),
-        )
-        asked = [one.prompt or (one.messages or ())[-1].content for one in texts]
-        _compare(settings, asked, as_json)
+        with in_this_process(compared) if eager else nullcontext():
+            if not chain and most_engines(spec) < len(compared):
+                compared = methods(draft, ["2"], [pair.tree])
+            settings = BenchSettings(
+                replace(spec, enforce_eager=eager),
+                methods=tuple(compared),
+                prompts=tuple(encode_prompts(texts, load_tokenizer(target))),
+                temperatures=_TEMPERATURES,
+                max_tokens=max_tokens,
+                rounds=_ROUNDS,
+                sampled_chains=not chain_samples_wrongly(),
+            )
+            asked = [one.prompt or (one.messages or ())[-1].content for one in texts]
+            _compare(settings, asked, as_json)
 
 
 def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:

@@ -37,8 +37,8 @@ def gpu_check(
     """
     if (checkout := find_checkout()) is None:
         fail(
-            "the GPU check is not part of the installed package: clone the repository, and run "
-            "this command in the checkout"
+            "the GPU check is not part of the installed package: run this command in a "
+            "checkout of the repository"
         )
     given = {"--output": output, "--minutes": minutes, "--items": items, "--report": report}
     options = [str(word) for pair in given.items() if pair[1] is not None for word in pair]

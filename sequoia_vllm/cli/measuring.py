@@ -96,22 +96,9 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
         raise typer.Exit(exit_code(interrupt)) from None
 
 
-def known_draft(target: str, heads: bool | None = None) -> str:
-    """The draft that is known for a target; fails if none is.
-
-    Args:
-        heads: Whether the device runs heads; None: this machine's engines say so. Kinds that are
-            taken by default come first, others last.
-    """
-    found = _best_known(target, heads)
-    if found is None:
-        fail(f"no draft model is known for {target!r}: name one with --draft-model")
-    return found
-
-
 def draft_to_measure(target: str) -> str:
     """The draft of an engine for which none is named: without weights where none is known."""
-    found = _best_known(target, None)
+    found = known_draft(target)
     if found is None:
         found = next(kind.kind for kind in DRAFTERS.values() if not kind.has_weights)
         note(
@@ -121,7 +108,13 @@ def draft_to_measure(target: str) -> str:
     return found
 
 
-def _best_known(target: str, heads: bool | None) -> str | None:
+def known_draft(target: str, heads: bool | None = None) -> str | None:
+    """The draft that is known for a target, if any.
+
+    Args:
+        heads: Whether the device runs heads; None: this machine's engines say so. Kinds that are
+            taken by default come first, others last.
+    """
     pairs = known_for(target)
     if heads is None and any(kind.is_head for kind, _ in pairs):
         from sequoia_vllm.engine.frontend.drafts import kinds_here

@@ -204,10 +204,11 @@ def test_the_best_n_gram_chain_is_looked_for_and_run():
 def test_demo_with_a_synthetic_target(tmp_path):
     """In a process of its own, as users start it: nothing that libraries log is shown."""
     larger = write_synthetic_target(str(TARGET), tmp_path / "larger", layers=6, width=1024)
+    set_here = {"VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING"}
     done = subprocess.run(
         [str(Path(sys.executable).parent / "sequoia-vllm"), "demo", "--num-prompts", "2",
          "--max-tokens", "16", "--model", str(larger.folder), "--chain", "4", "--json"],
-        env={name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"},
+        env={name: value for name, value in os.environ.items() if name not in set_here},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -36,6 +36,7 @@ COMMANDS = {
     ),
 }  # fmt: skip
 WITH_A_WORKER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+WITHIN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # as the demo's own on CPUs
 SECONDS_TO_END = 10.0
 SECONDS_TO_BEGIN = 400.0
 
@@ -60,6 +61,7 @@ MOMENTS: dict[str, Callable[[psutil.Process, Path], bool]] = {
     "worker": lambda process, output: len(spawned(process)) > 1,
     "compilation": lambda process, output: compiles(process),
     "measuring": lambda process, output: output.exists(),
+    "an answer": lambda process, output: b"tokens/s" in output.with_name("log").read_bytes(),
 }
 
 
@@ -83,11 +85,12 @@ def interrupt(
     output, mark = folder / "output.jsonl", f"SEQUOIA_TEST_{uuid.uuid4().hex}"
     if command == "demo":
         output.write_text(Path(ROOT, "examples/models/prompts.jsonl").read_text())
+    processes = WITHIN if moment == "an answer" else WITH_A_WORKER
     caches = {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")}
     with (folder / "log").open("wb") as log:
         process = psutil.Popen(
             [*COMMANDS[command], output, *options],
-            cwd=ROOT, env={**environment(), **WITH_A_WORKER, **caches, mark: ""},
+            cwd=ROOT, env={**environment(), **processes, **caches, mark: ""},
             stdout=log, stderr=log, preexec_fn=in_the_background,
         )  # fmt: skip
     known: list[psutil.Process] = []
@@ -110,6 +113,10 @@ def interrupt(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_while_an_engine_starts(tmp_path, number):
     interrupt("tune", tmp_path, "worker", 0.5, number, "--eager")
+
+
+def test_the_demo_ends_with_the_engines_in_its_process(tmp_path):
+    interrupt("demo", tmp_path, "an answer", 0.5, signal.SIGTERM, "--chain", "2")
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_MOMENTS))

@@ -43,8 +43,30 @@ def advice(*arguments: str):
 PREDICTIONS = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")
 
 
+GEMMAS: dict[str, dict] = {
+    "google/gemma-3-27b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504,
+            "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+            "head_dim": 128, "vocab_size": 262208, "tie_word_embeddings": True,
+        },
+    },
+    "google/gemma-3-270m-it": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 640,
+        "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("row", [x for x in PREDICTIONS.splitlines() if "(predicted) |" in x])
-def test_recipes_are_predictions(row):
+def test_recipes_are_predictions(row, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, config in GEMMAS.items():
+        Path(name).mkdir(parents=True)
+        Path(name, "config.json").write_text(json.dumps(config))
     model, hardware, gains, plain = row.strip("| ").split(" | ")
     found = advice(model, "--device", hardware.split()[1])["batches"]
     assert gains == ", ".join(f"{x['tree_speedup']:.2f}x" for x in found) + " (predicted)"
@@ -158,7 +180,23 @@ def test_heads_that_are_known_for_a_mixture_are_taken(tmp_path, monkeypatch):
     monkeypatch.setattr("sequoia_vllm.cli.measuring.known_for", lambda name: known)
     found = advice(str(target), "--device", "h100", "--batch", "1")
     assert found["pair"]["draft"] == "AngelSlim/Qwen3-a3B_eagle3"
-    assert "no draft model is known" in advise(str(target), "--device", "AMD EPYC", code=2)
+    assert "No draft is known" in advise(str(target), "--device", "AMD EPYC")
+
+
+def test_without_a_known_draft_the_command_drafts_without_one(tmp_path):
+    target = tmp_path / "DeepSeek-V3"
+    target.mkdir()
+    config = MIXTURES["DeepSeek-V3"][0] | {"quantization_config": {"quant_method": "fp8"}}
+    (target / "config.json").write_text(json.dumps(config))
+    found = advice(str(target), "--device", "h200")
+    assert found["command"] == (
+        f"vllm serve {target} --tensor-parallel-size 8 --speculative-config sequoia"
+    )
+    assert found["batches"] == []
+    assert "is not predicted; to measure it: sequoia-vllm bench --model" in found["conclusion"]
+    shown = advise(str(target), "--device", "h200")
+    assert shown.startswith("DeepSeek V2, V3, R1 (DeepseekV3ForCausalLM): runs as a target")
+    assert shown.endswith(f"{found['command']} {found['conclusion']}")
 
 
 QWEN_27B = {
@@ -224,7 +262,6 @@ def test_errors_name_the_fix(arguments, said):
         ({"num_local_experts": 8}, "does not say how many a token goes to; measure the pair "
          "instead (sequoia-vllm tune)"),
         ({"hidden_size": None}, "has no hidden_size"),
-        ({}, "no draft model is known for"),
     ],
 )  # fmt: skip
 def test_configurations_that_say_too_little(changes, said, tmp_path):

@@ -1,6 +1,7 @@
 """The bench without engines: methods, rates, the greedy check, predictions, tables and plots."""
 
 import json
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from sequoia_vllm.bench import engines, measure, run
-from sequoia_vllm.bench.engines import Arrival, check_memory, part_seconds
+from sequoia_vllm.bench.engines import Arrival, check_memory, in_this_process, part_seconds
 from sequoia_vllm.bench.measure import BenchRuns, MethodRuns
 from sequoia_vllm.bench.methods import SERVED, BenchError, chain, methods, plain, sequoia
 from sequoia_vllm.bench.report import (
@@ -48,6 +49,8 @@ from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.step_recorder import StepRecorder
 from sequoia_vllm.tree import TokenTree
 from tests.support.models import DRAFT, TARGET
+
+OWN_PROCESSES = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 # -- methods ---------------------------------------------------------------------
 
@@ -609,13 +612,17 @@ def test_git_revision(tmp_path, monkeypatch):
 def test_too_many_engines_for_the_memory(monkeypatch):
     engine = EngineSpec("t", "d", kv_cache_gib=4.0)
     monkeypatch.setattr(engines, "_available_gib", lambda: 24.0)
+    monkeypatch.setenv(OWN_PROCESSES, "1")
     check_memory(engine, 4)
     with pytest.raises(BenchError, match="5 engines need about 25 GiB together, and 24 GiB"):
         check_memory(engine, 5)
+    monkeypatch.setenv(OWN_PROCESSES, "0")
+    check_memory(engine, 5)
 
 
 def test_offloaded_engines_need_their_buffers(monkeypatch):
     """And not their weights: three layers of 32, as much again, and what stays in memory."""
+    monkeypatch.setenv(OWN_PROCESSES, "1")
     monkeypatch.setattr(engines, "_available_gib", lambda: 24.0)
     monkeypatch.setattr(engines, "_weights_gib", lambda model: {"t": 64.0, "d": 1.0}[model])
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=32))
@@ -625,6 +632,20 @@ def test_offloaded_engines_need_their_buffers(monkeypatch):
     check_memory(engine, 2)
     with pytest.raises(BenchError, match="3 engines need about 36 GiB together"):
         check_memory(engine, 3)
+
+
+@pytest.mark.parametrize(
+    ("chains", "before", "within"),
+    [(["1", "2"], None, "0"), (["1", "2"], "1", "1"), (["1", "2:ngram"], None, None)],
+)
+def test_engines_in_this_process(chains, before, within, monkeypatch):
+    """Not where the user chose, and not with n-grams; afterwards all is as before."""
+    monkeypatch.delenv(OWN_PROCESSES, raising=False)
+    if before is not None:
+        monkeypatch.setenv(OWN_PROCESSES, before)
+    with in_this_process(methods("d", chains, [])):
+        assert os.environ.get(OWN_PROCESSES) == within
+    assert os.environ.get(OWN_PROCESSES) == before
 
 
 def test_room_for_whole_trees():

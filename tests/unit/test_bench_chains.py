@@ -357,7 +357,7 @@ def test_chains_found_are_run_with_the_methods_of_their_case(compared):
 
 
 def test_no_more_chains_than_there_is_memory_for(compared):
-    found, started, _ = compared(6.5)  # three engines of 2 GiB
+    found, started, _ = compared(6.5)  # three engines of 1.7 GiB
     assert len(started[-1]) == 1
     assert all(len(chosen) == 1 for chosen in found.search.chosen.values())
 

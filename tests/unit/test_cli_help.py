@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ def test_narrow_help_shows_whole_names():
     shown = CliRunner().invoke(app, ["tune", "-h"], env={"COLUMNS": "80"}).output
     assert "--tensor-parallel-size" in shown
     assert "x>=1" in shown
+
+
+@pytest.mark.parametrize("command", ["advise", "bench", "demo", "tune"])
+def test_narrow_help_breaks_lines_where_they_are_full(command):
+    shown = CliRunner().invoke(app, [command, "-h"], env={"COLUMNS": "80"}).output
+    text = [line.strip() for line in shown.split("╭")[0].splitlines()]
+    broken = [one for one, next_ in pairwise(text) if one and next_]
+    assert broken
+    assert min(map(len, broken)) > 60
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_what_only_a_checkout_has_says_so(words, clone, monkeypatch):
     monkeypatch.chdir("/")
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
-    assert "clone" in done.stderr
+    assert "in a checkout of" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
