@@ -200,7 +200,6 @@ def tree_attention(
     workspace: TreeAttentionWorkspace,
     output: Tensor,
     max_queries: int | None = None,
-    written: Tensor | None = None,
     max_slots: int | None = None,
     max_keys: int | None = None,
     context_lse: Tensor | None = None,
@@ -235,10 +234,7 @@ def tree_attention(
         workspace: On the same device, and of no other stream.
         output: Like ``query``, as wide as values; its strides may differ.
         max_queries: Bound on a request's rows; N - first_node if not given.
-        written: int32 ``[R]``: so many of a request's rows, its first ones, have a key and a
-            value in the cache. Nobody sees others, whose rows get numbers without meaning;
-            None: all have.
-        max_slots: Nor do nodes from this position on; None: all that have a block do.
+        max_slots: Nobody sees positions from this one on, either; None: all that have a block.
         max_keys: Upper bound of the positions of any request, its nodes included; None: what
             its blocks hold. It sets the number of splits: speed and rounding.
         context_lse: float32 ``[Hq, T]``, rows of any stride: ``output`` holds the attention
@@ -308,11 +304,10 @@ def tree_attention(
     shared = _shared_constants(group, head_size, tile.keys, mask.window is not None)
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
         query, key_cache, value_cache, block_table, context_lens, query_start_loc,
-        context_lens if written is None else written,
         slots, mask.words, mask.depths, key_scale, value_scale, partial_output, partial_lse, output,
         partial_lse if context_lse is None else context_lse, query if sinks is None else sinks,
         scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, first_node,
-        splits, row_tiles, max_positions, int(written is None),
+        splits, row_tiles, max_positions,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_table.stride(0), rows_per_slot(mask.words, 2), mask.words.stride(-2),
         output.stride(0), output.stride(1),

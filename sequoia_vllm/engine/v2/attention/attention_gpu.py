@@ -116,7 +116,6 @@ class GPUTreeForward(TreeForward):
             workspace=tree.workspace,
             output=output,
             max_queries=tree.width,
-            written=tree.written,
             max_slots=tree.max_slots,
             max_keys=tree.max_keys,
             context_lse=context_lse,
