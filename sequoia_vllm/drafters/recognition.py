@@ -10,20 +10,14 @@ from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, DrafterKind, Sign,
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a configuration says of a drafter.
+    """What a configuration says of a drafter."""
 
-    Attributes:
-        kind: None: trees do not draft with it.
-        name: The drafter in words, with an article.
-        sign: The sign of it; None: no sign that it is more than a model.
-        method: vLLM's own method for it, if trees do not draft with it; None: not every vLLM
-            that we support has one.
-    """
-
-    kind: DrafterKind | None
-    name: str
-    sign: str | None = None
+    kind: DrafterKind | None  # none: trees do not draft with it
+    name: str  # the drafter in words, with an article
+    sign: str | None = None  # the sign of it; None: no sign that it is more than a model
     method: str | None = None
+    """vLLM's own method for it, if trees do not draft with it; None: not every vLLM that we support
+    has one."""
 
 
 def recognise(config: Fields, read_as: Callable[[], str | None]) -> Recognised:

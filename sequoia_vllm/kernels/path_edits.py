@@ -21,19 +21,12 @@ _NUM_WARPS = 8
 
 @dataclass(frozen=True)
 class NodeRows:
-    """The T rows of logits of tree nodes, those of a request in stored order.
+    """The T rows of logits of tree nodes, those of a request in stored order."""
 
-    Attributes:
-        slots: int32 or int64 ``[T]``: request slot of each row.
-        nodes: int32 or int64 ``[T]``: its index in the tree.
-        token_ids: int32 ``[T]``: what the target read in each row.
-        parents: int32 ``[N]``, or ``[S, N]`` by slot: of each node; the root's is not read.
-    """
-
-    slots: Tensor
-    nodes: Tensor
-    token_ids: Tensor
-    parents: Tensor
+    slots: Tensor  # int32 or int64 ``[T]``: request slot of each row
+    nodes: Tensor  # int32 or int64 ``[T]``: its index in the tree
+    token_ids: Tensor  # int32 ``[T]``: what the target read in each row
+    parents: Tensor  # int32 ``[N]``, or ``[S, N]`` by slot: of each node; the root's is not read
 
 
 def penalise_paths(

@@ -50,20 +50,14 @@ _COMMITTED_CHANNELS, _COMMITTED_KEYS = 256, 64
 class RecurrentHeads:
     """Sizes of a layer's heads. Mamba2 calls C and B its queries and keys, and x its values.
 
-    Attributes:
-        heads: Heads of queries and keys, H.
-        value_heads: Heads of values, Hv, a multiple of H: each key head has equally many.
-        key: Size of a key, K: a power of two from 16 on.
-        value: Size of a value, V: a multiple of 16.
-
     Raises:
         ValueError: If they are others.
     """
 
-    heads: int
-    value_heads: int
-    key: int
-    value: int
+    heads: int  # heads of queries and keys, H
+    value_heads: int  # heads of values, Hv, a multiple of H: each key head has equally many
+    key: int  # size of a key, K: a power of two from 16 on
+    value: int  # size of a value, V: a multiple of 16
 
     def __post_init__(self) -> None:
         """Checks them."""
@@ -88,21 +82,14 @@ class RecurrentHeads:
 
 @dataclass(frozen=True)
 class KeptNodes:
-    """What passes leave of their T rows in L layers, until the commit; from `empty`.
-
-    Attributes:
-        shape: Of the layers' heads; None: they are convolutions, and have inputs alone.
-        inputs: ``[L, T, C]``: before the convolution, in the model's dtype.
-        keys: float32 ``[L, T, H, K]``: k.
-        updates: float32 ``[L, T, Hv, V]``: u.
-        decays: float32 ``[L, T, Hv]``: G.
-    """
+    """What passes leave of their T rows in L layers, until the commit; from `empty`."""
 
     shape: RecurrentHeads | None
-    inputs: Tensor
-    keys: Tensor
-    updates: Tensor
-    decays: Tensor
+    """Of the layers' heads; None: they are convolutions, and have inputs alone."""
+    inputs: Tensor  # ``[L, T, C]``: before the convolution, in the model's dtype
+    keys: Tensor  # float32 ``[L, T, H, K]``: k
+    updates: Tensor  # float32 ``[L, T, Hv, V]``: u
+    decays: Tensor  # float32 ``[L, T, Hv]``: G
 
     @staticmethod
     def empty(
@@ -169,24 +156,16 @@ class RecurrentStates:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredNodes:
-    """The trees of R requests whose T rows a pass has.
-
-    Attributes:
-        cu_nodes: int32 ``[R + 1]``: rows ``cu_nodes[r]`` to ``cu_nodes[r + 1]`` are
-            request r's, in stored order.
-        slots: int32 or int64 ``[R]``: request slots; padding has -1.
-        parents: int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1.
-        ancestors: bool ``[N, N]``, or ``[S, N, N]``: which nodes each sees, itself included.
-        depth: Of the deepest node, at least.
-        state_indices: int32 ``[R]``: block of each request's state; 0 or less: padding.
-    """
+    """The trees of R requests whose T rows a pass has."""
 
     cu_nodes: Tensor
-    slots: Tensor
-    parents: Tensor
-    ancestors: Tensor
-    depth: int
-    state_indices: Tensor
+    """int32 ``[R + 1]``: rows ``cu_nodes[r]`` to ``cu_nodes[r + 1]`` are request r's, in stored
+    order."""
+    slots: Tensor  # int32 or int64 ``[R]``: request slots; padding has -1
+    parents: Tensor  # int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1
+    ancestors: Tensor  # bool ``[N, N]``, or ``[S, N, N]``: which nodes each sees, itself included
+    depth: int  # of the deepest node, at least
+    state_indices: Tensor  # int32 ``[R]``: block of each request's state; 0 or less: padding
 
 
 def convolve_nodes(

@@ -125,20 +125,15 @@ def _pack(ancestors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NodeMask:
-    """The mask of a tree: which nodes see which. `tree_attention` takes it.
-
-    Attributes:
-        words: int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`; or ``[S, ...]`` by request slot.
-        depths: int32 ``[N]``: of each node below its root; or ``[S, N]``.
-        window: The window that the words are for: positions that a node sees, its own
-            included; None: all.
-        ahead: Nodes later than itself that a node may see at most: 0 in a tree.
-    """
+    """The mask of a tree: which nodes see which. `tree_attention` takes it."""
 
     words: Tensor
-    depths: Tensor
+    """int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`; or ``[S, ...]`` by request slot."""
+    depths: Tensor  # int32 ``[N]``: of each node below its root; or ``[S, N]``
     window: int | None = None
-    ahead: int = 0
+    """The window that the words are for: positions that a node sees, its own included; None:
+    all."""
+    ahead: int = 0  # nodes later than itself that a node may see at most: 0 in a tree
 
     @classmethod
     def of(cls, ancestors: Tensor, window: int | None = None) -> NodeMask:

@@ -16,21 +16,15 @@ from sequoia_vllm.engine.runner.draft_blocks import BlockIds, DraftBlocks
 
 @dataclass(frozen=True)
 class CommittedTokens:
-    """The committed tokens that the draft model reads in one step, as arrays on the host.
-
-    Attributes:
-        requests: int64 ``[R]``: the indices in the batch of the R requests that have any.
-        tokens: int64 ``[T]``: the tokens, request after request.
-        positions: int64 ``[T]``: the position of each token in its request.
-        counts: int64 ``[R]``: how many of the tokens belong to each request, at least 1.
-        complete: bool ``[R]``: whether these are the request's last unread tokens.
-    """
+    """The committed tokens that the draft model reads in one step, as arrays on the host."""
 
     requests: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    """int64 ``[R]``: the indices in the batch of the R requests that have any."""
+    tokens: NDArray[np.int64]  # int64 ``[T]``: the tokens, request after request
+    positions: NDArray[np.int64]  # int64 ``[T]``: the position of each token in its request
     counts: NDArray[np.int64]
-    complete: NDArray[np.bool_]
+    """int64 ``[R]``: how many of the tokens belong to each request, at least 1."""
+    complete: NDArray[np.bool_]  # bool ``[R]``: whether these are the request's last unread tokens
 
     @cached_property
     def last(self) -> NDArray[np.int64]:

@@ -35,18 +35,13 @@ from sequoia_vllm.verification.methods import method_of
 
 @dataclass(frozen=True)
 class Verified:
-    """The outcome of a batch's trees.
+    """The outcome of a batch's trees."""
 
-    Attributes:
-        tokens: int64 ``[R, D + 1]``: emitted tokens.
-        num_sampled: int32 ``[R]``: number of emitted tokens.
-        paths: int32 ``[R, 1 + D]``: nodes drafted and scored, root included (less than
-            2: no tree), then the accepted ones by depth, then -1.
-    """
-
-    tokens: Tensor
-    num_sampled: Tensor
+    tokens: Tensor  # int64 ``[R, D + 1]``: emitted tokens
+    num_sampled: Tensor  # int32 ``[R]``: number of emitted tokens
     paths: Tensor
+    """int32 ``[R, 1 + D]``: nodes drafted and scored, root included (less than 2: no tree), then
+    the accepted ones by depth, then -1."""
 
     @classmethod
     def empty(cls, num_reqs: int, depth: int, device: torch.device) -> Verified:
