@@ -184,11 +184,7 @@ def register(found: AnyDrafter) -> AnyDrafter:
 
 
 def drafter(kind: str) -> Drafter:
-    """The drafter of this kind.
-
-    Raises:
-        ValueError: There is none; lists those that are.
-    """
+    """The drafter of this kind; raises ValueError if there is none; lists those that are."""
     if kind not in DRAFTERS:
         raise ValueError(f"Input should be {_listed(list(DRAFTERS))}")
     return DRAFTERS[kind]

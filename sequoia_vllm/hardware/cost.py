@@ -255,11 +255,7 @@ def _nearest_context(entries: Sequence[Entry], context_length: int | None) -> li
 
 
 def check_batch_sizes(batch_sizes: list[int]) -> list[int]:
-    """Sorted distinct batch sizes.
-
-    Raises:
-        ProfileError: If there are none, or one is below 1.
-    """
+    """Sorted distinct batch sizes; raises ProfileError if there are none, or one is below 1."""
     if not batch_sizes:
         raise ProfileError("no batch sizes given")
     for batch_size in batch_sizes:

@@ -117,11 +117,7 @@ def steady_steps(
 
 
 def check_steady(rounds: Rounds, batch_size: int, size: int) -> None:
-    """Whether any round has a steady step.
-
-    Raises:
-        ProfileError: If none has.
-    """
+    """Whether any round has a steady step; raises ProfileError if none has."""
     if not any(rounds):
         raise ProfileError(
             f"no step had {batch_size} requests of {size} tokens: the KV cache may be too small "

@@ -80,11 +80,7 @@ class TreeLibrary:
 
     @property
     def user(self) -> Path:
-        """`readable`, to write to.
-
-        Raises:
-            LibraryError: If this user has none; names the fix.
-        """
+        """`readable`, to write to; raises LibraryError if this user has none; names the fix."""
         return self.readable or user_directory()
 
     def devices(self) -> list[str]:

@@ -52,11 +52,7 @@ _METHODS: dict[str, VerificationMethod] = {}
 
 
 def register(method: VerificationMethod) -> None:
-    """Adds a method.
-
-    Raises:
-        ValueError: There is another one of its name.
-    """
+    """Adds a method; raises ValueError if there is another one of its name."""
     if _METHODS.setdefault(method.name, method) != method:
         raise ValueError(f"there is a method {method.name!r} of verification already")
 
