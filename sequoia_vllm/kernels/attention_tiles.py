@@ -1,7 +1,5 @@
 """Divides tree attention: the tile of one program, and the splits of a context."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -3,8 +3,6 @@
 The law and the method of drawing are in `sequoia_vllm.kernels.children_kernels`.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 from torch import Tensor

@@ -5,8 +5,6 @@ vLLM's kernels for these take the drafts before a row as its history, as in a ch
 write the same otherwise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

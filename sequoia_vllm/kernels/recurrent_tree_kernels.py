@@ -5,8 +5,6 @@ Rows of a pass are nodes, request by request in stored order. A request whose st
 less is a CUDA graph's padding: nothing of it is read or written, as in vLLM's kernels.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -18,8 +18,6 @@ Maxima and log-sum-exps are in base 2, of scores times ``scale`` (which therefor
 holds log2(e) too), capped softly or not.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

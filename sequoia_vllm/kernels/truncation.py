@@ -8,8 +8,6 @@ children lower the tokens below that end. It is known to a `RESOLUTION`, with al
 weighed alike, and is `RANGE` below the best token at the latest: any Q is lossless.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Verification of token trees on the GPU: one launch, or two, and nothing waits for the host."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

@@ -1,7 +1,5 @@
 """LoRA adapters for requests with a row of logits for every node of their tree."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 from vllm.lora.request import LoRARequest

@@ -5,8 +5,6 @@ taken. One CUDA graph grows all levels of a tree, so each draft pass gets an equ
 time.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Model Runner V2 with token trees."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any

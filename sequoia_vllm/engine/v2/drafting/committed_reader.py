@@ -1,7 +1,5 @@
 """Reads what a step committed into the draft's KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The draft's passes as CUDA graphs, one per number of requests and of tokens."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ known. The host knows only the most tokens that a request may have gained. This 
 rows of the draft's next pass, and the device knows which rows are real.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What kinds of drafters differ in on Model Runner V2: how one is loaded, and how it runs."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Decides how each request's drafts are drawn and verified on Model Runner V2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

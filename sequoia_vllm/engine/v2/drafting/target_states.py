@@ -1,7 +1,5 @@
 """The target's hidden states of a step, gathered for a head."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
