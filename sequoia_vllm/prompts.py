@@ -168,7 +168,6 @@ def encode_prompts(
     A bare prompt is the user's turn of a conversation where the tokenizer has a chat template.
 
     Args:
-        tokenizer: The target's, as `transformers` gives it.
         raw: Encode bare prompts as they are, also where there is a template.
 
     Raises:

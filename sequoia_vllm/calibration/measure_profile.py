@@ -95,7 +95,6 @@ def measure_profile(
     """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size.
 
     Args:
-        progress: Called with (what is done, runs done, runs in all).
         vectors: Acceptance to choose trees for; sizes that cannot win with any of these are not
             timed. Empty: not known.
 

@@ -55,8 +55,6 @@ def choose_tile(
         head_size: D.
         element_size: Bytes of a query element.
         capability: Compute capability of the device, times ten.
-        quantized: Whether the cache is in fp8.
-        windowed: Whether the layer has a sliding window.
         latent: Whether keys have more channels than values.
     """
     rows = min(MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
@@ -97,8 +95,6 @@ def choose_splits(units: int, tile: Tile, processors: int, max_positions: int) -
 
     Args:
         units: Programs that there are without splits.
-        tile: Each program's.
-        processors: Multiprocessors of the device.
         max_positions: Bound on the positions of a request.
     """
     # Eight warps take a processor's registers; of four, two programs are there at a

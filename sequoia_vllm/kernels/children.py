@@ -105,7 +105,6 @@ def draw_children(
         inner_rows: int32 ``[m]``, or by slot: likewise of each node.
         told: int64 ``[R, D]``, contiguous: what each request's text says comes next; outside the
             vocabulary: nothing. Below the root it is about nodes whose own token it told, too.
-        workspace: See `DrawWorkspace`.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or b exceeds V.

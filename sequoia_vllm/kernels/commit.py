@@ -149,7 +149,6 @@ def commit_accepted(
     Waits for nothing on the device.
 
     Args:
-        layers: The caches.
         block_table: int32 ``[R, max_blocks]``, contiguous in its rows.
         context_lens: int32 ``[R]``: cache position of each root.
         accepted: int32 ``[R, D]``, contiguous in its rows: stored index of the

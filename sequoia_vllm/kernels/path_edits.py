@@ -43,7 +43,6 @@ def penalise_paths(
 
     Args:
         logits: float32 ``[T, V]``.
-        rows: Which nodes these are.
         repetition, frequency, presence: float32 ``[S]``: penalties by request slot.
         prompt_bits: int32 ``[S, ceil(V / 32)]``: a bit for each token of the prompt.
         output_counts: int32 ``[S, V]``: how often each token was generated, the root's included.
@@ -109,7 +108,6 @@ def exclude_bad_words(
 
     Args:
         logits: float32 ``[T, V]``.
-        rows: Which nodes these are.
         words: int32 ``[S, ...]``: the tokens of all bad words of each request slot.
         offsets: int32 ``[S, ...]``: where each word begins, and the last one ends.
         num_words: int32 ``[S]``.

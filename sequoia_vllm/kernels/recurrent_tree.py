@@ -187,7 +187,6 @@ def convolve_nodes(
         inputs: ``[T, C]``, contiguous in its rows.
         weights: ``[C, W]``, contiguous: the last column is for the node itself.
         bias: ``[C]``, or None.
-        nodes: The trees.
         history: ``[blocks, W - 1, C]``, with any strides.
         kept: Its inputs are written.
         layer: Which of its layers this is.
@@ -262,8 +261,6 @@ def commit_nodes(
 
     Args:
         caches: States of L layers.
-        kept: From this step's passes.
-        nodes: This step's trees.
         accepted: int32 ``[R, D]``, contiguous in its rows: the accepted node at depth 1, 2, ...,
             then -1.
         context_lens: int32 ``[R]``: tokens before each root.

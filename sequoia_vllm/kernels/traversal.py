@@ -43,7 +43,6 @@ class TraversalOrder:
 
         Args:
             parents: Each node's parent, -1 for the root; below the node's own index.
-            device: Where tensors go.
         """
         count = len(parents)
         children: list[list[int]] = [[] for _ in parents]

@@ -52,7 +52,6 @@ class TreeAttentionWorkspace:
 
     Args:
         head_size: Largest of the layers that use it.
-        device: Where the layers run.
         processors: Multiprocessors to occupy; the device's own if not given.
 
     Attributes:
@@ -342,7 +341,6 @@ def attend_to_contexts(
     request see the same keys, so no mask is needed.
 
     Args:
-        flash_attn_varlen_func: vLLM's.
         version: FlashAttention's: 2 or 3.
         query, key_cache, value_cache, block_table, context_lens, query_start_loc, scale,
             output: See `tree_attention`.

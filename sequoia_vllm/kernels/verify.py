@@ -137,7 +137,6 @@ def verify_trees(
     up in another order.
 
     Args:
-        trees: What to verify.
         tables: What the launcher needs of the tree (`VerificationMethod.tree_tables`): nothing.
         any_sampled, any_matched: False saves launches, where no request is in mode SAMPLED,
             or all are.

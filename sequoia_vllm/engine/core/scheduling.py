@@ -40,7 +40,6 @@ class DraftsAtMost:
 
     Args:
         drafts: At batch sizes 0 (not used), 1, 2, ...; it may change.
-        most: Drafts.
     """
 
     def __init__(self, drafts: list[int], most: int) -> None:

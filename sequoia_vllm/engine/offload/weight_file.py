@@ -135,7 +135,6 @@ class WeightFile:
         """Reads one chunk from the disk. From any thread.
 
         Args:
-            region: A sealed region.
             chunk: Which of ``region.chunks``.
             buffer: All of the region's bytes begin here, at a page.
 

@@ -46,7 +46,6 @@ class DraftProgressV1:
 
     Args:
         budget: The most tokens to read in one step; the rest waits for the next.
-        blocks: Which cache blocks the draft has filled.
     """
 
     def __init__(self, budget: int, blocks: DraftBlocks) -> None:
@@ -65,9 +64,7 @@ class DraftProgressV1:
         """Notes a request that begins, or resumes after preemption.
 
         Args:
-            request_id: The request.
             num_computed_tokens: How many of its first tokens are in the prefix cache.
-            block_ids: The ids of its blocks, for each cache group.
             is_loaded: Whether a connector has loaded some of them.
         """
         self.forget(request_id)
@@ -96,7 +93,6 @@ class DraftProgressV1:
         """Chooses the tokens to read now, and counts them as read.
 
         Args:
-            request_ids: The ids of the requests in the batch, in its order.
             token_ids: int ``[requests, max_len]``: the tokens of each request.
             known: int ``[requests]``: how many of these tokens the target has read with
                 this step, drafts not counted.

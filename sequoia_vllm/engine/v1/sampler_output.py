@@ -44,7 +44,6 @@ def combine_outputs(
     """vLLM's sampler output for the whole batch: verified trees and sampled tokens.
 
     Args:
-        result: The verifier's result for them.
         logits: ``[rows, V]``: the target's logits, unprocessed.
         target: The distributions that the trees were verified with.
         num_reqs: Requests in the batch, those without trees included.

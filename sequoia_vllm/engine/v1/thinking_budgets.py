@@ -15,7 +15,6 @@ def forget_stale_budgets(holder: ThinkingBudgetStateHolder, sampling_params: Seq
     end of thinking on it, and on its neighbours where it has drafts.
 
     Args:
-        holder: vLLM's, of the input batch.
         sampling_params: Each request's `SamplingParams`, in batch order.
     """
     if not holder.has_tracked_requests():

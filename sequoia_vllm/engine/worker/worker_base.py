@@ -116,7 +116,6 @@ class SequoiaWorker(AgreeingWorker):
         """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``.
 
         Args:
-            reset: Start counting anew.
             trace: With ``reset``: from now on record every model forward.
         """
         stats = self.model_runner.stats

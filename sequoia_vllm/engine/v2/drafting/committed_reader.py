@@ -57,7 +57,6 @@ class CommittedReader:
         Args:
             batch: R requests.
             bounds: int32 ``[R]``: most tokens of each; 0 from ``num_reqs`` on.
-            num_reqs: How many requests are read.
 
         Returns:
             Bound on the rows of all.

@@ -28,7 +28,6 @@ class RequestModes:
         some_draft: False if no request of this engine ever drafts.
 
     Args:
-        max_num_reqs: How many request slots the engine has.
         thinks_first: See `reason_without_drafts`.
         longest: The most committed tokens with which a request gets a tree.
     """

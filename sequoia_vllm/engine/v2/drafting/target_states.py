@@ -20,7 +20,6 @@ class TargetStates:
 
     Args:
         head: Says which states it reads.
-        target_model: The target.
         rows: Rows of the largest pass that reads them in their place.
     """
 

@@ -71,8 +71,6 @@ class TreeVerifierV2(RejectionSampler):
 
     Args:
         sampler: vLLM's sampler, whose sampling parameters, noise and logprobs are used.
-        speculator: The proposer that drew the drafts.
-        method: Name of the method that verifies sampled requests.
     """
 
     def __init__(self, sampler: Sampler, speculator: TreeProposerV2, method: str) -> None:
@@ -233,8 +231,6 @@ class TreeVerifierV2(RejectionSampler):
             temperatures: float32 ``[R]``: divisors of the logits.
             own_tokens: int64 ``[rows]``: the target's token after each node.
             cu_num_logits: int32 ``[R + 1]``: first row of each request.
-            inputs: The inputs of these requests and rows.
-            verified: Gets the outcome.
             known: Facts that save launches, see `kernels.verify.verify_trees`.
         """
         drafted, tables = self._speculator.drafted, self._speculator.tables
