@@ -16,9 +16,8 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from sequoia_vllm.engine.common.loaded_requests import mark_loaded
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, outcome_of
+from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, mark_loaded, outcome_of
 from sequoia_vllm.engine.core.adapting import new_adapter
 from sequoia_vllm.engine.core.eligibility import (
     has_custom_processors,

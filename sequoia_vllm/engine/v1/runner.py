@@ -1,6 +1,5 @@
 """vLLM's V1 CPU model runner with Sequoia trees; each method says what it replaces."""
 
-from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -19,10 +18,10 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.common.loaded_requests import is_loaded
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import most_drafts
-from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.common.settings import SequoiaSettings, without_speculation
+from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core.eligibility import requests_to_read
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
@@ -37,10 +36,13 @@ from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgress
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.path_edits import PathEdits
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
-from sequoia_vllm.engine.v1.sampler_output import combine_outputs, without_discarded
+from sequoia_vllm.engine.v1.sampler_output import (
+    combine_outputs,
+    forget_stale_budgets,
+    without_discarded,
+)
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
-from sequoia_vllm.engine.v1.thinking_budgets import forget_stale_budgets
 from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import VerifyResult
@@ -48,9 +50,7 @@ from sequoia_vllm.verification.topology import VerifyResult
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
     """Calls vLLM's `build_logitsprocs` as for an engine without speculation."""
-    plain = copy(vllm_config)
-    plain.speculative_config = None
-    return build_logitsprocs(plain, *args)
+    return build_logitsprocs(without_speculation(vllm_config), *args)
 
 
 class SequoiaCPUModelRunner(CPUModelRunner):
