@@ -22,20 +22,13 @@ _ALL_REGISTERS = 255
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of one program, and how the program is compiled.
+    """The tile of one program, and how the program is compiled."""
 
-    Attributes:
-        rows: Pairs of node and query head.
-        keys: Positions taken at once.
-        num_warps, num_stages: A launch's.
-        max_registers: Per thread; None leaves it to the compiler.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # pairs of node and query head
+    keys: int  # positions taken at once
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
+    max_registers: int | None = None  # per thread; None leaves it to the compiler
 
 
 @cache  # steps that also read a prompt ask in every layer, while the device waits

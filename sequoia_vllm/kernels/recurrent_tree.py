@@ -117,20 +117,15 @@ class KeptNodes:
 
 @dataclass(frozen=True)
 class RecurrentStates:
-    """States of L layers in vLLM's cache that are committed together; from `of`.
-
-    Attributes:
-        inputs: Each layer's ``[blocks, W - 1, C]``: a request's last inputs, the oldest first.
-        states: Each layer's ``[blocks, Hv, V, K]``, contiguous in a block; of convolutions none.
-        input_addresses, state_addresses: int64 ``[L]``, on the device.
-        places: int32 ``[L]``, on the device: which of `KeptNodes`' layers each is.
-    """
+    """States of L layers in vLLM's cache that are committed together; from `of`."""
 
     inputs: tuple[Tensor, ...]
+    """Each layer's ``[blocks, W - 1, C]``: a request's last inputs, the oldest first."""
     states: tuple[Tensor, ...]
-    input_addresses: Tensor
-    state_addresses: Tensor
-    places: Tensor
+    """Each layer's ``[blocks, Hv, V, K]``, contiguous in a block; of convolutions none."""
+    input_addresses: Tensor  # int64 ``[L]``, on the device
+    state_addresses: Tensor  # int64 ``[L]``, on the device
+    places: Tensor  # int32 ``[L]``, on the device: which of `KeptNodes`' layers each is
 
     @staticmethod
     def of(

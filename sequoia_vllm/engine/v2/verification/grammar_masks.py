@@ -111,18 +111,12 @@ def place_masks(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The part of a batch that vLLM's code reads; here each request has one row of logits.
+    """The part of a batch that vLLM's code reads; here each request has one row of logits."""
 
-    Attributes:
-        req_ids: The rows' numbers.
-        cu_num_logits, cu_num_logits_np: int32 ``[requests + 1]``: each request's first row.
-        num_draft_tokens_per_req: None, as without speculation.
-    """
-
-    req_ids: range
-    cu_num_logits: Tensor
+    req_ids: range  # the rows' numbers
+    cu_num_logits: Tensor  # int32 ``[requests + 1]``: each request's first row
     cu_num_logits_np: NDArray[np.int32]
-    num_draft_tokens_per_req: None = None
+    num_draft_tokens_per_req: None = None  # none, as without speculation
 
     @classmethod
     def of(cls, most: int, device: torch.device) -> _Rows:
