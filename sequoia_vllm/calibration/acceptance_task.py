@@ -148,10 +148,8 @@ def add_counts(first: Counts, second: Counts) -> list[list[int]]:
     """Adds two tables of counts of the same shape; an empty one counts as zeros."""
     if not first or not second:
         return [list(row) for row in first or second]
-    return [
-        [a + b for a, b in zip(row, other, strict=True)]
-        for row, other in zip(first, second, strict=True)
-    ]
+    counts: list[list[int]] = np.add(first, second).tolist()
+    return counts
 
 
 def _row(tried: Sequence[int], taken: Sequence[int]) -> tuple[list[float], ...]:
