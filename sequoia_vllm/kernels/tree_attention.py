@@ -11,11 +11,8 @@ positions are divided into splits, and a second launch merges their results. Lau
 on nothing that only the device knows: a CUDA graph may hold the launches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,7 +20,6 @@ import torch
 import triton
 from torch import Tensor
 
-from sequoia_vllm.attention.tree_attention import within_window
 from sequoia_vllm.kernels.attention_tiles import (
     HOPPER,
     MAX_ROWS,
@@ -31,10 +27,10 @@ from sequoia_vllm.kernels.attention_tiles import (
     choose_splits,
     choose_tile,
 )
+from sequoia_vllm.kernels.node_masks import NodeMask
 from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
 from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 
-_WORD_BITS = 32
 _SPLITS_AT_ONCE = 16
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8_CAPABILITY = 89
@@ -53,16 +49,13 @@ class TreeAttentionWorkspace:
     Args:
         head_size: Largest of the layers that use it.
         processors: Multiprocessors to occupy; the device's own if not given.
-
-    Attributes:
-        processors: See the argument.
-        capability: Compute capability of the device, times ten.
     """
 
     def __init__(
         self, head_size: int, device: torch.device | str, processors: int | None = None
     ) -> None:
         device = torch.device(device)
+        # The compute capability is times ten.
         self.processors, self.capability = _processors_and_capability(device)
         if processors is not None:
             self.processors = processors
@@ -88,93 +81,6 @@ class TreeAttentionWorkspace:
         if outputs + rows > len(self._memory):
             raise ValueError(f"{rows} rows of head size {head_size} do not fit this workspace")
         return self._memory[:outputs], self._memory[outputs : outputs + rows]
-
-
-def pack_ancestors(ancestors: Tensor) -> Tensor:
-    """Packs a tree's ancestor matrix for `tree_attention`.
-
-    Args:
-        ancestors: bool ``[N, N]``: ``ancestors[i, j]`` says that node i sees node
-            j (itself or an ancestor), so j <= i. On any device.
-
-    Returns:
-        int32 ``[N, ceil(N / 32)]`` on that device: node j is bit j % 32 of word
-        j // 32.
-
-    Raises:
-        ValueError: If the matrix is not square, or if a node would see a later
-            one, which need not be in the cache yet.
-    """
-    if ancestors.ndim != 2 or ancestors.shape[0] != ancestors.shape[1]:
-        raise ValueError(f"expected a square matrix, got {list(ancestors.shape)}")
-    if ancestors.triu(1).any():
-        raise ValueError("a node cannot see a later node")
-    return _pack(ancestors)
-
-
-def _pack(ancestors: Tensor) -> Tensor:
-    nodes = len(ancestors)
-    words = -(-nodes // _WORD_BITS)
-    bits = torch.zeros(nodes, words * _WORD_BITS, dtype=torch.int64, device=ancestors.device)
-    bits[:, :nodes] = ancestors
-    weights = 1 << torch.arange(_WORD_BITS, device=ancestors.device)
-    packed = (bits.view(nodes, words, _WORD_BITS) * weights).sum(dim=2)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-
-
-@dataclass(frozen=True)
-class NodeMask:
-    """The mask of a tree: which nodes see which. `tree_attention` takes it."""
-
-    words: Tensor
-    """int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`; or ``[S, ...]`` by request slot."""
-    depths: Tensor  # int32 ``[N]``: of each node below its root; or ``[S, N]``
-    window: int | None = None
-    """The window that the words are for: positions that a node sees, its own included; None:
-    all."""
-    ahead: int = 0  # nodes later than itself that a node may see at most: 0 in a tree
-
-    @classmethod
-    def of(cls, ancestors: Tensor, window: int | None = None) -> NodeMask:
-        """Mask of a bool ``[N, N]`` for `pack_ancestors`, or of a block, whose nodes all see all.
-
-        Or the masks of ``[S, N, N]``.
-
-        Raises:
-            ValueError: See `pack_ancestors`.
-        """
-        if ancestors.ndim == 3:
-            masks = [cls.of(tree, window) for tree in ancestors]
-            words = torch.stack([mask.words for mask in masks])
-            return cls(words, torch.stack([mask.depths for mask in masks]), window)
-        nodes = len(ancestors)
-        depths, within = within_window(ancestors, window or nodes)
-        depths = depths.to(torch.int32)
-        if nodes > 1 and ancestors.all():
-            return cls(_pack(within), depths, window, ahead=nodes - 1)
-        return cls(pack_ancestors(within), depths, window)
-
-
-class NodeMasks:
-    """The masks of the few matrices and windows that an engine has, each made once."""
-
-    def __init__(self) -> None:
-        # By identity; the matrix is kept alive, so that no other one gets its id.
-        self._made: dict[tuple[int, int | None], tuple[Tensor, NodeMask]] = {}
-
-    def of(self, ancestors: Tensor, window: int | None = None) -> NodeMask:
-        """Mask of a bool ``[N, N]`` that does not change, or ``[S, N, N]``: see `repack`."""
-        key = id(ancestors), window
-        if key not in self._made:
-            self._made[key] = ancestors, NodeMask.of(ancestors, window)
-        return self._made[key][1]
-
-    def repack(self, slot: int) -> None:
-        """Makes a request slot's masks again, in place, after its trees have changed."""
-        for ancestors, mask in self._made.values():
-            if ancestors.ndim == 3:
-                own = NodeMask.of(ancestors[slot], mask.window)
-                mask.words[slot], mask.depths[slot] = own.words, own.depths
 
 
 def tree_attention(

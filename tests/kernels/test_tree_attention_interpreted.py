@@ -7,12 +7,8 @@ import torch
 
 from sequoia_vllm.kernels import tree_attention_kernels
 from sequoia_vllm.kernels.attention_tiles import choose_splits, choose_tile
-from sequoia_vllm.kernels.tree_attention import (
-    NodeMask,
-    NodeMasks,
-    TreeAttentionWorkspace,
-    pack_ancestors,
-)
+from sequoia_vllm.kernels.node_masks import NodeMask, NodeMasks, pack_ancestors
+from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace
 from tests.oracles.attention import random_ancestors
 from tests.support.attending import UNTOUCHED, Batch
 from tests.support.own_trees import row_of_the_first
