@@ -75,8 +75,7 @@ class ProfileSettings:
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     """Tree sizes, root included; 1 is plain decoding. At each batch size and context
     `Ladder.goes_on` decides where to end."""
-    contexts: tuple[int, ...] = (256, 1024)
-    """Tokens of each request in the middle of its completion."""
+    contexts: tuple[int, ...] = (256, 1024)  # tokens of a request amid its completion
     max_tokens: int = 32
     rounds: int = 3  # how often to measure everything; the middle round counts
     temperature: float = 0.0

@@ -36,8 +36,7 @@ class Sign:
     chains: str | None = None
     """vLLM's own method for it where trees do not draft with it; None: not every vLLM that we
     support has one."""
-    model_type: str | None = None
-    """The model type that the configuration has besides an architecture; None: any."""
+    model_type: str | None = None  # the model type beside an architecture; None: any
 
 
 _MOST_HASHED = 1 << 29  # bytes; larger files take longer than a start should, and are others
@@ -54,8 +53,7 @@ class KnownDrafter:
     note: str  # why this one; for a head, where its publisher or vLLM names it
     architecture: str | None = None
     """For a head: what vLLM loads its publisher's format as, by the name in its model registry."""
-    target_sha256: str | None = None
-    """Of the target's ``model.safetensors``: it is known in any folder."""
+    target_sha256: str | None = None  # of the target's ``model.safetensors``, in any folder
 
     def name_for(self, target: str) -> str:
         """The drafter's name or path, for a target of this name or path."""
@@ -84,8 +82,7 @@ class Drafter:
     rank: ClassVar[int]
     """Kinds are tried in this order, as drafters known for a target and to recognise one."""
     method: ClassVar[str]  # vLLM's speculative method whose loading and scheduling it takes
-    on_v2: ClassVar[str]
-    """Dotted path of the class that runs it on Model Runner V2, a `TreeDrafter`."""
+    on_v2: ClassVar[str]  # dotted path of what runs it on Model Runner V2, a `TreeDrafter`
     on_v2_by_architecture: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Other such classes, by the draft's architecture."""
     on_v1: ClassVar[str | None] = None

@@ -91,8 +91,7 @@ class BatchCurves:
     verification: Curve
     overhead: Overhead
     step_seconds: dict[int, float]  # measured time of a whole step, by tree size; 1: plain
-    forward_seconds: dict[int, float]
-    """The part of a step that the target's forward pass and LM head take."""
+    forward_seconds: dict[int, float]  # the target's forward pass and LM head within it
 
 
 def measuring_tree(size: int) -> TokenTree:

@@ -43,10 +43,8 @@ class TreesToVerify:
     positions: Tensor  # int32 ``[R]``: the root's position
     seeds: Tensor  # int64 ``[R]``: of the request's random numbers
     slots: Tensor  # int32 or int64 ``[R]``: request slot of each
-    children: Tensor
-    """int32 ``[N, b]`` or ``[slots, N, b]``: nodes below each in draft order, then -1."""
-    inner_index: Tensor
-    """int32 ``[N]`` or ``[slots, N]``: where a node's draft logits are; leaves: -1."""
+    children: Tensor  # int32 ``[N, b]``, or by slot: nodes below each in draft order, then -1
+    inner_index: Tensor  # int32 ``[N]``, or by slot: where a node's draft logits are; leaves: -1
     draft_logits: Tensor  # ``[S, I, V]``, any of the types above: what children were drawn from
     draft_stats: Tensor
     """float32 ``[S, I, 2]``: maximum of logits / temperature, and sum of exp(logits / temperature -

@@ -18,8 +18,7 @@ class VerificationMethod:
     name: str
     host: str  # verifies on the host (Model Runner V1); called as `walk.walk_tree` is
     kernel: str  # launches the kernels (Model Runner V2); called as `kernels.verify.verify_trees`
-    compiled: str | None = None
-    """Called once at start, compiles what ``host`` runs; None: nothing is compiled."""
+    compiled: str | None = None  # called once at start, compiles what ``host`` runs; None: nothing
     tables: str | None = None
     """Called with a tree's parents and a device, makes what ``kernel`` needs of the tree; None:
     nothing."""

@@ -35,8 +35,7 @@ class StepOutcome:
     """Most drafts to schedule per request while a measuring tool, or a draft that failed, limits
     them."""
     has_failed: bool = False  # whether the draft has
-    drafts: Any = None
-    """vLLM's `DraftTokenIds` of the step; None: the engine core has to ask for them."""
+    drafts: Any = None  # vLLM's `DraftTokenIds` of the step; None: the engine core must ask
     drafting: tuple[float, ...] | None = None
     """Seconds from the outcomes of steps to the ends of their drafting, of the steps that have
     ended since, in order; None: outcomes come after drafting."""

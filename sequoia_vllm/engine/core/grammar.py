@@ -48,9 +48,7 @@ class _Walked:
 class TreeGrammars:
     """vLLM's `StructuredOutputManager` for a Sequoia engine's scheduler.
 
-    Attributes:
-        manager: The engine core's, which does all but what is here.
-        tree: Every request drafts its first nodes.
+    ``manager`` is the engine core's, which does all but what is here.
     """
 
     def __init__(self, manager: Any) -> None:

@@ -70,8 +70,7 @@ class ScoringTreesV1:
     drafts: tuple[Draft | None, ...]
     """Each request's draft, or None where the scheduled tokens are not ours (then no node is ever
     accepted)."""
-    is_all: bool
-    """True if the step's logits are exactly these trees' rows in order, without padding."""
+    is_all: bool  # true if the step's logits are exactly these trees' rows, without padding
 
     @cached_property
     def rows(self) -> Tensor:

@@ -18,12 +18,10 @@ from sequoia_vllm.engine.runner.draft_blocks import BlockIds, DraftBlocks
 class CommittedTokens:
     """The committed tokens that the draft model reads in one step, as arrays on the host."""
 
-    requests: NDArray[np.int64]
-    """int64 ``[R]``: the indices in the batch of the R requests that have any."""
+    requests: NDArray[np.int64]  # int64 ``[R]``: batch indices of the requests that have any
     tokens: NDArray[np.int64]  # int64 ``[T]``: the tokens, request after request
     positions: NDArray[np.int64]  # int64 ``[T]``: the position of each token in its request
-    counts: NDArray[np.int64]
-    """int64 ``[R]``: how many of the tokens belong to each request, at least 1."""
+    counts: NDArray[np.int64]  # int64 ``[R]``: tokens of each request, at least 1
     complete: NDArray[np.bool_]  # bool ``[R]``: whether these are the request's last unread tokens
 
     @cached_property

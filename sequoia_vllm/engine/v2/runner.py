@@ -49,13 +49,9 @@ class TreeRunner(GPUModelRunner):
     `sample` (the verifier in the rejection sampler's place, then the commit) -> the
     proposer's `propose` (the draft reads the committed tokens and grows the next trees) ->
     `take_draft_token_ids`, if the scheduler asks for drafts. Nothing waits for the device.
-
-    Attributes:
-        backend_class: Tree attention and commit of the device.
-        drafting_clock: Times the part of each step that follows its outcome.
     """
 
-    backend_class: type[TreeBackend]
+    backend_class: type[TreeBackend]  # tree attention and commit of the device
     rejection_sampler: TreeVerifierV2
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:

@@ -28,15 +28,12 @@ class MasksOfNodes(StructuredOutputsWorker):
         mask_stride: Nodes of the largest tree.
         others: vLLM's arguments. We replace ``max_num_logits``, which has room for the largest
             trees of all requests: gigabytes if they are many.
-
-    Attributes:
-        largest: Nodes of the largest tree; in the warm-up, of the size that is warmed up.
     """
 
     def __init__(self, most: int, most_rows: int, mask_stride: int, **others: Any) -> None:
         super().__init__(**(others | {"max_num_logits": most, "mask_stride": 1}))
         self._most = most
-        self.largest = mask_stride
+        self.largest = mask_stride  # in the warm-up, of the size that is warmed up
         self._most_rows = most_rows
 
     @cached_property
