@@ -273,7 +273,6 @@ class Rounds:
                 self._run_all(self.engines[1], trees)
 
     def _rounds(self) -> int:
-        """Rounds in all, by what is known now."""
         enough = self.settings.enough_seconds
         if enough is None or time.monotonic() - self._start < enough:
             return self.settings.rounds

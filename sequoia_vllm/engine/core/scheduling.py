@@ -142,7 +142,6 @@ class TreeScheduling(Scheduler):
         return drafts + beyond
 
     def _some_draft(self, scheduled: Any) -> bool:
-        """Whether one of the scheduled requests may ever draft."""
         return not self.nobody_drafts and any(
             not never_drafts(self.requests[request].sampling_params, self.thinks)
             for request in scheduled.num_scheduled_tokens

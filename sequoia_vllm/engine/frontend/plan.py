@@ -169,7 +169,6 @@ def _as_chain(
 
 
 def _notes(config: SequoiaConfig, facts: Facts, choice: TreeChoice) -> Iterator[tuple[int, str]]:
-    """Lines for the log."""
     if facts.not_kept is not None and (config.adapts or config.is_tree_chosen):
         line = (
             "nothing that this engine learns is kept for its next start, and what was tuned or "

@@ -145,7 +145,6 @@ class TreeRunner(GPUModelRunner):
         self._plain_postprocess_state(slots, 1, *args)
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
-        """Makes the worker for grammar masks from vLLM's options."""
         scored = self.speculator.most_scored
         most = most_masked(scored, self.max_num_reqs, self.max_num_tokens)
         return MasksOfNodes(most, self.max_num_tokens, **options)
@@ -229,7 +228,6 @@ class TreeRunner(GPUModelRunner):
         return metadata
 
     def _attach(self, metadata: dict[str, Any], *_step: Any) -> None:
-        """Hands the step's trees to attention."""
         self.tree_backend.attach(self._trees, metadata, self._target_layers)
 
     def _model_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
