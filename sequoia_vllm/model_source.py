@@ -68,7 +68,6 @@ def hub_problem(model: str, error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and those behind it."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
@@ -81,6 +80,5 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error carries."""
     code = getattr(getattr(error, "response", None), "status_code", None)
     return code if isinstance(code, int) else None

@@ -147,11 +147,7 @@ def _parse_json(line: str, kind: type[AnyPrompt], where: str) -> AnyPrompt:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Loads the tokenizer of a model, by name or path.
-
-    Raises:
-        PromptError: If there is none.
-    """
+    """Loads the tokenizer of a model, by name or path; raises PromptError if there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -172,7 +168,6 @@ def encode_prompts(
     A bare prompt is the user's turn of a conversation where the tokenizer has a chat template.
 
     Args:
-        tokenizer: The target's, as `transformers` gives it.
         raw: Encode bare prompts as they are, also where there is a template.
 
     Raises:

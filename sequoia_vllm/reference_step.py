@@ -29,17 +29,12 @@ and which of these each token attends to. ``logits`` are float ``[T, V]``.
 
 @dataclass
 class GrownTree:
-    """A grown tree of N nodes; node 0 is the root, the last committed token.
+    """A grown tree of N nodes; node 0 is the root, the last committed token."""
 
-    Attributes:
-        parents: Parent of each node, lower than the node's own index; -1 for the root.
-        tokens: int64 ``[N]``.
-        q: By node with children, float ``[V]``: the distribution that its children were drawn from.
-    """
-
-    parents: Sequence[int]
-    tokens: Tensor
+    parents: Sequence[int]  # parent of each node, lower than the node's own index; -1 for the root
+    tokens: Tensor  # int64 ``[N]``
     q: dict[int, Tensor] = field(default_factory=dict)
+    """By node with children, float ``[V]``: the distribution that its children were drawn from."""
 
     def children(self, node: int) -> list[int]:
         """Children of a node in draft order."""
@@ -52,17 +47,11 @@ class GrownTree:
 
 @dataclass
 class Request:
-    """A request between two steps.
+    """A request between two steps."""
 
-    Attributes:
-        tokens: Its committed tokens, the prompt first.
-        target_cache: Of all its tokens but the last, which is the next tree's root.
-        draft_cache: Of a beginning of its tokens; the draft reads the others when it grows.
-    """
-
-    tokens: list[int]
-    target_cache: Cache
-    draft_cache: Cache
+    tokens: list[int]  # its committed tokens, the prompt first
+    target_cache: Cache  # of all its tokens but the last, which is the next tree's root
+    draft_cache: Cache  # of a beginning of its tokens; the draft reads the others when it grows
 
 
 def cached(cache: Cache) -> int:

@@ -32,7 +32,7 @@ _NAMES = {
         parents places prompt_bits
         prompt_lens query_start_loc read root_positions_out roots row_nodes row_slots scored
         seq_lens starts state_indices state_rows state_rows_out texts token_ids
-        token_ids_out top_k total_lens visits words written
+        token_ids_out top_k total_lens visits words
     """,
     "*i64": """
         addresses all_seeds candidates last_rows layout noted_slots positions positions_out
@@ -41,7 +41,7 @@ _NAMES = {
     """,
     "fp32": "scale soft_cap",
     "i32": """
-        accepted_stride ahead all_written ancestors_stride axis_stride bits_stride
+        accepted_stride ahead ancestors_stride axis_stride bits_stride
         block_size branches children_stride columns context_lse_stride counts_stride depth
         first first_node has_statistics ids_stride layer_rows length longest mask_token
         max_children max_len max_nodes max_positions max_requests max_trees most_nodes

@@ -67,9 +67,6 @@ def search_chains(
 ) -> ChainSearch:
     """Measures the longest chain with each sampling, and chooses at most ``most`` chains.
 
-    Args:
-        report: Called with (what is done, engines done, known engines in all).
-
     Raises:
         BenchError, CalibrationError: If something cannot be measured.
     """

@@ -257,11 +257,7 @@ def most_engines(engine: EngineSpec) -> int:
 
 
 def check_memory(engine: EngineSpec, count: int) -> None:
-    """Checks that the machine has memory for so many engines.
-
-    Raises:
-        BenchError: If it has not.
-    """
+    """Checks that the machine has memory for so many engines; raises BenchError if it has not."""
     available, needed = _available_gib(), count * _needed_gib(engine)
     if needed > available:
         raise BenchError(

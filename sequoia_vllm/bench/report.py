@@ -137,8 +137,7 @@ class BenchModel(FileModel):
 
     name: str = Field(min_length=1)
     hashes: dict[str, str] = Field(description="SHA-256 of its files, where they are local.")
-    grown_from: dict[str, Any] | None = None
-    """Origin of a synthetic target; none: an ordinary model."""
+    grown_from: dict[str, Any] | None = None  # origin of a synthetic target; none: ordinary
 
 
 class BenchReport(FileModel):

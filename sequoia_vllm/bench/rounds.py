@@ -31,8 +31,7 @@ class BenchSettings:
     engine: EngineSpec
     _: KW_ONLY
     methods: tuple[Method, ...]  # methods to compare; the first is plain vLLM
-    search_chains: bool = False
-    """Look for vLLM's best chain in each case, and run it with the methods."""
+    search_chains: bool = False  # look for vLLM's best chain in each case, and run it, too
     prompts: tuple[list[int], ...]  # token ids; every round completes all of them
     batch_sizes: tuple[int, ...] = (1,)  # requests at once; prompts are repeated to fill a batch
     temperatures: tuple[float, ...] = (0.0,)  # temperatures to measure at; 0 is greedy

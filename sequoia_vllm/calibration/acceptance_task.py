@@ -6,10 +6,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from sequoia_vllm.drafters.registry import drafts_from_text
 from sequoia_vllm.errors import CalibrationError
@@ -72,15 +74,16 @@ def probing_tree(branch: int, depth: int = 1, tail: int = 0) -> TokenTree:
     return TokenTree(tuple(parents))
 
 
-def wilson_interval(successes: int, trials: int, z: float = _Z95) -> tuple[float, float]:
-    """Wilson's score interval of a proportion; (0, 1) without trials."""
-    if trials == 0:
-        return 0.0, 1.0
-    share = successes / trials
-    scale = 1 + z * z / trials
-    middle = (share + z * z / (2 * trials)) / scale
-    spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2) / scale
-    return max(0.0, middle - spread), min(1.0, middle + spread)
+def wilson_interval(
+    successes: ArrayLike, trials: ArrayLike
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Ends of Wilson's 95 % score interval of a proportion; 0 and 1 without trials. Any shape."""
+    n = np.maximum(trials, 1)
+    share, scale = np.divide(successes, n), 1 + _Z95**2 / n
+    middle = (share + _Z95**2 / (2 * n)) / scale
+    spread = _Z95 * np.sqrt(share * (1 - share) / n + (_Z95 / (2 * n)) ** 2) / scale
+    ends = np.maximum(middle - spread, 0.0), np.minimum(middle + spread, 1.0)
+    return np.where(trials, ends[0], 0.0), np.where(trials, ends[1], 1.0)
 
 
 def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate:
@@ -95,14 +98,14 @@ def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate
     """
     if not offered or not offered[0] or offered[0][0] == 0:
         raise CalibrationError("no tree was verified: give more prompts, or more tokens for each")
-    counted = list(zip(offered, accepted, strict=True))
-    rows = [_row(*counted[0])]
-    for tried, taken in counted[1:]:
-        if tried[0] < FEWEST_TRIALS:
-            break
-        rows.append(_row(tried, taken))
-    shares, lows, highs = (list(part) for part in zip(*rows, strict=True))
-    return AcceptanceEstimate(shares, lows, highs, [list(row) for row in offered[: len(rows)]])
+    enough = takewhile(lambda tried: tried[0] >= FEWEST_TRIALS, offered[1:])
+    kept = slice(1 + len(list(enough)))
+    tried, taken = np.asarray(offered[kept]), np.asarray(accepted[kept])
+    shares = taken / np.maximum(tried, 1)
+    shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1.0)
+    found = (shares, *wilson_interval(taken, tried))
+    acceptance, low, high = (part.round(_DIGITS).tolist() for part in found)
+    return AcceptanceEstimate(acceptance, low, high, tried.tolist())
 
 
 def precision(estimate: AcceptanceEstimate) -> float:
@@ -148,21 +151,8 @@ def add_counts(first: Counts, second: Counts) -> list[list[int]]:
     """Adds two tables of counts of the same shape; an empty one counts as zeros."""
     if not first or not second:
         return [list(row) for row in first or second]
-    return [
-        [a + b for a, b in zip(row, other, strict=True)]
-        for row, other in zip(first, second, strict=True)
-    ]
-
-
-def _row(tried: Sequence[int], taken: Sequence[int]) -> tuple[list[float], ...]:
-    shares = [a / n if n else 0.0 for a, n in zip(taken, tried, strict=True)]
-    total = max(1.0, sum(shares))
-    intervals = [wilson_interval(a, n) for a, n in zip(taken, tried, strict=True)]
-    return (
-        [round(share / total, _DIGITS) for share in shares],
-        [round(low, _DIGITS) for low, _ in intervals],
-        [round(high, _DIGITS) for _, high in intervals],
-    )
+    counts: list[list[int]] = np.add(first, second).tolist()
+    return counts
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ def measure_acceptance(
 
     Args:
         previous: Where an earlier run stopped; None: start anew.
-        progress: Called with (what is done, trees verified, estimate of trees needed).
         save: Called with the counts so far, marked incomplete, at each checkpoint.
         checkpoint_seconds: Time between checkpoints; 0: after every step.
 

@@ -75,8 +75,7 @@ class ProfileSettings:
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     """Tree sizes, root included; 1 is plain decoding. At each batch size and context
     `Ladder.goes_on` decides where to end."""
-    contexts: tuple[int, ...] = (256, 1024)
-    """Tokens of each request in the middle of its completion."""
+    contexts: tuple[int, ...] = (256, 1024)  # tokens of a request amid its completion
     max_tokens: int = 32
     rounds: int = 3  # how often to measure everything; the middle round counts
     temperature: float = 0.0
@@ -95,7 +94,6 @@ def measure_profile(
     """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size.
 
     Args:
-        progress: Called with (what is done, runs done, runs in all).
         vectors: Acceptance to choose trees for; sizes that cannot win with any of these are not
             timed. Empty: not known.
 
@@ -275,7 +273,6 @@ class Rounds:
                 self._run_all(self.engines[1], trees)
 
     def _rounds(self) -> int:
-        """Rounds in all, by what is known now."""
         enough = self.settings.enough_seconds
         if enough is None or time.monotonic() - self._start < enough:
             return self.settings.rounds

@@ -272,7 +272,6 @@ def write_alias(alias_version: str) -> Path:
 
 
 def _metadata(name: str) -> Path:
-    """The metadata folder of an installed distribution."""
     return Path(str(distribution(name).locate_file(f"{name}-{version(name)}.dist-info")))
 
 

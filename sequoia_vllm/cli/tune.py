@@ -171,7 +171,6 @@ def tune(
 
 
 def _check_files(options: dict[str, Any]) -> None:
-    """Fails on files that do not go with the step, or cannot be written."""
     only = options["only"]
     if only is None and options["output"] is not None:
         fail("--output is the file of one measurement: give --only acceptance or --only times")
@@ -182,7 +181,6 @@ def _check_files(options: dict[str, Any]) -> None:
 
 
 def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSettings]:
-    """How to count and how to time, by the command's options."""
     from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings
     from sequoia_vllm.calibration.measure_profile import ProfileSettings
     from sequoia_vllm.calibration.tuned_tree import quick_engine

@@ -34,9 +34,6 @@ def count_into(
 ) -> AcceptanceFile:
     """Measures acceptance into ``path``; continues the same measurement if the file has one.
 
-    Args:
-        stage: The command's stage, shown before its progress.
-
     Returns:
         The measurement, marked incomplete if it was interrupted.
     """

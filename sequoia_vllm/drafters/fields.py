@@ -17,7 +17,6 @@ class Fields:
 
     Args:
         config: An object or mapping with Hugging Face's names (``hidden_size``).
-        name: Name of the model, for messages.
     """
 
     def __init__(self, config: Any, name: str = "the draft") -> None:

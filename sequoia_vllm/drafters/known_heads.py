@@ -25,15 +25,10 @@ HUB = "its page on huggingface.co"
 
 
 class Publisher(NamedTuple):
-    """Who publishes heads.
+    """Who publishes heads."""
 
-    Attributes:
-        named_in: Repository and file that names them beside their targets, or `HUB`.
-        architecture: What vLLM loads their format as, by the name in its model registry.
-    """
-
-    named_in: str
-    architecture: str
+    named_in: str  # repository and file that names them beside their targets, or `HUB`
+    architecture: str  # what vLLM loads their format as, by the name in its model registry
 
 
 def known_heads(

@@ -1,8 +1,10 @@
 """Recognises the kind of a drafter by its checkpoint's configuration."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, DrafterKind, Sign, drafter
@@ -10,20 +12,14 @@ from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, DrafterKind, Sign,
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a configuration says of a drafter.
+    """What a configuration says of a drafter."""
 
-    Attributes:
-        kind: None: trees do not draft with it.
-        name: The drafter in words, with an article.
-        sign: The sign of it; None: no sign that it is more than a model.
-        method: vLLM's own method for it, if trees do not draft with it; None: not every vLLM
-            that we support has one.
-    """
-
-    kind: DrafterKind | None
-    name: str
-    sign: str | None = None
+    kind: DrafterKind | None  # none: trees do not draft with it
+    name: str  # the drafter in words, with an article
+    sign: str | None = None  # the sign of it; None: no sign that it is more than a model
     method: str | None = None
+    """vLLM's own method for it, if trees do not draft with it; None: not every vLLM that we support
+    has one."""
 
 
 def recognise(config: Fields, read_as: Callable[[], str | None]) -> Recognised:
@@ -91,3 +87,23 @@ def target_differences(head: Fields, target: Fields) -> list[str]:
             f"it reads the hidden states of layer {highest}, and the target has {layers} layers"
         )
     return differences
+
+
+# The head's own class, and fields that describe something else than the head.
+_LEFT_OUT = frozenset({
+    "architectures", "model_type", "speculators_config", "transformer_layer_config",
+})  # fmt: skip
+
+
+def without_format(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration as vLLM reads it: converted if it has vllm-project/speculators' format."""
+    found = config.get("speculators_model_type")
+    if found is None:
+        return config
+    own = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    if layers := own.get("aux_hidden_state_layer_ids"):
+        own["eagle_aux_hidden_state_layer_ids"] = layers
+    own.setdefault("sample_from_anchor", False)
+    known = ChainMap(*(dict(kind.speculators) for kind in DRAFTERS.values()))
+    own["architectures"] = [known.get(found, found)]
+    return {**(config.get("transformer_layer_config") or {}), **own}

@@ -25,24 +25,18 @@ from sequoia_vllm.json_file import FileModel
 
 @dataclass(frozen=True)
 class Sign:
-    """Something in a configuration that tells what a checkpoint is.
-
-    Attributes:
-        pattern: Pattern of the whole architecture's name, or of the whole model type, or a
-            field's name.
-        name: What it tells, in words with an article; None: the kind that lists the sign.
-        drafts: Whether trees draft with it.
-        chains: vLLM's own method for it where trees do not draft with it; None: not every vLLM
-            that we support has one.
-        model_type: The model type that the configuration has besides an architecture; None: any.
-    """
+    """Something in a configuration that tells what a checkpoint is."""
 
     place: Literal["architecture", "model_type", "field"]
     pattern: str
+    """Pattern of the whole architecture's name, or of the whole model type, or a field's name."""
     name: str | None = None
-    drafts: bool = True
+    """What it tells, in words with an article; None: the kind that lists the sign."""
+    drafts: bool = True  # whether trees draft with it
     chains: str | None = None
-    model_type: str | None = None
+    """vLLM's own method for it where trees do not draft with it; None: not every vLLM that we
+    support has one."""
+    model_type: str | None = None  # the model type beside an architecture; None: any
 
 
 _MOST_HASHED = 1 << 29  # bytes; larger files take longer than a start should, and are others
@@ -50,23 +44,16 @@ _MOST_HASHED = 1 << 29  # bytes; larger files take longer than a start should, a
 
 @dataclass(frozen=True)
 class KnownDrafter:
-    """A published drafter for a family of targets.
+    """A published drafter for a family of targets."""
 
-    Attributes:
-        target: Pattern for the whole target name, case-insensitive.
-        draft: Name of the drafter; ``{0}`` is the folder that the target lies in, ``{1}`` the
-            checkout of this repository.
-        note: Why this one; for a head, where its publisher or vLLM names it.
-        architecture: For a head: what vLLM loads its publisher's format as, by the name in its
-            model registry.
-        target_sha256: Of the target's ``model.safetensors``: it is known in any folder.
-    """
-
-    target: str
+    target: str  # pattern for the whole target name, case-insensitive
     draft: str
-    note: str
+    """Name of the drafter; ``{0}`` is the folder that the target lies in, ``{1}`` the checkout of
+    this repository."""
+    note: str  # why this one; for a head, where its publisher or vLLM names it
     architecture: str | None = None
-    target_sha256: str | None = None
+    """For a head: what vLLM loads its publisher's format as, by the name in its model registry."""
+    target_sha256: str | None = None  # of the target's ``model.safetensors``, in any folder
 
     def name_for(self, target: str) -> str:
         """The drafter's name or path, for a target of this name or path."""
@@ -88,50 +75,38 @@ class KnownDrafter:
 
 
 class Drafter:
-    """One kind of drafter. Subclasses say how it differs from a draft model.
+    """One kind of drafter. Subclasses say how it differs from a draft model."""
 
-    Attributes:
-        kind: What users write as ``"drafter"``.
-        name: The kind in words, with an article.
-        rank: Kinds are tried in this order, as drafters known for a target and to recognise one.
-        method: vLLM's speculative method whose loading and scheduling it takes.
-        on_v2: Dotted path of the class that runs it on Model Runner V2, a `TreeDrafter`.
-        on_v2_by_architecture: Other such classes, by the draft's architecture.
-        on_v1: Dotted path of the class that runs it on the V1 runner, a `DrafterV1`; None: it
-            needs Model Runner V2.
-        signs: How its configuration is recognised, in this order.
-        known: Published ones, preferred ones first.
-        is_head: Whether it runs on its target's hidden states, embedding and tokens, and not
-            alone. Heads bring no tokenizer.
-        has_weights: Whether there is a checkpoint of it. If not, it drafts from text for any target
-            (`TextDrafterV1`, `TextDrafter`), and is taken where no other is known.
-        acceptance: Acceptance vectors by depth that its trees are made for; None: a published one.
-        in_one_pass: Whether one pass drafts all levels of a tree.
-        is_targets_own: Whether it is a layer of the target's own checkpoint.
-        ran_on: The GPU on which speed with trained weights was measured; None: none.
-        layers: Number of layers; None: what its configuration says.
-        speculators: vLLM's architectures, by their names in the format of vllm-project/speculators.
-        may_look_like_model: Whether some have the configuration of a model: users name the kind.
-    """
-
-    kind: ClassVar[str]
-    name: ClassVar[str]
+    kind: ClassVar[str]  # what users write as ``"drafter"``
+    name: ClassVar[str]  # the kind in words, with an article
     rank: ClassVar[int]
-    method: ClassVar[str]
-    on_v2: ClassVar[str]
+    """Kinds are tried in this order, as drafters known for a target and to recognise one."""
+    method: ClassVar[str]  # vLLM's speculative method whose loading and scheduling it takes
+    on_v2: ClassVar[str]  # dotted path of what runs it on Model Runner V2, a `TreeDrafter`
     on_v2_by_architecture: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Other such classes, by the draft's architecture."""
     on_v1: ClassVar[str | None] = None
-    signs: ClassVar[tuple[Sign, ...]] = ()
-    known: ClassVar[tuple[KnownDrafter, ...]] = ()
+    """Dotted path of the class that runs it on the V1 runner, a `DrafterV1`; None: it needs Model
+    Runner V2."""
+    signs: ClassVar[tuple[Sign, ...]] = ()  # how its configuration is recognised, in this order
+    known: ClassVar[tuple[KnownDrafter, ...]] = ()  # published ones, preferred ones first
     is_head: ClassVar[bool] = True
+    """Whether it runs on its target's hidden states, embedding and tokens, and not alone. Heads
+    bring no tokenizer."""
     has_weights: ClassVar[bool] = True
+    """Whether there is a checkpoint of it. If not, it drafts from text for any target
+    (`TextDrafterV1`, `TextDrafter`), and is taken where no other is known."""
     acceptance: ClassVar[tuple[tuple[float, ...], ...] | None] = None
-    in_one_pass: ClassVar[bool] = False
-    is_targets_own: ClassVar[bool] = False
+    """Acceptance vectors by depth that its trees are made for; None: a published one."""
+    in_one_pass: ClassVar[bool] = False  # whether one pass drafts all levels of a tree
+    is_targets_own: ClassVar[bool] = False  # whether it is a layer of the target's own checkpoint
     ran_on: ClassVar[str | None] = "a GPU"
-    layers: ClassVar[int | None] = None
+    """The GPU on which speed with trained weights was measured; None: none."""
+    layers: ClassVar[int | None] = None  # number of layers; None: what its configuration says
     speculators: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """vLLM's architectures, by their names in the format of vllm-project/speculators."""
     may_look_like_model: ClassVar[bool] = False
+    """Whether some have the configuration of a model: users name the kind."""
 
     @property
     def short_name(self) -> str:
@@ -206,11 +181,7 @@ def register(found: AnyDrafter) -> AnyDrafter:
 
 
 def drafter(kind: str) -> Drafter:
-    """The drafter of this kind.
-
-    Raises:
-        ValueError: There is none; lists those that are.
-    """
+    """The drafter of this kind; raises ValueError if there is none; lists those that are."""
     if kind not in DRAFTERS:
         raise ValueError(f"Input should be {_listed(list(DRAFTERS))}")
     return DRAFTERS[kind]

@@ -33,7 +33,6 @@ class NodeQueries:
         max_keys: Bound on the keys of a request.
         max_slots: Bound on the slots of a request. Nodes behind it have none, and no query sees
             them. None: all that have a block have a slot.
-        written: int32 ``[R]``: the first so many queries of each request have slots; None: all.
             The keys of the others are undefined.
     """
 
@@ -45,7 +44,6 @@ class NodeQueries:
     ancestors: Tensor
     max_keys: int
     max_slots: int | None = None
-    written: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,10 +105,6 @@ class TreeTables:
         inner_rows: int32 ``[N]``: row of each node's Q: its place among the nodes with
             children, in stored order; leaves: -1. Prefixes keep the rows of the whole.
         ancestors: bool ``[N, N]``: which nodes each sees, itself included.
-
-    Args:
-        tree: The tree.
-        device: Where its tables go.
     """
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:

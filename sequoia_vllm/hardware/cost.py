@@ -116,16 +116,16 @@ class CostModel:
             self._plain_seconds[batch_size] = seconds
         return self._plain_seconds[batch_size]
 
-    def prefix_seconds(self, prefixes: Prefixes, batch_size: int) -> Floats:
-        """Time of a step with each prefix of a tree, ``[size]``; entry 0 (root only) is plain."""
-        return self._seconds_from(0, prefixes, batch_size)
-
     def tree_seconds(self, prefixes: Prefixes, batch_size: int) -> float:
         """Time of a step with the whole tree: the last of `prefix_seconds`."""
-        return float(self._seconds_from(len(prefixes.expected_tokens) - 1, prefixes, batch_size)[0])
+        last = len(prefixes.expected_tokens) - 1
+        return float(self.prefix_seconds(prefixes, batch_size, last)[0])
 
-    def _seconds_from(self, start: int, prefixes: Prefixes, batch_size: int) -> Floats:
-        """`prefix_seconds` from this entry on."""
+    def prefix_seconds(self, prefixes: Prefixes, batch_size: int, start: int = 0) -> Floats:
+        """Time of a step with each prefix of a tree from entry ``start`` on, ``[size - start]``.
+
+        Entry 0, the root alone, is plain decoding.
+        """
         sizes = np.arange(start + 1, len(prefixes.expected_tokens) + 1)
         # Level 0 is the pass over newly committed tokens: its width is their number.
         widths = prefixes.widths[start:]
@@ -255,11 +255,7 @@ def _nearest_context(entries: Sequence[Entry], context_length: int | None) -> li
 
 
 def check_batch_sizes(batch_sizes: list[int]) -> list[int]:
-    """Sorted distinct batch sizes.
-
-    Raises:
-        ProfileError: If there are none, or one is below 1.
-    """
+    """Sorted distinct batch sizes; raises ProfileError if there are none, or one is below 1."""
     if not batch_sizes:
         raise ProfileError("no batch sizes given")
     for batch_size in batch_sizes:

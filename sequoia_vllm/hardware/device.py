@@ -33,8 +33,7 @@ class DeviceSpec(FileModel):
 
     id: str = Field(min_length=1, description="Our name; the library file's name.")
     name: str = Field(min_length=1, description="The maker's name.")
-    memory_gb: float = Field(gt=0)
-    """Memory as printed; makers count it in 2^30 bytes, see `memory_bytes`."""
+    memory_gb: float = Field(gt=0)  # as printed; makers count in 2^30 bytes, see `memory_bytes`
     bandwidth_gb_s: float = Field(gt=0, description="Memory bandwidth, 10^9 bytes/s.")
     bf16_tflops: float = Field(gt=0)
     """Dense bfloat16 matrix rate, without sparsity, float32 accumulation, 10^12/s (float16 where

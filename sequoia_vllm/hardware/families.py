@@ -3,8 +3,6 @@
 The file beside this one has a row for each. docs/supported.md is made from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from fnmatch import fnmatch
 from functools import cache

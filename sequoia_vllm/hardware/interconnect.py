@@ -41,14 +41,12 @@ class Assumptions(FileModel):
     Figures of reductions follow published measurements, see this module's text.
     """
 
-    bandwidth_efficiency: float = Field(default=0.85, gt=0, le=1)
-    """Achieved share of the memory bandwidth."""
+    bandwidth_efficiency: float = Field(default=0.85, gt=0, le=1)  # achieved share of it
     compute_efficiency: float = Field(default=0.65, gt=0, le=1)
     """Achieved share of the dense matrix rate."""
     layer_seconds: float = Field(default=25e-6, ge=0)
     """Launches and small kernels of one layer, CUDA graphs on."""
-    forward_seconds: float = Field(default=60e-6, ge=0)
-    """The same outside the layers, sampling included."""
+    forward_seconds: float = Field(default=60e-6, ge=0)  # outside layers, sampling included
     plain_step_seconds: float = Field(default=300e-6, ge=0)  # a plain step outside the forward pass
     tree_step_seconds: float = Field(default=600e-6, ge=0)
     """A speculative step outside the forward passes: some twenty launches of ours one by one among
@@ -72,10 +70,8 @@ class Assumptions(FileModel):
     """A one-shot reduction of nothing: launch and one barrier."""
     two_shot_seconds: float = Field(default=12e-6, ge=0)
     """A two-shot reduction of nothing: one barrier more."""
-    ring_seconds: float = Field(default=10e-6, ge=0)
-    """Start of a ring (a collective of NCCL or RCCL)."""
-    ring_step_seconds: float = Field(default=1e-6, ge=0)
-    """Each step of a ring, its bytes not counted."""
+    ring_seconds: float = Field(default=10e-6, ge=0)  # start of a ring (NCCL's or RCCL's)
+    ring_step_seconds: float = Field(default=1e-6, ge=0)  # each of its steps, without bytes
 
 
 # A mesh has eight devices; a link of each leads to each of the seven others.

@@ -53,8 +53,7 @@ class Recurrent(FileModel):
     """
 
     layers: int = Field(ge=1, description="Layers of this kind.")
-    attending: int | None = Field(default=None, ge=0)
-    """Layers that attend; none: all that are not of this kind."""
+    attending: int | None = Field(default=None, ge=0)  # layers that attend; none: all others
     heads: int = Field(ge=1, description="Heads of queries and keys.")
     value_heads: int = Field(ge=1, description="Heads of values.")
     key: int = Field(ge=1, description="Size of a key.")

@@ -47,7 +47,6 @@ def streamed_layers(
 
     Args:
         size: Bytes on each device, as vLLM counts; more than the layers have: all of them.
-        bytes_per_second: Achieved rate to each device.
         source: Where from, in words ("PCIe 4.0 x16").
         buffers: Layers that prefetching has buffers for (``--offload-prefetch-step``).
 

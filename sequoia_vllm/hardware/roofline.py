@@ -184,8 +184,6 @@ def _check_draft_fits(
 
 
 class _Forward:
-    """Time of one forward pass."""
-
     def __init__(
         self, device: DeviceSpec, value_bytes: float, devices: int, assumed: Assumptions
     ) -> None:

@@ -91,8 +91,7 @@ class BatchCurves:
     verification: Curve
     overhead: Overhead
     step_seconds: dict[int, float]  # measured time of a whole step, by tree size; 1: plain
-    forward_seconds: dict[int, float]
-    """The part of a step that the target's forward pass and LM head take."""
+    forward_seconds: dict[int, float]  # the target's forward pass and LM head within it
 
 
 def measuring_tree(size: int) -> TokenTree:
@@ -117,11 +116,7 @@ def steady_steps(
 
 
 def check_steady(rounds: Rounds, batch_size: int, size: int) -> None:
-    """Whether any round has a steady step.
-
-    Raises:
-        ProfileError: If none has.
-    """
+    """Whether any round has a steady step; raises ProfileError if none has."""
     if not any(rounds):
         raise ProfileError(
             f"no step had {batch_size} requests of {size} tokens: the KV cache may be too small "

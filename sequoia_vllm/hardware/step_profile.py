@@ -42,8 +42,7 @@ class Curve(FileModel):
     tokens: list[Count] = Field(min_length=1)
     """Tokens of *each request* in the forward pass, increasing. The target scores a tree of n nodes
     with n tokens."""
-    seconds: list[Seconds] = Field(min_length=1)
-    """Median time of the pass, one for each of `tokens`."""
+    seconds: list[Seconds] = Field(min_length=1)  # median time, one for each of `tokens`
     spread: list[Annotated[float, Field(ge=0)]] | None = None
     """Interquartile range of each time, seconds."""
 
@@ -64,8 +63,7 @@ class Overhead(FileModel):
 
     batch_size: Count = Field(description="Requests in the batch.")
     context_length: Count | None = None  # committed tokens of each request; none: whatever it is
-    plain_seconds: float = Field(ge=0, le=1e5)
-    """A plain decoding step: scheduling, sampling, output."""
+    plain_seconds: float = Field(ge=0, le=1e5)  # a plain step: scheduling, sampling, output
     tree_seconds: float = Field(ge=0, le=1e5)
     """A speculative step: all of the plain one's, plus commit and tree bookkeeping, and
     verification unless the profile has a curve for it (drawing children belongs to the draft

@@ -4,8 +4,6 @@ An engine asks vLLM what its models are (`sequoia_vllm.engine.frontend.refusals`
 start no engine read the configuration (`kinds_of`). A test compares both over vLLM's models.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Divides tree attention: the tile of one program, and the splits of a context."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,20 +22,13 @@ _ALL_REGISTERS = 255
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of one program, and how the program is compiled.
+    """The tile of one program, and how the program is compiled."""
 
-    Attributes:
-        rows: Pairs of node and query head.
-        keys: Positions taken at once.
-        num_warps, num_stages: A launch's.
-        max_registers: Per thread; None leaves it to the compiler.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # pairs of node and query head
+    keys: int  # positions taken at once
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
+    max_registers: int | None = None  # per thread; None leaves it to the compiler
 
 
 @cache  # steps that also read a prompt ask in every layer, while the device waits
@@ -57,8 +48,6 @@ def choose_tile(
         head_size: D.
         element_size: Bytes of a query element.
         capability: Compute capability of the device, times ten.
-        quantized: Whether the cache is in fp8.
-        windowed: Whether the layer has a sliding window.
         latent: Whether keys have more channels than values.
     """
     rows = min(MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
@@ -99,8 +88,6 @@ def choose_splits(units: int, tile: Tile, processors: int, max_positions: int) -
 
     Args:
         units: Programs that there are without splits.
-        tile: Each program's.
-        processors: Multiprocessors of the device.
         max_positions: Bound on the positions of a request.
     """
     # Eight warps take a processor's registers; of four, two programs are there at a

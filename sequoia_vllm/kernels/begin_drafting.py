@@ -4,8 +4,6 @@
 `sequoia_vllm.drafting.draft_batch.DraftBatch.begin` launches it.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

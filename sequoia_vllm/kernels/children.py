@@ -3,8 +3,6 @@
 The law and the method of drawing are in `sequoia_vllm.kernels.children_kernels`.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 from torch import Tensor
@@ -107,7 +105,6 @@ def draw_children(
         inner_rows: int32 ``[m]``, or by slot: likewise of each node.
         told: int64 ``[R, D]``, contiguous: what each request's text says comes next; outside the
             vocabulary: nothing. Below the root it is about nodes whose own token it told, too.
-        workspace: See `DrawWorkspace`.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or b exceeds V.

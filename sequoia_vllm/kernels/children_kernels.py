@@ -10,8 +10,6 @@ token that the request's text says comes next (`sequoia_vllm.verification.retrie
 logits, too. The third merges blocks.
 """
 
-from __future__ import annotations
-
 import math
 
 import triton

@@ -29,26 +29,17 @@ _MAX_BLOCK = 1024
 
 @dataclass(frozen=True)
 class CacheLayers:
-    """Caches of layers that move their tokens together; from `of`.
+    """Caches of layers that move their tokens together; from `of`."""
 
-    Attributes:
-        caches: Kept alive, since the kernel is given addresses.
-        addresses: int64 ``[layers]``, on the device.
-        unit: Bytes moved at once, 1 to 8.
-        heads, units: Pieces of a token: ``heads`` rows of ``units`` units.
-        slots: Tokens per cache block.
-        block_stride, head_stride, slot_stride: In units.
-    """
-
-    caches: tuple[Tensor, ...]
-    addresses: Tensor
-    unit: int
-    heads: int
-    units: int
-    slots: int
-    block_stride: int
-    head_stride: int
-    slot_stride: int
+    caches: tuple[Tensor, ...]  # kept alive, since the kernel is given addresses
+    addresses: Tensor  # int64 ``[layers]``, on the device
+    unit: int  # bytes moved at once, 1 to 8
+    heads: int  # rows of a token
+    units: int  # units of a row
+    slots: int  # tokens per cache block
+    block_stride: int  # in units
+    head_stride: int  # in units
+    slot_stride: int  # in units
 
     @staticmethod
     def of(caches: Sequence[Tensor]) -> CacheLayers:
@@ -149,7 +140,6 @@ def commit_accepted(
     Waits for nothing on the device.
 
     Args:
-        layers: The caches.
         block_table: int32 ``[R, max_blocks]``, contiguous in its rows.
         context_lens: int32 ``[R]``: cache position of each root.
         accepted: int32 ``[R, D]``, contiguous in its rows: stored index of the

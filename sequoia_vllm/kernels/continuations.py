@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs
 """What requests' own texts say comes next: `verification.retrieval.continuations` in Triton."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

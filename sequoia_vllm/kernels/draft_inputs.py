@@ -35,16 +35,12 @@ def aligned(count: int) -> int:
 
 @dataclass(frozen=True)
 class PagedTables:
-    """The block tables of a batch, of every group of cache layers; from `of`.
+    """The block tables of a batch, of every group of cache layers; from `of`."""
 
-    Attributes:
-        tables: Kept alive, since the kernels are given addresses.
-        layout: int64 ``[groups, 5]``, on the device: address of each table, entries
-            from row to row, entries of a row, tokens per block, and the sliding window.
-    """
-
-    tables: tuple[Tensor, ...]
+    tables: tuple[Tensor, ...]  # kept alive, since the kernels are given addresses
     layout: Tensor
+    """int64 ``[groups, 5]``, on the device: address of each table, entries from row to row, entries
+    of a row, tokens per block, and the sliding window."""
 
     @staticmethod
     def of(
@@ -80,19 +76,12 @@ class PagedTables:
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """Buffers for the rows of one forward; they stay in place, so CUDA graphs may hold them.
+    """Buffers for the rows of one forward; they stay in place, so CUDA graphs may hold them."""
 
-    Attributes:
-        tables: Where requests have their cache blocks.
-        token_ids: int32 ``[rows]``.
-        positions: int64 ``[rows]``: for the model; at most the longest it was made for.
-        slots: int64 ``[groups, rows]``: where keys and values go; `NO_SLOT`: nowhere.
-    """
-
-    tables: PagedTables
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
+    tables: PagedTables  # where requests have their cache blocks
+    token_ids: Tensor  # int32 ``[rows]``
+    positions: Tensor  # int64 ``[rows]``: for the model; at most the longest it was made for
+    slots: Tensor  # int64 ``[groups, rows]``: where keys and values go; `NO_SLOT`: nowhere
 
     @staticmethod
     def empty(tables: PagedTables, rows: int) -> DraftInputs:

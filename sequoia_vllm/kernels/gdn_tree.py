@@ -9,8 +9,6 @@ strength b as S' = a S (I - b k k^T) + b v k^T. In the common form
 where j runs over node i's ancestors.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -6,8 +6,6 @@ S' = e^{A dt} S + dt x B^T, with output S' C + D x. In the common form g = A dt,
 no node's u depends on another's.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ vLLM's kernels for these take the drafts before a row as its history, as in a ch
 write the same otherwise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton
@@ -21,19 +19,12 @@ _NUM_WARPS = 8
 
 @dataclass(frozen=True)
 class NodeRows:
-    """The T rows of logits of tree nodes, those of a request in stored order.
+    """The T rows of logits of tree nodes, those of a request in stored order."""
 
-    Attributes:
-        slots: int32 or int64 ``[T]``: request slot of each row.
-        nodes: int32 or int64 ``[T]``: its index in the tree.
-        token_ids: int32 ``[T]``: what the target read in each row.
-        parents: int32 ``[N]``, or ``[S, N]`` by slot: of each node; the root's is not read.
-    """
-
-    slots: Tensor
-    nodes: Tensor
-    token_ids: Tensor
-    parents: Tensor
+    slots: Tensor  # int32 or int64 ``[T]``: request slot of each row
+    nodes: Tensor  # int32 or int64 ``[T]``: its index in the tree
+    token_ids: Tensor  # int32 ``[T]``: what the target read in each row
+    parents: Tensor  # int32 ``[N]``, or ``[S, N]`` by slot: of each node; the root's is not read
 
 
 def penalise_paths(
@@ -52,7 +43,6 @@ def penalise_paths(
 
     Args:
         logits: float32 ``[T, V]``.
-        rows: Which nodes these are.
         repetition, frequency, presence: float32 ``[S]``: penalties by request slot.
         prompt_bits: int32 ``[S, ceil(V / 32)]``: a bit for each token of the prompt.
         output_counts: int32 ``[S, V]``: how often each token was generated, the root's included.
@@ -118,7 +108,6 @@ def exclude_bad_words(
 
     Args:
         logits: float32 ``[T, V]``.
-        rows: Which nodes these are.
         words: int32 ``[S, ...]``: the tokens of all bad words of each request slot.
         offsets: int32 ``[S, ...]``: where each word begins, and the last one ends.
         num_words: int32 ``[S]``.

@@ -4,8 +4,6 @@
 Only the device knows how many rows a request has. So kernels find the request of a row by search.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -9,8 +9,6 @@ Position is the node's: root position + depth. A node's index fixes its depth an
 every step's root lies further on, so no number is used twice.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -50,20 +50,14 @@ _COMMITTED_CHANNELS, _COMMITTED_KEYS = 256, 64
 class RecurrentHeads:
     """Sizes of a layer's heads. Mamba2 calls C and B its queries and keys, and x its values.
 
-    Attributes:
-        heads: Heads of queries and keys, H.
-        value_heads: Heads of values, Hv, a multiple of H: each key head has equally many.
-        key: Size of a key, K: a power of two from 16 on.
-        value: Size of a value, V: a multiple of 16.
-
     Raises:
         ValueError: If they are others.
     """
 
-    heads: int
-    value_heads: int
-    key: int
-    value: int
+    heads: int  # heads of queries and keys, H
+    value_heads: int  # heads of values, Hv, a multiple of H: each key head has equally many
+    key: int  # size of a key, K: a power of two from 16 on
+    value: int  # size of a value, V: a multiple of 16
 
     def __post_init__(self) -> None:
         """Checks them."""
@@ -88,21 +82,14 @@ class RecurrentHeads:
 
 @dataclass(frozen=True)
 class KeptNodes:
-    """What passes leave of their T rows in L layers, until the commit; from `empty`.
-
-    Attributes:
-        shape: Of the layers' heads; None: they are convolutions, and have inputs alone.
-        inputs: ``[L, T, C]``: before the convolution, in the model's dtype.
-        keys: float32 ``[L, T, H, K]``: k.
-        updates: float32 ``[L, T, Hv, V]``: u.
-        decays: float32 ``[L, T, Hv]``: G.
-    """
+    """What passes leave of their T rows in L layers, until the commit; from `empty`."""
 
     shape: RecurrentHeads | None
-    inputs: Tensor
-    keys: Tensor
-    updates: Tensor
-    decays: Tensor
+    """Of the layers' heads; None: they are convolutions, and have inputs alone."""
+    inputs: Tensor  # ``[L, T, C]``: before the convolution, in the model's dtype
+    keys: Tensor  # float32 ``[L, T, H, K]``: k
+    updates: Tensor  # float32 ``[L, T, Hv, V]``: u
+    decays: Tensor  # float32 ``[L, T, Hv]``: G
 
     @staticmethod
     def empty(
@@ -130,20 +117,15 @@ class KeptNodes:
 
 @dataclass(frozen=True)
 class RecurrentStates:
-    """States of L layers in vLLM's cache that are committed together; from `of`.
-
-    Attributes:
-        inputs: Each layer's ``[blocks, W - 1, C]``: a request's last inputs, the oldest first.
-        states: Each layer's ``[blocks, Hv, V, K]``, contiguous in a block; of convolutions none.
-        input_addresses, state_addresses: int64 ``[L]``, on the device.
-        places: int32 ``[L]``, on the device: which of `KeptNodes`' layers each is.
-    """
+    """States of L layers in vLLM's cache that are committed together; from `of`."""
 
     inputs: tuple[Tensor, ...]
+    """Each layer's ``[blocks, W - 1, C]``: a request's last inputs, the oldest first."""
     states: tuple[Tensor, ...]
-    input_addresses: Tensor
-    state_addresses: Tensor
-    places: Tensor
+    """Each layer's ``[blocks, Hv, V, K]``, contiguous in a block; of convolutions none."""
+    input_addresses: Tensor  # int64 ``[L]``, on the device
+    state_addresses: Tensor  # int64 ``[L]``, on the device
+    places: Tensor  # int32 ``[L]``, on the device: which of `KeptNodes`' layers each is
 
     @staticmethod
     def of(
@@ -169,24 +151,16 @@ class RecurrentStates:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredNodes:
-    """The trees of R requests whose T rows a pass has.
-
-    Attributes:
-        cu_nodes: int32 ``[R + 1]``: rows ``cu_nodes[r]`` to ``cu_nodes[r + 1]`` are
-            request r's, in stored order.
-        slots: int32 or int64 ``[R]``: request slots; padding has -1.
-        parents: int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1.
-        ancestors: bool ``[N, N]``, or ``[S, N, N]``: which nodes each sees, itself included.
-        depth: Of the deepest node, at least.
-        state_indices: int32 ``[R]``: block of each request's state; 0 or less: padding.
-    """
+    """The trees of R requests whose T rows a pass has."""
 
     cu_nodes: Tensor
-    slots: Tensor
-    parents: Tensor
-    ancestors: Tensor
-    depth: int
-    state_indices: Tensor
+    """int32 ``[R + 1]``: rows ``cu_nodes[r]`` to ``cu_nodes[r + 1]`` are request r's, in stored
+    order."""
+    slots: Tensor  # int32 or int64 ``[R]``: request slots; padding has -1
+    parents: Tensor  # int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1
+    ancestors: Tensor  # bool ``[N, N]``, or ``[S, N, N]``: which nodes each sees, itself included
+    depth: int  # of the deepest node, at least
+    state_indices: Tensor  # int32 ``[R]``: block of each request's state; 0 or less: padding
 
 
 def convolve_nodes(
@@ -208,7 +182,6 @@ def convolve_nodes(
         inputs: ``[T, C]``, contiguous in its rows.
         weights: ``[C, W]``, contiguous: the last column is for the node itself.
         bias: ``[C]``, or None.
-        nodes: The trees.
         history: ``[blocks, W - 1, C]``, with any strides.
         kept: Its inputs are written.
         layer: Which of its layers this is.
@@ -283,8 +256,6 @@ def commit_nodes(
 
     Args:
         caches: States of L layers.
-        kept: From this step's passes.
-        nodes: This step's trees.
         accepted: int32 ``[R, D]``, contiguous in its rows: the accepted node at depth 1, 2, ...,
             then -1.
         context_lens: int32 ``[R]``: tokens before each root.

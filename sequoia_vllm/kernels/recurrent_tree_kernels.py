@@ -5,8 +5,6 @@ Rows of a pass are nodes, request by request in stored order. A request whose st
 less is a CUDA graph's padding: nothing of it is read or written, as in vLLM's kernels.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -104,7 +102,7 @@ def products(
 
 @triton.jit
 def softplus(value):
-    """As in vLLM's kernels."""
+    """The softplus of float32 values, with the same cut at 20 as vLLM's kernels."""
     return tl.where(value <= 20.0, tl.log(1.0 + tl.exp(value)), value)
 
 

@@ -18,8 +18,6 @@ a Philox call per token, which costs several passes. Which lane's tokens were re
 of 64 bits.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -81,27 +81,17 @@ def place_nodes_kernel(
 
 @dataclass(frozen=True)
 class VerifierInputs:
-    """Tensors that `gather_for_verification` writes.
+    """Tensors that `gather_for_verification` writes."""
 
-    Attributes:
-        tokens: int64 ``[T]``: the drafted token of each row; -1: none to accept.
-        token_ids: int32 ``[T]``: what the target read in each row.
-        positions: int64 ``[T]``.
-        modes, root_positions, state_rows: int32 ``[R]``.
-        temperatures: float32 ``[R]``.
-        seeds: int64 ``[R]``.
-        slots: int32 or int64 ``[R]``: as given.
-    """
-
-    tokens: Tensor
-    token_ids: Tensor
-    positions: Tensor
-    modes: Tensor
-    root_positions: Tensor
-    state_rows: Tensor
-    temperatures: Tensor
-    seeds: Tensor
-    slots: Tensor
+    tokens: Tensor  # int64 ``[T]``: the drafted token of each row; -1: none to accept
+    token_ids: Tensor  # int32 ``[T]``: what the target read in each row
+    positions: Tensor  # int64 ``[T]``
+    modes: Tensor  # int32 ``[R]``
+    root_positions: Tensor  # int32 ``[R]``
+    state_rows: Tensor  # int32 ``[R]``
+    temperatures: Tensor  # float32 ``[R]``
+    seeds: Tensor  # int64 ``[R]``
+    slots: Tensor  # int32 or int64 ``[R]``: as given
 
     @staticmethod
     def empty(rows: int, slots: Tensor) -> VerifierInputs:

@@ -5,8 +5,6 @@ rows is a chain whose context ends before its first row: the keys of earlier run
 by then. Trees stay whole. One launch, and so one CUDA graph, serves every mix of both.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)

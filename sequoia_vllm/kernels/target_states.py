@@ -6,8 +6,6 @@ it. The target's forward has states of all nodes of a tree: those of the accepte
 scattered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import triton

@@ -6,8 +6,6 @@ multiprocessor. Where a batch has few rows, most of the GPU has nothing else to 
 looks at all rows at once, visited or not.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -27,21 +27,15 @@ class TraversalOrder:
 
     The k-th child (from 0) of a node has its turn k + 1 waves after the node's own: then its
     earlier siblings are rejected. A node is closed in the wave after its last child's turn.
-
-    Attributes:
-        nodes: int32 ``[N, 6]``: parent, rank, previous sibling (-1: none), depth; and places in
-            the order in which paths are tried, of the first leaf at or below the node, and of
-            the node itself.
-        decided_in: int32 ``[2, N]``: the wave of a node's turn, and the one that closes it.
-        waves: For each: int32 ``[n]``, nodes whose turn it is; or -node: it is closed. Nodes
-            ascending.
-        sizes: For each: the nodes of ``waves`` on the host.
     """
 
     nodes: Tensor
-    decided_in: Tensor
+    """int32 ``[N, 6]``: parent, rank, previous sibling (-1: none), depth; and places in the order
+    in which paths are tried, of the first leaf at or below the node, and of the node itself."""
+    decided_in: Tensor  # int32 ``[2, N]``: the wave of a node's turn, and the one that closes it
     waves: Sequence[Tensor]
-    sizes: Sequence[NDArray[np.int64]]
+    """For each: int32 ``[n]``, nodes whose turn it is; or -node: it is closed. Nodes ascending."""
+    sizes: Sequence[NDArray[np.int64]]  # for each: the nodes of ``waves`` on the host
 
     @classmethod
     def of(cls, parents: Sequence[int], device: torch.device) -> TraversalOrder:
@@ -49,7 +43,6 @@ class TraversalOrder:
 
         Args:
             parents: Each node's parent, -1 for the root; below the node's own index.
-            device: Where tensors go.
         """
         count = len(parents)
         children: list[list[int]] = [[] for _ in parents]

@@ -17,8 +17,6 @@ rejection adds ``(c / chance) / s`` to a. With S = ``chance`` * (new c) / c, ``c
 ``S / (S + 1 - chance)``.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

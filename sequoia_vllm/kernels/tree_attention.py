@@ -11,11 +11,8 @@ positions are divided into splits, and a second launch merges their results. Lau
 on nothing that only the device knows: a CUDA graph may hold the launches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,7 +20,6 @@ import torch
 import triton
 from torch import Tensor
 
-from sequoia_vllm.attention.tree_attention import within_window
 from sequoia_vllm.kernels.attention_tiles import (
     HOPPER,
     MAX_ROWS,
@@ -31,10 +27,10 @@ from sequoia_vllm.kernels.attention_tiles import (
     choose_splits,
     choose_tile,
 )
+from sequoia_vllm.kernels.node_masks import NodeMask
 from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
 from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 
-_WORD_BITS = 32
 _SPLITS_AT_ONCE = 16
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8_CAPABILITY = 89
@@ -52,18 +48,14 @@ class TreeAttentionWorkspace:
 
     Args:
         head_size: Largest of the layers that use it.
-        device: Where the layers run.
         processors: Multiprocessors to occupy; the device's own if not given.
-
-    Attributes:
-        processors: See the argument.
-        capability: Compute capability of the device, times ten.
     """
 
     def __init__(
         self, head_size: int, device: torch.device | str, processors: int | None = None
     ) -> None:
         device = torch.device(device)
+        # The compute capability is times ten.
         self.processors, self.capability = _processors_and_capability(device)
         if processors is not None:
             self.processors = processors
@@ -91,98 +83,6 @@ class TreeAttentionWorkspace:
         return self._memory[:outputs], self._memory[outputs : outputs + rows]
 
 
-def pack_ancestors(ancestors: Tensor) -> Tensor:
-    """Packs a tree's ancestor matrix for `tree_attention`.
-
-    Args:
-        ancestors: bool ``[N, N]``: ``ancestors[i, j]`` says that node i sees node
-            j (itself or an ancestor), so j <= i. On any device.
-
-    Returns:
-        int32 ``[N, ceil(N / 32)]`` on that device: node j is bit j % 32 of word
-        j // 32.
-
-    Raises:
-        ValueError: If the matrix is not square, or if a node would see a later
-            one, which need not be in the cache yet.
-    """
-    if ancestors.ndim != 2 or ancestors.shape[0] != ancestors.shape[1]:
-        raise ValueError(f"expected a square matrix, got {list(ancestors.shape)}")
-    if ancestors.triu(1).any():
-        raise ValueError("a node cannot see a later node")
-    return _pack(ancestors)
-
-
-def _pack(ancestors: Tensor) -> Tensor:
-    nodes = len(ancestors)
-    words = -(-nodes // _WORD_BITS)
-    bits = torch.zeros(nodes, words * _WORD_BITS, dtype=torch.int64, device=ancestors.device)
-    bits[:, :nodes] = ancestors
-    weights = 1 << torch.arange(_WORD_BITS, device=ancestors.device)
-    packed = (bits.view(nodes, words, _WORD_BITS) * weights).sum(dim=2)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-
-
-@dataclass(frozen=True)
-class NodeMask:
-    """The mask of a tree: which nodes see which. `tree_attention` takes it.
-
-    Attributes:
-        words: int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`; or ``[S, ...]`` by request slot.
-        depths: int32 ``[N]``: of each node below its root; or ``[S, N]``.
-        window: The window that the words are for: positions that a node sees, its own
-            included; None: all.
-        ahead: Nodes later than itself that a node may see at most: 0 in a tree.
-    """
-
-    words: Tensor
-    depths: Tensor
-    window: int | None = None
-    ahead: int = 0
-
-    @classmethod
-    def of(cls, ancestors: Tensor, window: int | None = None) -> NodeMask:
-        """Mask of a bool ``[N, N]`` for `pack_ancestors`, or of a block, whose nodes all see all.
-
-        Or the masks of ``[S, N, N]``.
-
-        Raises:
-            ValueError: See `pack_ancestors`.
-        """
-        if ancestors.ndim == 3:
-            masks = [cls.of(tree, window) for tree in ancestors]
-            words = torch.stack([mask.words for mask in masks])
-            return cls(words, torch.stack([mask.depths for mask in masks]), window)
-        nodes = len(ancestors)
-        depths, within = within_window(ancestors, window or nodes)
-        depths = depths.to(torch.int32)
-        if nodes > 1 and ancestors.all():
-            return cls(_pack(within), depths, window, ahead=nodes - 1)
-        return cls(pack_ancestors(within), depths, window)
-
-
-class NodeMasks:
-    """The masks of the few matrices and windows that an engine has, each made once."""
-
-    def __init__(self) -> None:
-        # By identity; the matrix is kept alive, so that no other one gets its id.
-        self._made: dict[tuple[int, int | None], tuple[Tensor, NodeMask]] = {}
-
-    def of(self, ancestors: Tensor, window: int | None = None) -> NodeMask:
-        """Mask of a bool ``[N, N]`` that does not change, or ``[S, N, N]``: see `repack`."""
-        key = id(ancestors), window
-        if key not in self._made:
-            self._made[key] = ancestors, NodeMask.of(ancestors, window)
-        return self._made[key][1]
-
-    def repack(self, slot: int) -> None:
-        """Makes a request slot's masks again, in place, after its trees have changed."""
-        for ancestors, mask in self._made.values():
-            if ancestors.ndim == 3:
-                own = NodeMask.of(ancestors[slot], mask.window)
-                mask.words[slot], mask.depths[slot] = own.words, own.depths
-
-
 def tree_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -200,7 +100,6 @@ def tree_attention(
     workspace: TreeAttentionWorkspace,
     output: Tensor,
     max_queries: int | None = None,
-    written: Tensor | None = None,
     max_slots: int | None = None,
     max_keys: int | None = None,
     context_lse: Tensor | None = None,
@@ -235,10 +134,7 @@ def tree_attention(
         workspace: On the same device, and of no other stream.
         output: Like ``query``, as wide as values; its strides may differ.
         max_queries: Bound on a request's rows; N - first_node if not given.
-        written: int32 ``[R]``: so many of a request's rows, its first ones, have a key and a
-            value in the cache. Nobody sees others, whose rows get numbers without meaning;
-            None: all have.
-        max_slots: Nor do nodes from this position on; None: all that have a block do.
+        max_slots: Nobody sees positions from this one on, either; None: all that have a block.
         max_keys: Upper bound of the positions of any request, its nodes included; None: what
             its blocks hold. It sets the number of splits: speed and rounding.
         context_lse: float32 ``[Hq, T]``, rows of any stride: ``output`` holds the attention
@@ -308,11 +204,10 @@ def tree_attention(
     shared = _shared_constants(group, head_size, tile.keys, mask.window is not None)
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
         query, key_cache, value_cache, block_table, context_lens, query_start_loc,
-        context_lens if written is None else written,
         slots, mask.words, mask.depths, key_scale, value_scale, partial_output, partial_lse, output,
         partial_lse if context_lse is None else context_lse, query if sinks is None else sinks,
         scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, first_node,
-        splits, row_tiles, max_positions, int(written is None),
+        splits, row_tiles, max_positions,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_table.stride(0), rows_per_slot(mask.words, 2), mask.words.stride(-2),
         output.stride(0), output.stride(1),
@@ -352,7 +247,6 @@ def attend_to_contexts(
     request see the same keys, so no mask is needed.
 
     Args:
-        flash_attn_varlen_func: vLLM's.
         version: FlashAttention's: 2 or 3.
         query, key_cache, value_cache, block_table, context_lens, query_start_loc, scale,
             output: See `tree_attention`.

@@ -18,8 +18,6 @@ Maxima and log-sum-exps are in base 2, of scores times ``scale`` (which therefor
 holds log2(e) too), capped softly or not.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -145,18 +143,18 @@ def _attend_block(
 @triton.jit(
     do_not_specialize=[
         "first_node", "splits", "row_tiles", "max_positions", "table_stride", "slot_rows",
-        "ancestors_stride", "context_lse_stride", "window", "ahead", "all_written",
+        "ancestors_stride", "context_lse_stride", "window", "ahead",
     ],
     do_not_specialize_on_alignment=[
-        "block_table", "context_lens", "query_start_loc", "written", "slots", "ancestors", "depths",
+        "block_table", "context_lens", "query_start_loc", "slots", "ancestors", "depths",
         "key_scale", "value_scale", "context_lse", "sinks",
     ],
 )  # fmt: skip
 def tree_attention_kernel(
-    query, key_cache, value_cache, block_table, context_lens, query_start_loc, written, slots,
+    query, key_cache, value_cache, block_table, context_lens, query_start_loc, slots,
     ancestors, depths, key_scale, value_scale, partial_output, partial_lse, output, context_lse,
     sinks,
-    scale, soft_cap, window, ahead, first_node, splits, row_tiles, max_positions, all_written,
+    scale, soft_cap, window, ahead, first_node, splits, row_tiles, max_positions,
     query_token_stride, query_head_stride,
     key_block_stride, key_slot_stride, key_head_stride,
     value_block_stride, value_slot_stride, value_head_stride,
@@ -219,11 +217,9 @@ def tree_attention_kernel(
         scale *= tl.load(key_scale) if SCALES_IN_MEMORY else key_scale
 
     # Nodes later than the tile's last, and as many ahead as a node may see, are seen by no
-    # row here. What nobody wrote is not read: it may be NaN, which a weight of 0 leaves NaN,
-    # in all rows. So it is past the last written row, and past the positions that there are:
-    # nodes there are beyond the model's length, and not used.
-    num_written = tl.load(written + request, mask=all_written == 0, other=num_queries)
-    last_seen = tl.minimum((tile * ROWS + ROWS - 1) // GROUP + ahead, num_written - 1)
+    # row here. Nor are the positions past those that there are read: nodes there are beyond the
+    # model's length, and not used. What they hold may be NaN, which a weight of 0 leaves NaN.
+    last_seen = tl.minimum((tile * ROWS + ROWS - 1) // GROUP + ahead, num_queries - 1)
     end = tl.minimum(context + first_node + last_seen + 1, max_positions)
     split_end = tl.minimum(split_start + split_blocks * KEYS, end)
     unmasked_end = tl.maximum(tl.minimum(split_end, context) // KEYS * KEYS, split_start)

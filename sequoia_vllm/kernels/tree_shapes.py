@@ -3,8 +3,6 @@
 rows (nodes), is for all requests. With one more in front each request slot has its own.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -8,9 +8,6 @@ children lower the tokens below that end. It is known to a `RESOLUTION`, with al
 weighed alike, and is `RANGE` below the best token at the latest: any Q is lossless.
 """
 
-from __future__ import annotations
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,7 +41,7 @@ def lowest_inside(
     min_p: Tensor,
     modes: Tensor,
     found: Tensor,
-    workspace: Tensor | None = None,
+    workspace: Tensor,
 ) -> None:
     """The lowest raw logit in the nucleus of each of m rows of R requests.
 
@@ -61,13 +58,10 @@ def lowest_inside(
         modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
         found: float32 ``[R * m]``, written: -inf where all is inside, and where a request
             is neither SAMPLED nor SEEDED.
-        workspace: int32, `workspace_size` of it; None: allocated here.
+        workspace: int32, `workspace_size` of it.
     """
     rows, vocabulary = logits.shape
     width, num_blocks = rows // len(modes), triton.cdiv(vocabulary, _BLOCK)
-    if workspace is None:
-        size = workspace_size(rows, vocabulary)
-        workspace = torch.empty(size, dtype=torch.int32, device=logits.device)
     count_bins_kernel[(rows, num_blocks)](
         logits, logits.stride(0), temperature, top_k, top_p, min_p, modes, width, vocabulary,
         workspace, BLOCK=_BLOCK, BINS=_BINS, num_warps=_COUNTING_WARPS,

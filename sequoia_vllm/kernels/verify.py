@@ -1,7 +1,5 @@
 """Verification of token trees on the GPU: one launch, or two, and nothing waits for the host."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton
@@ -28,55 +26,38 @@ class TreesToVerify:
 
     Request r's rows are ``cu_num_logits[r]`` to ``cu_num_logits[r + 1]``, one per node, the
     root first. With one row it has no drafts and emits one token; with none, it emits nothing.
-
-    Attributes:
-        logits: ``[rows, V]``, float32, bfloat16 or float16: the target's, final but for
-            ``target_temperatures`` (with penalties and truncation; excluded tokens
-            -inf). A row needs one finite entry, and has neither NaN nor +inf.
-        target_temperatures: float32 ``[R]``, positive in mode SAMPLED, and not used in
-            others: what logits are to be divided by.
-        tokens: int32 or int64 ``[rows]``: each node's drafted token; the root's is
-            not read.
-        target_tokens: int64 ``[rows]``: the target's token after each node. Not read
-            in mode SAMPLED.
-        cu_num_logits: int32 ``[R + 1]``.
-        modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
-        positions: int32 ``[R]``: the root's position.
-        seeds: int64 ``[R]``: of the request's random numbers.
-        slots: int32 or int64 ``[R]``: request slot of each.
-        children: int32 ``[N, b]`` or ``[slots, N, b]``: nodes below each in draft order, then -1.
-        inner_index: int32 ``[N]`` or ``[slots, N]``: where a node's draft logits are; leaves: -1.
-        draft_logits: ``[S, I, V]``, any of the types above: what children were drawn
-            from.
-        draft_stats: float32 ``[S, I, 2]``: maximum of logits / temperature, and sum
-            of exp(logits / temperature - maximum).
-        state_rows: int32 or int64 ``[R]``: the request's row in those two.
-        draft_temperatures: float32 ``[R]``, positive.
-        sampled_tokens: int64 ``[R, W]``, W > D; written: the accepted path's tokens,
-            the target's own token after it, then -1.
-        num_sampled: int32 ``[R]``; written: how many those are.
-        accepted: int32 ``[R, D]``, D at least the tree's depth; written: the accepted
-            path below the root, then -1.
     """
 
     logits: Tensor
+    """``[rows, V]``, float32, bfloat16 or float16: the target's, final but for
+    ``target_temperatures`` (with penalties and truncation; excluded tokens -inf). A row needs one
+    finite entry, and has neither NaN nor +inf."""
     target_temperatures: Tensor
-    tokens: Tensor
+    """float32 ``[R]``, positive in mode SAMPLED, and not used in others: what logits are to be
+    divided by."""
+    tokens: Tensor  # int32 or int64 ``[rows]``: each node's drafted token; the root's is not read
     target_tokens: Tensor
-    cu_num_logits: Tensor
-    modes: Tensor
-    positions: Tensor
-    seeds: Tensor
-    slots: Tensor
-    children: Tensor
-    inner_index: Tensor
-    draft_logits: Tensor
+    """int64 ``[rows]``: the target's token after each node. Not read in mode SAMPLED."""
+    cu_num_logits: Tensor  # int32 ``[R + 1]``
+    modes: Tensor  # int32 ``[R]``, of `sequoia_vllm.kernels.modes`
+    positions: Tensor  # int32 ``[R]``: the root's position
+    seeds: Tensor  # int64 ``[R]``: of the request's random numbers
+    slots: Tensor  # int32 or int64 ``[R]``: request slot of each
+    children: Tensor  # int32 ``[N, b]``, or by slot: nodes below each in draft order, then -1
+    inner_index: Tensor  # int32 ``[N]``, or by slot: where a node's draft logits are; leaves: -1
+    draft_logits: Tensor  # ``[S, I, V]``, any of the types above: what children were drawn from
     draft_stats: Tensor
-    state_rows: Tensor
-    draft_temperatures: Tensor
+    """float32 ``[S, I, 2]``: maximum of logits / temperature, and sum of exp(logits / temperature -
+    maximum)."""
+    state_rows: Tensor  # int32 or int64 ``[R]``: the request's row in those two
+    draft_temperatures: Tensor  # float32 ``[R]``, positive
     sampled_tokens: Tensor
-    num_sampled: Tensor
+    """int64 ``[R, W]``, W > D; written: the accepted path's tokens, the target's own token after
+    it, then -1."""
+    num_sampled: Tensor  # int32 ``[R]``; written: how many those are
     accepted: Tensor
+    """int32 ``[R, D]``, D at least the tree's depth; written: the accepted path below the root,
+    then -1."""
 
     @property
     def vocabulary(self) -> int:
@@ -154,7 +135,6 @@ def verify_trees(
     up in another order.
 
     Args:
-        trees: What to verify.
         tables: What the launcher needs of the tree (`VerificationMethod.tree_tables`): nothing.
         any_sampled, any_matched: False saves launches, where no request is in mode SAMPLED,
             or all are.

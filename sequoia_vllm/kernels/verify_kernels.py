@@ -12,8 +12,6 @@ Rounding moves the emitted law by some 1e-6: a residual whose small c makes its
 rounding large is reached with probability c.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

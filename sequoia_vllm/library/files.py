@@ -96,8 +96,7 @@ class AcceptanceFile(FileModel):
     """Same shape: times a node with at least k + 1 children was reached."""
     low: Table | None = Field(default=None, description="Same shape: 95 % interval, lower end.")
     high: Table | None = Field(default=None, description="Same shape: 95 % interval, upper end.")
-    calibration: CalibrationState | None = None
-    """Written by `tune`: the counts, and how far it came."""
+    calibration: CalibrationState | None = None  # by `tune`: the counts, and how far it came
     provenance: dict[str, Any] = Field(default_factory=dict)
     """Free form: argv, versions, hashes of models and prompts."""
 
@@ -165,8 +164,7 @@ class TreeEntry(FileModel):
     """[first, last, drafts] for ranges of batch sizes, without gaps from 1; each request drafts
     that prefix of the tree; 0: no speculation."""
     estimates: list[ScheduleEstimate] = Field(min_length=1)
-    verification: MethodName | None = None
-    """What it was measured to be better with; none: not measured."""
+    verification: MethodName | None = None  # what it was better with; none: not measured
 
     @model_validator(mode="after")
     def _consistent(self) -> TreeEntry:

@@ -67,24 +67,17 @@ class TreeLibrary:
     Args:
         shipped, user: Their directories; None: the default ones.
 
-    Attributes:
-        readable: Directory of the user's own trees; None: this user has none.
-
     Raises:
         LibraryError, ProfileError, AcceptanceError: From any method; names the file and field.
     """
 
     def __init__(self, shipped: Path | None = None, user: Path | None = None) -> None:
         self.shipped = shipped or shipped_directory()
-        self.readable = user or readable_directory()
+        self.readable = user or readable_directory()  # None: this user has none
 
     @property
     def user(self) -> Path:
-        """`readable`, to write to.
-
-        Raises:
-            LibraryError: If this user has none; names the fix.
-        """
+        """`readable`, to write to; raises LibraryError if this user has none; names the fix."""
         return self.readable or user_directory()
 
     def devices(self) -> list[str]:

@@ -110,8 +110,6 @@ def interrupted_by() -> int | None:
 
 
 class _Signals:
-    """The handler of both signals."""
-
     first: int | None = None  # the first signal that came within the last block
     is_used = False  # whether a block is open
     # What was blocked before a fork that is being made; never changed in place.

@@ -228,9 +228,6 @@ class Watch:
     """Flushes the counters of busy engines every second, and takes away gauges of idle ones.
 
     A thread does it, as steps may end at any time. It ends when all engines are idle.
-
-    Args:
-        metrics: Those of the engines.
     """
 
     def __init__(self, metrics: TreeMetrics) -> None:

@@ -35,16 +35,13 @@ class TreeError(SequoiaError, ValueError):
 class TokenTree:
     """An immutable tree of draft tokens, stored so that every prefix is a tree.
 
-    Attributes:
-        parents: Parent of each node; ``parents[0] == -1`` and
-            ``0 <= parents[i] < i`` for the others. The k-th child of a node,
-            in index order, is its k-th draft (the acceptance vector's p[k]).
-
     Raises:
         TreeError: If ``parents`` is not a tree in this order; names the node.
     """
 
     parents: tuple[int, ...]
+    """Parent of each node; ``parents[0] == -1`` and ``0 <= parents[i] < i`` for the others. The
+    k-th child of a node, in index order, is its k-th draft (the acceptance vector's p[k])."""
 
     def __post_init__(self) -> None:
         parents = tuple(_checked_index(i, parent) for i, parent in enumerate(self.parents))

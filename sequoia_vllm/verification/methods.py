@@ -18,8 +18,7 @@ class VerificationMethod:
     name: str
     host: str  # verifies on the host (Model Runner V1); called as `walk.walk_tree` is
     kernel: str  # launches the kernels (Model Runner V2); called as `kernels.verify.verify_trees`
-    compiled: str | None = None
-    """Called once at start, compiles what ``host`` runs; None: nothing is compiled."""
+    compiled: str | None = None  # called once at start, compiles what ``host`` runs; None: nothing
     tables: str | None = None
     """Called with a tree's parents and a device, makes what ``kernel`` needs of the tree; None:
     nothing."""
@@ -52,11 +51,7 @@ _METHODS: dict[str, VerificationMethod] = {}
 
 
 def register(method: VerificationMethod) -> None:
-    """Adds a method.
-
-    Raises:
-        ValueError: There is another one of its name.
-    """
+    """Adds a method; raises ValueError if there is another one of its name."""
     if _METHODS.setdefault(method.name, method) != method:
         raise ValueError(f"there is a method {method.name!r} of verification already")
 

@@ -5,8 +5,6 @@ odds. The text is known before a step draws anything. So Q is still a function o
 alone, children are drawn from it as ever, and the verifiers need not know of this.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

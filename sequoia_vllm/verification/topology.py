@@ -111,8 +111,7 @@ class VerifyResult:
     accepted_nodes: Tensor  # int64 ``[B, D]``: the accepted path below the root, then -1
     output_tokens: Tensor
     """int64 ``[B, D + 1]``: the tokens of that path, the target's own token after it, then -1."""
-    num_accepted: Tensor
-    """int64 ``[B]``: length of the path, so a request emits ``num_accepted + 1`` tokens."""
+    num_accepted: Tensor  # int64 ``[B]``: length of the path; one token more is emitted
 
 
 def _check_parents(parents: Tensor) -> None:

@@ -103,7 +103,6 @@ def _traverse(
 def _result(
     topology: Topology, tokens: Tensor, accepted: Tensor, last_tokens: Tensor
 ) -> VerifyResult:
-    """The paths down to the accepted nodes."""
     requests = torch.arange(len(tokens))
     count = topology.depths[requests, accepted]
     path = tokens.new_full((len(tokens), topology.max_depth), -1)

@@ -26,8 +26,7 @@ _BYTE_LEVEL_SHARE = 0.99
 class Vocabulary:
     """The tokens of one model's tokenizer."""
 
-    texts: Mapping[int, bytes]
-    """What each token that stands for text stands for, by number; see `token_texts`."""
+    texts: Mapping[int, bytes]  # texts of tokens that stand for one, by number: `token_texts`
     byte_pieces: frozenset[int] = frozenset()
     """The ones that stand for a byte, which no other token has as a rule: "<0x0A>"."""
     controls: Mapping[int, str] = field(default_factory=dict)

@@ -15,9 +15,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine import hooks
-from sequoia_vllm.engine.common.loaded_requests import is_loaded
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core import eligibility
 from sequoia_vllm.engine.core import scheduling_ahead as scheduling
 from sequoia_vllm.engine.core.eligibility import ends_with, most_committed, never_drafts

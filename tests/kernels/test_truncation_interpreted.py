@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
-from sequoia_vllm.kernels.truncation import LOWERED_BY, RANGE, RESOLUTION, lowest_inside
+from sequoia_vllm.kernels.truncation import (
+    LOWERED_BY,
+    RANGE,
+    RESOLUTION,
+    lowest_inside,
+    workspace_size,
+)
 from sequoia_vllm.verification import sampling as readable
 from sequoia_vllm.verification.sampling import Truncation, lower_outside
 from tests.support.drawing import draft_distribution, draw, sampled_reference
@@ -32,7 +38,8 @@ def ends(logits, temperature, modes, settings):
     found = torch.full((len(logits),), torch.nan)
     modes = torch.zeros(requests, dtype=torch.int32) + torch.as_tensor(modes, dtype=torch.int32)
     own = parameters(requests, *settings)
-    lowest_inside(logits, temperature, modes=modes, found=found, **own)
+    workspace = torch.empty(workspace_size(*logits.shape), dtype=torch.int32)
+    lowest_inside(logits, temperature, modes=modes, found=found, workspace=workspace, **own)
     return found
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from sequoia_vllm.kernels.tree_attention import NodeMask, TreeAttentionWorkspace, tree_attention
+from sequoia_vllm.kernels.node_masks import NodeMask
+from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 from tests.oracles.attention import (
     dense_attention,
     gathered,

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,19 +151,18 @@ def test_a_filesystem_without_direct_reads(disk, monkeypatch):
 
 
 def test_the_filesystem_of_a_directory(disk, monkeypatch):
-    mounts = disk / "mounts"
-    below = disk / "with space" / "data"
-    below.mkdir(parents=True)
-    (disk / "with space2").mkdir()
-    escaped = str(disk / "with space").replace(" ", "\\040")
-    lines = ["disk / ext4 rw 0 0", f"a {escaped} xfs rw 0 0", f"b {escaped} btrfs rw 0 0"]
-    mounts.write_text("\n".join(lines) + "\n")
-    ordinary = weight_file.Path
-    monkeypatch.setattr(
-        weight_file, "Path", lambda path: mounts if path == "/proc/mounts" else ordinary(path)
-    )
-    assert weight_file.filesystem_of(below) == "btrfs"
-    assert weight_file.filesystem_of(disk / "with space2") == "ext4"
+    own, beside = disk / "with space", disk / "with space2"
+    (own / "data").mkdir(parents=True)
+    beside.mkdir()
+    mounts = [
+        SimpleNamespace(mountpoint=str(place), fstype=kind)
+        for place, kind in (("/", "ext4"), (own, "xfs"), (own, "btrfs"))
+    ]
+    monkeypatch.setattr(weight_file, "disk_partitions", lambda all: mounts)
+    assert weight_file.filesystem_of(own / "data") == "btrfs"
+    assert weight_file.filesystem_of(beside) == "ext4"
+    monkeypatch.undo()
+    assert weight_file.filesystem_of(Path("/proc")) == "proc"
 
 
 def test_nothing_is_read_after_the_end(file):

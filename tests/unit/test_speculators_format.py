@@ -8,8 +8,7 @@ pytest.importorskip("vllm")
 from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
 from sequoia_vllm.drafters.fields import Fields
-from sequoia_vllm.drafters.recognition import recognise
-from sequoia_vllm.drafters.speculators import without_format
+from sequoia_vllm.drafters.recognition import recognise, without_format
 from sequoia_vllm.hardware.model_config import read_shape
 
 LAYER = {

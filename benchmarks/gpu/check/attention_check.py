@@ -10,7 +10,8 @@ from torch import Tensor
 from benchmarks.gpu.check.paged import PagedCache
 from benchmarks.gpu.check.stage import KernelRun
 from benchmarks.gpu.check.timing import copy_bytes_per_second
-from sequoia_vllm.kernels.tree_attention import NodeMask, TreeAttentionWorkspace, tree_attention
+from sequoia_vllm.kernels.node_masks import NodeMask
+from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 from tests.oracles.attention import random_ancestors, tree_attention_reference
 
 # A row's error over its norm: so many units in the last place of the output's dtype.

@@ -99,7 +99,6 @@ class CandidateLogits(BlockLogits):
         scores: ``[R, L, K, K]``: score of each candidate (last axis) after each candidate of the
             level above; on the first level all K rows are equal.
         vocab_size: V.
-        dtype: Type of the logits.
     """
 
     def __init__(

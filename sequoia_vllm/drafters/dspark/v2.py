@@ -14,7 +14,6 @@ class MarkovLogits(BlockLogits):
 
     Args:
         base: ``[R, L, V']``: logits of each level over the tokens that the head drafts.
-        model: vLLM's.
         drafted: int64 ``[V']``: the target's ids of these tokens; None: the same ids, perhaps
             more than the target has.
         vocab_size: V, of the target.

@@ -6,9 +6,13 @@ the statistics that vLLM sends to the front end with each step, if statistics ar
 Where the engine core takes one step at a time, vLLM sends its workers three messages per step: run
 the target, sample, and say which tokens were drafted. Here the first also samples, unless masks of
 grammars are added, and drafts come with the sampled tokens. A step ahead nothing is changed.
+
+The other way go requests that begin on keys which a KV connector loaded. A connector may have
+stored a block before the draft read its tokens. So a draft model reads them again.
 """
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +23,7 @@ from sequoia_vllm.metrics.prometheus import Reason
 
 REPORT = "sequoia_report"  # field that is added to SchedulerStats
 _OUTCOME = "sequoia_outcome"  # set on a step's ModelRunnerOutput
+_LOADED = "sequoia_loaded"  # set on its SchedulerOutput, which executors pickle as a whole
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,7 @@ class StepOutcome:
     """Most drafts to schedule per request while a measuring tool, or a draft that failed, limits
     them."""
     has_failed: bool = False  # whether the draft has
-    drafts: Any = None
-    """vLLM's `DraftTokenIds` of the step; None: the engine core has to ask for them."""
+    drafts: Any = None  # vLLM's `DraftTokenIds` of the step; None: the engine core must ask
     drafting: tuple[float, ...] | None = None
     """Seconds from the outcomes of steps to the ends of their drafting, of the steps that have
     ended since, in order; None: outcomes come after drafting."""
@@ -85,3 +89,13 @@ def add_report_field() -> None:
     setattr(SchedulerStats, REPORT, None)
     SchedulerStats.__annotations__[REPORT] = annotation
     [SchedulerStats.__dataclass_fields__[REPORT]] = dataclasses.fields(made)
+
+
+def mark_loaded(scheduler_output: Any, requests: Collection[str]) -> None:
+    """Tells workers which requests have loaded keys, for the step in which they begin."""
+    setattr(scheduler_output, _LOADED, frozenset(requests))
+
+
+def is_loaded(scheduler_output: Any, request_id: str) -> bool:
+    """Whether the request begins on loaded keys."""
+    return request_id in getattr(scheduler_output, _LOADED, ())

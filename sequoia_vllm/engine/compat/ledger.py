@@ -36,8 +36,7 @@ class Expected:
     """An attribute of vLLM, and how it must look."""
 
     path: str  # ``module:attribute[.attribute]``; the last may be a field of a dataclass
-    parameters: tuple[str, ...] | None = None
-    """Names of its parameters in order; None: it only must exist."""
+    parameters: tuple[str, ...] | None = None  # its parameters' names; None: it must exist
     may_grow: bool = False
     """We only call it, and pass no more than ``parameters``: others may follow if they are
     optional. What we override must take exactly these."""

@@ -43,7 +43,6 @@ def new_adapter(vllm_config: Any, lookup: list[int] | None) -> SchedulerAdapter 
     """What decides how much an engine drafts; None: it does not adapt.
 
     Args:
-        vllm_config: The engine's.
         lookup: Drafts by batch size, from 0 on, as vLLM's scheduler has them.
     """
     settings = SequoiaSettings.of(vllm_config)
@@ -104,7 +103,6 @@ class SchedulerAdapter:
 
         Args:
             scheduled: vLLM's `SchedulerOutput` of the step.
-            outcome: What its worker says.
             gained: See `Step`.
             now: When its outcome came, by ``time.perf_counter``.
             is_busy: Whether requests go on.

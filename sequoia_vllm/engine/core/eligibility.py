@@ -50,7 +50,6 @@ def is_longer_than_draft(vllm_config: Any, prompt: Sequence[int] | None) -> bool
     """Whether a prompt ends where the draft cannot follow, though the target can.
 
     Args:
-        vllm_config: The engine's; the draft's length is in it.
         prompt: Its tokens; None: they are not known.
     """
     longest: int = vllm_config.speculative_config.draft_model_config.max_model_len
@@ -88,7 +87,6 @@ def most_committed(
 
     Args:
         sampling_params, thinks_first: See `reason_without_drafts`.
-        prompt_tokens: Tokens of its prompt.
         longest: The most committed tokens with which any request gets a tree.
     """
     if never_drafts(sampling_params, thinks_first):
@@ -115,7 +113,6 @@ def requests_to_read(
     """Which requests get a tree, now or later, bool ``[requests]``: the draft reads no others.
 
     Args:
-        sampling_params: Of each request.
         thinks_first, longest: See `most_committed`.
         prompt_tokens: int ``[requests]``: tokens of each prompt.
         committed: int64 ``[requests]``: how many tokens each request has.

@@ -48,9 +48,7 @@ class _Walked:
 class TreeGrammars:
     """vLLM's `StructuredOutputManager` for a Sequoia engine's scheduler.
 
-    Attributes:
-        manager: The engine core's, which does all but what is here.
-        tree: Every request drafts its first nodes.
+    ``manager`` is the engine core's, which does all but what is here.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -141,13 +139,11 @@ def fill_nodes(
 
     Args:
         grammar: vLLM's `StructuredOutputGrammar` of the request, at its root.
-        request_id: For the grammar's messages.
         tree: The engine's; the request drafts its first nodes.
         tokens: Tokens of nodes 1, 2, ...; -1: none.
         masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is
             filled. Nodes that the grammar forbids, and whatever is below, keep what is there:
             no path leads to them.
-        stand_ins: What replaces forbidden tokens, if anything.
 
     Returns:
         The tokens to score: ``tokens``, some of them replaced.

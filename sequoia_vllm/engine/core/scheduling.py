@@ -16,9 +16,8 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from sequoia_vllm.engine.common.loaded_requests import mark_loaded
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, outcome_of
+from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, mark_loaded, outcome_of
 from sequoia_vllm.engine.core.adapting import new_adapter
 from sequoia_vllm.engine.core.eligibility import (
     has_custom_processors,
@@ -40,7 +39,6 @@ class DraftsAtMost:
 
     Args:
         drafts: At batch sizes 0 (not used), 1, 2, ...; it may change.
-        most: Drafts.
     """
 
     def __init__(self, drafts: list[int], most: int) -> None:
@@ -52,18 +50,7 @@ class DraftsAtMost:
 
 
 class TreeScheduling(Scheduler):
-    """vLLM's scheduler with trees, where it waits for a step's outcome; or before another one.
-
-    Attributes:
-        tree: The engine's; every request drafts its first nodes.
-        adapter: Decides how much to draft, by what steps take; None: it is as configured.
-        nobody_drafts: Whether the engine's logits processors keep all requests from drafting.
-        thinks: See `thinks_first`.
-        brought: Drafts that the last step's output brought, until `take_drafts`.
-        configured: Drafts by batch size without `draft_limit`; None: there was no limit yet.
-        loaded: Requests whose keys a connector has loaded, until they run.
-        draft_limit: Most drafts while a measuring tool, or a draft that failed, limits them.
-    """
+    """vLLM's scheduler with trees, where it waits for a step's outcome; or before another one."""
 
     dynamic_sd_lookup: Any
     num_lookahead_tokens: int
@@ -71,19 +58,22 @@ class TreeScheduling(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.tree = SequoiaSettings.of(self.vllm_config).tree
+        self.tree = SequoiaSettings.of(self.vllm_config).tree  # requests draft its first nodes
         # Drops drafts after the first that a grammar forbids, and fills the masks of a chain; a
         # node's is by its own path. Until: vLLM's manager is told the topology of drafts.
         self.structured_output_manager = TreeGrammars(self.structured_output_manager)
-        self.nobody_drafts = has_custom_processors(self.vllm_config)
+        self.nobody_drafts = has_custom_processors(self.vllm_config)  # no request ever does
         self.thinks = thinks_first(self.vllm_config)
-        self.brought: Any = None
-        self.configured: list[int] | None = None
+        self.brought: Any = None  # drafts from the last step's output, until `take_drafts`
+        # Most drafts while a measuring tool, or a draft that failed, limits them; without it those
+        # that are configured by batch size, from the first limit on.
         self.draft_limit: int | None = None
-        self.loaded: set[str] = set()
+        self.configured: list[int] | None = None
+        self.loaded: set[str] = set()  # requests whose keys a connector loaded, until they run
         self._has_said_too_long = False
         self._reported: StepReport | None = None
         self._report_again = 0.0
+        # Decides how much to draft, by what steps take; None: it is as configured.
         self.adapter = new_adapter(self.vllm_config, self.dynamic_sd_lookup)
         if self.adapter is not None:
             self.dynamic_sd_lookup = self.adapter.controller.lookup  # changed in place
@@ -152,7 +142,6 @@ class TreeScheduling(Scheduler):
         return drafts + beyond
 
     def _some_draft(self, scheduled: Any) -> bool:
-        """Whether one of the scheduled requests may ever draft."""
         return not self.nobody_drafts and any(
             not never_drafts(self.requests[request].sampling_params, self.thinks)
             for request in scheduled.num_scheduled_tokens

@@ -131,7 +131,6 @@ _Fitting = list[tuple[Drafter, KnownDrafter]]
 def _none_known(
     target: str, kinds: Collection[Drafter], taken: Collection[Drafter], others: _Fitting
 ) -> str:
-    """The message where only ``others`` are known, if any."""
     wanted = " or ".join(kind.short_name for kind in taken)
     named = f"no {wanted} is known for the target {target!r}"
     if others:

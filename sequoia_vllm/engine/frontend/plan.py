@@ -40,8 +40,7 @@ class Facts:
     pair: PairKey  # its models, on its device
     drafter: Drafter  # what the draft is
     levels: int | None = None  # levels of the deepest tree that the draft drafts; None: any number
-    most_nodes: int | None = None
-    """The largest tree over the target's layers, root included; None: any number."""
+    most_nodes: int | None = None  # nodes of the largest tree over the target's layers; None: any
     library: LibraryAnswer = None  # what the library answers, see `look_up`
     max_model_len: int | None = None  # longest request, in tokens; None: any
     file_name: str = ""  # what the pair's files are called, see `PairKey.file_name`
@@ -50,8 +49,7 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict)  # the plugin's and vLLM's
     not_kept: str | None = None  # why it can keep nothing for its next start; None: it can
     is_apart: bool = False  # whether several commands start its ranks, and each chooses a tree
-    shares_files: bool = True
-    """Whether the user has named a directory for trees, which may be shared."""
+    shares_files: bool = True  # whether the user named a directory for trees, perhaps shared
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,6 @@ def _as_chain(
 
 
 def _notes(config: SequoiaConfig, facts: Facts, choice: TreeChoice) -> Iterator[tuple[int, str]]:
-    """Lines for the log."""
     if facts.not_kept is not None and (config.adapts or config.is_tree_chosen):
         line = (
             "nothing that this engine learns is kept for its next start, and what was tuned or "

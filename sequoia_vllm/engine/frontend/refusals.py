@@ -9,7 +9,6 @@ from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters.registry import DRAFTERS, drafter
 from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.frontend.connectors import fault_of_connectors
 from sequoia_vllm.engine.offload import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.families import refusal_of
@@ -32,6 +31,18 @@ _PIPELINE_V2 = (
     "target's pipeline, without its first layers (its own method draft_model does not start "
     "with it either; vllm-project/vllm#50853 is on speculation in pipelines)"
 )
+# KV connectors that take committed tokens only, after the step that wrote them. Behind these lie a
+# tree's nodes.
+_COMMITTED_ONLY = frozenset({
+    "OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "NixlPullConnector",
+    "NixlPushConnector",
+})  # fmt: skip
+_REASONS = {
+    "ExampleConnector": "saves each layer within the target's forward, before a path is accepted",
+    "LMCacheConnectorV1": "may save each layer within the target's forward, before a path is "
+    "accepted, and does not count a draft model's layers",
+    "ExampleHiddenStatesConnector": "takes hidden states of nodes that may be rejected",
+}
 
 
 def refuse_model(model: Any, role: Role) -> None:
@@ -193,7 +204,7 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     draft = vllm_config.speculative_config.draft_model_config
     transfer = vllm_config.kv_transfer_config
-    connectors = None if transfer is None else fault_of_connectors(transfer)
+    connectors = None if transfer is None else _fault_of_connectors(transfer)
     return _present(
         {
             "a KV connector must take committed tokens only, after their step, and "
@@ -239,6 +250,30 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             ),
         }
     )
+
+
+def _fault_of_connectors(transfer: Any) -> str | None:
+    """Says why a connector must not run beside trees; None: it may.
+
+    Args:
+        transfer: vLLM's `KVTransferConfig`.
+    """
+    several = transfer.kv_connector_extra_config.get("connectors", ())
+    chosen = several if transfer.kv_connector == "MultiConnector" else [vars(transfer)]
+    faults = map(_fault_of_connector, chosen)
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _fault_of_connector(connector: dict[str, Any]) -> str | None:
+    name = connector["kv_connector"]
+    if connector.get("kv_connector_module_path") or name not in _COMMITTED_ONLY:
+        return f"{name} {_REASONS.get(name, 'was not read')}"
+    options = connector.get("kv_connector_extra_config", {})
+    if name.startswith("Nixl") and options.get("bidirectional_kv_xfer"):
+        return (
+            f"{name} with bidirectional_kv_xfer hands on what was accepted behind an answer's end"
+        )
+    return None
 
 
 def _shares_keys_of_two_sizes(model: Any) -> bool:

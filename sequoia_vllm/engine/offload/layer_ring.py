@@ -28,7 +28,6 @@ class LayerRing:
     read as far ahead as buffers are free. Used by one computing thread.
 
     Args:
-        file: Holds the layers.
         regions: Each layer's, in the order of computation, sealed.
         buffers: How many layers are in memory at once, at least 2.
 

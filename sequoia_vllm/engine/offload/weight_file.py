@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from psutil import disk_partitions  # vLLM depends on it
 
 from sequoia_vllm.errors import SequoiaError
 
@@ -135,7 +136,6 @@ class WeightFile:
         """Reads one chunk from the disk. From any thread.
 
         Args:
-            region: A sealed region.
             chunk: Which of ``region.chunks``.
             buffer: All of the region's bytes begin here, at a page.
 
@@ -176,20 +176,11 @@ class WeightFile:
 
 
 def filesystem_of(directory: Path) -> str:
-    """The type of the filesystem a directory lies on, as in ``/proc/mounts``.
-
-    Raises:
-        OffloadError: It is no directory.
-    """
+    """The type of the filesystem a directory lies on; raises OffloadError if it is none."""
     if not directory.is_dir():
         raise OffloadError(f"offload directory {directory} is no directory: make it, or name one")
     place = directory.resolve()
-    found = "unknown"
-    longest = -1
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, mounted, kind, *_ = line.split(" ")
-        point = Path(mounted.encode().decode("unicode_escape"))
-        # Where mounts lie over each other, the last one counts.
-        if place.is_relative_to(point) and len(point.parts) >= longest:
-            longest, found = len(point.parts), kind
-    return found
+    mounts = [one for one in disk_partitions(all=True) if place.is_relative_to(one.mountpoint)]
+    # Where mounts lie over each other, the last one counts.
+    found = max(reversed(mounts), key=lambda one: len(Path(one.mountpoint).parts), default=None)
+    return "unknown" if found is None else str(found.fstype)

@@ -157,7 +157,6 @@ def supported_layers(
     """Names of a loaded engine's attention layers, the draft's included.
 
     Args:
-        vllm_config: The engine's.
         unsupported: Why a layer of this name and implementation has no trees, or None.
 
     Raises:

@@ -1,7 +1,5 @@
 """Latent attention (MLA) on CPUs: vLLM's own, plus tree attention where a batch has trees."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -48,8 +48,6 @@ class DraftBlocks:
         """A request begins, or resumes after preemption.
 
         Args:
-            request: Any name for it.
-            block_ids: The ids of its blocks, for each cache group.
             num_computed_tokens: How many of its first tokens are in the prefix cache; the
                 blocks of the others hold nothing yet.
         """

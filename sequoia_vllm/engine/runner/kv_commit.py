@@ -31,7 +31,6 @@ def layers_by_cache(kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> l
     """The layers whose tokens move together: one slot mapping, caches of one layout.
 
     Args:
-        kv_caches: Each layer's cache, by name.
         metadata: Each layer's attention metadata of some step; layers that
             share one object now do so in every step.
     """

@@ -22,9 +22,7 @@ def trim_output(model: torch.nn.Module, rows: Tensor, config: Any) -> None:
     tensor-parallel group share the rows that are kept evenly, whoever had them.
 
     Args:
-        model: The draft, as vLLM loaded it.
         rows: int64 ``[n]``: the rows that logits ``[rows, n]`` are for, in this order.
-        config: vLLM's configuration of the draft.
 
     Raises:
         ConfigError: The layer is not one matrix with plain rows.

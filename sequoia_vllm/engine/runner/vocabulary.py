@@ -100,9 +100,7 @@ def draft_vocabulary(
     them.
 
     Args:
-        vllm_config: The engine's.
         model: The draft. With `SequoiaConfig.draft_vocabulary` its output layer is trimmed.
-        device: The engine's.
 
     Raises:
         ConfigError: The worker reads other tokenizers, or the output layer cannot be trimmed.
@@ -131,7 +129,6 @@ def tokens_to_draft(given: int | list[int], target: TokensOf) -> tuple[list[int]
 
     Args:
         given: The tokens, or how many: then the first by the tokenizer's merges.
-        target: The target's.
 
     Raises:
         ConfigError: The target has no such tokens, or no tokenizer that could be read.

@@ -1,4 +1,4 @@
-"""Timing the methods of one object, and what recordings of steps have in common."""
+"""Timing the methods of one runner: what recordings of steps have in common."""
 
 import time
 from collections.abc import Callable
@@ -8,61 +8,44 @@ Mark = Any
 """A moment: seconds on the host, or an event on a device."""
 
 
-def around(
-    owner: Any,
-    name: str,
-    before: Callable[..., None] | None = None,
-    after: Callable[[float], None] | None = None,
-) -> Callable[[], None]:
-    """Calls ``before`` with the arguments, and ``after`` with the seconds, of each call.
-
-    Returns:
-        Ends it; of several on one method the last is ended first.
-    """
-
-    def with_seconds(start: float, end: float) -> None:
-        if after is not None:
-            after(end - start)
-
-    return around_marks(owner, name, time.perf_counter, before, with_seconds)
-
-
-def around_marks(
-    owner: Any,
-    name: str,
-    mark: Callable[[], Mark],
-    before: Callable[..., None] | None,
-    after: Callable[[Mark, Mark], None],
-) -> Callable[[], None]:
-    """Wraps calls like `around`; ``after`` gets the marks made before and after each call."""
-    method = getattr(owner, name)
-    is_own = name in vars(owner)
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(*args, **kwargs)
-        start = mark()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            after(start, mark())
-
-    def end() -> None:
-        if is_own:
-            setattr(owner, name, method)
-        else:
-            delattr(owner, name)
-
-    setattr(owner, name, timed)
-    return end
-
-
 class Recording:
     """Wraps the methods of one runner, of a plain, a chain's or a Sequoia engine."""
 
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []
         self._ends: list[Callable[[], None]] = []
+
+    def _mark(self) -> Mark:
+        return time.perf_counter()
+
+    def _around(
+        self,
+        owner: Any,
+        name: str,
+        after: Callable[[Mark, Mark], None] | None = None,
+        before: Callable[..., None] | None = None,
+    ) -> None:
+        """Calls ``before`` with the arguments of each call, ``after`` with marks around it."""
+        method, is_own = getattr(owner, name), name in vars(owner)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(*args, **kwargs)
+            start = self._mark()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                if after is not None:
+                    after(start, self._mark())
+
+        def end() -> None:
+            if is_own:
+                setattr(owner, name, method)
+            else:
+                delattr(owner, name)
+
+        setattr(owner, name, timed)
+        self._ends.append(end)
 
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
         """The steps since the last call: fields of `StepRecord`.

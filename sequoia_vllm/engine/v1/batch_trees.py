@@ -70,8 +70,7 @@ class ScoringTreesV1:
     drafts: tuple[Draft | None, ...]
     """Each request's draft, or None where the scheduled tokens are not ours (then no node is ever
     accepted)."""
-    is_all: bool
-    """True if the step's logits are exactly these trees' rows in order, without padding."""
+    is_all: bool  # true if the step's logits are exactly these trees' rows, without padding
 
     @cached_property
     def rows(self) -> Tensor:
@@ -88,7 +87,6 @@ class ScoringTreesV1:
         """These trees in the form that tree attention takes.
 
         Args:
-            metadata: vLLM's attention metadata of the layers that score them.
             ancestors: bool ``[S, S]``: the engine's tree of S >= N nodes; True where the
                 column is the row's node or its ancestor.
         """
@@ -117,14 +115,12 @@ def schedule_trees(
     """Matches the drafts that the scheduler sent back with the trees that were grown.
 
     Args:
-        tree: The engine's tree; every request drafts a prefix of it.
         scheduled_drafts: Draft tokens to score, by request id, perhaps trimmed.
         drafts: The grown trees, by request id.
         request_index: Row of each request id in the batch.
         follows_grammar: Whether the drafts of a request may have been replaced.
         query_ends: int ``[requests]``: end of each request's rows in the batch.
         seq_lens: int ``[requests]``: tokens of each request after this step.
-        device: Where the tensors go.
 
     Returns:
         None if no request has drafts.
@@ -190,7 +186,6 @@ def logits_rows(
     Args:
         num_draft_tokens: int ``[requests]``: drafts that are scored.
         query_ends: int ``[requests]``: end of each request's rows in the batch.
-        device: Where the rows go.
 
     Returns:
         vLLM's metadata with these rows only: the Sequoia verifier reads no more.

@@ -16,21 +16,13 @@ from sequoia_vllm.engine.runner.draft_blocks import BlockIds, DraftBlocks
 
 @dataclass(frozen=True)
 class CommittedTokens:
-    """The committed tokens that the draft model reads in one step, as arrays on the host.
+    """The committed tokens that the draft model reads in one step, as arrays on the host."""
 
-    Attributes:
-        requests: int64 ``[R]``: the indices in the batch of the R requests that have any.
-        tokens: int64 ``[T]``: the tokens, request after request.
-        positions: int64 ``[T]``: the position of each token in its request.
-        counts: int64 ``[R]``: how many of the tokens belong to each request, at least 1.
-        complete: bool ``[R]``: whether these are the request's last unread tokens.
-    """
-
-    requests: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    complete: NDArray[np.bool_]
+    requests: NDArray[np.int64]  # int64 ``[R]``: batch indices of the requests that have any
+    tokens: NDArray[np.int64]  # int64 ``[T]``: the tokens, request after request
+    positions: NDArray[np.int64]  # int64 ``[T]``: the position of each token in its request
+    counts: NDArray[np.int64]  # int64 ``[R]``: tokens of each request, at least 1
+    complete: NDArray[np.bool_]  # bool ``[R]``: whether these are the request's last unread tokens
 
     @cached_property
     def last(self) -> NDArray[np.int64]:
@@ -52,7 +44,6 @@ class DraftProgressV1:
 
     Args:
         budget: The most tokens to read in one step; the rest waits for the next.
-        blocks: Which cache blocks the draft has filled.
     """
 
     def __init__(self, budget: int, blocks: DraftBlocks) -> None:
@@ -71,9 +62,7 @@ class DraftProgressV1:
         """Notes a request that begins, or resumes after preemption.
 
         Args:
-            request_id: The request.
             num_computed_tokens: How many of its first tokens are in the prefix cache.
-            block_ids: The ids of its blocks, for each cache group.
             is_loaded: Whether a connector has loaded some of them.
         """
         self.forget(request_id)
@@ -102,7 +91,6 @@ class DraftProgressV1:
         """Chooses the tokens to read now, and counts them as read.
 
         Args:
-            request_ids: The ids of the requests in the batch, in its order.
             token_ids: int ``[requests, max_len]``: the tokens of each request.
             known: int ``[requests]``: how many of these tokens the target has read with
                 this step, drafts not counted.

@@ -59,7 +59,6 @@ class DraftSampling:
         temperature: float32 ``[B]``; 0 is greedy.
         seeds: int64 ``[B, depth]``: the noise seeds of seeded requests.
         is_seeded: bool ``[B]``: which requests have a seed.
-        truncation: What each of the B requests excludes.
     """
 
     def __init__(

@@ -53,8 +53,6 @@ class PathEdits:
 
         Args:
             logits: ``[rows, V]``, any float dtype; not changed.
-            trees: The step's trees.
-            metadata: The batch's sampling metadata.
             sampling_params: Each request's `SamplingParams`.
             batch: vLLM's input batch, with the tokens so far.
 

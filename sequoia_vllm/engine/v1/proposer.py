@@ -221,7 +221,6 @@ class TreeProposerV1(DraftModelProposer):
             root_tokens, root_positions: int64 ``[B]``: the token and the position of each
                 root.
             requests: int64 ``[B]``: the indices of the requests in the batch.
-            sampling: How each request draws children.
         """
         inner = self._inner_nodes(levels, requests, root_positions)
         tokens = torch.empty(len(requests), levels.tree.size, dtype=torch.int64)
@@ -265,7 +264,6 @@ class TreeProposerV1(DraftModelProposer):
         Args:
             tokens: int64 ``[B, m]``: the tokens of the nodes.
             requests: int64 ``[B]``: the indices of the requests in the batch.
-            inner: Positions and slots of all levels' inner nodes.
         """
         if isinstance(self.drafter, TextDrafterV1):
             with self.runner.stats.timed("draft", len(tokens), tokens.numel()):

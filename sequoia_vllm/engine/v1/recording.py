@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.engine.runner.wrapping import Recording, around
+from sequoia_vllm.engine.runner.wrapping import Mark, Recording
 
 
 class RecordingV1(Recording):
@@ -15,30 +15,26 @@ class RecordingV1(Recording):
         self._forwards_before = 0.0
         self._chain_forwards = 0.0
         self._trace_before: list[Any] | None = None
-        self._ends = [
-            around(runner, "execute_model", before=self._begin),
-            around(runner, "_model_forward", after=self._adder("target")),
-            around(runner.model, "compute_logits", after=self._adder("target")),
-            around(runner, "_sample", after=self._adder("sampling")),
-            around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting),
-        ]
+        self._around(runner, "execute_model", before=self._begin)
+        self._around(runner, "_model_forward", self._adder("target"))
+        self._around(runner.model, "compute_logits", self._adder("target"))
+        self._around(runner, "_sample", self._adder("sampling"))
+        self._around(
+            runner, "propose_draft_token_ids", self._add_drafting, before=self._begin_drafting
+        )
         if self._stats is not None:
-            self._ends += [
-                around(runner, "_verify", after=self._adder("verify")),
-                around(runner, "_commit", after=self._adder("commit")),
-            ]
+            self._around(runner, "_verify", self._adder("verify"))
+            self._around(runner, "_commit", self._adder("commit"))
         elif (draft := getattr(getattr(runner, "drafter", None), "model", None)) is not None:
-            self._ends += [
-                around(draft, "forward", after=self._add_chain_forward),
-                around(draft, "compute_logits", after=self._add_chain_forward),
-            ]
+            self._around(draft, "forward", self._add_chain_forward)
+            self._around(draft, "compute_logits", self._add_chain_forward)
 
-    def _adder(self, part: str) -> Callable[[float], None]:
-        def add(seconds: float) -> None:
-            if self._steps:
-                self._steps[-1][part] += seconds
+    def _add(self, part: str, seconds: float) -> None:
+        if self._steps:
+            self._steps[-1][part] += seconds
 
-        return add
+    def _adder(self, part: str) -> Callable[[Mark, Mark], None]:
+        return lambda start, end: self._add(part, end - start)
 
     def _begin_drafting(self, *unused: Any, **unused_too: Any) -> None:
         self._chain_forwards = 0.0
@@ -46,17 +42,18 @@ class RecordingV1(Recording):
             self._forwards_before = self._stats.seconds["draft"]
             self._trace_before, self._stats.trace = self._stats.trace, []
 
-    def _add_chain_forward(self, seconds: float) -> None:
+    def _add_chain_forward(self, start: Mark, end: Mark) -> None:
         """Times the draft model of vLLM's chain, whose runner has no timers."""
-        self._chain_forwards += seconds
+        self._chain_forwards += end - start
 
-    def _add_drafting(self, seconds: float) -> None:
-        self._adder("drafting")(seconds)
+    def _add_drafting(self, start: Mark, end: Mark) -> None:
+        seconds = end - start
+        self._add("drafting", seconds)
         if self._stats is None:
-            self._adder("drawing")(seconds - self._chain_forwards if self._chain_forwards else 0.0)
+            self._add("drawing", seconds - self._chain_forwards if self._chain_forwards else 0.0)
             return
         forwards = self._stats.seconds["draft"] - self._forwards_before
-        self._adder("drawing")(seconds - forwards)
+        self._add("drawing", seconds - forwards)
         trace, self._stats.trace = self._stats.trace, self._trace_before
         if self._stats.trace is not None:  # `sequoia_stats` was asked for one
             self._stats.trace += trace

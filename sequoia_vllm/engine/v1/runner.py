@@ -1,60 +1,39 @@
 """vLLM's V1 CPU model runner with Sequoia trees; each method says what it replaces."""
 
-from copy import copy
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.worker import gpu_model_runner
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.common.loaded_requests import is_loaded
-from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.request_options import most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.core.eligibility import requests_to_read
-from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_attention
-from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
-from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
-from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_rank0
-from sequoia_vllm.engine.v1.batch_trees import Draft, ScoringTreesV1, logits_rows, schedule_trees
-from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
-from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
+from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1, logits_rows, schedule_trees
+from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
 from sequoia_vllm.engine.v1.path_edits import PathEdits
-from sequoia_vllm.engine.v1.proposer import TreeProposerV1
-from sequoia_vllm.engine.v1.sampler_output import combine_outputs, without_discarded
-from sequoia_vllm.engine.v1.seeded import SessionSeeds
+from sequoia_vllm.engine.v1.sampler_output import (
+    combine_outputs,
+    forget_stale_budgets,
+    without_discarded,
+)
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
-from sequoia_vllm.engine.v1.thinking_budgets import forget_stale_budgets
 from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import VerifyResult
 
 
-def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
-    """Calls vLLM's `build_logitsprocs` as for an engine without speculation."""
-    plain = copy(vllm_config)
-    plain.speculative_config = None
-    return build_logitsprocs(plain, *args)
-
-
-class SequoiaCPUModelRunner(CPUModelRunner):
-    """Grows, scores, verifies and commits token trees within vLLM's V1 step.
+class SequoiaCPUModelRunner(DraftingRunner):
+    """Scores, verifies and commits the token trees that it grows within vLLM's V1 step.
 
     vLLM's step calls, in this order: `_update_states` (requests finish, begin, resume) ->
     `_prepare_inputs` (positions by depth) -> `_build_attention_metadata` (tree masks) ->
@@ -63,34 +42,17 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     """
 
     attn_groups: list[list[Any]]
-    speculative_config: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        # The draft's configuration, made from this one, would choose blocks anew, and not those
-        # that the target's latents need. Until: vLLM leaves a draft the target's blocks.
-        vllm_config.cache_config.user_specified_block_size = True
-        # vLLM drops logits processors when it speculates; requests that need them get no drafts.
-        # Until: vLLM asks the speculative method.
-        with patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
-            super().__init__(vllm_config, device)
-        settings = SequoiaSettings.of(vllm_config)
-        self.tree = settings.tree
-        self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
-        self.draft_has_failed = False
-        # The proposer of chains; ours grows trees.
-        self.drafter = TreeProposerV1(vllm_config, device, self)
+        super().__init__(vllm_config, device)
+        method = SequoiaSettings.of(vllm_config).verification
         self.tree_verifier = TreeVerifierV1(
             greedy_argmax=self.sampler.greedy_sample,
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
-            method=settings.verification,
+            method=method,
         )
-        method_of(settings.verification).compile_host()  # now, not in the first step
-        self.stats = StepStats(self.tree)
+        method_of(method).compile_host()  # now, not in the first step
         self._edits = PathEdits(self.tree, device)
-        self._thinks = thinks_first(vllm_config)
-        self._tables = TreeTables(self.tree, device)
-        self._drafts: dict[str, Draft] = {}
-        self._session_seeds = SessionSeeds()
         self._trees: ScoringTreesV1 | None = None
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
@@ -110,13 +72,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._target_layers = [
             name for name in layers if name not in self.drafter._draft_attn_layer_names
         ]
-
-    @cached_property
-    def draft_progress(self) -> DraftProgressV1:
-        """How far the draft has read each request; needs the KV cache's configuration."""
-        group = self.drafter.kv_cache_gid
-        spec = self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
-        return DraftProgressV1(self.max_num_tokens, DraftBlocks({group: spec.block_size}))
 
     @cached_property
     def _groups_of_target(self) -> list[list[Any]]:
@@ -163,34 +118,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         # prepare drafts that are not there, which takes longer than such a step has to spare.
         # Until: vLLM prepares no drafts where none are scheduled.
         self.speculative_config = self.vllm_config.speculative_config if does else None
-
-    def _drafts_each(self, scheduler_output: SchedulerOutput) -> int:
-        """Nodes that this step grows for each request."""
-        most = 0 if self.draft_has_failed else self.max_drafts
-        return min(scheduler_output.num_spec_tokens_to_schedule, most)
-
-    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        """Calls vLLM's, and notes requests that finish, start, or resume after preemption."""
-        for request_id in scheduler_output.finished_req_ids:
-            self._drafts.pop(request_id, None)
-            self._session_seeds.forget(request_id)
-            self.draft_progress.forget(request_id)
-        for new in scheduler_output.scheduled_new_reqs:
-            known = self.requests.get(new.req_id)
-            if known is not None and new.req_id not in scheduler_output.finished_req_ids:
-                self._session_seeds.continue_session(known, new.num_computed_tokens)
-            loaded = is_loaded(scheduler_output, new.req_id)
-            self.draft_progress.start(new.req_id, new.num_computed_tokens, new.block_ids, loaded)
-        cached = scheduler_output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            blocks = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
-                computed = cached.num_computed_tokens[index]
-                loaded = is_loaded(scheduler_output, request_id)
-                self.draft_progress.start(request_id, computed, blocks, loaded)
-            elif blocks is not None:
-                self.draft_progress.extend(request_id, blocks)
-        return super()._update_states(scheduler_output)
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
@@ -338,107 +265,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         finally:
             self.input_batch.generators = generators
 
-    # -- grow the next trees -------------------------------------------------------------
-
-    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        """Does not judge the whole batch as vLLM does: `requests_to_read` decides per request."""
-        return common_attn_metadata is not None
-
-    def propose_draft_token_ids(
-        self,
-        scheduler_output: SchedulerOutput,
-        sampled_token_ids: Tensor,
-        sampling_metadata: SamplingMetadata,
-        *unused: Any,
-    ) -> list[list[int]]:
-        """Replaces vLLM's: the draft reads the committed tokens and grows trees.
-
-        A draft that fails is not run again: see `survive_draft`.
-
-        Returns:
-            Draft tokens of each request in stored tree order; empty: no tree.
-        """
-        try:
-            return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
-        except Exception:
-            survive_draft(self.vllm_config)
-            self.draft_has_failed = True
-        return [[] for _ in range(self.input_batch.num_reqs)]
-
-    def _grow_trees(
-        self,
-        scheduler_output: SchedulerOutput,
-        sampled_token_ids: Tensor,
-        sampling_metadata: SamplingMetadata,
-    ) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in range(self.input_batch.num_reqs)]
-        drafts_each = self._drafts_each(scheduler_output)
-        if drafts_each == 0:
-            return drafts
-        committed = self._committed_tokens(sampled_token_ids)
-        if committed is None:
-            return drafts
-        logits = self.drafter.advance(committed)
-        chosen = self._requests_to_draft(committed)
-        if len(chosen) == 0:
-            return drafts
-        levels = self._tables.levels_of(drafts_each)
-        roots = committed.last[chosen]
-        requests = committed.requests[chosen]
-        grown = self.drafter.grow(
-            levels,
-            root_logits=logits if len(chosen) == len(logits) else logits[chosen],
-            root_tokens=committed.tokens[roots],
-            root_positions=committed.positions[roots],
-            requests=requests,
-            sampling=DraftSampling.of(
-                requests,
-                sampling_metadata,
-                self.input_batch.generators,
-                truncation_of(sampling_metadata, self._params()),
-                levels.tree.depth,
-            ),
-        )
-        tokens = grown.tokens[:, 1:].tolist()
-        for row, request in enumerate(requests.tolist()):
-            request_id = self.input_batch.req_ids[request]
-            self._drafts[request_id] = Draft(grown, row)
-            # Cutting is safe: every prefix of a tree is a tree.
-            drafts[request] = tokens[row][: most_drafts(self.requests[request_id].sampling_params)]
-        return drafts
-
-    def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
-        """Prompt chunks, roots and emitted tokens that the draft has yet to read."""
-        num_reqs = self.input_batch.num_reqs
-        scheduled = np.diff(self.query_start_loc.np[: num_reqs + 1])
-        drafted = [len(ids) for ids in self.input_batch.spec_token_ids[:num_reqs]]
-        computed = self.input_batch.num_computed_tokens_cpu[:num_reqs]
-        sampled = sampled_token_ids.cpu().numpy()
-        discarded = self.discard_request_mask.np[:num_reqs]
-        known = (computed + scheduled - np.array(drafted)).astype(np.int64)
-        num_sampled = np.where(discarded, 0, (sampled >= 0).sum(axis=1))
-        prompts = self.input_batch.num_prompt_tokens[:num_reqs]
-        longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
-        return self.draft_progress.take(
-            self.input_batch.req_ids,
-            self.input_batch.token_ids_cpu,
-            known=known,
-            sampled=sampled,
-            num_sampled=num_sampled,
-            reads=requests_to_read(
-                self._params(), self._thinks, prompts, longest, known + num_sampled, sampled
-            ),
-        )
-
-    def _requests_to_draft(self, committed: CommittedTokens) -> NDArray[np.int64]:
-        """Indices in ``committed`` of the requests that get a tree now."""
-        discarded = self.discard_request_mask.np[committed.requests]
-        return np.flatnonzero(committed.complete & ~discarded)
-
     def _follows_grammar(self, request_id: str) -> bool:
         params = self.requests[request_id].sampling_params
         return params is not None and params.structured_outputs is not None
-
-    def _params(self) -> list[Any]:
-        """Each request's `SamplingParams`, in batch order."""
-        return [self.requests[request].sampling_params for request in self.input_batch.req_ids]

@@ -1,6 +1,8 @@
 """Calls vLLM's sampler in a step with trees, and joins the output of the whole batch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,8 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
@@ -44,7 +48,6 @@ def combine_outputs(
     """vLLM's sampler output for the whole batch: verified trees and sampled tokens.
 
     Args:
-        result: The verifier's result for them.
         logits: ``[rows, V]``: the target's logits, unprocessed.
         target: The distributions that the trees were verified with.
         num_reqs: Requests in the batch, those without trees included.
@@ -136,3 +139,19 @@ def _logprobs(
         by_row = {request * width: ids for request, ids in metadata.logprob_token_ids.items()}
         return sampler.gather_specific_token_logprobs(values, by_row, emitted)
     return sampler.gather_logprobs(values, metadata.max_num_logprobs, emitted)
+
+
+def forget_stale_budgets(holder: ThinkingBudgetStateHolder, sampling_params: Sequence[Any]) -> None:
+    """Removes budgets from the rows of requests that have none.
+
+    vLLM keeps budgets by batch row. When a request ends, another one may move into its row. vLLM
+    then leaves the budget in the row if the other request has none. The sampler would force the
+    end of thinking on it, and on its neighbours where it has drafts.
+
+    Args:
+        sampling_params: Each request's `SamplingParams`, in batch order.
+    """
+    if not holder.has_tracked_requests():
+        return
+    rows = [row for row, p in enumerate(sampling_params) if p.thinking_token_budget is None]
+    holder.sync_batch(BatchUpdate(len(sampling_params), removed=rows, added=(), moved=()))

@@ -1,7 +1,5 @@
 """Drafts without a model on the V1 runner."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 from torch import Tensor

@@ -30,8 +30,7 @@ class TreeVerifierV1:
     distributions; `verify_replaced` handles trees in which a grammar replaced drafts.
     """
 
-    greedy_argmax: Callable[[Tensor], Tensor]
-    """``logits [R, V] -> tokens [R]``: the engine's own argmax."""
+    greedy_argmax: Callable[[Tensor], Tensor]  # ``logits [R, V] -> tokens [R]``: the engine's
     seeded_argmax: Callable[[Tensor, Tensor], Tensor]
     """``(logits [R, V], seeds [R]) -> tokens [R]``: the engine's own."""
     method: str = DEFAULT_METHOD  # name of the method that verifies sampled requests

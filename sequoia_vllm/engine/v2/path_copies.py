@@ -1,7 +1,5 @@
 """Brings what statistics need of a step to the host, without waiting for the device."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np

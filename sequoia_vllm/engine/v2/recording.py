@@ -5,13 +5,10 @@ taken. One CUDA graph grows all levels of a tree, so each draft pass gets an equ
 time.
 """
 
-from __future__ import annotations
-
-import time
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.engine.runner.wrapping import Mark, Recording, around_marks
+from sequoia_vllm.engine.runner.wrapping import Mark, Recording
 
 
 class RecordingV2(Recording):
@@ -21,11 +18,11 @@ class RecordingV2(Recording):
         super().__init__()
         self._on_gpu = runner.device.type == "cuda"
         self._speculator = runner.speculator
-        self._around(runner, "execute_model", "target", before=self._begin)
-        self._around(runner.model, "compute_logits", "logits")
-        self._around(runner, "sample", "sample")
+        self._around(runner, "execute_model", self._adder("target"), before=self._begin)
+        self._around(runner.model, "compute_logits", self._adder("logits"))
+        self._around(runner, "sample", self._adder("sample"))
         if self._speculator is not None:
-            self._around(self._speculator, "propose", "drafting")
+            self._around(self._speculator, "propose", self._adder("drafting"))
 
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
         """See `Recording.take`; waits for the device."""
@@ -54,9 +51,7 @@ class RecordingV2(Recording):
         super()._begin(*args, **kwargs)
         self._steps[-1]["spans"] = []
 
-    def _around(
-        self, owner: Any, name: str, part: str, before: Callable[..., None] | None = None
-    ) -> None:
+    def _adder(self, part: str) -> Callable[[Mark, Mark], None]:
         def add_span(start: Mark, end: Mark) -> None:
             if not self._steps:
                 return
@@ -65,11 +60,11 @@ class RecordingV2(Recording):
             if part == "drafting":
                 step["passes"] = getattr(self._speculator, "pass_widths", [])
 
-        self._ends.append(around_marks(owner, name, self._mark, before, add_span))
+        return add_span
 
     def _mark(self) -> Mark:
         if not self._on_gpu:
-            return time.perf_counter()
+            return super()._mark()
         import torch
 
         event = torch.cuda.Event(enable_timing=True)

@@ -1,33 +1,33 @@
 """Model Runner V2 with token trees."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.common.loaded_requests import is_loaded
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.runner.attention_layers import supported_layers
 from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
-from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
 from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
@@ -49,13 +49,9 @@ class TreeRunner(GPUModelRunner):
     `sample` (the verifier in the rejection sampler's place, then the commit) -> the
     proposer's `propose` (the draft reads the committed tokens and grows the next trees) ->
     `take_draft_token_ids`, if the scheduler asks for drafts. Nothing waits for the device.
-
-    Attributes:
-        backend_class: Tree attention and commit of the device.
-        drafting_clock: Times the part of each step that follows its outcome.
     """
 
-    backend_class: type[TreeBackend]
+    backend_class: type[TreeBackend]  # tree attention and commit of the device
     rejection_sampler: TreeVerifierV2
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -151,7 +147,6 @@ class TreeRunner(GPUModelRunner):
         self._plain_postprocess_state(slots, 1, *args)
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
-        """Makes the worker for grammar masks from vLLM's options."""
         most = most_masked(self.speculator.most_scored, self.max_num_reqs, self.max_num_tokens)
         return MasksOfNodes(most, self.max_num_tokens, **options)
 
@@ -234,7 +229,6 @@ class TreeRunner(GPUModelRunner):
         return metadata
 
     def _attach(self, metadata: dict[str, Any], *_step: Any) -> None:
-        """Hands the step's trees to attention."""
         self.tree_backend.attach(self._trees, metadata, self._target_layers)
 
     def _model_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
@@ -277,6 +271,30 @@ class TreeRunner(GPUModelRunner):
         """Each target layer's KV cache; first read once the engine's caches exist."""
         layers = self.compilation_config.static_forward_context
         return {name: layers[name].kv_cache for name in self._target_layers}
+
+
+class AdaptersOfNodes(LoraState):
+    """Maps all rows of a request's logits to its adapter; vLLM's class maps one row.
+
+    In each step the runner calls `expect_rows`, then `make_lora_inputs`.
+    """
+
+    def expect_rows(self, rows: NDArray[np.int32]) -> None:
+        """Notes the number of logits rows of each request in the batch, int ``[requests]``."""
+        self._rows = rows
+
+    # Until: vLLM's V2 runner maps all rows of logits to adapters.
+    def make_lora_inputs(
+        self,
+        req_ids: list[str],
+        idx_mapping: NDArray[np.int32],
+        num_scheduled_tokens: NDArray[np.int32],
+    ) -> tuple[tuple[int, ...], tuple[int, ...], set[LoRARequest]]:
+        """Calls vLLM's, and repeats each request's adapter for all its rows of logits."""
+        of_requests, of_tokens, active = super().make_lora_inputs(
+            req_ids, idx_mapping, num_scheduled_tokens
+        )
+        return tuple(np.repeat(of_requests, self._rows).tolist()), of_tokens, active
 
 
 def new_proposer(

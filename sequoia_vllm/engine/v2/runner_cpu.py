@@ -1,7 +1,5 @@
 """Model Runner V2 with trees on CPUs for which Triton has a driver."""
 
-from __future__ import annotations
-
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
 from sequoia_vllm.engine.v2.attention.backend_cpu import CPUTreeBackend

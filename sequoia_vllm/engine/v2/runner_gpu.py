@@ -1,7 +1,5 @@
 """Model Runner V2 with trees on GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

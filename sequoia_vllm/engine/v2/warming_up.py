@@ -1,7 +1,5 @@
 """Runs vLLM's warm-up of Model Runner V2 with each size of tree that needs its own kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
 from typing import Any

@@ -19,11 +19,7 @@ class AgreeingWorker(Worker):
 
     # Until: vLLM compares versions of plugins between nodes, and one node configures all.
     def init_device(self) -> None:
-        """Calls vLLM's, then compares.
-
-        Raises:
-            ConfigError: Naming what differs, and the fix.
-        """
+        """Calls vLLM's, then compares; raises ConfigError naming what differs, and the fix."""
         super().init_device()
         group = get_world_group() if in_lock_step(self.vllm_config) else get_tp_group()
         check_ranks(self.vllm_config, group.cpu_group)
@@ -120,7 +116,6 @@ class SequoiaWorker(AgreeingWorker):
         """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``.
 
         Args:
-            reset: Start counting anew.
             trace: With ``reset``: from now on record every model forward.
         """
         stats = self.model_runner.stats

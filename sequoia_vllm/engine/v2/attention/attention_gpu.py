@@ -27,8 +27,8 @@ from vllm.v1.attention.backends.triton_attn import (
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
 from sequoia_vllm.engine.v2.attention.other_rows import OtherChains
+from sequoia_vllm.kernels.node_masks import NodeMasks
 from sequoia_vllm.kernels.tree_attention import (
-    NodeMasks,
     TreeAttentionWorkspace,
     attend_to_contexts,
     tree_attention,
@@ -116,7 +116,6 @@ class GPUTreeForward(TreeForward):
             workspace=tree.workspace,
             output=output,
             max_queries=tree.width,
-            written=tree.written,
             max_slots=tree.max_slots,
             max_keys=tree.max_keys,
             context_lse=context_lse,

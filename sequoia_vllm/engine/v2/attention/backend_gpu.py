@@ -37,7 +37,8 @@ from sequoia_vllm.engine.v2.attention.recurrent_layers import (
 from sequoia_vllm.engine.v2.attention.recurrent_states import NodeStates, scored_nodes
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
-from sequoia_vllm.kernels.tree_attention import NodeMasks, TreeAttentionWorkspace
+from sequoia_vllm.kernels.node_masks import NodeMasks
+from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace
 
 _LARGEST_HEAD = 512  # Gemma 4's layers without a window, and latents
 

@@ -1,7 +1,5 @@
 """Reads what a step committed into the draft's KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,28 +29,18 @@ class CommittedReader:
 
     Only the device knows how many tokens a request reads. The host knows bounds: they choose the
     graph. Rows that no request needs are padding, behind those of all requests.
-
-    Attributes:
-        drafter: Reads.
-        growth: Its reading passes, and where it keeps the states of roots.
-        progress: What the draft has read.
-        states: The target's, for a head; None: the draft reads tokens alone.
-        batch: Says what each request reads.
-        build_metadata: vLLM's ``_build_attn_metadata``.
-        buffers: vLLM's, which it reads.
-        graphs: Of passes that read; None: there are none.
-        key_graphs: The same, of one token of each request for its keys alone.
     """
 
-    drafter: TreeDrafter
-    growth: TreeGrowth
-    progress: DraftProgress
-    states: TargetStates | None
-    batch: DraftBatch
-    build_metadata: Callable[..., dict[str, Any] | None]
-    buffers: InputBuffers
-    graphs: DraftGraphs | None = None
+    drafter: TreeDrafter  # reads
+    growth: TreeGrowth  # its reading passes, and where it keeps the states of roots
+    progress: DraftProgress  # what the draft has read
+    states: TargetStates | None  # the target's, for a head; None: the draft reads tokens alone
+    batch: DraftBatch  # says what each request reads
+    build_metadata: Callable[..., dict[str, Any] | None]  # vLLM's ``_build_attn_metadata``
+    buffers: InputBuffers  # vLLM's, which it reads
+    graphs: DraftGraphs | None = None  # of passes that read; None: there are none
     key_graphs: DraftGraphs | None = None
+    """The same, of one token of each request for its keys alone."""
 
     def readers(self, batch: InputBatch, reads: NDArray[np.bool_], num_trees: int) -> int:
         """How many of the first requests are read where the first ``num_trees`` get trees.
@@ -69,7 +57,6 @@ class CommittedReader:
         Args:
             batch: R requests.
             bounds: int32 ``[R]``: most tokens of each; 0 from ``num_reqs`` on.
-            num_reqs: How many requests are read.
 
         Returns:
             Bound on the rows of all.

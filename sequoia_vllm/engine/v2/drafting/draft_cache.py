@@ -14,19 +14,12 @@ from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 
 @dataclass(frozen=True)
 class DraftCache:
-    """The draft's part of the paged KV cache.
+    """The draft's part of the paged KV cache."""
 
-    Attributes:
-        block_tables: vLLM's, gathered for the batch by the target's pass.
-        groups: Index of the cache group of each draft layer.
-        block_sizes: Tokens per block, by group.
-        windows: Sliding window in tokens, by group; groups without one are absent.
-    """
-
-    block_tables: BlockTables
-    groups: dict[str, int]
-    block_sizes: dict[int, int]
-    windows: dict[int, int]
+    block_tables: BlockTables  # vLLM's, gathered for the batch by the target's pass
+    groups: dict[str, int]  # index of the cache group of each draft layer
+    block_sizes: dict[int, int]  # tokens per block, by group
+    windows: dict[int, int]  # sliding window in tokens, by group; groups without one are absent
 
     @classmethod
     def of(

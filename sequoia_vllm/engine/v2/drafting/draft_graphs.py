@@ -1,7 +1,5 @@
 """The draft's passes as CUDA graphs, one per number of requests and of tokens."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +26,9 @@ class DraftGraphs(CudaGraphManager):
     vLLM's own draft models run without graphs, and its capture sizes are the target's.
 
     Args:
-        vllm_config, device: The engine's.
         mode: The target's graph mode; the draft's passes are captured if decoding is.
         run: The pass, ``run(requests, tokens, rows)``: tokens (or drafts) per request, `RAGGED` for
             any number, and tokens of all.
-        title: Its name in the log.
         sizes: Requests of the graphs, ascending, by the pass's tokens (or drafts) per request.
         ragged: Requests and rows of ragged graphs, ascending by rows.
     """
@@ -95,7 +91,6 @@ class DraftGraphs(CudaGraphManager):
         """Replays the smallest graph that fits; False: there is none.
 
         Args:
-            num_reqs: Requests.
             tokens: Tokens (or drafts) per request, or `RAGGED`.
             rows: Tokens of all requests, if ragged.
         """

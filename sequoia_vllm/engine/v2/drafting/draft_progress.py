@@ -6,8 +6,6 @@ known. The host knows only the most tokens that a request may have gained. This 
 rows of the draft's next pass, and the device knows which rows are real.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,9 +34,7 @@ class DraftProgress(ABC):
     the tokens that it has really read to `read` on the device.
 
     Args:
-        max_num_reqs: How many request slots the engine has.
         depths: The most drafts that a step can accept if it scores 0, 1, 2, ... of them.
-        device: The engine's device.
     """
 
     def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
@@ -72,9 +68,7 @@ class DraftProgress(ABC):
         """Notes a request that begins, or resumes after preemption.
 
         Args:
-            slot: Its request slot.
             num_computed_tokens: How many of its first tokens are in the prefix cache.
-            block_ids: The ids of its blocks, for each cache group.
             is_loaded: Whether a connector has loaded some of them.
         """
 

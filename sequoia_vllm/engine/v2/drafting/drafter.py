@@ -1,7 +1,5 @@
 """What kinds of drafters differ in on Model Runner V2: how one is loaded, and how it runs."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,20 +21,13 @@ from sequoia_vllm.tree import TokenTree
 
 @dataclass(frozen=True)
 class DraftPass:
-    """One forward pass of a draft over rows of the target's tokens.
+    """One forward pass of a draft over rows of the target's tokens."""
 
-    Attributes:
-        token_ids: int32 ``[rows]``.
-        positions: int64 ``[rows]``.
-        states: See `DraftQueries.recurrent_states`.
-        metadata, slots: Attention metadata and slots by layer; None in dummy runs.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    states: Tensor | None = None
-    metadata: dict[str, Any] | None = None
-    slots: dict[str, Tensor] | None = None
+    token_ids: Tensor  # int32 ``[rows]``
+    positions: Tensor  # int64 ``[rows]``
+    states: Tensor | None = None  # see `DraftQueries.recurrent_states`
+    metadata: dict[str, Any] | None = None  # attention metadata by layer; None in dummy runs
+    slots: dict[str, Tensor] | None = None  # likewise
 
 
 class TreeDrafter(DraftModel):

@@ -1,7 +1,5 @@
 """The proposer on Model Runner V2: reads committed tokens, and grows every request's tree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

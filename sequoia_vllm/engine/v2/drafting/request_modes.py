@@ -1,7 +1,5 @@
 """Decides how each request's drafts are drawn and verified on Model Runner V2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,6 @@ class RequestModes:
         some_draft: False if no request of this engine ever drafts.
 
     Args:
-        max_num_reqs: How many request slots the engine has.
         thinks_first: See `reason_without_drafts`.
         longest: The most committed tokens with which a request gets a tree.
     """

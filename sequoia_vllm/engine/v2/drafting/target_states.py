@@ -1,7 +1,5 @@
 """The target's hidden states of a step, gathered for a head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ class TargetStates:
 
     Args:
         head: Says which states it reads.
-        target_model: The target.
         rows: Rows of the largest pass that reads them in their place.
         batch: What each request reads.
     """

@@ -1,7 +1,5 @@
 """Drafts without a model on Model Runner V2."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

@@ -1,7 +1,5 @@
 """Device memory that grows with trees: the draft's Q, the target's logits, grammar masks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

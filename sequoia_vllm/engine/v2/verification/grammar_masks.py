@@ -28,15 +28,12 @@ class MasksOfNodes(StructuredOutputsWorker):
         mask_stride: Nodes of the largest tree.
         others: vLLM's arguments. We replace ``max_num_logits``, which has room for the largest
             trees of all requests: gigabytes if they are many.
-
-    Attributes:
-        largest: Nodes of the largest tree; in the warm-up, of the size that is warmed up.
     """
 
     def __init__(self, most: int, most_rows: int, mask_stride: int, **others: Any) -> None:
         super().__init__(**(others | {"max_num_logits": most, "mask_stride": 1}))
         self._most = most
-        self.largest = mask_stride
+        self.largest = mask_stride  # in the warm-up, of the size that is warmed up
         self._most_rows = most_rows
 
     @cached_property
@@ -111,18 +108,12 @@ def place_masks(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The part of a batch that vLLM's code reads; here each request has one row of logits.
+    """The part of a batch that vLLM's code reads; here each request has one row of logits."""
 
-    Attributes:
-        req_ids: The rows' numbers.
-        cu_num_logits, cu_num_logits_np: int32 ``[requests + 1]``: each request's first row.
-        num_draft_tokens_per_req: None, as without speculation.
-    """
-
-    req_ids: range
-    cu_num_logits: Tensor
+    req_ids: range  # the rows' numbers
+    cu_num_logits: Tensor  # int32 ``[requests + 1]``: each request's first row
     cu_num_logits_np: NDArray[np.int32]
-    num_draft_tokens_per_req: None = None
+    num_draft_tokens_per_req: None = None  # none, as without speculation
 
     @classmethod
     def of(cls, most: int, device: torch.device) -> _Rows:

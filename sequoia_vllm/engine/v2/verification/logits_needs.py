@@ -1,7 +1,5 @@
 """Tracks requests whose logits need more than a division by the temperature."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replaces vLLM's logits processors that read a chain's history by ones for trees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

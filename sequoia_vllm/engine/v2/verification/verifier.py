@@ -35,18 +35,13 @@ from sequoia_vllm.verification.methods import method_of
 
 @dataclass(frozen=True)
 class Verified:
-    """The outcome of a batch's trees.
+    """The outcome of a batch's trees."""
 
-    Attributes:
-        tokens: int64 ``[R, D + 1]``: emitted tokens.
-        num_sampled: int32 ``[R]``: number of emitted tokens.
-        paths: int32 ``[R, 1 + D]``: nodes drafted and scored, root included (less than
-            2: no tree), then the accepted ones by depth, then -1.
-    """
-
-    tokens: Tensor
-    num_sampled: Tensor
+    tokens: Tensor  # int64 ``[R, D + 1]``: emitted tokens
+    num_sampled: Tensor  # int32 ``[R]``: number of emitted tokens
     paths: Tensor
+    """int32 ``[R, 1 + D]``: nodes drafted and scored, root included (less than 2: no tree), then
+    the accepted ones by depth, then -1."""
 
     @classmethod
     def empty(cls, num_reqs: int, depth: int, device: torch.device) -> Verified:
@@ -76,8 +71,6 @@ class TreeVerifierV2(RejectionSampler):
 
     Args:
         sampler: vLLM's sampler, whose sampling parameters, noise and logprobs are used.
-        speculator: The proposer that drew the drafts.
-        method: Name of the method that verifies sampled requests.
     """
 
     def __init__(self, sampler: Sampler, speculator: TreeProposerV2, method: str) -> None:
@@ -238,8 +231,6 @@ class TreeVerifierV2(RejectionSampler):
             temperatures: float32 ``[R]``: divisors of the logits.
             own_tokens: int64 ``[rows]``: the target's token after each node.
             cu_num_logits: int32 ``[R + 1]``: first row of each request.
-            inputs: The inputs of these requests and rows.
-            verified: Gets the outcome.
             known: Facts that save launches, see `kernels.verify.verify_trees`.
         """
         drafted, tables = self._speculator.drafted, self._speculator.tables

@@ -1,0 +1,196 @@
+"""The drafting half of the V1 runner: whose tokens the draft reads, and the trees that it grows."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.engine.common.request_options import most_drafts
+from sequoia_vllm.engine.common.settings import SequoiaSettings, without_speculation
+from sequoia_vllm.engine.common.step_messages import is_loaded
+from sequoia_vllm.engine.core.eligibility import requests_to_read
+from sequoia_vllm.engine.core.grammar import thinks_first
+from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.runner.draft_failure import survive_draft
+from sequoia_vllm.engine.runner.step_stats import StepStats
+from sequoia_vllm.engine.v1.batch_trees import Draft
+from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
+from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
+from sequoia_vllm.engine.v1.proposer import TreeProposerV1
+from sequoia_vllm.engine.v1.seeded import SessionSeeds
+from sequoia_vllm.engine.v1.target_distribution import truncation_of
+
+
+def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
+    """Calls vLLM's `build_logitsprocs` as for an engine without speculation."""
+    return build_logitsprocs(without_speculation(vllm_config), *args)
+
+
+class DraftingRunner(CPUModelRunner):
+    """Grows a token tree for each request at the end of a step, in the place of vLLM's chains."""
+
+    speculative_config: Any
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        # The draft's configuration, made from this one, would choose blocks anew, and not those
+        # that the target's latents need. Until: vLLM leaves a draft the target's blocks.
+        vllm_config.cache_config.user_specified_block_size = True
+        # vLLM drops logits processors when it speculates; requests that need them get no drafts.
+        # Until: vLLM asks the speculative method.
+        with patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
+            super().__init__(vllm_config, device)
+        self.tree = SequoiaSettings.of(vllm_config).tree
+        self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
+        self.draft_has_failed = False
+        # The proposer of chains; ours grows trees.
+        self.drafter = TreeProposerV1(vllm_config, device, self)
+        self.stats = StepStats(self.tree)
+        self._thinks = thinks_first(vllm_config)
+        self._tables = TreeTables(self.tree, device)
+        self._drafts: dict[str, Draft] = {}
+        self._session_seeds = SessionSeeds()
+
+    @cached_property
+    def draft_progress(self) -> DraftProgressV1:
+        """How far the draft has read each request; needs the KV cache's configuration."""
+        group = self.drafter.kv_cache_gid
+        spec = self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        return DraftProgressV1(self.max_num_tokens, DraftBlocks({group: spec.block_size}))
+
+    def _drafts_each(self, scheduler_output: SchedulerOutput) -> int:
+        """Nodes that this step grows for each request."""
+        most = 0 if self.draft_has_failed else self.max_drafts
+        return min(scheduler_output.num_spec_tokens_to_schedule, most)
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """Calls vLLM's, and notes requests that finish, start, or resume after preemption."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._drafts.pop(request_id, None)
+            self._session_seeds.forget(request_id)
+            self.draft_progress.forget(request_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            known = self.requests.get(new.req_id)
+            if known is not None and new.req_id not in scheduler_output.finished_req_ids:
+                self._session_seeds.continue_session(known, new.num_computed_tokens)
+            loaded = is_loaded(scheduler_output, new.req_id)
+            self.draft_progress.start(new.req_id, new.num_computed_tokens, new.block_ids, loaded)
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                computed = cached.num_computed_tokens[index]
+                loaded = is_loaded(scheduler_output, request_id)
+                self.draft_progress.start(request_id, computed, blocks, loaded)
+            elif blocks is not None:
+                self.draft_progress.extend(request_id, blocks)
+        return super()._update_states(scheduler_output)
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Does not judge the whole batch as vLLM does: `requests_to_read` decides per request."""
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Tensor,
+        sampling_metadata: SamplingMetadata,
+        *unused: Any,
+    ) -> list[list[int]]:
+        """Replaces vLLM's: the draft reads the committed tokens and grows trees.
+
+        A draft that fails is not run again: see `survive_draft`.
+
+        Returns:
+            Draft tokens of each request in stored tree order; empty: no tree.
+        """
+        try:
+            return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
+        except Exception:
+            survive_draft(self.vllm_config)
+            self.draft_has_failed = True
+        return [[] for _ in range(self.input_batch.num_reqs)]
+
+    def _grow_trees(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in range(self.input_batch.num_reqs)]
+        drafts_each = self._drafts_each(scheduler_output)
+        if drafts_each == 0:
+            return drafts
+        committed = self._committed_tokens(sampled_token_ids)
+        if committed is None:
+            return drafts
+        logits = self.drafter.advance(committed)
+        chosen = self._requests_to_draft(committed)
+        if len(chosen) == 0:
+            return drafts
+        levels = self._tables.levels_of(drafts_each)
+        roots = committed.last[chosen]
+        requests = committed.requests[chosen]
+        grown = self.drafter.grow(
+            levels,
+            root_logits=logits if len(chosen) == len(logits) else logits[chosen],
+            root_tokens=committed.tokens[roots],
+            root_positions=committed.positions[roots],
+            requests=requests,
+            sampling=DraftSampling.of(
+                requests,
+                sampling_metadata,
+                self.input_batch.generators,
+                truncation_of(sampling_metadata, self._params()),
+                levels.tree.depth,
+            ),
+        )
+        tokens = grown.tokens[:, 1:].tolist()
+        for row, request in enumerate(requests.tolist()):
+            request_id = self.input_batch.req_ids[request]
+            self._drafts[request_id] = Draft(grown, row)
+            # Cutting is safe: every prefix of a tree is a tree.
+            drafts[request] = tokens[row][: most_drafts(self.requests[request_id].sampling_params)]
+        return drafts
+
+    def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
+        """Prompt chunks, roots and emitted tokens that the draft has yet to read."""
+        num_reqs = self.input_batch.num_reqs
+        scheduled = np.diff(self.query_start_loc.np[: num_reqs + 1])
+        drafted = [len(ids) for ids in self.input_batch.spec_token_ids[:num_reqs]]
+        computed = self.input_batch.num_computed_tokens_cpu[:num_reqs]
+        sampled = sampled_token_ids.cpu().numpy()
+        discarded = self.discard_request_mask.np[:num_reqs]
+        known = (computed + scheduled - np.array(drafted)).astype(np.int64)
+        num_sampled = np.where(discarded, 0, (sampled >= 0).sum(axis=1))
+        prompts = self.input_batch.num_prompt_tokens[:num_reqs]
+        longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
+        return self.draft_progress.take(
+            self.input_batch.req_ids,
+            self.input_batch.token_ids_cpu,
+            known=known,
+            sampled=sampled,
+            num_sampled=num_sampled,
+            reads=requests_to_read(
+                self._params(), self._thinks, prompts, longest, known + num_sampled, sampled
+            ),
+        )
+
+    def _requests_to_draft(self, committed: CommittedTokens) -> NDArray[np.int64]:
+        """Indices in ``committed`` of the requests that get a tree now."""
+        discarded = self.discard_request_mask.np[committed.requests]
+        return np.flatnonzero(committed.complete & ~discarded)
+
+    def _params(self) -> list[Any]:
+        """Each request's `SamplingParams`, in batch order."""
+        return [self.requests[request].sampling_params for request in self.input_batch.req_ids]
