@@ -90,8 +90,8 @@ ITEMS = (
         {"pair": "8b-eagle3", "kernel": "flash"},
     ),
     Item(
-        "trees-recurrent-9b", "Gated DeltaNet layers with lookup: steps, mixed steps, kernels",
-        TREES, 3, {"pair": "recurrent-9b", "drafter": "lookup"}, is_tiny=False,
+        "trees-recurrent-9b", "Gated DeltaNet layers and an MTP layer: steps, mixed steps, kernels",
+        TREES, 3, {"pair": "recurrent-9b", "drafter": "mtp"}, is_tiny=False,
     ),
     Item(
         "plain-recurrent-9b", "plain 9B of such layers: the same steps and arrivals",

@@ -23,7 +23,7 @@ _TINY_OUTPUT = 128
 
 
 RECURRENT = "recurrent-9b"
-"""Of Qwen3.5-9B's sizes: three of four layers are Gated DeltaNet's. Drafts need no model."""
+"""Of Qwen3.5-9B's sizes: three of four layers are Gated DeltaNet's. Its own MTP layer drafts."""
 _RECURRENT = ModelShape(
     name="Qwen/Qwen3.5-9B", layers=32, hidden=4096, intermediate=12288, heads=16, kv_heads=4,
     head_size=256, vocab=248320,
@@ -33,9 +33,9 @@ _RECURRENT = ModelShape(
 
 def pair_of(name: str, tiny: bool = False) -> ModelClass:
     """The pair of a model class of the library."""
+    found = every_class()["8b-0.6b" if name == RECURRENT else name]
     if name == RECURRENT:
-        return ModelClass(id=name, target=_RECURRENT, draft=every_class()["8b-0.6b"].draft)
-    found = every_class()[name]
+        found = ModelClass(id=name, target=_RECURRENT, draft=found.draft)
     if not tiny:
         return found
     return ModelClass(id=name, target=_tiny(found.target), draft=_tiny(found.draft))
@@ -43,11 +43,15 @@ def pair_of(name: str, tiny: bool = False) -> ModelClass:
 
 def _tiny(shape: ModelShape) -> ModelShape:
     layers = min(shape.layers, _TINY["layers"])
-    head = shape.head
+    head, recurrent = shape.head, shape.recurrent
+    if recurrent is not None:
+        layers = 4  # one attends
+        recurrent = Recurrent(layers=3, heads=1, value_heads=2, key=16, value=16)
     if head is not None:
         update = {"reads": 2 * _TINY["hidden"], "output_vocab": _TINY_OUTPUT}
         head = head.model_copy(update=update)
-    return shape.model_copy(update={**_TINY, "layers": layers, "head": head})
+    own = {"layers": layers, "head": head, "recurrent": recurrent}
+    return shape.model_copy(update={**_TINY, **own})
 
 
 def write_models(
@@ -119,12 +123,15 @@ def _qwen3(shape: ModelShape) -> dict[str, Any]:
 
 def _qwen3_5(shape: ModelShape) -> dict[str, Any]:
     assert shape.recurrent is not None
+    turned = max(0.25, 16 / shape.head_size)  # so that a tiny head has pairs for all three axes
+    pairs = int(turned * shape.head_size) // 2
     rope = {
-        "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+        "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": turned,
+        "mrope_section": [(pairs + 2 - axis) // 3 for axis in range(3)], "mrope_interleaved": True,
     }  # fmt: skip
     return {
         "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
         "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (shape.layers // 4),
         "rope_parameters": rope, "linear_conv_kernel_dim": 4,
         "linear_num_key_heads": shape.recurrent.heads,

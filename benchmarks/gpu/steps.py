@@ -38,7 +38,7 @@ def speculation(batches: tuple[int, ...], drafts: tuple[int, ...], **more: Any) 
 
 
 def time_trees(run: ItemRun, pair: str, drafter: str = "") -> None:
-    """A pair with trees of each size; ``drafter``: one that is no model."""
+    """A pair with trees of each size; ``drafter``: one that needs no model."""
     sizes = run.sizes
     most = sizes.batches[-1] + len(sizes.drafts) - 1
     keys = {"drafter": drafter} if drafter else {}

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from benchmarks.gpu.models import RECURRENT, pair_of, write_models
 from tests.support.expert_layers import save_experts
 from tests.support.generating import random_prompts
 from tests.support.heads import save_mimo
@@ -19,13 +20,13 @@ TREES = {
 }  # fmt: skip
 
 
-def start_and_generate(target: str, is_hybrid: bool) -> dict[str, Any]:
+def start_and_generate(target: str, is_hybrid: bool, **options: Any) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees for batches of three and of one."""
     if is_hybrid:
         rehearse_in_float32()
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     texts = random_prompts([5, 9, 20])
-    return plain_and_trees(TREES, target, texts, params)
+    return plain_and_trees(TREES, target, texts, params, **options)
 
 
 @pytest.fixture(scope="module", params=["MiMo", "Qwen3Next"])
@@ -43,3 +44,13 @@ def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
 
 def test_drafts_are_accepted(answers):
     assert answers["trees"]["counts"]["tokens_per_tree"] > 1.2
+
+
+def test_the_gpu_programs_target_with_recurrent_layers(tmp_path):
+    """Its weights are made up."""
+    target, _ = write_models(pair_of(RECURRENT, tiny=True), tmp_path, tiny=True)
+    answers = call_on_gpu(
+        start_and_generate, tmp_path, target=target, is_hybrid=True, load_format="dummy"
+    )
+    for name in ("trees", "alone"):
+        check_replayed(answers[name], answers["plain"])

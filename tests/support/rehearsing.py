@@ -148,11 +148,13 @@ def generate(llm: Any, requests: list[Any], params: Any) -> dict[str, Any]:
     }
 
 
-def plain_and_trees(config: dict, model: str, texts: list[Any], params: Any) -> dict[str, Any]:
+def plain_and_trees(
+    config: dict, model: str, texts: list[Any], params: Any, **options: Any
+) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees for the whole batch and for its first request."""
-    with rehearsing(None, model=model) as llm:
+    with rehearsing(None, model=model, **options) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, texts, params)}
-    with rehearsing(config, model=model) as llm:
+    with rehearsing(config, model=model, **options) as llm:
         answers["trees"] = generate_with_trees(llm, texts, params)
         answers["alone"] = generate_with_trees(llm, texts[:1], params)
     return answers

@@ -504,7 +504,7 @@ def test_a_head_leaves_the_law(kind, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["GraniteMoeHybrid", "Lfm2"])
+@pytest.mark.parametrize("name", ["GraniteMoeHybrid", "NemotronH", "Lfm2"])
 def test_a_target_with_states_keeps_its_law(name, tmp_path):
     paths = save_mamba_pair(tmp_path, name, scale=1.0, vocab=LAW_VOCAB)
     answer = call_on_gpu(
