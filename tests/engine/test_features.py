@@ -1,12 +1,14 @@
 """What engines can do besides decoding, with trees: the tokens are those of plain vLLM."""
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
 from sequoia_vllm.bench.measure import NEAR_TIE
+from sequoia_vllm.engine.runner import cpu_linear
 from tests.support.conversing import converse, turns
-from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.engines import metric, runner_of, running, sequoia, tokens_of
 from tests.support.models import TARGET, prompts
 from tests.support.quantised import QUANTISED, save_quantised
 
@@ -26,6 +28,7 @@ def greedy_and_seeded(count: int, max_tokens: int = 48) -> list[SamplingParams]:
 
 
 PARAMS = greedy_and_seeded(12)
+IN_BFLOAT16 = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=5)
 
 
 class Driven:
@@ -148,9 +151,13 @@ def test_a_target_in_int8(tmp_path):
 
 def test_a_target_in_int4(tmp_path):
     """It computes in bfloat16, which rounds by the batch's size: answers may part at near ties."""
-    greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=5)
+    part_at_near_ties(*quantised(tmp_path, "int4", IN_BFLOAT16))
+
+
+def part_at_near_ties(answers: list, others: list) -> None:
+    """Checks that fewer than half of the greedy answers part, and only there."""
     parted = 0
-    for plain, trees in zip(*quantised(tmp_path, "int4", greedy), strict=True):
+    for plain, trees in zip(answers, others, strict=True):
         tokens = zip(plain.token_ids, trees.token_ids, plain.logprobs, strict=True)
         for wanted, found, likely in tokens:
             if wanted != found:
@@ -158,6 +165,24 @@ def test_a_target_in_int4(tmp_path):
                 parted += 1
                 break
     assert parted < len(PROMPTS) / 2
+
+
+@pytest.mark.parametrize("asked", [None, False], ids=["ours", "vLLM's"])
+def test_linear_layers_for_few_rows(asked, monkeypatch):
+    """They are ours on CPUs without bfloat16 instructions, unless the user says no."""
+    monkeypatch.setattr(cpu_linear, "pays_here", lambda: True)
+    options = {"dtype": "bfloat16"}
+    if asked is not None:
+        options["additional_config"] = {cpu_linear.KEY: asked}
+    found = []
+    for config in (None, sequoia()):
+        with running(config, **options) as llm:
+            outputs = llm.generate(PROMPTS, IN_BFLOAT16, use_tqdm=False)
+            found.append([output.outputs[0] for output in outputs])
+            layers = vars(runner_of(llm).model.model.layers[0].mlp.down_proj)
+            is_ours = layers["cpu_linear"] is torch.ops.sequoia_vllm.linear_rows
+            assert is_ours == (config is not None and asked is None)
+    part_at_near_ties(*found)
 
 
 def quantised(folder, how: str, params) -> list[list]:

@@ -38,10 +38,12 @@ from sequoia_vllm.engine.frontend.request import sequoia_request, short_in_comma
 from sequoia_vllm.engine.frontend.tree_choice import look_up
 from sequoia_vllm.engine.offload import (
     choose_offloading,
+    is_offloaded,
     weight_source,
     with_offload,
     with_streamed,
 )
+from sequoia_vllm.engine.runner.cpu_linear import choose_linear_layers
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
 from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.library.pair_key import PairKey
@@ -91,6 +93,8 @@ def _sequoia_engine_config(
         # vLLM's V1 proposer takes drafts whose layers lie in one KV cache group. Layers with a
         # window then share it with others, which costs memory: tokens before windows are kept.
         scheduler.disable_hybrid_kv_cache_manager = True
+        if not is_offloaded(vllm_config):  # it hands layers weights from elsewhere
+            choose_linear_layers(vllm_config)
     _choose_scheduler(scheduler)
     return vllm_config
 

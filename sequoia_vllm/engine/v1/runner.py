@@ -16,6 +16,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_attention
+from sequoia_vllm.engine.runner.cpu_linear import replaced_linear_layers
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1, logits_rows, schedule_trees
@@ -61,12 +62,12 @@ class SequoiaCPUModelRunner(DraftingRunner):
 
     # Until: the CPU platform honours a backend chosen by the speculative method.
     def load_model(self, load_dummy_weights: bool = False) -> None:
-        """Loads the model with our attention.
+        """Loads the model with our attention, and where they pay our linear layers.
 
         Raises:
             ValueError: A layer's attention cannot score trees; the message names both.
         """
-        with replaced_backends(CPU_BACKENDS):
+        with replaced_backends(CPU_BACKENDS), replaced_linear_layers(self.vllm_config):
             super().load_model(load_dummy_weights)
         layers = supported_layers(self.vllm_config, unsupported_attention)
         self._target_layers = [

@@ -1,0 +1,87 @@
+"""Linear layers for few rows on CPUs without bfloat16 instructions: see ``linear_rows.cpp``.
+
+A tree's step asks a layer for several rows. vLLM's library takes four times as long for six rows as
+for one on such CPUs, so that trees would not pay there.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.cpp_library import load_library
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_LANES, _OUTPUTS = 16, 4  # of the source
+# From so many rows on it is faster to widen a whole weight, up to so many values (256 MiB).
+_MANY_ROWS, _MOST_WIDENED = 128, 1 << 26
+
+
+def pays_here() -> bool:
+    """Whether this machine's CPU is such a one."""
+    cpu: Any = torch.cpu
+    return cpu._is_avx512_supported() and not cpu._is_avx512_bf16_supported()
+
+
+def suits(weight: Tensor) -> bool:
+    """Whether the kernel takes this weight."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.ndim == 2
+        and weight.is_contiguous()
+        and weight.shape[0] % _OUTPUTS == weight.shape[1] % _LANES == 0
+    )
+
+
+@cache
+def load_kernel() -> Callable[..., None] | None:
+    """The kernel, compiled if need be; None where it cannot be (logged once)."""
+    library = load_library(_SOURCE, "linear layers take longer for trees on this CPU")
+    if library is None:
+        return None
+    found = library.sequoia_linear_rows
+    found.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4]
+    found.restype = None
+    return found
+
+
+def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer, as `torch.nn.functional.linear`, summed in float32.
+
+    It is also an operator, ``torch.ops.sequoia_vllm.linear_rows``, which torch.compile traces.
+
+    Args:
+        x: bfloat16 ``[..., K]``.
+        weight: bfloat16 ``[N, K]``, which `suits`.
+        bias: bfloat16 ``[N]``, or None.
+
+    Returns:
+        bfloat16 ``[..., N]``. With fewer than 128 rows none depends on the others.
+    """
+    outputs, inner = weight.shape
+    rows = x.reshape(-1, inner).contiguous()
+    if len(rows) >= _MANY_ROWS and weight.numel() <= _MOST_WIDENED:
+        wide = None if bias is None else bias.float()
+        return torch.nn.functional.linear(x.float(), weight.float(), wide).bfloat16()
+    result = x.new_empty((*x.shape[:-1], outputs))
+    kernel = load_kernel()
+    assert kernel is not None
+    kernel(
+        rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        result.data_ptr(), len(rows), outputs, inner, torch.get_num_threads(),
+    )  # fmt: skip
+    return result
+
+
+def _shape_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_OPERATORS = torch.library.Library("sequoia_vllm", "FRAGMENT")
+_OPERATORS.define("linear_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_OPERATORS.impl("linear_rows", linear_rows, "CPU")
+torch.library.register_fake("sequoia_vllm::linear_rows", _shape_of, lib=_OPERATORS)
