@@ -9,6 +9,7 @@ from benchmarks.gpu.models import RECURRENT, pair_of, write_models
 from tests.support.expert_layers import save_experts
 from tests.support.generating import random_prompts
 from tests.support.heads import save_mimo
+from tests.support.multimodal import call_with_images
 from tests.support.on_gpu import call_on_gpu
 from tests.support.recurrent import rehearse_in_float32
 from tests.support.rehearsing import check_replayed, plain_and_trees
@@ -49,8 +50,9 @@ def test_drafts_are_accepted(answers):
 def test_the_gpu_programs_target_with_recurrent_layers(tmp_path):
     """Its weights are made up."""
     target, _ = write_models(pair_of(RECURRENT, tiny=True), tmp_path, tiny=True)
-    answers = call_on_gpu(
-        start_and_generate, tmp_path, target=target, is_hybrid=True, load_format="dummy"
-    )
+    answers = call_with_images(  # its module in vLLM needs what reads them
+        start_and_generate, tmp_path, on_gpu=True, target=target, is_hybrid=True,
+        load_format="dummy",
+    )  # fmt: skip
     for name in ("trees", "alone"):
         check_replayed(answers[name], answers["plain"])
