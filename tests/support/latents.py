@@ -11,7 +11,7 @@ from tests.support.models import save_pair
 
 VOCABULARY = 64
 _SHARED: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64,
+    "hidden_size": 64, "intermediate_size": 64,
     "num_attention_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0,
     "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -23,7 +23,7 @@ _ROPE = {
 }  # fmt: skip
 
 
-def save_latent_pair(directory: Path) -> tuple[str, str]:
+def save_latent_pair(directory: Path, vocab: int = VOCABULARY) -> tuple[str, str]:
     """A DeepSeek V3 of a dense layer and one of experts, and a Llama as its draft.
 
     They share embeddings and head, which know each token's likeliest successor. The target's layers
@@ -32,16 +32,17 @@ def save_latent_pair(directory: Path) -> tuple[str, str]:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    shared = {**_SHARED, "vocab_size": vocab}
     of_target = DeepseekV3Config(
-        **_SHARED, num_hidden_layers=2, num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=512,
+        **shared, num_hidden_layers=2, num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=512,
         qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32, first_k_dense_replace=1,
         n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
         moe_intermediate_size=32, topk_method="noaux_tc", scoring_func="sigmoid",
         rope_parameters=_ROPE,
     )  # fmt: skip
-    of_draft = LlamaConfig(**_SHARED, num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
+    of_draft = LlamaConfig(**shared, num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
     target, draft = DeepseekV3ForCausalLM(of_target).float(), LlamaForCausalLM(of_draft).float()
-    embeddings = torch.randn(VOCABULARY, _SHARED["hidden_size"])
+    embeddings = torch.randn(vocab, _SHARED["hidden_size"])
     for model in (target, draft):
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():

@@ -33,6 +33,7 @@ from tests.support.generating import (
     save_related_pair,
 )
 from tests.support.heads import save_dflash, save_eagle3, save_mimo
+from tests.support.latents import rehearse_on_gpus, save_latent_pair
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
@@ -336,7 +337,8 @@ def generate_for_law(
     Without a draft the target's own layer drafts. `states`: those of the target's layers.
     """
     if states:
-        {"deltas": rehearse_in_float32, "mamba": rehearse_as_on_gpus}[states]()
+        run = {"deltas": rehearse_in_float32, "mamba": rehearse_as_on_gpus}
+        run.get(states, rehearse_on_gpus)()
     params = [
         SamplingParams(
             temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
@@ -504,12 +506,16 @@ def test_a_head_leaves_the_law(kind, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["GraniteMoeHybrid", "NemotronH", "Lfm2"])
-def test_a_target_with_states_keeps_its_law(name, tmp_path):
-    paths = save_mamba_pair(tmp_path, name, scale=1.0, vocab=LAW_VOCAB)
+@pytest.mark.parametrize("name", ["GraniteMoeHybrid", "NemotronH", "Lfm2", "DeepseekV3"])
+def test_a_target_with_states_or_latents_keeps_its_law(name, tmp_path):
+    has_latents = name == "DeepseekV3"
+    if has_latents:
+        paths = save_latent_pair(tmp_path, LAW_VOCAB)
+    else:
+        paths = save_mamba_pair(tmp_path, name, scale=1.0, vocab=LAW_VOCAB)
     answer = call_on_gpu(
         generate_for_law, tmp_path, target=paths[0], draft=paths[1], method="traversal",
-        states="mamba",
+        states="latents" if has_latents else "mamba",
     )  # fmt: skip
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
 
