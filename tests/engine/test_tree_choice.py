@@ -15,6 +15,7 @@ from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend import engine_config, plan, tree_choice
 from sequoia_vllm.engine.frontend.drafts import DraftReader
+from sequoia_vllm.engine.runner import cpu_linear
 from sequoia_vllm.engine.worker.worker_base import AgreeingWorker
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
@@ -79,17 +80,25 @@ def test_wrong_settings_say_what_is_wrong(keys, error, message):
     assert message in str(raised.value)
 
 
-def test_compiled_code_is_kept_whatever_the_tree():
-    """vLLM keys it by a hash of the configuration; plain decoding's serves trees, too."""
+@pytest.mark.parametrize("has_own_layers", [False, True])
+def test_compiled_code_is_kept_whatever_the_tree(has_own_layers, monkeypatch):
+    """vLLM keys it by a hash of the configuration; plain decoding's serves trees, too.
+
+    But where a CPU has no bfloat16 instructions layers call another operator.
+    """
+    monkeypatch.setattr(cpu_linear, "pays_here", lambda: has_own_layers)
 
     def compiled_as(speculative_config) -> str:
-        args = EngineArgs(model=TARGET, speculative_config=speculative_config, max_model_len=256)
+        args = EngineArgs(
+            model=TARGET, speculative_config=speculative_config, max_model_len=256,
+            dtype="bfloat16",
+        )  # fmt: skip
         return args.create_engine_config().compute_hash()
 
     trees = [{"size": 16, "depth": 4}, {"size": 8, "depth": 2}, {"parents": [-1, 0, 0]}]
     chain = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 4}
     [key] = {compiled_as(sequoia(tree=tree)) for tree in trees}
-    assert key == compiled_as(chain)
+    assert (key != compiled_as(chain)) == has_own_layers
 
 
 def test_bounds_apply_to_any_tree():
