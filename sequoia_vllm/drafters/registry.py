@@ -181,7 +181,7 @@ def register(found: AnyDrafter) -> AnyDrafter:
 
 
 def drafter(kind: str) -> Drafter:
-    """The drafter of this kind; raises ValueError if there is none; lists those that are."""
+    """The drafter of this kind; if there is none, raises ValueError, which lists the kinds."""
     if kind not in DRAFTERS:
         raise ValueError(f"Input should be {_listed(list(DRAFTERS))}")
     return DRAFTERS[kind]

@@ -85,7 +85,7 @@ class KeptNodes:
     """What passes leave of their T rows in L layers, until the commit; from `empty`."""
 
     shape: RecurrentHeads | None
-    """Of the layers' heads; None: they are convolutions, and have inputs alone."""
+    """The layers' heads; None: they are convolutions, and have inputs alone."""
     inputs: Tensor  # ``[L, T, C]``: before the convolution, in the model's dtype
     keys: Tensor  # float32 ``[L, T, H, K]``: k
     updates: Tensor  # float32 ``[L, T, Hv, V]``: u

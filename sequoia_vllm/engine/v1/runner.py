@@ -74,6 +74,12 @@ class SequoiaCPUModelRunner(DraftingRunner):
             name for name in layers if name not in self.drafter._draft_attn_layer_names
         ]
 
+    # Until: vLLM's library takes little longer for a few rows than for one on these CPUs.
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Calls vLLM's; layers that have our kernel keep it, as compiled code calls it."""
+        with replaced_linear_layers(self.vllm_config):
+            super().reload_weights(*args, **kwargs)
+
     @cached_property
     def _groups_of_target(self) -> list[list[Any]]:
         """vLLM's attention groups with layers of the target, by cache group."""
