@@ -8,6 +8,7 @@ import pytest
 from sequoia_vllm.engine.compat import contract, versions
 from sequoia_vllm.engine.compat.ledger import LEDGER, Expected, expected
 from tests.contract import used
+from tests.contract.check_wheels import CHECKED, expected_hash
 from tests.contract.sources import source_differences
 
 
@@ -113,6 +114,13 @@ def test_all_that_is_replaced_says_until_when(regenerated):
     assert [path for path, one in replaced.items() if not one["until"]] == []
     ways = {one["how"] for one in replaced.values()}
     assert ways == {"patch", "added field", "swap", "subclass", "instance"}
+
+
+@pytest.mark.parametrize("version", versions.SUPPORTED_VERSIONS["gpu"])
+def test_what_we_expect_was_checked_in_the_gpu_wheel(version):
+    checked = json.loads(CHECKED.read_text())[version]
+    assert checked["differences"] == []
+    assert checked["expected"] == expected_hash(version), "run `make contract`, and commit its file"
 
 
 def test_an_override_whose_signature_changed_is_told(tmp_path, installed, regenerated):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionImpl,
     TritonAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
