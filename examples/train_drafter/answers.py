@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from draft_data import Shard
 from numpy.typing import NDArray
-from training import Batches
 
 from sequoia_vllm.vocabulary.matching import Matching
 
@@ -15,7 +14,7 @@ BATCHES_TOGETHER = 8  # share their texts out by length
 _SMALLEST_REST = 1e-4  # keeps the logarithm of what is left to other tokens finite
 
 
-class Texts(Batches):
+class Texts:
     """Answers in a drafter's tokens, padded, with the target's distribution of each token.
 
     A batch is ``[texts, length, 1 + 2 × 16]`` in float32: the token that the drafter reads, the

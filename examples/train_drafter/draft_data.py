@@ -6,6 +6,7 @@ we keep the likeliest tokens of its distribution, so that a draft model learns w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -21,8 +22,8 @@ from chat_prompts import OWN, Prompt, prompts, read_prompts
 from draft_tokens import load_tokenizer
 from errors import PairError
 from numpy.typing import NDArray
-from training import Listener
 
+from sequoia_vllm.cli.common import Report
 from sequoia_vllm.measuring.interrupts import engines_end_here, interrupts_get_through
 from sequoia_vllm.prompts import Prompt as Given
 from sequoia_vllm.prompts import PromptError, encode_prompts
@@ -44,8 +45,8 @@ class DraftDataRecipe:
 
     Attributes:
         prompts: A file of prompts; None: those written here.
-        target_sha256: Of the target's weights; None: data of an earlier version.
-        prompts_sha256: Of the file of prompts; None: there is none, or data of an earlier version.
+        target_sha256: Of the target's weights.
+        prompts_sha256: Of the file of prompts; None: there is none.
     """
 
     target: str
@@ -55,15 +56,6 @@ class DraftDataRecipe:
     dtype: str
     target_sha256: str | None = None
     prompts_sha256: str | None = None
-
-    def same(self, other: DraftDataRecipe) -> bool:
-        """Whether both give the same answers; files are compared by content where it is known."""
-        mine, others = asdict(self), asdict(other)
-        for path in ("target", "prompts"):
-            content = f"{path}_sha256"
-            unknown = path if None not in (mine[content], others[content]) else content
-            del mine[unknown], others[unknown]
-        return mine == others
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ class Shard:
 
 
 def write_draft_data(
-    recipe: DraftDataRecipe, texts: int, out: Path, listener: Listener
+    recipe: DraftDataRecipe, texts: int, out: Path, report: Report
 ) -> dict[str, Any]:
     """Writes answers that are not there yet; returns numbers of tokens and hours.
 
@@ -110,22 +102,22 @@ def write_draft_data(
     _keep_recipe(recipe, out)
     # Validation first: a draft can be trained on what a stopped run left.
     todo = [
-        (part, number, questions, answered)
+        (part, number, questions)
         for part in reversed(PARTS)
         for number, questions in enumerate(_questions(recipe, part, texts, opening is not None))
-        if (answered := _answered(_shard_path(out, part, number))) < len(questions)
+        if not (path := _shard_path(out, part, number)).is_file()
+        or len(_read_shard(path).ends) < len(questions)
     ]
-    listener.on_stage("answers", len(todo))
+    report("answers", 0, len(todo))
     if todo:
         with _engine(recipe) as llm:
-            for part, number, questions, answered in todo:
-                path, began = _shard_path(out, part, number), time.monotonic()
-                seed, left = _first_seed(recipe, part, number) + answered, questions[answered:]
+            for done, (part, number, questions) in enumerate(todo, start=1):
+                began, seed = time.monotonic(), _first_seed(recipe, part, number)
                 if opening is not None:
-                    left = _ask(llm, tokenizer, opening, left, seed)
-                shard = _answer(llm, tokenizer, recipe, left, answered, seed, began)
-                _save(_joined(_read_shard(path), shard) if answered else shard, path)
-                listener.on_step(None)
+                    questions = _ask(llm, tokenizer, opening, questions, seed)
+                shard = _answer(llm, tokenizer, recipe, questions, seed, began)
+                _save(shard, _shard_path(out, part, number))
+                report("answers", done, len(todo))
     return summary(out)
 
 
@@ -156,22 +148,6 @@ def _read_shard(path: Path) -> Shard:
     return Shard(**{**fields, "seconds": float(fields["seconds"])})
 
 
-def _answered(path: Path) -> int:
-    """How many answers a shard has; 0: there is none."""
-    return len(_read_shard(path).ends) if path.is_file() else 0
-
-
-def _joined(first: Shard, second: Shard) -> Shard:
-    """One shard of the answers of two."""
-    before = int(first.ends[-1])
-    later = asdict(replace(second, ends=second.ends + before))
-    fields = {
-        name: value + later[name] if name == "seconds" else np.concatenate([value, later[name]])
-        for name, value in asdict(first).items()
-    }
-    return Shard(**fields)
-
-
 def read_recipe(folder: Path) -> DraftDataRecipe:
     """What the data in a folder was made with."""
     path = folder / "recipe.json"
@@ -182,7 +158,7 @@ def read_recipe(folder: Path) -> DraftDataRecipe:
 
 def _keep_recipe(recipe: DraftDataRecipe, out: Path) -> None:
     path = out / "recipe.json"
-    if path.is_file() and not (there := read_recipe(out)).same(recipe):
+    if path.is_file() and (there := read_recipe(out)) != recipe:
         raise PairError(f"{out} has data of another recipe, {asdict(there)}: choose another folder")
     path.write_text(json.dumps(asdict(recipe), indent=2) + "\n", "utf-8")
 
@@ -301,16 +277,14 @@ def _ask(
 
 
 def _answer(
-    llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt], first: int,
-    seed: int, began: float,
+    llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt], seed: int,
+    began: float,
 ) -> Shard:  # fmt: skip
     """Lets the target answer prompts of one shard."""
     from vllm import SamplingParams
 
     asked = [{"prompt_token_ids": _encode(tokenizer, one)} for one in questions]
-    temperatures = [
-        TEMPERATURES[(first + place) % len(TEMPERATURES)] for place in range(len(questions))
-    ]
+    temperatures = [TEMPERATURES[place % len(TEMPERATURES)] for place in range(len(questions))]
     sampling = [
         SamplingParams(
             temperature=temperature, max_tokens=recipe.answer, logprobs=LIKELIEST,
@@ -357,3 +331,13 @@ def _likeliest(at: dict[int, Any]) -> tuple[list[int], list[float]]:
     missing = LIKELIEST - len(ranked)
     tokens = [token for token, _ in ranked] + [ranked[0][0]] * missing
     return tokens, [one.logprob for _, one in ranked] + [float("-inf")] * missing
+
+
+def digest(folder: Path, pattern: str) -> str:
+    """SHA-256 over the files of a folder that a pattern finds, in the order of their names."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob(pattern)):
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                found.update(chunk)
+    return found.hexdigest()

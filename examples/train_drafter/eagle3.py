@@ -10,21 +10,21 @@ gave one position before.
 import torch
 from answers import cross_entropies, split
 from frozen_target import FrozenTarget
-from head_layers import (
-    GatedMLP,
-    Linear,
-    attention_sizes,
-    join_heads,
-    rotate,
-    shared_config,
-    split_heads,
-)
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig
 
 UNROLLED_STEPS = 5  # drafts of a chain in training
 STEP_WEIGHT = 0.8  # of a draft's loss, relative to that of the draft before
+INITIAL_DEVIATION = 0.02  # as Llama's
+
+
+class Linear(nn.Linear):
+    """A map without a bias, drawn as Llama's are."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        nn.init.normal_(self.weight, std=INITIAL_DEVIATION)
 
 
 class Eagle3(nn.Module):
@@ -71,8 +71,21 @@ class Eagle3(nn.Module):
 
     def config(self) -> dict[str, object]:
         """What vLLM reads as ``config.json``."""
+        names = (
+            "vocab_size", "hidden_size", "num_attention_heads", "hidden_act",
+            "max_position_embeddings", "rms_norm_eps", "pad_token_id", "bos_token_id",
+            "eos_token_id",
+        )  # fmt: skip
+        theta = self.target.rope_parameters["rope_theta"]
         return {
-            **shared_config(self.target),
+            **{name: getattr(self.target, name, None) for name in names},
+            "head_dim": head_size(self.target),
+            # Without the scaling that a target may have: a head is trained without it.
+            "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+            "num_key_value_heads": self.target.num_attention_heads,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "num_hidden_layers": 1,
@@ -132,13 +145,19 @@ class Eagle3Layer(nn.Module):
         hidden, epsilon = target.hidden_size, target.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(hidden, eps=epsilon)
         self.hidden_norm = nn.RMSNorm(hidden, eps=epsilon)
-        width, _ = attention_sizes(target)
+        width = head_size(target) * target.num_attention_heads
         self.self_attn = nn.ModuleDict(
             {name: Linear(2 * hidden, width) for name in ("q_proj", "k_proj", "v_proj")}
         )
         self.self_attn["o_proj"] = Linear(width, hidden)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=epsilon)
-        self.mlp = GatedMLP(hidden, mlp)
+        self.mlp = nn.ModuleDict({name: Linear(hidden, mlp) for name in ("gate_proj", "up_proj")})
+        self.mlp["down_proj"] = Linear(mlp, hidden)
+
+    def gated(self, hidden: torch.Tensor) -> torch.Tensor:
+        """SwiGLU of the normed states."""
+        hidden, mlp = self.post_attention_layernorm(hidden), self.mlp
+        return mlp["down_proj"](functional.silu(mlp["gate_proj"](hidden)) * mlp["up_proj"](hidden))
 
 
 class Chains:
@@ -173,16 +192,17 @@ class Chains:
         mixed = torch.cat((embedded, layer.hidden_norm(self._hidden)), -1)
         hidden = self._hidden + self._attend(mixed)
         # Before the norm: what the next step continues from.
-        self._hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        self._hidden = hidden + layer.gated(hidden)
         return head.norm(self._hidden)
 
     def _attend(self, mixed: torch.Tensor) -> torch.Tensor:
         """The layer's attention, whose keys and values are kept for the steps to come."""
         attention = self._head.midlayer.self_attn
         target = self._head.target
-        size, theta = attention_sizes(target)[1], target.rope_parameters["rope_theta"]
+        size, theta = head_size(target), target.rope_parameters["rope_theta"]
         query, key, value = (
-            split_heads(attention[name](mixed), size) for name in ("q_proj", "k_proj", "v_proj")
+            attention[name](mixed).unflatten(-1, (-1, size)).transpose(1, 2)
+            for name in ("q_proj", "k_proj", "v_proj")
         )
         positions = self._starts + len(self._keys)
         query, key = (rotate(heads, positions, theta) for heads in (query, key))
@@ -193,7 +213,7 @@ class Chains:
         attended = weights[..., :shared] @ self._values[0]
         for step, own in enumerate(self._values[1:]):
             attended = attended + weights[..., shared + step, None] * own
-        return attention["o_proj"](join_heads(attended))
+        return attention["o_proj"](attended.transpose(1, 2).flatten(2))
 
     def _weights(self, query: torch.Tensor) -> torch.Tensor:
         """Attention's weights, ``[batch, heads, starts, starts + own tokens]``, float32."""
@@ -203,3 +223,28 @@ class Chains:
         return functional.softmax(
             torch.cat((scores.masked_fill(later, -torch.inf), *own), -1), dim=-1
         )
+
+
+def head_size(target: LlamaConfig) -> int:
+    """Numbers of one attention head."""
+    found: int = getattr(target, "head_dim", None) or (
+        target.hidden_size // target.num_attention_heads
+    )
+    return found
+
+
+def rotate(heads: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """Llama's rotary embedding: dimension i turns with dimension i + size / 2.
+
+    Args:
+        heads: Queries or keys, shape ``[batch, heads, tokens, size]``.
+        positions: Shape ``[tokens]``.
+        theta: The base of the frequencies.
+    """
+    half = heads.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, device=heads.device) / half)
+    angles = positions[:, None] * frequencies
+    cosine, sine = angles.cos(), angles.sin()
+    first, second = heads.float().split(half, -1)
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+    return turned.to(heads.dtype)

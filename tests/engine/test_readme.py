@@ -215,7 +215,7 @@ def test_commands_that_train_are_understood(command, folder, monkeypatch):
     for name in ("answers", "my-model", "my-draft"):
         Path(name).mkdir()
     words = shlex.split(re.sub(r"\$\w+", "my-model", command.replace("$cache/", "")))[2:]
-    with script_modules("draft_commands"):
+    with script_modules():
         parser = typer.main.get_command(runpy.run_path(str(SCRIPT / "__main__.py"))["app"])
         parser.get_command(None, words[0]).make_context("it", words[1:])
 

@@ -1,4 +1,4 @@
-"""The example heads, and the script that trains such heads: what it computes and what it saves."""
+"""The example heads, and the script that trains EAGLE-3 heads: what it computes and saves."""
 
 import json
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ from tests.unit.test_example_models import MODELS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
-KINDS = ("eagle3", "dflash")
 VOCAB, HIDDEN, LENGTH, LIKELY = 96, 32, 24, 16
 LAYERS = (1, 2, 4)
 
@@ -53,32 +53,31 @@ def answered(scripts, target, head, batch: int) -> torch.Tensor:
     return torch.cat((texts[..., None], words[law.indices], law.values), -1)
 
 
-def new_head(kind, scripts, target):
+@pytest.fixture
+def head(scripts, target):
     """A head that has learnt nothing but whose parts all matter."""
     torch.manual_seed(2)
-    if kind == "eagle3":
-        drafted = torch.arange(1, VOCAB, 2)
-        head = scripts.eagle3.Eagle3(target.config, LAYERS, 40, drafted)
-    else:
-        head = scripts.dflash.DFlash(target.config, LAYERS, 40, 0)
+    head = scripts.eagle3.Eagle3(target.config, LAYERS, 40, torch.arange(1, VOCAB, 2))
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(parameter.mean(), 0.2)
-    return head
+    return head.eval()
 
 
 class TestExampleHeads:
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_load_in_the_script_with_bfloat16_weights(self, kind, scripts):
-        safetensors = pytest.importorskip("safetensors.torch")
-        weights = safetensors.load_file(MODELS / kind / "model.safetensors")
+    @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+    def test_weights_are_in_bfloat16_and_counted(self, kind):
+        weights = load_file(MODELS / kind / "model.safetensors")
         whole = {name for name, tensor in weights.items() if not tensor.is_floating_point()}
         assert whole == ({"d2t", "t2d"} if kind == "eagle3" else set())
-        assert all(weights[name].dtype == torch.bfloat16 for name in set(weights) - whole)
-        head, _ = scripts.heads.load_head(MODELS / kind, MODELS / "target", "cpu")
-        assert head.config() == json.loads((MODELS / kind / "config.json").read_text("utf-8"))
+        learnt = [weights[name] for name in set(weights) - whole]
+        assert all(tensor.dtype == torch.bfloat16 for tensor in learnt)
         metrics = json.loads((MODELS / kind / "metrics.json").read_text("utf-8"))
-        assert metrics["parameters"] == sum(one.numel() for one in head.parameters())
+        assert metrics["parameters"] == sum(tensor.numel() for tensor in learnt)
+
+    def test_loads_in_the_script(self, scripts):
+        head, _ = scripts.heads.load_head(MODELS / "eagle3", MODELS / "target", "cpu")
+        assert head.config() == json.loads((MODELS / "eagle3" / "config.json").read_text("utf-8"))
 
 
 class TestTarget:
@@ -100,15 +99,12 @@ class TestTarget:
         assert (layers(4), layers(2), layers(1)) == (LAYERS, (1, 2), (1,))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-class TestHeads:
-    def test_every_weight_learns(self, kind, scripts, target):
-        head = new_head(kind, scripts, target)
+class TestHead:
+    def test_every_weight_learns(self, scripts, target, head):
         head.loss(target, answered(scripts, target, head, 2)).backward()
         assert all(one.grad.abs().max() > 0 for one in head.parameters())
 
-    def test_drafts_do_not_depend_on_what_follows(self, kind, scripts, target):
-        head = new_head(kind, scripts, target).eval()
+    def test_drafts_do_not_depend_on_what_follows(self, scripts, target, head):
         text = tokens(1)[0]
         whole, logits = head.draft(target, text, 5)
         assert whole.shape == (LENGTH - 1, 5)
@@ -118,64 +114,26 @@ class TestHeads:
             assert torch.equal(part, whole[: end - 1])
             torch.testing.assert_close(first, logits[: end - 1])
 
-    def test_padding_changes_no_loss(self, kind, scripts, target):
-        head = new_head(kind, scripts, target).eval()
+    def test_padding_changes_no_loss(self, scripts, target, head):
         batch = answered(scripts, target, head, 2)
         batch[:, 14:, 1 + LIKELY :] = 0  # from here on no token is an answer's
         other = batch.clone()
         other[:, 20:, 0] = 3
         torch.testing.assert_close(head.loss(target, batch), head.loss(target, other))
 
-    def test_saved_heads_draft_the_same(self, kind, scripts, target, tmp_path):
-        head = new_head(kind, scripts, target).to(torch.bfloat16).float().eval()
+    def test_saved_heads_draft_the_same(self, scripts, target, head, tmp_path):
+        head = head.to(torch.bfloat16).float()
         text = tokens(1)[0]
         scripts.heads.save_head(head, tmp_path)
         assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
-        assert scripts.heads.is_head(tmp_path)
         loaded, _ = scripts.heads.load_head(tmp_path, target.folder, "cpu")
         for one, other in zip(
             loaded.draft(target, text, 4), head.draft(target, text, 4), strict=True
         ):
             assert torch.equal(one, other)
 
-
-class TestEagle3:
     def test_vocabulary_is_of_the_most_frequent_tokens(self, scripts):
         counts = np.bincount([5, 5, 5, 1, 7, 7, 2, 2], minlength=9)
         assert scripts.heads.most_frequent(counts, 3).tolist() == [2, 5, 7]
         with pytest.raises(scripts.errors.PairError, match="--tokens 10: the target has 9"):
             scripts.heads.most_frequent(counts, 10)
-
-
-class TestDFlash:
-    def test_blocks_see_nothing_of_each_other(self, scripts, target):
-        head = new_head("dflash", scripts, target)
-        text = tokens(1)
-        features = target(text)
-
-        def states(anchors, counts):
-            places = torch.tensor([anchors]), torch.tensor([counts])
-            return head.states(target, text, features, *places, 5)[0]
-
-        both = states([4, 15], [5, 3])
-        torch.testing.assert_close(both[:1], states([4], [5]))
-        torch.testing.assert_close(both[1:, :3], states([15], [3])[:, :3])
-
-    def test_drafts_of_a_block_see_all_of_it(self, scripts, target):
-        """No causal mask: with more masks behind them, the first drafts change."""
-        head = new_head("dflash", scripts, target)
-        text = tokens(1)
-        features = target(text)
-        short, long = (
-            head.states(target, text, features, torch.tensor([[9]]), torch.tensor([[count]]), count)
-            for count in (2, 6)
-        )
-        assert (short[0, 0, 0] - long[0, 0, 0]).abs().max() > 1e-3
-
-    def test_the_mask_is_the_last_token_that_is_in_no_text(self, scripts, target):
-        recipe = SimpleNamespace(mlp=40)
-        counts = np.ones(VOCAB, dtype=np.int64)
-        with pytest.raises(scripts.errors.PairError, match="needs one as a mask"):
-            scripts.heads.new_dflash(target.config, recipe, counts)
-        counts[[7, 11]] = 0
-        assert scripts.heads.new_dflash(target.config, recipe, counts).mask == 11

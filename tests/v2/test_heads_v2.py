@@ -14,6 +14,7 @@ import torch
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from tests.oracles.dflash import dflash_drafts, target_layers
 from tests.support.engines import running, sequoia, whole_trees
 from tests.support.generating import SPEC_DECODE, completions, generate, generate_chain, generate_on
 from tests.support.heads import DFLASH, EAGLE3
@@ -160,7 +161,7 @@ def test_requests_are_preempted(answers):
     assert answers["preempted"]["counts"]["preemptions"] > 0
 
 
-# -- by the script that trained the heads ---------------------------------------------------
+# -- by torch alone ---------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,11 @@ def expected(kind: str, scripts: Any) -> dict[str, Any]:
     """Tokens, steps and accepted drafts; every chain is of the target's own greedy text."""
     from transformers import AutoTokenizer
 
-    head, target = scripts.heads.load_head(MODELS / kind, MODELS / "target", "cpu")
+    if kind == "eagle3":
+        head, target = scripts.heads.load_head(MODELS / kind, MODELS / "target", "cpu")
+    else:
+        layers = target_layers(MODELS / kind)
+        target = scripts.frozen_target.FrozenTarget(MODELS / "target", layers, "cpu")
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
     found: dict[str, Any] = {"tokens": [], "steps": 0, "accepted": 0}
     for prompt in prompts(3):
@@ -182,7 +187,10 @@ def expected(kind: str, scripts: Any) -> dict[str, Any]:
             beginning, max_new_tokens=TOKENS + DEPTH + 1, do_sample=False, eos_token_id=None,
             attention_mask=torch.ones_like(beginning),
         )  # fmt: skip
-        drafts, _ = head.draft(target, text, DEPTH)
+        if kind == "eagle3":
+            drafts, _ = head.draft(target, text, DEPTH)
+        else:
+            drafts = dflash_drafts(MODELS / kind, target, text, DEPTH)
         right = drafts[:-DEPTH] == text[2:].unfold(0, DEPTH, 1)
         lengths = right.long().cumprod(-1).sum(-1)
         start, end = beginning.shape[1] - 1, beginning.shape[1] + TOKENS - 2
@@ -194,8 +202,8 @@ def expected(kind: str, scripts: Any) -> dict[str, Any]:
     return found
 
 
-def test_vllms_chain_accepts_what_the_script_says(kind, answers, scripts):
-    """Which computes drafts with torch alone, from its own reading of the checkpoint.
+def test_vllms_chain_accepts_what_torch_says(kind, answers, scripts):
+    """The script that trains EAGLE-3 heads, and an oracle, read the checkpoints for themselves.
 
     The two agree if layers, norms, residuals, positions and masks are those that vLLM serves
     the head with.

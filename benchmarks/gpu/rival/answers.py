@@ -25,8 +25,8 @@ from draft_data import (
     _opening,
     _save,
     _shard_path,
+    digest,
 )
-from provenance import digest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 _VALIDATION = 192

@@ -1,41 +1,24 @@
 """From the target's answers to a small Llama that drafts for it, as vLLM loads it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from answers import IGNORED, Texts, cross_entropies, split, token_counts
-from draft_data import Shard, read_recipe, read_shards
+from draft_data import PARTS, Shard, read_recipe, read_shards
 from draft_tokens import load_tokenizer, matching, reduced_tokenizer, whole_vocabulary
 from numpy.typing import NDArray
-from shapes import Shape
-from training import CHECKPOINT, Listener, Schedule, train
+from training import Recipe, train
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from sequoia_vllm.cli.common import Report
 from sequoia_vllm.vocabulary.matching import Matching
 
+Shape = tuple[int, int, int, int]
+"""Hidden size, layers, heads, MLP size."""
 EMBEDDING_SIZE = 0.05  # root mean square of the numbers that embeddings begin with
-
-
-@dataclass(frozen=True)
-class DraftRecipe:
-    """Everything but the data that decides what a draft becomes.
-
-    Attributes:
-        tokens: Tokens of its vocabulary, the target's most frequent; 0: all of the target's.
-        sequence_length: Tokens of a text that are read; the rest is left out.
-        schedule: ``steps`` 0 is one pass over the texts.
-    """
-
-    shape: Shape
-    tokens: int
-    sequence_length: int
-    peak_learning_rate: float
-    schedule: Schedule
-    device: str
 
 
 def distillation_loss(model: LlamaForCausalLM, texts: torch.Tensor) -> torch.Tensor:
@@ -49,38 +32,26 @@ def distillation_loss(model: LlamaForCausalLM, texts: torch.Tensor) -> torch.Ten
     return losses.sum() / max(1, len(losses))
 
 
-def train_draft(recipe: DraftRecipe, data: Path, out: Path, listener: Listener) -> dict[str, Any]:
-    """Writes the draft to ``out``; returns the record.
-
-    A run that was stopped goes on from its last validation.
-    """
+def train_draft(
+    shape: Shape, recipe: Recipe, data: Path, out: Path, report: Report
+) -> dict[str, Any]:
+    """Writes the draft to ``out``; returns the record."""
     target = Path(read_recipe(data).target)
-    shards = {part: read_shards(data, part) for part in ("training", "validation")}
+    shards = {part: read_shards(data, part) for part in PARTS}
     config = AutoConfig.from_pretrained(target)
     tokenizer, words = draft_vocabulary(
         target, config.vocab_size, shards["training"], recipe.tokens
     )
     texts = {part: Texts(found, words, recipe.sequence_length) for part, found in shards.items()}
-    schedule = recipe.schedule.over(texts["training"])
-    recipe = replace(recipe, schedule=schedule)
     size = len(tokenizer) if recipe.tokens else config.vocab_size
-    model = new_draft(recipe, config, size, tokenizer)
+    torch.manual_seed(recipe.seed)
+    model = new_draft(shape, config, size, tokenizer)
     embed_like(model, target, words, token_counts(shards["training"], config.vocab_size))
     model.to(recipe.device)
-    out.mkdir(parents=True, exist_ok=True)
-    listener.on_stage("draft", schedule.steps)
-    points = train(
-        model, lambda batch: distillation_loss(model, batch), texts["training"],
-        texts["validation"], schedule, peak_learning_rate=recipe.peak_learning_rate,
-        on_step=listener.on_step, checkpoint=out / CHECKPOINT,
-    )  # fmt: skip
+    record = train(model, lambda batch: distillation_loss(model, batch), texts, recipe, report)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return {
-        "target": str(target), "recipe": asdict(recipe), "parameters": model.num_parameters(),
-        "vocabulary": size, "texts": {part: len(found) for part, found in texts.items()},
-        "hours": points[-1].hours, "validation_loss": [asdict(point) for point in points],
-    }  # fmt: skip
+    return {"target": str(target), "shape": shape, "vocabulary": size, **record}
 
 
 def draft_vocabulary(
@@ -100,14 +71,13 @@ def draft_vocabulary(
     return reduced, matching(tokenizer, reduced, rows, len(reduced))
 
 
-def new_draft(recipe: DraftRecipe, target: Any, rows: int, tokenizer: Any) -> LlamaForCausalLM:
+def new_draft(shape: Shape, target: Any, rows: int, tokenizer: Any) -> LlamaForCausalLM:
     """A random draft that reads texts as long as the target does."""
-    shape = recipe.shape
-    torch.manual_seed(recipe.schedule.seed)
+    hidden, layers, heads, mlp = shape
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=rows, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads, intermediate_size=shape.mlp,
+            vocab_size=rows, hidden_size=hidden, num_hidden_layers=layers,
+            num_attention_heads=heads, intermediate_size=mlp,
             max_position_embeddings=target.max_position_embeddings, rms_norm_eps=1e-5,
             tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
