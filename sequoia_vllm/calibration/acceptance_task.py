@@ -1,9 +1,8 @@
-"""What an acceptance measurement counts, which earlier run it continues, and what counts tell."""
+"""What an acceptance measurement counts, and what the counts tell."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
@@ -15,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from sequoia_vllm.drafters.registry import drafts_from_text
 from sequoia_vllm.errors import CalibrationError
-from sequoia_vllm.library.files import CalibrationState
 from sequoia_vllm.measuring.engines import EngineSpec, load_config, longest_context
 from sequoia_vllm.measuring.provenance import model_hashes
 from sequoia_vllm.prompts import (
@@ -147,14 +145,6 @@ def tokens_margin(tree: TokenTree, acceptance: Acceptance, trials: Counts) -> fl
     return _Z95 * math.sqrt(max(variance, 0.0))
 
 
-def add_counts(first: Counts, second: Counts) -> list[list[int]]:
-    """Adds two tables of counts of the same shape; an empty one counts as zeros."""
-    if not first or not second:
-        return [list(row) for row in first or second]
-    counts: list[list[int]] = np.add(first, second).tolist()
-    return counts
-
-
 @dataclass(frozen=True)
 class AcceptanceSettings:
     """What to measure, and how."""
@@ -184,12 +174,10 @@ class AcceptanceTask:
     settings: AcceptanceSettings
     prompts: list[list[int]]
     tree: TokenTree
-    measures: dict[str, Any]
-    """Identity of the measurement, as plain data; a run continues one of equal identity."""
-    name: str
+    measures: dict[str, Any]  # what is measured, as plain data
 
     @classmethod
-    def prepare(cls, settings: AcceptanceSettings, name: str) -> AcceptanceTask:
+    def prepare(cls, settings: AcceptanceSettings) -> AcceptanceTask:
         """Reads prompts and model files; starts no engine.
 
         Raises:
@@ -224,34 +212,7 @@ class AcceptanceTask:
         else:
             measures["tree"] = list(settings.tree.parents)
             measures["verification"] = settings.verification
-        return cls(settings, fitting, tree, measures, name)
-
-    def differences(self, state: CalibrationState) -> list[str]:
-        """Names of the settings that an earlier measurement had otherwise; empty: the same."""
-        keys = self.measures.keys() | state.measures.keys()
-        return sorted(k for k in keys if self.measures.get(k) != state.measures.get(k))
-
-    def is_done(self, state: CalibrationState) -> bool:
-        """True if an earlier run of this measurement already meets these settings."""
-        if not state.complete:
-            return False
-        reached = state.precision is not None and state.precision <= self.settings.precision
-        used_up = state.stopped_by == "tokens" and (
-            state.most_tokens >= self.settings.max_tokens_total
-        )
-        return reached or used_up or state.stopped_by == "prompts"
-
-    def can_go_on(self, state: CalibrationState) -> bool:
-        """True if an earlier run of this measurement can be continued.
-
-        A finished greedy run cannot: its completions are not kept.
-        """
-        return not state.complete or self.settings.temperature > 0
-
-
-def class_name(text: str) -> str:
-    """Turns ``text`` into the name of a draft strength class."""
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "measured"
+        return cls(settings, fitting, tree, measures)
 
 
 def _tail(depth: int, draft: str) -> int:

@@ -102,7 +102,7 @@ def measure_profile(
     """
     from sequoia_vllm.engine.frontend.drafts import head_shape
 
-    settings = _checked(settings)
+    settings = checked(settings)
     prompts = load_prompts(settings.prompts)
     encoded = encode_prompts(prompts, load_tokenizer(settings.engine.target), raw=True)
     report = progress or (lambda what, done, total: None)
@@ -172,7 +172,8 @@ def _draft_parameters(draft: str) -> float:
     return 0.0 if drafts_from_text(draft) else count_parameters(draft)
 
 
-def _checked(settings: ProfileSettings) -> ProfileSettings:
+def checked(settings: ProfileSettings) -> ProfileSettings:
+    """The settings in order; raises CalibrationError or ProfileError if they cannot be used."""
     tokens = sorted(set(settings.tokens) | {1})
     if tokens[0] < 1 or tokens[-1] < _SMALLEST_TREE:
         raise CalibrationError(

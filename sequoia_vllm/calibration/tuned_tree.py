@@ -1,6 +1,6 @@
 """Chooses a pair's tree from its measured acceptance and times, and saves it."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +8,13 @@ from numpy.typing import NDArray
 
 from sequoia_vllm.calibration.acceptance_task import FEWEST_TRIALS, tokens_margin
 from sequoia_vllm.errors import CalibrationError
-from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
-from sequoia_vllm.hardware.cost import Estimate
+from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
-from sequoia_vllm.library.pair_key import PairKey, model_key
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.selection import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.measuring.engines import EngineSpec, count_parameters
-from sequoia_vllm.tree.optimize import Frontier
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _LARGE_ON_CPU = 2e8  # parameters
@@ -57,49 +55,6 @@ def quick_engine(engine: EngineSpec) -> EngineSpec:
     return replace(engine, enforce_eager=engine.enforce_eager or is_large)
 
 
-def check_vector(pair: PairKey, vector: AcceptanceFile) -> None:
-    """Checks that an acceptance file is a finished measurement of this pair.
-
-    Raises:
-        CalibrationError: If it is not; the message names the difference.
-    """
-    for role in ("target", "draft"):
-        found, wanted = getattr(vector, role), getattr(pair, role)
-        if model_key(found or "") != model_key(wanted):
-            raise CalibrationError(
-                f"the acceptance file is of {role} {found!r}, not {wanted!r}: measure this pair "
-                "(sequoia-vllm tune --only acceptance)"
-            )
-    if vector.calibration is not None and not vector.calibration.complete:
-        raise CalibrationError(
-            "the acceptance file is of an interrupted measurement: finish it first "
-            "(repeat the command that wrote it)"
-        )
-
-
-def check_profile(pair: PairKey, profile: Profile) -> None:
-    """Checks that a profile was measured with this pair on this machine.
-
-    Raises:
-        CalibrationError: If it was not; the message names the difference.
-    """
-    measure = "measure it here (sequoia-vllm tune --only times)"
-    if profile.streamed is not None:
-        raise CalibrationError(
-            f"the profile file was computed for a target whose weights are streamed: {measure}"
-        )
-    found = PairKey(
-        profile.device, model_key(profile.target), model_key(profile.draft), profile.dtype,
-        profile.tensor_parallel_size, profile.offloading,
-    )  # fmt: skip
-    wanted = replace(pair, target=model_key(pair.target), draft=model_key(pair.draft))
-    for key, value in asdict(wanted).items():
-        if getattr(found, key) != value:
-            raise CalibrationError(
-                f"the profile file is of {key} {getattr(found, key)!r}, not {value!r}: {measure}"
-            )
-
-
 def tuned_entry(
     vector: AcceptanceFile,
     profile: Profile,
@@ -126,21 +81,6 @@ def tuned_entry(
     )
     reference = profile_reference(profile).model_copy(update={"context_length": context_length})
     return make_entry("user", model_class_of(profile), profile, reference, vector, schedule)
-
-
-def best_tree_at_any_price(
-    vector: AcceptanceFile, profile: Profile, context_length: int
-) -> Estimate:
-    """The estimate of the fastest tree for one request, even if plain decoding is faster.
-
-    It considers only sizes that were timed.
-    """
-    sizes = sorted({n for curve in profile.target_forward for n in curve.tokens if n > 1})
-    frontier = Frontier.of(vector.vector, sizes[-1], MAX_DEPTH)
-    search = TreeSearch(frontier, profile, context_length)
-    timed = np.array([size for size in sizes if size <= search.cost.max_tokens(1)])
-    tree = search.fastest(timed, 1, 0.0) or TokenTree((-1,))
-    return search.cost.estimate(tree, vector.vector, 1)
 
 
 def margins(entry: TreeEntry, vector: AcceptanceFile) -> list[float | None]:

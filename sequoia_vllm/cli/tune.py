@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sequoia_vllm.cli.common import fail, friendly_errors, note, print_json
+from sequoia_vllm.cli.common import fail, friendly_errors, print_json
 from sequoia_vllm.cli.measuring import (
     CacheOption,
     DraftOption,
@@ -21,35 +19,18 @@ from sequoia_vllm.cli.measuring import (
     PromptsOption,
     TargetOption,
     check_models,
-    check_output,
     draft_to_measure,
     engine_spec,
     note_synthetic,
     numbers,
     quiet_engines,
 )
-from sequoia_vllm.cli.tune_steps import (
-    count_into,
-    finish_counting,
-    print_acceptance,
-    print_profile,
-    print_report,
-    time_into,
-    tune_pair,
-)
+from sequoia_vllm.cli.tune_steps import print_report, tune_pair
 from sequoia_vllm.hardware.cost import check_batch_sizes
-from sequoia_vllm.library.files import AcceptanceFile
 
 if TYPE_CHECKING:
     from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings
     from sequoia_vllm.calibration.measure_profile import ProfileSettings
-
-
-class TuneStep(StrEnum):
-    """A measurement that can run alone."""
-
-    ACCEPTANCE = "acceptance"
-    TIMES = "times"
 
 
 @dataclass(frozen=True)
@@ -92,9 +73,6 @@ def _budgeted(panel: str, field: str, explained: str, **checks: Any) -> Any:
 def tune(
     target: TargetOption,
     draft: DraftOption = "",
-    only: Annotated[TuneStep | None, typer.Option(
-        metavar="<step>", help="Make one measurement and write it to --output. acceptance: how "
-        "often drafts are accepted; times: how long the parts of a step take.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure less, and less exactly.")] = False,
     prompts: PromptsOption = None,
     temperature: Annotated[float, typer.Option(
@@ -104,17 +82,10 @@ def tune(
     max_tokens: Annotated[int | None, typer.Option(min=8, show_default=False, help=
         f"Tokens per completion. Default {FULL.counted} to count, {FULL.timed} to time; with "
         f"--quick {QUICK.counted} and {QUICK.timed}.")] = None,
-    acceptance: Annotated[Path | None, typer.Option(
-        rich_help_panel=COUNTING,
-        help="Use this file, which --only acceptance wrote: do not count.")] = None,
     max_tokens_total: Annotated[int | None, _budgeted(
         COUNTING, "max_tokens_total", "Stop when so many tokens were generated.", min=1)] = None,
-    profile: Annotated[Path | None, typer.Option(
-        rich_help_panel=TIMING,
-        help="Use this file, which --only times wrote: do not time.")] = None,
     batch_sizes: Annotated[str | None, _budgeted(
-        TIMING, "batch_sizes", "Batch sizes; the schedule reaches to the largest. With --only "
-        "acceptance the largest is how many requests run at once (else 8 do).")] = None,
+        TIMING, "batch_sizes", "Batch sizes; the schedule reaches to the largest.")] = None,
     tokens: Annotated[str | None, _budgeted(
         TIMING, "tokens", "Tree sizes, root included; no larger tree is chosen. Sizes that "
         "cannot win are left out. With --offload-directory the default is "
@@ -129,9 +100,6 @@ def tune(
     kv_cache_gib: CacheOption = 1.0,
     offload_directory: OffloadDirectoryOption = None,
     offload_memory_gib: OffloadMemoryOption = 0.0,
-    output: Annotated[Path | None, typer.Option(
-        "--output", "-o", show_default=False,
-        help="With --only: file to write. Default acceptance.json or profile.json.")] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Measure, choose the best tree for each batch size, and keep it for `"tree": "auto"`.
@@ -139,45 +107,16 @@ def tune(
     Live engines count how often drafts are accepted, then time the parts of a
     step. The tree lies in the user's tree directory ($SEQUOIA_VLLM_TREES), with
     both measurements beside it, and is for exactly this device, pair and dtype.
-    Ctrl-C keeps what was counted: the same command goes on from it.
     """
     quiet_engines()
     with friendly_errors():
         draft = draft or draft_to_measure(target)
     options = dict(locals())
-    from sequoia_vllm.calibration.acceptance_task import class_name
-
     with friendly_errors():
-        _check_files(options)
-        if acceptance is None or profile is None:
-            check_models(target, draft)
+        check_models(target, draft)
         note_synthetic(target, draft)
-        counting, timing = _settings(options)
-        if only is TuneStep.ACCEPTANCE:
-            path = output or Path("acceptance.json")
-            counted = count_into(path, counting, class_name(path.stem))
-            print_json(counted.to_dict()) if as_json else print_acceptance(counted)
-            finish_counting(counted, path)
-            return
-        if only is TuneStep.TIMES:
-            path = output or Path("profile.json")
-            vectors = [] if acceptance is None else [AcceptanceFile.load(acceptance).vector]
-            timed = time_into(path, timing, vectors)
-            print_json(timed.to_dict()) if as_json else print_profile(timed)
-            note(f"written to {path}")
-        else:
-            report = tune_pair(counting, timing, acceptance, profile)
-            print_json(report) if as_json else print_report(report)
-
-
-def _check_files(options: dict[str, Any]) -> None:
-    only = options["only"]
-    if only is None and options["output"] is not None:
-        fail("--output is the file of one measurement: give --only acceptance or --only times")
-    for step, given in ((TuneStep.ACCEPTANCE, "acceptance"), (TuneStep.TIMES, "profile")):
-        if only is step and options[given] is not None:
-            fail(f"--only {only} measures what --{given} gives: leave one of them out")
-    check_output("--output", options["output"])
+        report = tune_pair(*_settings(options))
+        print_json(report) if as_json else print_report(report)
 
 
 def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSettings]:
@@ -189,26 +128,25 @@ def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSetti
     budget = QUICK if quick else FULL
     if options["offload_directory"] is not None:
         budget = replace(budget, tokens=OFFLOADED_QUICK if quick else OFFLOADED)
-    fields = {"counted": "max_tokens", "timed": "max_tokens"}
-    given = {name: options.get(fields.get(name, name)) for name in asdict(budget)}
-    budget = replace(budget, **{key: value for key, value in given.items() if value is not None})
+    names = ("max_tokens_total", "batch_sizes", "tokens", "context")
+    given = {name: options[name] for name in names if options[name] is not None}
+    if options["max_tokens"] is not None:
+        given |= dict.fromkeys(("counted", "timed"), options["max_tokens"])
+    budget = replace(budget, **given)
     sizes = check_batch_sizes(list(numbers("--batch-sizes", budget.batch_sizes)))
     contexts = numbers("--context", budget.context)
     if min(contexts) < 1:
         fail(f"--context {budget.context}: give at least 1")
     engine = engine_spec(options)
-    only, prompts, temperature = (options[key] for key in ("only", "prompts", "temperature"))
+    prompts, temperature = options["prompts"], options["temperature"]
     counting = AcceptanceSettings(
         # Compilation does not change acceptance, and may take longer than the counting.
         replace(engine, enforce_eager=eager or quick),
         prompts=prompts, temperature=temperature, top_p=options["top_p"], branch=budget.branch,
-        depth=budget.depth,
-        max_tokens=budget.counted, precision=budget.precision,
+        depth=budget.depth, max_tokens=budget.counted, precision=budget.precision,
         max_tokens_total=budget.max_tokens_total,
     )  # fmt: skip
-    if only is TuneStep.ACCEPTANCE and options["batch_sizes"] is not None:
-        counting = replace(counting, batch_size=sizes[-1])
-    if quick and options["profile"] is None and only is not TuneStep.ACCEPTANCE:
+    if quick:
         engine = quick_engine(engine)
     timing = ProfileSettings(
         engine, prompts=prompts, tokens=numbers("--tokens", budget.tokens), contexts=contexts,

@@ -44,28 +44,22 @@ class LibraryError(SequoiaError, ValueError):
     """A library file or request that cannot be used; says what to do."""
 
 
-class CalibrationState(FileModel):
-    """Progress of a calibration, and what its next run needs to go on."""
+class AcceptanceCounts(FileModel):
+    """The counts behind a vector, and what ended the counting."""
 
-    complete: bool = Field(description="Whether it came to its end; false: it was interrupted.")
-    stopped_by: Literal["precision", "tokens", "prompts", "interrupt"]
-    """What ended it: the precision asked for was reached, the most tokens were generated, greedy
-    completions were all at their end, or the user."""
-    precision: float | None = None
+    stopped_by: Literal["precision", "tokens", "prompts"]
+    """What ended it: the precision asked for was reached, the most tokens were generated, or every
+    prompt had its greedy completion."""
+    precision: float
     """Half-width of an entry's 95 % interval, times the share of trees that reach its depth; the
-    largest of these. None: no tree was verified yet."""
+    largest of these."""
     wanted_precision: float = Field(gt=0, description="The precision asked for.")
     most_tokens: int = Field(ge=1, description="The most tokens it was to generate.")
     trees: int = Field(ge=0, description="Trees verified.")
     tokens: int = Field(ge=0, description="Tokens that these emitted.")
     offered: list[list[int]] = Field(description="[depth][child]: times it was offered.")
     accepted: list[list[int]] = Field(description="[depth][child]: times it was accepted.")
-    measures: dict[str, Any]
-    """What was measured. Another run goes on from here if all of it is the same."""
-    started: int = Field(ge=0, description="Completions started.")
-    completions: dict[int, list[int]] = Field(default_factory=dict)
-    """Greedy, interrupted: tokens generated so far for each prompt by its number."""
-    ended: list[int] = Field(default_factory=list)  # prompts whose completion came to its own end
+    measures: dict[str, Any]  # what was measured
 
 
 class AcceptanceFile(FileModel):
@@ -96,7 +90,7 @@ class AcceptanceFile(FileModel):
     """Same shape: times a node with at least k + 1 children was reached."""
     low: Table | None = Field(default=None, description="Same shape: 95 % interval, lower end.")
     high: Table | None = Field(default=None, description="Same shape: 95 % interval, upper end.")
-    calibration: CalibrationState | None = None  # by `tune`: the counts, and how far it came
+    calibration: AcceptanceCounts | None = None  # by `tune`
     provenance: dict[str, Any] = Field(default_factory=dict)
     """Free form: argv, versions, hashes of models and prompts."""
 

@@ -46,8 +46,8 @@ def _fresh_process_groups():
     cleanup_dist_env_and_memory()
 
 
-def measure(settings: AcceptanceSettings, previous=None, **options) -> AcceptanceFile:
-    return measure_acceptance(AcceptanceTask.prepare(settings, "test"), previous, **options)
+def measure(settings: AcceptanceSettings) -> AcceptanceFile:
+    return measure_acceptance(AcceptanceTask.prepare(settings))
 
 
 # -- a pair whose vector is known exactly --------------------------------------------
@@ -222,7 +222,7 @@ def test_tune_then_auto(draft, tmp_path, monkeypatch):
     assert [estimate["batch_size"] for estimate in report["estimates"]] == [1, 2]
     assert entry.acceptance_source == entry.profile.source == "measured"
     files = TreeLibrary().measurements(PairKey(report["device"], TARGET, draft, "float32"))
-    assert AcceptanceFile.load(files.acceptance).calibration.complete
+    assert AcceptanceFile.load(files.acceptance).calibration.stopped_by == "tokens"
     assert Profile.load(files.profile).target == TARGET
     auto = {"method": "sequoia", **draft_option(draft), "tree": "auto"}
     config = EngineArgs(

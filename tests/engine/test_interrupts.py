@@ -28,7 +28,7 @@ PAIR = "--model", TARGET, "--draft-model", DRAFT
 OF_ENGINE = "--dtype", "float32", "--kv-cache-gib", "0.1"
 # What follows the last word of each is a place in a folder of the test's.
 COMMANDS = {
-    "tune": (OURS, "tune", "--only", "acceptance", *PAIR, *OF_ENGINE, "--output"),
+    "tune": (OURS, "tune", "--quick", *PAIR, *OF_ENGINE, "--prompts"),
     "bench": (OURS, "bench", *PAIR, *OF_ENGINE, "--output"),
     "demo": (OURS, "demo", *PAIR, "--prompts"),
     "draft-data": (
@@ -60,7 +60,7 @@ MOMENTS: dict[str, Callable[[psutil.Process, Path], bool]] = {
     "engine core": lambda process, output: len(spawned(process)) > 0,
     "worker": lambda process, output: len(spawned(process)) > 1,
     "compilation": lambda process, output: compiles(process),
-    "measuring": lambda process, output: output.exists(),
+    "measuring": lambda process, output: any(output.parent.rglob("acceptance.json")),
     "an answer": lambda process, output: b"tokens/s" in output.with_name("log").read_bytes(),
 }
 
@@ -83,10 +83,11 @@ def interrupt(
 ) -> float:
     """Interrupts the command so long after the moment; seconds until all of it had ended."""
     output, mark = folder / "output.jsonl", f"SEQUOIA_TEST_{uuid.uuid4().hex}"
-    if command == "demo":
+    if command in ("demo", "tune"):
         output.write_text(Path(ROOT, "examples/models/prompts.jsonl").read_text())
     processes = WITHIN if moment == "an answer" else WITH_A_WORKER
-    caches = {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")}
+    places = ("TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "SEQUOIA_VLLM_TREES")
+    caches = {name: str(folder / name) for name in places}
     with (folder / "log").open("wb") as log:
         process = psutil.Popen(
             [*COMMANDS[command], output, *options],

@@ -1,11 +1,9 @@
-"""From counts to acceptance vectors, and runs that stop and go on, without an engine."""
+"""From counts to acceptance vectors, and what ends the counting, without an engine."""
 
 import json
 import os
 import signal
 from contextlib import contextmanager
-from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,26 +15,20 @@ from sequoia_vllm.calibration import measure_acceptance as acceptance_module
 from sequoia_vllm.calibration.acceptance_task import (
     AcceptanceSettings,
     AcceptanceTask,
-    add_counts,
-    class_name,
     estimate_acceptance,
     precision,
     probing_tree,
     tokens_margin,
     wilson_interval,
 )
-from sequoia_vllm.calibration.measure_acceptance import Workload, measure_acceptance
+from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
 from sequoia_vllm.cli import app
 from sequoia_vllm.errors import CalibrationError
-from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import model_hashes
 from sequoia_vllm.prompts import BUILTIN
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from tests.support.models import DRAFT, TARGET
-
-tune = import_module("sequoia_vllm.cli.tune")
-
 
 # -- counts ----------------------------------------------------------------------
 
@@ -119,54 +111,6 @@ def test_no_tree_at_all():
         estimate_acceptance([[0, 0]], [[0, 0]])
 
 
-# -- which completions run -------------------------------------------------------
-
-
-def finish_all(workload: Workload, most: int = 100) -> list[tuple[int, int]]:
-    """Runs completions one by one; each generates tokens 100, 101, ... up to its limit."""
-    ran = []
-    while len(ran) < most and (completion := workload.next()):
-        ran.append((completion.prompt, len(completion.tokens)))
-        made = range(100, 100 + workload.max_tokens - len(completion.before))
-        workload.update(completion, list(made), ended=completion.prompt == 1)
-    return ran
-
-
-def test_sampled_passes_go_round():
-    workload = Workload([[1], [2, 2]], greedy=False, max_tokens=4)
-    assert finish_all(workload, most=5) == [(0, 1), (1, 2), (0, 1), (1, 2), (0, 1)]
-    again = Workload([[1], [2, 2]], greedy=False, max_tokens=4, started=5)
-    assert again.next().prompt == 1
-    assert workload.state()["completions"] == {}
-
-
-def test_greedy_completions_are_counted_once():
-    """Longer ones would repeat themselves, and promise more than completions of this length."""
-    workload = Workload([[1], [2, 2], [3]], greedy=True, max_tokens=4)
-    assert finish_all(workload) == [(0, 1), (1, 2), (2, 1)]
-    assert workload.state()["completions"][0] == [100, 101, 102, 103]
-    assert workload.state()["ended"] == [1]
-
-
-def test_a_greedy_workload_goes_on_from_its_state():
-    options = {"greedy": True, "max_tokens": 4}
-    workload = Workload([[1], [2], [3], [4]], **options)
-    first, second, third = workload.next(), workload.next(), workload.next()
-    workload.update(first, [7, 8, 9, 9])
-    workload.update(third, [6, 0], ended=True)
-    workload.update(second, [5])  # interrupted here
-    state = json.loads(json.dumps(workload.state()))
-    kept = {int(prompt): ids for prompt, ids in state["completions"].items()}
-    again = Workload(
-        [[1], [2], [3], [4]], **options, started=state["started"], completions=kept,
-        ended=set(state["ended"]),
-    )  # fmt: skip
-    order = [again.next() for _ in range(2)]
-    assert [completion.tokens for completion in order] == [[2, 5], [4]]
-    assert [again.max_tokens - len(completion.before) for completion in order] == [3, 4]
-    assert again.next() is None
-
-
 # -- runs, with an engine made of dice --------------------------------------------
 
 TRUTH = np.array([0.6, 0.1, 0.05])
@@ -175,12 +119,9 @@ TRUTH = np.array([0.6, 0.1, 0.05])
 class DiceEngine:
     """Accepts child k of the root with probability TRUTH[k]; each tree emits a token or two."""
 
-    def __init__(self, seed: int, interrupt_after: int | None, number: int = signal.SIGINT) -> None:
-        self.llm_engine = self.renderer = self
-        self._rng = np.random.default_rng(seed)
-        self._left = interrupt_after
-        self._signal = number
-        self._requests: dict[str, tuple[list[int], int]] = {}
+    def __init__(self, interrupted_by: signal.Signals | None) -> None:
+        self._rng = np.random.default_rng(0)
+        self._signal = interrupted_by
         self._counts = np.zeros(3, dtype=int)
         self._trees = 0
         self.seen: list[list[int]] = []
@@ -194,45 +135,36 @@ class DiceEngine:
             }
         ]  # fmt: skip
 
-    def render_cmpl(self, prompts):
-        return prompts
-
-    def add_request(self, request_id, prompt, params):
+    def generate(self, requests, params, use_tqdm):
         assert params.seed is None
-        self._requests[request_id] = ([], params.max_tokens)
-        self.seen.append(prompt["prompt_token_ids"])
-
-    def step(self):
-        if self._left is not None and self._left == 0:
-            if self._signal == signal.SIGINT:
-                raise KeyboardInterrupt  # workers in the background ignore the signal
+        if self._signal == signal.SIGINT:
+            raise KeyboardInterrupt  # workers in the background ignore the signal
+        if self._signal is not None:
             os.kill(os.getpid(), self._signal)
-        self._left = None if self._left is None else self._left - 1
-        outputs = []
-        for request_id, (tokens, most) in list(self._requests.items()):
+        self.seen += [request["prompt_token_ids"] for request in requests]
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=self._completion(params))])
+            for _ in requests
+        ]
+
+    def _completion(self, params):
+        tokens: list[int] = []
+        while len(tokens) < params.max_tokens:
             taken = self._rng.multinomial(1, [*TRUTH, 1 - TRUTH.sum()])[:3]
             self._counts += taken
             self._trees += 1
             tokens += [1] * (1 + int(taken.sum()))
-            del tokens[most:]
-            finished = len(tokens) == most
-            if finished:
-                del self._requests[request_id]
-            completion = SimpleNamespace(token_ids=list(tokens), finish_reason="length")
-            outputs.append(
-                SimpleNamespace(request_id=request_id, outputs=[completion], finished=finished)
-            )
-        return outputs
+        return tokens[: params.max_tokens]
 
 
 @pytest.fixture
 def dice(monkeypatch):
-    """Replaces vLLM; ``interrupt_after`` steps Ctrl-C comes. Keeps the engines made."""
-    made = SimpleNamespace(interrupt_after=None, signal=signal.SIGINT, engines=[])
+    """Replaces vLLM, and keeps the engines made; ``signal`` comes while they generate."""
+    made = SimpleNamespace(signal=None, engines=[])
 
     @contextmanager
     def open_engine(engine, *, seed, **options):
-        made.engines.append(DiceEngine(seed, made.interrupt_after, made.signal))
+        made.engines.append(DiceEngine(made.signal))
         yield made.engines[-1]
 
     monkeypatch.setattr(acceptance_module, "open_engine", open_engine)
@@ -240,8 +172,8 @@ def dice(monkeypatch):
 
 
 def task(**settings) -> AcceptanceTask:
-    options = {"branch": 3, "depth": 1, "max_tokens": 32, "batch_size": 4, **settings}
-    return AcceptanceTask.prepare(AcceptanceSettings(EngineSpec(TARGET, DRAFT), **options), "dice")
+    options = {"branch": 3, "depth": 1, "max_tokens": 32, "batch_size": 1, **settings}
+    return AcceptanceTask.prepare(AcceptanceSettings(EngineSpec(TARGET, DRAFT), **options))
 
 
 def first_prompts(folder: Path, count: int) -> Path:
@@ -251,81 +183,40 @@ def first_prompts(folder: Path, count: int) -> Path:
     return file
 
 
-def run(chosen: AcceptanceTask, previous=None, **options) -> AcceptanceFile:
-    return measure_acceptance(chosen, previous, checkpoint_seconds=0, **options)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_runs_until_the_precision_is_reached(dice, temperature):
-    saved = []
-    found = run(task(precision=0.05, temperature=temperature), save=saved.append)
+    said = []
+    chosen = task(precision=0.05, temperature=temperature)
+    found = measure_acceptance(chosen, lambda *given: said.append(given))
     state = found.calibration
-    assert (state.complete, state.stopped_by) == (True, "precision")
-    assert state.precision <= 0.05 < saved[-2].calibration.precision
-    # 0.98 / sqrt(n) = 0.05 at n = 369 for p = 0.6
-    assert 360 < state.trees < 380
+    assert state.stopped_by == "precision"
+    assert state.precision <= 0.05
+    assert said[0] == ("starting the engine", 0, 1)
+    *before, last = (float(what.split()[1].rstrip(",")) for what, _, _ in said[1:])
+    assert min(before) > 0.05 >= last
+    # 0.98 / sqrt(n) = 0.05 at n = 369 for p = 0.6; two completions have some 37 trees
+    assert 360 < state.trees < 420
     assert np.abs(np.array(found.acceptance) - TRUTH).max() < 0.1
-    assert not saved[0].calibration.complete
     assert found.temperature == temperature
 
 
 def test_stops_at_the_most_tokens(dice):
-    state = run(task(precision=0.001, max_tokens_total=200)).calibration
-    assert (state.complete, state.stopped_by) == (True, "tokens")
-    assert 190 <= state.tokens < 215
+    state = measure_acceptance(task(precision=0.001, max_tokens_total=200)).calibration
+    assert state.stopped_by == "tokens"
+    assert len(dice.engines[0].seen) == 7  # completions of 32
     assert state.precision > 0.001
 
 
-def test_greedy_runs_stop_when_every_completion_is_long_enough(dice, tmp_path):
-    chosen = task(precision=0.001, prompts=first_prompts(tmp_path, 2))
-    state = run(chosen).calibration
-    assert (state.complete, state.stopped_by) == (True, "prompts")
-    assert state.started == len(dice.engines[0].seen) == 2
-    assert 2 * 32 <= state.tokens <= 2 * 33
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_an_interrupted_run_goes_on(dice, temperature, tmp_path):
-    prompts = first_prompts(tmp_path, 6)
-    chosen = task(precision=0.05, temperature=temperature, prompts=prompts, max_tokens=128)
-    dice.interrupt_after = 40
-    first = run(chosen)
-    state = first.calibration
-    assert (state.complete, state.stopped_by) == (False, "interrupt")
-    assert state.trees == 40 * 4
-    assert "(interrupted)" in first.description
-    restored = AcceptanceFile.model_validate_json(json.dumps(first.to_dict())).calibration
-    dice.interrupt_after = None
-    final = run(chosen, restored).calibration
-    assert (final.complete, final.stopped_by) == (True, "precision")
-    own = dice.engines[1].collective_rpc("sequoia_stats", ())[0]
-    assert final.trees == 160 + own["tree_steps"]
-    assert final.accepted == add_counts(state.accepted, own["accepted"])
-    before, after = (engine.seen for engine in dice.engines)
-    if temperature == 0:
-        assert final.completions == {}
-        # Nothing is generated twice: what was in flight goes on behind its last token.
-        assert len({tuple(tokens) for tokens in before + after}) == len(before) + len(after)
-        assert any(tokens[-1] == 1 for tokens in after[:4])
-
-
-def test_interrupted_before_anything(dice):
-    dice.interrupt_after = 0
-    with pytest.raises(KeyboardInterrupt):
-        run(task())
-
-
-def test_what_is_another_measurement(tmp_path):
-    chosen = task()
-    dice_state = SimpleNamespace(measures=chosen.measures)
-    assert chosen.differences(dice_state) == []
-    # Where it stops does not matter, what is measured does.
-    finer = replace(chosen, settings=replace(chosen.settings, precision=0.001, batch_size=1))
-    assert finer.differences(dice_state) == []
-    assert task(temperature=0.5).differences(dice_state) == ["temperature", "top_p"]
-    fewer = task(prompts=first_prompts(tmp_path, 3))
-    assert fewer.differences(dice_state) == ["prompts", "prompts_sha256", "prompts_used"]
-    assert task(branch=4).differences(dice_state) == ["branch"]
+@pytest.mark.parametrize(("temperature", "asked"), [(0.0, 2), (0.7, 7)])
+def test_greedy_completions_are_counted_once(dice, tmp_path, temperature, asked):
+    """Sampled passes go round; greedy ones would repeat themselves."""
+    chosen = task(
+        precision=0.001, prompts=first_prompts(tmp_path, 2), temperature=temperature,
+        max_tokens_total=200,
+    )  # fmt: skip
+    state = measure_acceptance(chosen).calibration
+    assert state.stopped_by == ("tokens" if temperature else "prompts")
+    assert dice.engines[0].seen == [chosen.prompts[turn % 2] for turn in range(asked)]
 
 
 # -- files -----------------------------------------------------------------------
@@ -334,7 +225,8 @@ def test_what_is_another_measurement(tmp_path):
 def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
     prompts = tmp_path / "mine.txt"
     prompts.write_text("def f():\nclass A:\n")
-    found = run(task(prompts=prompts, temperature=0.7, top_p=0.9, max_tokens_total=100))
+    chosen = task(prompts=prompts, temperature=0.7, top_p=0.9, max_tokens_total=100)
+    found = measure_acceptance(chosen)
     assert "temperature 0.7, top-p 0.9" in found.description
     assert "mine.txt" in found.description
     assert (found.temperature, found.top_p) == (0.7, 0.9)
@@ -347,11 +239,6 @@ def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
         "tensor_parallel_size", "enforce_eager", "kv_cache_gib", "offload",
     ]  # fmt: skip
     assert found.provenance["settings"]["prompts"] == "mine.txt"
-
-
-def test_class_names():
-    assert class_name("My Pair_T0.6") == "my-pair-t0.6"
-    assert class_name("--") == "measured"
 
 
 def test_model_hashes(tmp_path):
@@ -373,91 +260,40 @@ def test_prompts_too_long_for_the_target(tmp_path):
 # -- the command -----------------------------------------------------------------
 
 PAIR = ("--model", TARGET, "--draft-model", DRAFT)
-SMALL = ("--max-tokens", "32")
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """Few children and depths, known roughly."""
-    monkeypatch.setattr(tune, "FULL", replace(tune.FULL, branch=3, depth=1, precision=0.1))
-
-
-def call(*arguments: str):
-    return CliRunner().invoke(app, ["tune", "--only", "acceptance", *arguments])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_counting_again(dice, few, tmp_path, monkeypatch, number, code):
-    monkeypatch.chdir(tmp_path)
-    # Dice are so fast that a second between checkpoints is a very long time.
-    monkeypatch.setitem(measure_acceptance.__kwdefaults__, "checkpoint_seconds", 0)
-    dice.interrupt_after, dice.signal = 5, number
-    result = call(*PAIR, *SMALL, "-o", "a.json")
+def test_an_interrupted_command_keeps_nothing(dice, tmp_path, monkeypatch, number, code):
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
+    dice.signal = number
+    result = CliRunner().invoke(app, ["tune", *PAIR])
     assert result.exit_code == code
-    assert "a.json keeps 40 trees" in result.stderr
-    assert not AcceptanceFile.load("a.json").calibration.complete
-    dice.interrupt_after = None
-    result = call(*PAIR, *SMALL, "-o", "a.json", "--json")
-    assert result.exit_code == 0
-    assert "going on from a.json: 40 trees" in result.stderr
-    assert json.loads(result.stdout)["calibration"]["complete"]
-    assert json.loads(result.stdout) == AcceptanceFile.load("a.json").to_dict()
-    result = call(*PAIR, *SMALL, "-o", "a.json")
-    assert "holds this measurement already" in result.stderr
-    assert len(dice.engines) == 2
-    result = call(*PAIR, *SMALL, "-o", "a.json", "--temperature", "0.5")
-    assert "holds another measurement (temperature, top_p differ): starting" in result.stderr
-    assert len(dice.engines) == 3
-    # More exactly: what was sampled before counts.
-    monkeypatch.setattr(tune, "FULL", replace(tune.FULL, precision=0.05))
-    result = call(*PAIR, *SMALL, "-o", "a.json", "--temperature", "0.5")
-    assert "going on from a.json" in result.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json"]
+    assert "interrupted: no tree was chosen" in result.stderr
+    assert not list(tmp_path.rglob("*.json"))
 
 
 @pytest.mark.parametrize(
-    ("only", "arguments", "message"),
+    ("arguments", "message"),
     [
-        ("acceptance", "--prompts none.jsonl", "name a file with --prompts"),
-        ("acceptance", "--output no/such/dir/x.json", "there is no directory"),
-        ("acceptance", "--output .", "is a directory: name a file"),
-        ("acceptance", "--acceptance a.json", "acceptance measures what --acceptance gives"),
-        ("acceptance", "--batch-sizes 0", "batch size 0"),
-        ("acceptance", "--model t", "the target 't' is no folder here"),
-        ("acceptance", "--draft-model d", "the draft 'd' is no folder here"),
-        ("times", "--tokens 1;2", "whole numbers separated by commas"),
-        ("times", "--tokens 1,2", "the largest at least 4"),
-        ("times", "--batch-sizes 0", "batch size 0"),
-        ("times", "--context 8", "too short for 32 tokens per completion; give at least 17"),
-        ("times", "--context 256,99999", "contexts [256, 99999]: the target takes"),
-        ("times", "--context 0,256", "give at least 1"),
-        ("times", "--profile p.json", "--only times measures what --profile gives"),
-        ("times", "--prompts none.txt", "name a file with --prompts"),
-        ("times", "--output no/such/dir/x.json", "there is no directory"),
+        ("--prompts none.jsonl", "name a file with --prompts"),
+        ("--prompts none.txt", "name a file with --prompts"),
+        ("--model t", "the target 't' is no folder here"),
+        ("--draft-model d", "the draft 'd' is no folder here"),
+        ("--tokens 1;2", "whole numbers separated by commas"),
+        ("--tokens 1,2", "the largest at least 4"),
+        ("--batch-sizes 0", "batch size 0"),
+        ("--context 8", "too short for 32 tokens per completion; give at least 17"),
+        ("--context 256,99999", "contexts [256, 99999]: the target takes"),
+        ("--context 0,256", "give at least 1"),
     ],
 )
-def test_friendly_errors(tmp_path, monkeypatch, only, arguments, message):
-    """Before anything is written. Of a repeated option the last counts."""
+def test_friendly_errors(dice, tmp_path, monkeypatch, arguments, message):
+    """Before any engine starts. Of a repeated option the last counts."""
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["tune", "--only", only, *PAIR, *arguments.split()])
+    result = CliRunner().invoke(app, ["tune", *PAIR, *arguments.split()])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
-    assert not list(tmp_path.iterdir())
-
-
-def test_other_files_are_not_taken_for_calibrations(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text("{}")
-    result = call(*PAIR, "-o", str(path))
-    assert result.exit_code == 2
-    assert path.read_text() == "{}"
-
-
-def test_the_largest_of_the_batch_sizes_is_counted_at_once(dice, few, tmp_path):
-    for more, expected in ((["--batch-sizes", "1,3"], 3), ([], 8)):
-        path = tmp_path / f"a{expected}.json"
-        assert call(*PAIR, *SMALL, *more, "-o", str(path)).exit_code == 0
-        found = AcceptanceFile.load(path)
-        assert found.provenance["settings"]["batch_size"] == expected
-        assert found.name == path.stem
+    assert not dice.engines
+    assert not list(tmp_path.rglob("*.json"))

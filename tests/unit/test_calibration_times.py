@@ -8,7 +8,6 @@ import pytest
 
 from sequoia_vllm.calibration import measure_profile
 from sequoia_vllm.calibration.measure_profile import Ladder, ProfileSettings, Rounds
-from sequoia_vllm.cli.tune_steps import print_profile
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_curves import (
@@ -216,28 +215,6 @@ def test_token_windows():
     assert token_windows([[7]], 2, 3) == [[7, 7, 7], [7, 7, 7]]
     with pytest.raises(CalibrationError, match="no tokens"):
         token_windows([[], []], 1, 4)
-
-
-# -- the profile file --------------------------------------------------------------
-
-
-def profile_of_records() -> Profile:
-    found = [batch_curves(replace(measured(2), context_length=context)) for context in (128, 512)]
-    return Profile(
-        source="measured", date="2026-01-01", device="cpu", target="org/t", draft="org/d",
-        target_parameters=2, draft_parameters=1, target_forward=[c.target for c in found],
-        draft_level=[c.draft for c in found], verification=[c.verification for c in found],
-        overhead=[c.overhead for c in found],
-    )  # fmt: skip
-
-
-def test_table(capsys):
-    print_profile(profile_of_records())
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("tokens of context" in line for line in lines) == 2
-    assert next(line.split()[:3] for line in lines if "target" in line) == ["2", "target", "10.00"]
-    verification = next(line.split() for line in lines if "verification" in line)
-    assert verification == ["verification", "0.30", "0.40", "0.70"]
 
 
 # -- rounds ----------------------------------------------------------------------

@@ -34,9 +34,7 @@ def test_names_on_the_hub_and_models_pass():
         assert folder_problem("draft", model) is None
 
 
-@pytest.mark.parametrize(
-    "command", ["bench", "tune", "tune --only acceptance", "tune --only times"]
-)
+@pytest.mark.parametrize("command", ["bench", "tune"])
 @pytest.mark.parametrize(("target", "draft", "role"), [(TARGET, "/nope", "draft"),
                                                        ("/nope", DRAFT, "target")])  # fmt: skip
 def test_commands_look_for_models_first(tmp_path, monkeypatch, command, target, draft, role):

@@ -6,13 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from sequoia_vllm.calibration.tuned_tree import check_profile
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.errors import CalibrationError
-from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes, every_class
 from sequoia_vllm.hardware.offloading import streamed_layers
-from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.library import user_files
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
@@ -133,14 +129,6 @@ def resolved(pair: PairKey):
     shapes = IN_MEMORY if pair.offloading is None else SHAPES
     config = SequoiaConfig(model=pair.draft, tree="auto")
     return planned(config, pair, shapes=shapes)
-
-
-def test_tuning_takes_no_times_of_streamed_weights():
-    profile = roofline_profile(identify(L40).spec, PAIR.target, PAIR.draft, streamed=WEIGHTS)
-    pair = replace(NAMED, device=profile.device)
-    with pytest.raises(CalibrationError, match="weights are streamed"):
-        check_profile(pair, profile)
-    check_profile(pair, profile.model_copy(update={"streamed": None}))
 
 
 # -- trees that users name ---------------------------------------------------------
