@@ -5,7 +5,6 @@ loads torch or vLLM. Modules that need these import them inside functions, so ``
 """
 
 import importlib
-import importlib.util
 import os
 import re
 import signal
@@ -72,8 +71,8 @@ def shown_as_written(command: Any) -> Any:
 COMMANDS = {
     "advise": "sequoia_vllm.cli.advise:advise", "tree": "sequoia_vllm.cli.tree.commands:app",
     "tune": "sequoia_vllm.cli.tune:tune", "bench": "sequoia_vllm.cli.bench:bench",
-    "gpu-check": "sequoia_vllm.cli.gpu_check:gpu_check", "demo": "sequoia_vllm.cli.demo:demo",
-    "doctor": "sequoia_vllm.cli.doctor:doctor", "setup-cpu": "sequoia_vllm.cli.doctor:setup_cpu",
+    "demo": "sequoia_vllm.cli.demo:demo", "doctor": "sequoia_vllm.cli.doctor:doctor",
+    "setup-cpu": "sequoia_vllm.cli.doctor:setup_cpu",
 }  # fmt: skip
 
 
@@ -84,13 +83,12 @@ class LazyCommands(TyperGroup):
     """A command group that imports a command on use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Commands whose module is installed."""
-        modules = {name: target.split(":")[0] for name, target in COMMANDS.items()}
-        return [name for name, module in modules.items() if importlib.util.find_spec(module)]
+        """All commands, in the order of help."""
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name; None: there is none."""
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
         module, attribute = COMMANDS[cmd_name].split(":")
         found = getattr(importlib.import_module(module), attribute)

@@ -2,8 +2,7 @@
 
 A profile is a JSON file (`Profile`), written by the measuring tool
 (``"source": "measured"``) or computed from datasheet values (``"source": "roofline"``, see
-`sequoia_vllm.hardware.roofline`). Earlier versions wrote "warm-up" and "scaled", too, which
-are still read. All times are in seconds, per engine step, for the whole batch.
+`sequoia_vllm.hardware.roofline`). All times are in seconds, per engine step, for the whole batch.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from sequoia_vllm.json_file import FileModel
 
 Seconds = Annotated[float, Field(gt=0, le=1e5)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
-ProfileSource = Literal["measured", "warm-up", "roofline", "scaled"]
+ProfileSource = Literal["measured", "roofline"]
 HOW_TIMED: dict[ProfileSource, str] = {
-    "measured": "measured", "warm-up": "measured in an earlier start's warm-up",
-    "roofline": "roofline, not measured", "scaled": "scaled from measurements of other models",
+    "measured": "measured", "roofline": "roofline, not measured",
 }  # fmt: skip
 """Words for times, by their source."""
 
@@ -81,8 +79,7 @@ class Profile(FileModel):
         default="sequoia-vllm/profile/v1", alias="schema"
     )
     source: ProfileSource
-    """Where the times come from: a running engine, or datasheet values. Earlier versions also
-    wrote: an engine's warm-up, times of other models on the same device."""
+    """Where the times come from: a running engine, or datasheet values."""
     date: datetime.date = Field(description="Day of the measurement, or of the datasheet values.")
     device: str = Field(min_length=1, description="Device name as the driver gives it.")
     target: str = Field(min_length=1, description="Target model, as given to vLLM.")

@@ -263,18 +263,6 @@ def test_user_trees_are_for_exactly_their_key(library, other):
     assert not library.select(replace(H200, **other)).entry.name.startswith("user/")
 
 
-@pytest.mark.parametrize("source", ["warm-up", "scaled"])
-def test_user_trees_of_earlier_versions_are_read(library, source):
-    """Versions that timed steps at their start, and scaled times of other models."""
-    entry = tuned_entry(library)
-    profile = entry.profile.model_copy(update={"source": source})
-    library.save_user_tree(H200, entry.model_copy(update={"profile": profile}))
-    (library.user / "timed_at_start").mkdir()
-    selection = library.select(H200)
-    assert selection.entry.name.startswith("user/")
-    assert selection.entry.tree == entry.tree
-
-
 def test_corrupt_user_tree(library):
     path = library.save_user_tree(H200, tuned_entry(library))
     path.write_text("{")

@@ -73,24 +73,12 @@ def test_another_project_is_no_checkout(clone):
     assert checkout.find_checkout() is None
 
 
-@pytest.mark.parametrize("words", [["gpu-check"], ["demo"]])
-def test_what_only_a_checkout_has_says_so(words, clone, monkeypatch):
+def test_what_only_a_checkout_has_says_so(clone, monkeypatch):
     monkeypatch.chdir("/")
-    done = CliRunner().invoke(app, words)
+    done = CliRunner().invoke(app, ["demo"])
     assert done.exit_code == 2
     assert "in a checkout of" in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_the_gpu_check_of_the_checkout_runs(clone, monkeypatch):
-    ran = []
-    monkeypatch.setattr("os.execve", lambda *given: ran.append(given))
-    CliRunner().invoke(app, ["gpu-check", "--items", "kernels"])
-    [(program, command, environment)] = ran
-    assert program == command[0]
-    assert command[2:4] == ["-m", "benchmarks.gpu"]
-    assert command[command.index("--items") + 1] == "kernels"
-    assert environment["PYTHONPATH"].split(":")[0] == str(clone)
 
 
 class TestChatPair:
