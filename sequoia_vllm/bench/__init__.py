@@ -2,7 +2,6 @@
 
 - `methods`, `engines`: ways to decode, and a running engine for each;
 - `rounds`: one round of prompts through an engine, and its rates;
-- `chains`: the search for vLLM's best chain;
 - `measure`: all methods in alternating rounds, and the check of greedy outputs;
-- `run`, `report`: the report with the cost model's predictions, its format and picture.
+- `run`, `report`: the report and its format.
 """

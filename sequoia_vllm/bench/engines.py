@@ -69,12 +69,6 @@ class BenchEngine:
         return bool(self._config.use_v2_model_runner)
 
     @property
-    def maps_vocabulary(self) -> bool:
-        """Whether a chain's draft has another vocabulary; vLLM then drafts greedily."""
-        speculative = self._config.speculative_config
-        return speculative is not None and bool(speculative.use_heterogeneous_vocab)
-
-    @property
     def tree(self) -> TokenTree | None:
         """The engine's tree; None: another method, or "auto" chose not to speculate."""
         from sequoia_vllm.engine.common.settings import SequoiaSettings

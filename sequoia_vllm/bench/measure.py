@@ -6,14 +6,13 @@ equal logits may win. The target then scores the whole output again. From the di
 token must be within `NEAR_TIE` of the target's best one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from sequoia_vllm.bench.chains import ChainSearch, search_chains
-from sequoia_vllm.bench.engines import BenchEngine, check_memory, most_engines, open_engines
+from sequoia_vllm.bench.engines import BenchEngine, open_engines
 from sequoia_vllm.bench.methods import Method
 from sequoia_vllm.bench.report import GreedyCheck, Mismatch
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, run_round, warm_up
@@ -30,8 +29,6 @@ Watch = Callable[[Method, EngineCase, RoundRun], None]
 # Log-probability gap (nats) that rounding may reverse: two units in the last place of a logit
 # between 16 and 32, in this dtype.
 NEAR_TIE = {"bfloat16": 0.25, "float16": 0.03125}
-# The most chains that a search chooses: each needs an engine beside all others.
-_MOST_CHAINS = 6
 
 
 @dataclass(frozen=True)
@@ -50,9 +47,7 @@ class BenchRuns:
 
     dtype: str
     runs: dict[EngineCase, list[MethodRuns]] = field(default_factory=dict)
-    """Runs by case, in the order of the settings' methods; chains from the search come after plain
-    vLLM."""
-    search: ChainSearch | None = None
+    """Runs by case, in the order of the settings' methods."""
     greedy: GreedyCheck | None = None
     """Greedy outputs compared with plain vLLM's; None: there were none."""
 
@@ -70,33 +65,12 @@ def measure(
             measure.
     """
     report = progress or (lambda what, done, total: None)
-
-    def opened(methods: Sequence[Method]) -> AbstractContextManager[dict[str, BenchEngine]]:
-        start = opener or open_engines
-        return start(methods, settings.engine, settings.engine_options(), report)
-
-    @contextmanager
-    def one_opened(method: Method) -> Iterator[BenchEngine]:
-        with opened([method]) as engines:
-            yield engines[method.name]
-
-    with ExitStack() as stack:
-        if settings.search_chains:  # needs room for one more engine at least
-            check_memory(settings.engine, len(settings.methods) + 1)
-        engines = stack.enter_context(opened(settings.methods))
+    start = opener or open_engines
+    options = settings.engine_options()
+    with start(settings.methods, settings.engine, options, report) as engines:
         plain = engines[settings.methods[0].name]
         found = BenchRuns(plain.dtype)
-        if settings.search_chains:
-            room = most_engines(settings.engine) - len(settings.methods)
-            most = min(_MOST_CHAINS, room)
-            found.search = search_chains(settings, plain, most, one_opened, report)
-            chains = found.search.methods(settings.engine.draft)
-            engines |= stack.enter_context(opened(chains))
-        chosen, draft = found.search, settings.engine.draft
-        methods = {
-            case: settings.methods_in(case, chosen.methods(draft, case) if chosen else ())
-            for case in settings.cases
-        }
+        methods = {case: settings.methods_in(case) for case in settings.cases}
         # Turns of all cases are counted together, so that progress never jumps back.
         total, ended = settings.rounds * sum(map(len, methods.values())), 0
         for case in settings.cases:

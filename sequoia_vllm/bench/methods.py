@@ -36,9 +36,6 @@ Sampling = tuple[str, ...]
 
 DEFAULT: Sampling = ()
 _KEYS = {"probabilistic": "draft_sample_method", "block": "rejection_sample_method"}
-# ("block",) alone is missing, as greedy drafts gain nothing from it: either way the first i tokens
-# are accepted with the product of the target's probabilities.
-_TRIED: tuple[Sampling, ...] = (DEFAULT, ("probabilistic",), ("probabilistic", "block"))
 
 
 class BenchError(SequoiaError, ValueError):
@@ -72,16 +69,6 @@ def is_known(sampling: Sampling) -> bool:
 
     allowed = {field.name: get_args(field.type) for field in dataclasses.fields(SpeculativeConfig)}
     return all(word in allowed.get(_KEYS.get(word, ""), ()) for word in sampling)
-
-
-def usable_samplings(v2: bool) -> list[Sampling]:
-    """Samplings worth trying above temperature 0, vLLM's default first.
-
-    Args:
-        v2: Whether vLLM's Model Runner V2 runs; V1 has no block verification.
-    """
-    known = [sampling for sampling in _TRIED if is_known(sampling)]
-    return [sampling for sampling in known if v2 or "block" not in sampling]
 
 
 def plain() -> Method:

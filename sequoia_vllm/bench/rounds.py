@@ -10,9 +10,6 @@ from sequoia_vllm.bench.methods import BenchError, Kind, Method
 from sequoia_vllm.measuring.engines import EngineSpec, room_for, wait_for_quiet
 from sequoia_vllm.measuring.step_recorder import EXTENSION
 
-MOST_CHAIN_DRAFTS = 8
-"""Length of the longest chain in the search for vLLM's best one."""
-
 _WARM_UP_TOKENS = 16
 
 
@@ -31,7 +28,6 @@ class BenchSettings:
     engine: EngineSpec
     _: KW_ONLY
     methods: tuple[Method, ...]  # methods to compare; the first is plain vLLM
-    search_chains: bool = False  # look for vLLM's best chain in each case, and run it, too
     prompts: tuple[list[int], ...]  # token ids; every round completes all of them
     batch_sizes: tuple[int, ...] = (1,)  # requests at once; prompts are repeated to fill a batch
     temperatures: tuple[float, ...] = (0.0,)  # temperatures to measure at; 0 is greedy
@@ -39,22 +35,15 @@ class BenchSettings:
     rounds: int = 3
     sampled_chains: bool = True  # run vLLM's chains above temperature 0, too
 
-    def methods_in(self, case: EngineCase, found: Sequence[Method] = ()) -> list[Method]:
-        """The methods to run in a case: plain vLLM, chains that were ``found``, all others."""
-        first, *others = self.methods
+    def methods_in(self, case: EngineCase) -> list[Method]:
+        """The methods to run in a case."""
         chains = case.temperature == 0 or self.sampled_chains
-        return [x for x in (first, *found, *others) if chains or x.kind is not Kind.CHAIN]
+        return [one for one in self.methods if chains or one.kind is not Kind.CHAIN]
 
     @property
     def most_drafts(self) -> int:
         """The most drafts per request and step, over all methods."""
-        searched = MOST_CHAIN_DRAFTS if self.search_chains else 0
-        return max(searched, *(method.most_drafts for method in self.methods))
-
-    @property
-    def middle_context(self) -> int:
-        """Context tokens in the middle of a mean completion."""
-        return round(sum(map(len, self.prompts)) / len(self.prompts)) + self.max_tokens // 2
+        return max(method.most_drafts for method in self.methods)
 
     @property
     def cases(self) -> list[EngineCase]:

@@ -1,36 +1,27 @@
-"""Runs a whole comparison: measures it, predicts it, and adds its provenance."""
+"""Runs a whole comparison: measures it, sums it up, and adds its provenance."""
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from sequoia_vllm.bench.chains import ChainSearch
 from sequoia_vllm.bench.engines import PARTS
 from sequoia_vllm.bench.measure import BenchRuns, MethodRuns, Opener, measure
-from sequoia_vllm.bench.methods import Kind, chain
+from sequoia_vllm.bench.methods import Kind
 from sequoia_vllm.bench.report import (
     BenchModel,
     BenchReport,
     Result,
-    SearchedChain,
     Spread,
     StepSplit,
     disagreement,
 )
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, pooled
-from sequoia_vllm.hardware.cost import CostModel, Estimate
-from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.library.files import AcceptanceFile
-from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_library import tuned_measurements
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.measuring.provenance import model_hashes, provenance, synthetic_origin
-from sequoia_vllm.tree.token_tree import TokenTree
 
 # Environment variables that change speed on CPUs.
 _ENVIRONMENT = (
@@ -43,36 +34,6 @@ CHAIN_SAMPLES_WRONGLY = (
     "it should. So its speed there says nothing of vLLM's chain elsewhere"
 )
 DECLINED = "the engine chose not to speculate here"
-Predict = Callable[[MethodRuns, EngineCase], Estimate | None]
-
-
-@dataclass(frozen=True)
-class PredictionBasis:
-    """What ``sequoia-vllm tune`` measured of a pair, to predict from."""
-
-    profile: Profile
-    vector: AcceptanceFile
-    context_length: int  # context tokens in the middle of a completion
-
-    @classmethod
-    def tuned(cls, pair: PairKey, context_length: int) -> PredictionBasis | None:
-        """Reads the files of this pair; None: there are none.
-
-        Raises:
-            ProfileError, AcceptanceError: A file cannot be read.
-        """
-        if (found := tuned_measurements(pair)) is None:
-            return None
-        vector = AcceptanceFile.load(found.acceptance)
-        return cls(Profile.load(found.profile), vector, context_length)
-
-    def predict(self, runs: MethodRuns, case: EngineCase) -> Estimate | None:
-        """Predicts Sequoia's speed; None: another method, or no vector for this temperature."""
-        if runs.method.kind is not Kind.SEQUOIA or case.temperature != self.vector.temperature:
-            return None
-        tree = (runs.tree or TokenTree((-1,))).trim(runs.drafts + 1)
-        cost = CostModel(self.profile, self.context_length)
-        return cost.estimate(tree, self.vector.vector, case.batch_size)
 
 
 def run_bench(
@@ -81,11 +42,10 @@ def run_bench(
     progress: Progress | None = None,
     opener: Opener | None = None,
 ) -> BenchReport:
-    """Measures, and compares with what the cost model says of `tune`'s measurements, if any.
+    """Measures, and sums it up.
 
     Raises:
-        BenchError, CalibrationError, ProfileError, AcceptanceError: Something cannot be measured
-            or read.
+        BenchError, CalibrationError: Something cannot be measured.
     """
     engine = settings.engine
     found = measure(settings, progress, opener)
@@ -93,17 +53,11 @@ def run_bench(
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         environment={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
-    pair = PairKey(
-        stated["device"], engine.target, engine.draft, found.dtype,
-        engine.tensor_parallel_size, engine.offloading,
-    )  # fmt: skip
-    basis = PredictionBasis.tuned(pair, settings.middle_context)
     target, draft = (
         BenchModel(name=name, hashes=model_hashes(name), grown_from=synthetic_origin(name))
         for name in (engine.target, engine.draft)
     )
-    predict = None if basis is None else basis.predict
-    summed = results(found, predict, chain_is_wrong=chain_samples_wrongly())
+    summed = results(found, chain_is_wrong=chain_samples_wrongly())
     synthetic = [synthetic_note(model) for model in (target, draft)]
     return BenchReport(
         date=datetime.datetime.now(datetime.UTC).date(),
@@ -113,16 +67,13 @@ def run_bench(
         dtype=found.dtype,
         settings=described,
         results=summed,
-        searched=None if found.search is None else searched(found.search, engine.draft),
         greedy=found.greedy,
         notes=[note for note in (*synthetic, disagreement(summed)) if note is not None],
         provenance=stated,
     )
 
 
-def results(
-    found: BenchRuns, predict: Predict | None = None, *, chain_is_wrong: bool
-) -> list[Result]:
+def results(found: BenchRuns, *, chain_is_wrong: bool) -> list[Result]:
     """Results of each method in each case."""
     summed = []
     for case, runs in found.runs.items():
@@ -132,8 +83,7 @@ def results(
             wrong = chain_is_wrong and one in chains and case.temperature > 0
             declined = one.method.kind is Kind.SEQUOIA and one.drafts == 0
             note = CHAIN_SAMPLES_WRONGLY if wrong else DECLINED if declined else None
-            predicted = predict and predict(one, case)
-            summed.append(_result(case, one, runs[0], predicted, note, one is best))
+            summed.append(_result(case, one, runs[0], note, one is best))
     return summed
 
 
@@ -145,7 +95,6 @@ def _result(
     case: EngineCase,
     runs: MethodRuns,
     plain: MethodRuns,
-    predicted: Estimate | None,
     note: str | None,
     best_chain: bool,
 ) -> Result:
@@ -155,7 +104,7 @@ def _result(
     depth = 0 if runs.tree is None else runs.tree.trim(runs.drafts + 1).depth
     trees = sum(one.counters["tree_steps"] for one in runs.rounds if one.counters)
     drafted = trees / (steady.steps * case.batch_size)
-    summed = Result(
+    return Result(
         method=runs.method.name,
         kind=runs.method.kind,
         batch_size=case.batch_size,
@@ -168,31 +117,9 @@ def _result(
         step_seconds=steady.step_seconds,
         split=split(runs.rounds, steady.step_seconds),
         best_chain=best_chain,
-        predicted=predicted,
         note=note,
         drafted=drafted if runs.method.kind is Kind.SEQUOIA else None,
     )
-    if predicted is None or summed.is_plain:
-        return summed
-    return summed.model_copy(update={"measured_over_predicted": speedup.median / predicted.speedup})
-
-
-def searched(search: ChainSearch, draft: str) -> list[SearchedChain]:
-    """Predictions of every chain in every case."""
-    return [
-        SearchedChain(
-            method=chain(draft, *one.chain).name,
-            batch_size=case.batch_size,
-            temperature=case.temperature,
-            drafts=one.chain.drafts,
-            sampling=list(one.chain.sampling),
-            tokens_per_step=round(one.tokens_per_step, 4),
-            tokens_per_second=round(one.tokens_per_second, 4),
-            run=one.chain in search.chosen[case],
-        )
-        for case, predicted in search.predicted.items()
-        for one in predicted
-    ]
 
 
 def split(rounds: Sequence[RoundRun], step_seconds: float) -> StepSplit:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
+from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, print_json
 from sequoia_vllm.cli.measuring import (
     CacheOption,
     DraftOption,
@@ -22,7 +22,6 @@ from sequoia_vllm.cli.measuring import (
     TargetOption,
     check_models,
     check_output,
-    check_plot,
     draft_to_measure,
     engine_spec,
     measuring,
@@ -33,11 +32,11 @@ from sequoia_vllm.cli.measuring import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sequoia_vllm.bench.report import BenchReport, GreedyCheck, Mismatch, Result, SearchedChain
+    from sequoia_vllm.bench.report import BenchReport, GreedyCheck, Mismatch, Result
     from sequoia_vllm.prompts import Prompt
 
 MISMATCH = 1  # exit code
-BEST, NONE = "best", "none"  # of --chain
+NONE = "none"  # of --chain
 
 
 def bench(
@@ -58,12 +57,11 @@ def bench(
     chain: Annotated[
         str,
         typer.Option(
-            help="vLLM's own chain. best: the fastest of 1 to 8 drafts, with any sampling that the "
-            "installed vLLM has; 2,4: chains of 2 and of 4 drafts with vLLM's defaults; "
-            "4:probabilistic or 4:probabilistic:block: with this sampling; 4:ngram: without a "
-            "draft; none: no chain."
+            help="vLLM's own chains, the fastest of which is marked. 2,4: chains of 2 and of 4 "
+            "drafts with vLLM's defaults; 4:probabilistic or 4:probabilistic:block: with this "
+            "sampling; 4:ngram: without a draft; none: no chain."
         ),
-    ] = BEST,
+    ] = "1,2,4",
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     dtype: DtypeOption = "auto",
@@ -72,22 +70,14 @@ def bench(
     offload_directory: OffloadDirectoryOption = None,
     offload_memory_gib: OffloadMemoryOption = 0.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON.")] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw tokens/s of a request by batch size to this file (.svg, .png or .pdf)."
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare plain vLLM, its own chain speculation, and Sequoia, in alternating rounds.
 
-    It first searches for vLLM's best chain: a chain of 8 drafts shows acceptance and step times,
-    and the two or three most promising chains then run with the others. Rates are of steps in
-    which the whole batch decodes. Greedy outputs must equal plain vLLM's. In float32 every
-    difference is an error (exit code 1). In half precision a difference is an error if rounding
-    cannot explain it: some later token is further below the target's best one than two units in
-    the last place of a logit.
+    Rates are of steps in which the whole batch decodes. Greedy outputs must equal plain vLLM's. In
+    float32 every difference is an error (exit code 1). In half precision a difference is an error
+    if rounding cannot explain it: some later token is further below the target's best one than two
+    units in the last place of a logit.
     """
     quiet_engines()
     with friendly_errors():
@@ -99,8 +89,6 @@ def bench(
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
     with friendly_errors():
-        if plot is not None:
-            check_plot(plot)
         compared = _compared(options)
         chosen = load_prompts(prompts, num_prompts)
         check_models(target, draft)
@@ -110,11 +98,6 @@ def bench(
             report = run_bench(settings, _described(options, chosen), progress)
     if output is not None:
         report.save(output)
-    if plot is not None:
-        from sequoia_vllm.bench.report import plot_speeds
-
-        plot_speeds(report, plot)
-        note(f"drawn to {plot}")
     if as_json:
         print_json(report.to_dict())
     else:
@@ -129,8 +112,7 @@ def _compared(options: dict[str, Any]) -> dict[str, Any]:
     from sequoia_vllm.bench.methods import methods
     from sequoia_vllm.hardware.cost import check_batch_sizes
 
-    chain = options["chain"]
-    chains = [] if chain in (BEST, NONE) else chain.split(",")
+    chains = [] if options["chain"] == NONE else options["chain"].split(",")
     trees = [tree.strip() for tree in options["trees"].split(",")]
     return {
         "temperatures": _temperatures(options["temperature"]),
@@ -138,7 +120,6 @@ def _compared(options: dict[str, Any]) -> dict[str, Any]:
             check_batch_sizes([*numbers("--batch-sizes", options["batch_sizes"])])
         ),
         "methods": tuple(methods(options["draft"], chains, trees)),
-        "search_chains": chain == BEST,
         **{name: options[name] for name in ("max_tokens", "rounds")},
     }
 
@@ -177,8 +158,6 @@ def print_report(report: BenchReport) -> None:
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     out.print(speeds_table(report.results))
-    if report.searched is not None:
-        out.print(_searched(report.searched))
     out.print(_splits(report.results))
     if report.greedy is not None:
         print_check(report.greedy)
@@ -201,21 +180,13 @@ def print_check(check: GreedyCheck) -> None:
 
 def speeds_table(results: list[Result]) -> Table:
     """Speeds by temperature, batch size and method, with marks."""
-    predicted = any(result.predicted for result in results)
     table = new_table(
         "T", "batch", "method", "tokens/s", "speed", "tokens per step", "step ms",
-        *(["predicted", "measured/predicted"] if predicted else []), left=["method"],
-        title="Speed of decoding: medians of rounds (lowest to highest)",
+        left=["method"], title="Speed of decoding: medians of rounds (lowest to highest)",
         caption="+ vLLM's best chain here; = plain: nothing was drafted; * see below",
     )  # fmt: skip
     for _, group in groupby(results, key=lambda result: (result.temperature, result.batch_size)):
         for number, result in enumerate(group):
-            prediction = ["not predicted" if result.kind == "sequoia" else "", ""]
-            if result.predicted is not None:
-                words = " (extrapolated)" if result.predicted.extrapolated else ""
-                ratio = result.measured_over_predicted
-                compared = "" if ratio is None else f"{ratio:.2f}"
-                prediction = [f"{result.predicted.speedup:.2f}x{words}", compared]
             marks = (" +" if result.best_chain else "") + (
                 " *" if result.note and not result.is_plain else ""
             )
@@ -226,27 +197,8 @@ def speeds_table(results: list[Result]) -> Table:
                 result.speed_in_words,
                 f"{result.tokens_per_step:.2f}",
                 f"{1e3 * result.step_seconds:.2f}",
-                *(prediction if predicted else ()),
             )
         table.add_section()
-    return table
-
-
-def _searched(searched: list[SearchedChain]) -> Table:
-    lengths = sorted({one.drafts for one in searched})
-    table = new_table(
-        "T", "batch", "sampling", *map(str, lengths), left=["sampling"],
-        title="The search for vLLM's best chain: predicted tokens/s",
-        caption="by drafts; predicted from a chain of "
-        f"{lengths[-1]}, only to choose: those in brackets were run, and are measured above",
-    )  # fmt: skip
-    for (temperature, batch, words), group in groupby(
-        searched, key=lambda one: (one.temperature, one.batch_size, one.sampling)
-    ):
-        rates = [(f"{one.tokens_per_second:.1f}", one.run) for one in group]
-        cells = [f"({rate})" if run else rate for rate, run in rates]
-        sampling = ", ".join(words) or "vLLM's default"
-        table.add_row(f"{temperature:g}", str(batch), sampling, *cells)
     return table
 
 

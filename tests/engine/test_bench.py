@@ -11,19 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.synthetic_target import write_synthetic_target
-from sequoia_vllm.bench import chains
 from sequoia_vllm.bench.engines import open_engines
 from sequoia_vllm.bench.methods import plain
 from sequoia_vllm.bench.report import BenchReport
 from sequoia_vllm.bench.rounds import BenchSettings
 from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY
 from sequoia_vllm.cli import app
-from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
-from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.library import tree_library, user_files
-from sequoia_vllm.library.files import AcceptanceFile
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library import user_files
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 from tests.support.models import DRAFT, MODELS, TARGET
@@ -53,11 +48,6 @@ def bench(*options):
 
 
 def test_bench_of_the_embedded_pair(tmp_path):
-    shipped = tree_library.shipped_directory()
-    pair = PairKey(current_device_name(), str(TARGET), str(DRAFT), "float32")
-    tuned = tree_library.TreeLibrary().measurements(pair)
-    Profile.load(shipped / "profiles" / "amd-epyc-embedded.json").save(tuned.profile)
-    AcceptanceFile.load(shipped / "acceptance" / "embedded-greedy.json").save(tuned.acceptance)
     done = bench(
         "--dtype", "float32", "--batch-sizes", "1,2", "--temperature", "0,1", "--chain", "2,3",
         "--trees", "auto,8x3", "--rounds", "2", "--num-prompts", "2",
@@ -86,7 +76,6 @@ def test_bench_of_the_embedded_pair(tmp_path):
         assert 1 < tree.tokens_per_step <= 4
         assert chain2.best_chain != chain3.best_chain
         assert (chain2.note == CHAIN_SAMPLES_WRONGLY) == (temperature == 1)
-        assert (tree.predicted is None) == (temperature == 1)
         for result in (plain_, chain2, tree):
             # Of a busy machine parts need not add up: test_bench.py of unit/ has the sums.
             assert result.split.target > 0
@@ -137,27 +126,6 @@ def test_the_target_scores_its_own_greedy_output_best():
     assert gaps[7] > 0.01
 
 
-def test_the_best_chain_is_looked_for_and_run(monkeypatch):
-    monkeypatch.setattr(chains, "_SURELY_RUN", 1)  # fewer engines to start
-    monkeypatch.setattr(chains, "_CLOSE", 1.0)
-    done = bench(
-        "--dtype", "float32", "--batch-sizes", "1", "--temperature", "0", "--trees", "8x3",
-        "--rounds", "1", "--num-prompts", "2", "--max-tokens", "32",
-    )  # fmt: skip
-    assert done.exit_code == 0, done.stderr
-    found = BenchReport.model_validate(json.loads(done.stdout))
-    [chain] = [result for result in found.results if result.kind == "chain"]
-    assert found.searched is not None
-    assert [row.drafts for row in found.searched] == list(range(1, 9))
-    [chosen] = [row for row in found.searched if row.run]
-    assert chain.best_chain
-    assert (chain.method, chain.drafts) == (chosen.method, chosen.drafts)
-    # The longer chain's first drafts are those of the shorter one, but for where steps begin.
-    assert chain.tokens_per_step == pytest.approx(chosen.tokens_per_step, rel=0.2)
-    assert found.greedy is not None
-    assert (found.greedy.compared, found.greedy.identical) == (6, 6)
-
-
 def test_without_a_known_draft_lookup_is_compared_with_n_grams(tmp_path):
     """In a process of its own: vLLM starts no engine in one where another had n-grams."""
     target = shutil.copytree(TARGET, tmp_path / "unheard-of")
@@ -175,30 +143,6 @@ def test_without_a_known_draft_lookup_is_compared_with_n_grams(tmp_path):
     assert found.draft.name == "lookup"
     assert found.greedy is not None
     assert (found.greedy.compared, found.greedy.identical) == (3, 3)
-
-
-def test_the_best_n_gram_chain_is_looked_for_and_run():
-    """Every engine has a process of its own, as n-gram chains need."""
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "sequoia-vllm"), "bench", "--model", str(TARGET),
-         "--draft-model", "lookup", "--prompts", str(MODELS / "prompts.jsonl"), *QUICK,
-         "--chain", "best", "--trees", "8x3", "--num-prompts", "2", "--dtype", "float32",
-         "--batch-sizes", "1", "--temperature", "0", "--rounds", "1"],
-        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = BenchReport.model_validate(json.loads(done.stdout))
-    assert found.searched is not None
-    assert [row.drafts for row in found.searched] == list(range(1, 9))
-    assert {tuple(row.sampling) for row in found.searched} == {()}
-    run = [row.method for row in found.searched if row.run]
-    assert 2 <= len(run) <= 3
-    assert [row.method for row in found.results] == ["plain vLLM", *run, "Sequoia 8x3"]
-    assert [row.best_chain for row in found.results].count(True) == 1
-    assert all(name.startswith("n-gram chain of ") for name in run)
-    assert found.greedy is not None
-    assert found.greedy.identical == found.greedy.compared == 2 * (2 + len(run))
 
 
 def test_demo_with_a_synthetic_target(tmp_path):

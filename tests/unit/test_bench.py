@@ -1,4 +1,4 @@
-"""The bench without engines: methods, rates, the greedy check, predictions, tables and plots."""
+"""The bench without engines: methods, rates, the greedy check, tables."""
 
 import json
 import os
@@ -24,8 +24,6 @@ from sequoia_vllm.bench.report import (
     GreedyCheck,
     Mismatch,
     disagreement,
-    plot_speeds,
-    shown,
 )
 from sequoia_vllm.bench.rounds import (
     BenchSettings,
@@ -36,14 +34,11 @@ from sequoia_vllm.bench.rounds import (
     pooled,
     steady_part,
 )
-from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, PredictionBasis, results
+from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.bench import print_report
 from sequoia_vllm.config import OffloadSpec, SequoiaConfig
-from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_curves import StepRecord
-from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
-from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.measuring import provenance
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.step_recorder import StepRecorder
@@ -84,7 +79,11 @@ def test_the_default_is_what_a_server_runs(monkeypatch):
     monkeypatch.setattr("sequoia_vllm.bench.run.run_bench", stop)
     done = CliRunner().invoke(app, ["bench", "--model", "t"])
     assert "enough" in done.stderr
-    [_, served] = found
+    *others, served = found
+    assert [method.name for method in others] == [
+        "plain vLLM",
+        *(f"chain of {n}" for n in (1, 2, 4)),
+    ]
     config = SequoiaConfig.parse(served.speculative_config)
     assert config == SequoiaConfig.parse("sequoia").model_copy(update={"model": "known"})
     assert served.name == "Sequoia"
@@ -411,8 +410,8 @@ def measurements():
     return BenchRuns("bfloat16", dict.fromkeys(CASES, runs))
 
 
-def summed(predict=lambda runs, case: None, chain_is_wrong=True):
-    return results(measurements(), predict, chain_is_wrong=chain_is_wrong)
+def summed(chain_is_wrong=True):
+    return results(measurements(), chain_is_wrong=chain_is_wrong)
 
 
 def test_speedups_are_paired_by_round():
@@ -425,9 +424,6 @@ def test_speedups_are_paired_by_round():
 def test_the_best_chain_is_marked_in_each_case():
     found = summed()
     assert [result.best_chain for result in found] == [False, True, False, False, False] * 2
-    assert [result.method for result in shown(found)][:3] == [
-        "plain vLLM", "chain of 2", "Sequoia auto",
-    ]  # fmt: skip
 
 
 def test_split_adds_up_to_the_step():
@@ -466,12 +462,9 @@ def test_without_drafts_a_speedup_is_noise(tree, trees, words):
             [round_run(rate, 1, tree and counters) for rate in (13, 15, 16)],
         ),
     ]  # fmt: skip
-    predicted = predict(TREE, 3)
-    plain_, found = results(
-        BenchRuns("float32", {CASES[0]: runs}), lambda *_: predicted, chain_is_wrong=False
-    )
+    plain_, found = results(BenchRuns("float32", {CASES[0]: runs}), chain_is_wrong=False)
     assert found.speed_in_words == words
-    assert found.is_plain == (words == "= plain") == (found.measured_over_predicted is None)
+    assert found.is_plain == (words == "= plain")
     assert plain_.speed_in_words == "1.00x (1.00x to 1.00x)"
 
 
@@ -483,56 +476,14 @@ def test_rounds_that_disagree_are_told_of_in_each_case():
     assert "plain vLLM at" not in said
 
 
-# -- predictions -------------------------------------------------------------------------
-
-
-def basis(**known):
-    def curve(seconds):
-        return Curve(batch_size=1, context_length=64, tokens=[1, 8], seconds=seconds)
-
-    profile = Profile(
-        source="measured", date="2026-01-31", device="d", target="t", draft="d",
-        target_parameters=1e9, draft_parameters=1e7, target_forward=[curve([0.1, 0.12])],
-        draft_level=[curve([0.01, 0.01])],
-        overhead=[Overhead(batch_size=1, plain_seconds=0.001, tree_seconds=0.002)],
-    )  # fmt: skip
-    vector = AcceptanceFile(
-        name="a", description="made up", source="published", date="2026-01-31",
-        acceptance=[0.6, 0.2], **known,
-    )  # fmt: skip
-    return PredictionBasis(profile, vector, 64)
-
-
-def predict(tree, drafts, batch_size=1, made=None):
-    runs = MethodRuns(sequoia("d", "auto"), tree, drafts, [])
-    return (made or basis(temperature=0.0)).predict(runs, EngineCase(batch_size, 0.0))
-
-
-def test_prediction_is_the_cost_models():
-    made = basis(temperature=0.0)
-    found = predict(TREE, 3)
-    expected = CostModel(made.profile).estimate(TREE, made.vector.vector, 1)
-    assert found == expected
-    assert predict(TREE, 1).expected_tokens == pytest.approx(1.6)
-    assert predict(None, 0).speedup == 1
-    assert predict(TREE, 3, batch_size=2).extrapolated
-
-
-def test_nothing_is_predicted_for_another_temperature_or_method():
-    made, runs = basis(temperature=0.0), MethodRuns(sequoia("d", "auto"), TREE, 3, [])
-    assert made.predict(runs, EngineCase(1, 1.0)) is None
-    assert made.predict(replace(runs, method=chain("d", 3)), EngineCase(1, 0.0)) is None
-    assert predict(TREE, 3, made=basis()) is None
-
-
 # -- the report ------------------------------------------------------------------------------
 
 
-def report(origin=None, predict=lambda runs, case: None, greedy=None):
+def report(origin=None, greedy=None):
     models = BenchModel(name="t", hashes={}, grown_from=origin), BenchModel(name="d", hashes={})
     return BenchReport(
         date="2026-01-31", device="a CPU", target=models[0], draft=models[1], dtype="bfloat16",
-        settings={}, results=summed(predict), greedy=greedy,
+        settings={}, results=summed(), greedy=greedy,
         notes=[note for model in models if (note := run.synthetic_note(model))], provenance={},
     )  # fmt: skip
 
@@ -550,7 +501,6 @@ def test_report_survives_the_disk():
 
 def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    predicted = predict(TREE, 3)
     mismatches = [
         Mismatch(method="chain of 2", batch_size=1, prompt=1, position=7, token=3, plain_token=4,
                  gap=0.01, near_tie=True),
@@ -558,13 +508,11 @@ def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
                  gap=2.5, near_tie=False),
     ]  # fmt: skip
     greedy = GreedyCheck(compared=9, identical=7, bound=0.25, mismatches=mismatches)
-    print_report(report(GROWN, lambda runs, case: predicted if runs.tree else None, greedy))
+    print_report(report(GROWN, greedy))
     printed = capsys.readouterr()
     assert "chain of 2 + *" in printed.out
     assert "= plain" in printed.out
     assert "1.50x (1.00x to 2.00x)" in printed.out
-    assert f"{predicted.speedup:.2f}x" in printed.out
-    assert "not predicted" in printed.out
     assert "identical to plain vLLM's: 7 of 9" in printed.out
     assert "prompt 2: differs after 7 tokens (3, not 4)" in printed.out
     assert "a near-tie (within 0.25 nats)" in printed.out
@@ -573,16 +521,6 @@ def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     assert last[0].startswith("* ")
     assert "vllm-project/vllm#55005" in last[0]
     assert "synthetic target made from small: 23 layers" in last[1]
-
-
-def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
-    path = tmp_path / "speeds.svg"
-    plot_speeds(report(GROWN), path)
-    drawn = path.read_text()
-    for name in ("plain vLLM", "vLLM's best chain", "Sequoia 4x2", "requests at once"):
-        assert f"<!-- {name} -->" in drawn
-    assert "chain of 2" not in drawn
-    assert "t with d, bfloat16; synthetic target" in drawn
 
 
 def test_git_revision(tmp_path, monkeypatch):

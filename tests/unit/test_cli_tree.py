@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from sequoia_vllm import __version__, cli
+from sequoia_vllm import __version__
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.tree import commands
 from sequoia_vllm.library.pair_key import PairKey
@@ -131,22 +130,6 @@ class TestShow:
         assert by_name["expected_tokens"] == by_file["expected_tokens"]
 
 
-class TestPlot:
-    def test_svg_of_a_file(self, tree_file, tmp_path):
-        picture = tmp_path / "tree.svg"
-        assert f"wrote {picture}" in run("tree", "plot", tree_file, "-o", picture).stdout
-        first = picture.read_bytes()
-        ET.fromstring(first)
-        run("tree", "plot", tree_file, "-o", picture)
-        assert picture.read_bytes() == first
-
-    def test_root_only_and_without_values(self, tmp_path):
-        path = tmp_path / "root.json"
-        TokenTree((-1,)).save(path)
-        run("tree", "plot", path, "-o", tmp_path / "root.png")
-        assert (tmp_path / "root.png").is_file()
-
-
 class TestLibraryCommands:
     def test_lines_are_not_broken_where_no_terminal_is(self, monkeypatch):
         monkeypatch.delenv("COLUMNS")
@@ -175,14 +158,8 @@ class TestLibraryCommands:
         assert lines[18].startswith("names: DEVICE/CLASS/ACCEPTANCE VECTOR")
         assert len(lines) == 20
 
-    def test_one_class(self):
-        lines = run("tree", "list", "--class", "70b-8b").stdout.splitlines()
-        assert {line.split("/")[1] for line in lines[1:-2]} == {"70b-8b"}
-        assert "there are 135m-2.9m, 13b-68m, " in fails("tree", "list", "--class", "9b-9b")
-
-    def test_a_device_is_listed_or_shown_by_any_of_its_names(self):
+    def test_a_device_has_any_of_its_names(self):
         listed = run("tree", "list", "--device", "cpu").stdout
-        assert run("tree", "show", "cpu").stdout == listed
         assert "x86-cpu/800m-1.67m/shipped" in listed
         shown = run("tree", "show", "cpu/800m-1.67m/shipped").stdout
         assert shown.startswith("x86-cpu/800m-1.67m/shipped  6 nodes with the root, depth 4")
@@ -221,12 +198,6 @@ class TestErrors:
         assert "is a library file with 18 trees" in fails("tree", "show", library_file)
         assert "draw at least 1" in fails("tree", "show", tree_file, "--nodes", 0)
 
-    def test_plot(self, tree_file, tmp_path):
-        assert "name a file ending in .svg" in fails("tree", "plot", tree_file, "-o", "t.bmp")
-        assert "Missing argument 'FILE|NAME'" in fails("tree", "plot", "-o", tmp_path / "t.png")
-        unwritable = fails("tree", "plot", tree_file, "-o", "/nowhere/at/all/t.png")
-        assert "No such file or directory" in unwritable
-
     def test_devices(self):
         assert "no trees for device 'abacus'" in fails("tree", "list", "--device", "abacus")
         assert "device name is empty" in fails("tree", "list", "--device", "")
@@ -243,11 +214,6 @@ class TestErrors:
 class TestCommand:
     def test_version(self):
         assert run("--version").stdout.strip() == f"sequoia-vllm {__version__}"
-
-    def test_a_command_whose_module_is_missing_is_not_shown(self, monkeypatch):
-        monkeypatch.setitem(cli.COMMANDS, "later", "sequoia_vllm.cli.not_yet:app")
-        assert "later" not in run("--help").stdout
-        assert "No such command" in fails("later")
 
     def test_tree_commands_load_neither_torch_nor_vllm(self, tmp_path):
         code = (

@@ -1,1 +1,1 @@
-"""`sequoia-vllm tree`: make, draw, list and predict trees."""
+"""`sequoia-vllm tree`: build, list and look at trees."""

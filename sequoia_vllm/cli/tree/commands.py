@@ -1,4 +1,4 @@
-"""``sequoia-vllm tree``: build, list, look at and draw token trees."""
+"""``sequoia-vllm tree``: build, list and look at token trees."""
 
 from collections import Counter
 from pathlib import Path
@@ -30,7 +30,7 @@ from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.tree_library import TreeLibrary
-from sequoia_vllm.library.tree_reference import find_tree, find_vector, is_tree_file
+from sequoia_vllm.library.tree_reference import find_tree, find_vector
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import optimize_tree
 from sequoia_vllm.tree.token_tree import MOST_NODES
@@ -39,7 +39,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Build, list, look at and draw token trees. Sizes count the root; depths count edges.",
+    help="Build, list and look at token trees. Sizes count the root; depths count edges.",
 )
 
 _VECTOR_HELP = (
@@ -104,13 +104,10 @@ def show(
     nodes: Annotated[int, typer.Option(help="Most nodes to draw.")] = 48,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw a tree with its levels and the value of each node; for a device, list its trees."""
+    """Draw a tree with its levels and the value of each node."""
     with friendly_errors():
         if nodes < 1:
             fail(f"--nodes {nodes}: draw at least 1")
-        if _names_device(tree):
-            list_trees(device=tree, as_json=as_json)
-            return
         found = find_tree(tree)
         vector = found.acceptance if acceptance is None else _given(acceptance)
         if as_json:
@@ -132,31 +129,10 @@ def show(
             note("the file holds no acceptance vector: give --acceptance to see values")
 
 
-@app.command()
-def plot(
-    tree: TreeArgument,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Picture to write: .svg, .png or .pdf.")
-    ],
-    acceptance: AcceptanceOption = None,
-) -> None:
-    """Draw a tree into a picture file."""
-    from sequoia_vllm.cli.tree.view import plot_tree
-
-    with friendly_errors():
-        found = find_tree(tree)
-        vector = found.acceptance if acceptance is None else _given(acceptance)
-        plot_tree(found.tree, vector, found.title, output)
-        console().print(f"wrote {output}", soft_wrap=True)
-
-
 @app.command("list")
 def list_trees(
     device: Annotated[
         str | None, typer.Option(help="Only this device: its id, or the driver's name for it.")
-    ] = None,
-    model_class: Annotated[
-        str | None, typer.Option("--class", help="Only this model class, like 8b-1b.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -172,20 +148,13 @@ def list_trees(
                     f"no trees for device {device!r}: there are trees for "
                     f"{', '.join(library.devices())}"
                 )
-        if model_class is not None:
-            classes = sorted({entry.name.split("/")[1] for entry in entries})
-            entries = [entry for entry in entries if entry.name.split("/")[1] == model_class]
-            if not entries:
-                raise LibraryError(
-                    f"no trees of class {model_class!r}: there are {', '.join(classes)}"
-                )
         if as_json:
             directory = None if library.readable is None else str(library.readable)
             print_json({"user_directory": directory, "trees": entries_json(entries)})
             return
         out = console()
         others: dict[str, int] = {}
-        if device is None and model_class is None:
+        if device is None:
             near = ("user", identify(this_device_name()).id)
             others = Counter(d for e in entries if (d := e.name.split("/")[0]) not in near)
             entries = [entry for entry in entries if entry.name.split("/")[0] in near]
@@ -197,13 +166,6 @@ def list_trees(
         out.print(legend(), style="dim", soft_wrap=True)
         where = library.readable or "none, as you have no home directory"
         out.print(f"your own trees: {where}", style="dim", soft_wrap=True)
-
-
-def _names_device(reference: str) -> bool:
-    """Whether this names a device with trees in the library, not a tree or a file."""
-    if "/" in reference or not reference.strip() or is_tree_file(reference):
-        return False
-    return identify(reference).id in TreeLibrary().devices()
 
 
 def _given(reference: str) -> Acceptance:
