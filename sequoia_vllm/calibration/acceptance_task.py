@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,13 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 from sequoia_vllm.drafters.registry import drafts_from_text
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.measuring.engines import EngineSpec, load_config, longest_context
-from sequoia_vllm.measuring.provenance import model_hashes
 from sequoia_vllm.prompts import (
     encode_prompts,
     load_prompts,
     load_tokenizer,
-    prompts_sha256,
-    source_name,
 )
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
@@ -174,7 +170,6 @@ class AcceptanceTask:
     settings: AcceptanceSettings
     prompts: list[list[int]]
     tree: TokenTree
-    measures: dict[str, Any]  # what is measured, as plain data
 
     @classmethod
     def prepare(cls, settings: AcceptanceSettings) -> AcceptanceTask:
@@ -197,22 +192,7 @@ class AcceptanceTask:
                 f"no prompt leaves room for {settings.max_tokens} tokens in the target's context: "
                 "give shorter prompts, or a smaller --max-tokens"
             )
-        measures = {
-            "target": engine.target, "draft": engine.draft,
-            "target_sha256": model_hashes(engine.target),
-            "draft_sha256": model_hashes(engine.draft), "prompts": source_name(settings.prompts),
-            "prompts_sha256": prompts_sha256(prompts), "prompts_used": len(fitting),
-            "raw_prompts": False, "temperature": settings.temperature,
-            "top_p": settings.top_p if settings.temperature > 0 else None,
-            "max_tokens": settings.max_tokens, "branch": settings.branch, "depth": settings.depth,
-            "dtype": engine.dtype,
-        }  # fmt: skip
-        if settings.tree is None:
-            measures["tail"] = tail
-        else:
-            measures["tree"] = list(settings.tree.parents)
-            measures["verification"] = settings.verification
-        return cls(settings, fitting, tree, measures)
+        return cls(settings, fitting, tree)
 
 
 def _tail(depth: int, draft: str) -> int:

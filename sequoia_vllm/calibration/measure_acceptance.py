@@ -13,8 +13,13 @@ from sequoia_vllm.calibration.acceptance_task import (
 from sequoia_vllm.drafters.registry import draft_option, drafts_from_text
 from sequoia_vllm.library.files import AcceptanceCounts, AcceptanceFile
 from sequoia_vllm.measuring.engines import Progress, open_engine, room_for
-from sequoia_vllm.measuring.provenance import provenance, settings_as_data, synthetic_models
-from sequoia_vllm.prompts import source_name
+from sequoia_vllm.measuring.provenance import (
+    model_hashes,
+    provenance,
+    settings_as_data,
+    synthetic_models,
+)
+from sequoia_vllm.prompts import load_prompts, prompts_sha256, source_name
 
 _BATCHES = 2  # completed between two looks at the counts: few requests wait for the last
 
@@ -77,7 +82,7 @@ def _counted(task: AcceptanceTask, llm: Any, report: Progress) -> AcceptanceCoun
     return AcceptanceCounts(
         stopped_by=stopped_by, precision=known, wanted_precision=settings.precision,
         most_tokens=settings.max_tokens_total, trees=trees, tokens=stats["tokens"],
-        offered=offered, accepted=accepted, measures=task.measures,
+        offered=offered, accepted=accepted,
     )  # fmt: skip
 
 
@@ -110,6 +115,9 @@ def _file(task: AcceptanceTask, counts: AcceptanceCounts) -> AcceptanceFile:
         calibration=counts,
         provenance=provenance(
             settings=settings_as_data(settings, **shown),
+            models={role: model_hashes(getattr(engine, role)) for role in ("target", "draft")},
+            prompts_sha256=prompts_sha256(load_prompts(settings.prompts)),
+            prompts_used=len(task.prompts),
             grown=synthetic_models(engine.target, engine.draft),
         ),
     )

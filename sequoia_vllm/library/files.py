@@ -59,7 +59,6 @@ class AcceptanceCounts(FileModel):
     tokens: int = Field(ge=0, description="Tokens that these emitted.")
     offered: list[list[int]] = Field(description="[depth][child]: times it was offered.")
     accepted: list[list[int]] = Field(description="[depth][child]: times it was accepted.")
-    measures: dict[str, Any]  # what was measured
 
 
 class AcceptanceFile(FileModel):

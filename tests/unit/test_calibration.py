@@ -230,9 +230,9 @@ def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
     assert "temperature 0.7, top-p 0.9" in found.description
     assert "mine.txt" in found.description
     assert (found.temperature, found.top_p) == (0.7, 0.9)
-    assert found.calibration.measures["prompts_used"] == 2
+    assert found.provenance["prompts_used"] == 2
     assert str(tmp_path) not in json.dumps(found.to_dict())
-    assert list(found.calibration.measures["target_sha256"]) == ["config.json", "model.safetensors"]
+    assert list(found.provenance["models"]["target"]) == ["config.json", "model.safetensors"]
     assert list(found.provenance["settings"]) == [
         "target", "draft", "prompts", "max_tokens", "temperature", "top_p", "branch", "depth",
         "precision", "max_tokens_total", "batch_size", "tree", "verification", "dtype",

@@ -115,13 +115,13 @@ def test_a_tree_tuned_for_drafts_from_text_is_picked_and_no_other(library):
     assert "tuned here" in choice.source
 
 
-def counted(method: str, tokens: int) -> AcceptanceFile:
+def counted(tokens: int) -> AcceptanceFile:
     """1,000 trees with two rows of counts; only the first children's were tried often."""
     return vector(
         temperature=1.0, acceptance=[[0.7, 0.1], [0.5, 0.0]], trials=[[1000, 1000], [700, 50]],
         calibration=AcceptanceCounts(
             stopped_by="tokens", precision=0.1, wanted_precision=0.02, most_tokens=5000,
-            trees=1000, tokens=tokens, offered=[], accepted=[], measures={"verification": method},
+            trees=1000, tokens=tokens, offered=[], accepted=[],
         ),
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def test_the_better_verification_is_kept_for_sampled_requests(tokens, chosen, li
         measured.append((settings.verification, settings.tree, settings.max_tokens_total))
         if settings.tree is None:
             return vector(temperature=1.0)
-        return counted(settings.verification, tokens[settings.verification])
+        return counted(tokens[settings.verification])
 
     monkeypatch.setattr(tune_steps, "count", calibrated)
     monkeypatch.setattr(tune_steps, "time_steps", lambda *_: PAYS)
@@ -166,7 +166,7 @@ def test_the_better_verification_is_kept_for_sampled_requests(tokens, chosen, li
 
 
 def test_what_was_not_counted_on_the_tree_is_taken_from_the_vector():
-    table = refined(vector(), counted("traversal", 2700)).vector.table
+    table = refined(vector(), counted(2700)).vector.table
     others = 1 - 0.7 - 0.1, 1 - 0.6 - 0.12
     assert table[0].tolist() == pytest.approx(
         [0.7, 0.1, *(p * others[0] / others[1] for p in (0.06, 0.03, 0.01))], abs=1e-6
