@@ -127,9 +127,8 @@ class SequoiaConfig(_Strict):
     verification: MethodName | None = None
     """How sampled trees are verified; output has the target's law by either. With "sequoia" by the
     paper's Algorithm 2, one decision after another. With "traversal" whole paths at once (arXiv
-    2505.12398), which accepts more tokens from the same drafts. None: what `sequoia-vllm tune`
-    found better for this pair, and else "sequoia"; on GPUs "traversal" once it has run on one here
-    (docs/gpus.md)."""
+    2505.12398), which accepts more tokens from the same drafts. None:
+    "sequoia"; on GPUs "traversal" once it has run on one here (docs/gpus.md)."""
     adapt: bool | None = None
     """While serving, draft as much of the tree as pays by what the engine measures, which may be
     nothing. It is learned for each pair and device, and kept for the next start. False: as

@@ -21,7 +21,6 @@ from sequoia_vllm.prompts import (
 )
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
-from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 _Z95 = 1.959964
 _DIGITS = 6
@@ -158,9 +157,6 @@ class AcceptanceSettings:
     precision: float = 0.02  # stop when the vector is known this well (see `precision`)
     max_tokens_total: int = 100_000
     batch_size: int = 8
-    tree: TokenTree | None = None
-    """Tree whose children to count; None: a probing tree of ``branch`` and ``depth``."""
-    verification: str = DEFAULT_METHOD  # how sampled trees are verified, see `SequoiaConfig`
 
 
 @dataclass(frozen=True)
@@ -183,7 +179,7 @@ class AcceptanceTask:
         tokenizer = load_tokenizer(engine.target)
         encoded = encode_prompts(prompts, tokenizer)
         tail = _tail(settings.depth, engine.draft)
-        tree = settings.tree or probing_tree(settings.branch, settings.depth, tail)
+        tree = probing_tree(settings.branch, settings.depth, tail)
         # Trees must not be trimmed: leave room for a whole one after the last token.
         room = longest_context(engine.target) - tree.size
         fitting = [ids for ids in encoded if len(ids) + settings.max_tokens <= room]

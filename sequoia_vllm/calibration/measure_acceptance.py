@@ -20,6 +20,7 @@ from sequoia_vllm.measuring.provenance import (
     synthetic_models,
 )
 from sequoia_vllm.prompts import load_prompts, prompts_sha256, source_name
+from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 _BATCHES = 2  # completed between two looks at the counts: few requests wait for the last
 
@@ -65,8 +66,7 @@ def _counted(task: AcceptanceTask, llm: Any, report: Progress) -> AcceptanceCoun
         generated += sum(len(one.outputs[0].token_ids) for one in outputs)
         # The counters of `StepStats.to_dict`.
         stats = llm.collective_rpc("sequoia_stats", args=(False, False))[0]
-        depth = settings.depth if settings.tree is None else None
-        offered, accepted = stats["offered"][:depth], stats["accepted"][:depth]
+        offered, accepted = (stats[name][: settings.depth] for name in ("offered", "accepted"))
         known, trees = precision(estimate_acceptance(offered, accepted)), stats["tree_steps"]
         # Until the wanted precision is reached, or all tokens are spent.
         more = (known / settings.precision) ** 2
@@ -90,14 +90,11 @@ def _file(task: AcceptanceTask, counts: AcceptanceCounts) -> AcceptanceFile:
     settings, engine = task.settings, task.settings.engine
     estimate = estimate_acceptance(counts.offered, counts.accepted)
     shape = slice(None) if len(estimate.acceptance) > 1 else 0
-    sampled, tree = settings.temperature > 0, settings.tree
+    sampled = settings.temperature > 0
     how = f"temperature {settings.temperature:g}" if sampled else "greedy"
     if sampled and settings.top_p < 1:
         how += f", top-p {settings.top_p:g}"
-    if tree is not None:
-        how += f", {settings.verification} on a tree of {tree.size} nodes"
     prompts = source_name(settings.prompts)
-    shown = {"prompts": prompts} | ({} if tree is None else {"tree": list(tree.parents)})
     return AcceptanceFile(
         name=f"tuned-t{settings.temperature:g}",
         description=f"{engine.target} with {engine.draft}, {how}, {counts.trees} trees on "
@@ -114,7 +111,7 @@ def _file(task: AcceptanceTask, counts: AcceptanceCounts) -> AcceptanceFile:
         high=estimate.high[shape],
         calibration=counts,
         provenance=provenance(
-            settings=settings_as_data(settings, **shown),
+            settings=settings_as_data(settings, prompts=prompts),
             models={role: model_hashes(getattr(engine, role)) for role in ("target", "draft")},
             prompts_sha256=prompts_sha256(load_prompts(settings.prompts)),
             prompts_used=len(task.prompts),
@@ -128,7 +125,7 @@ def _engine(task: AcceptanceTask) -> AbstractContextManager[Any]:
     longest = max(map(len, task.prompts)) + settings.max_tokens + tree.size
     speculation = {
         "method": "sequoia", **draft_option(settings.engine.draft),
-        "tree": {"parents": list(tree.parents)}, "verification": settings.verification,
+        "tree": {"parents": list(tree.parents)}, "verification": DEFAULT_METHOD,
         # A model's vector is the draft's alone. Without a model, text is a part of the draft.
         "retrieval": drafts_from_text(settings.engine.draft),
         # Draft the whole tree at every batch size.

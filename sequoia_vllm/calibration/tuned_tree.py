@@ -4,9 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sequoia_vllm.calibration.acceptance_task import FEWEST_TRIALS, tokens_margin
+from sequoia_vllm.calibration.acceptance_task import tokens_margin
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.step_profile import Profile
@@ -15,7 +14,6 @@ from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.selection import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.measuring.engines import EngineSpec, count_parameters
-from sequoia_vllm.tree.token_tree import TokenTree
 
 _LARGE_ON_CPU = 2e8  # parameters
 
@@ -60,12 +58,8 @@ def tuned_entry(
     profile: Profile,
     context_length: int,
     max_size: int,
-    tree: TokenTree | None = None,
 ) -> TreeEntry:
     """The fastest tree and schedule by these measurements.
-
-    Args:
-        tree: The tree to schedule; None: search for the best one.
 
     Returns:
         An entry for `TreeLibrary.save_user_tree`. A tree of size 1 means: do not speculate.
@@ -77,7 +71,6 @@ def tuned_entry(
         batch_sizes=range(1, largest_batch + 1),
         max_size=max_size,
         context_length=context_length,
-        tree=tree,
     )
     reference = profile_reference(profile).model_copy(update={"context_length": context_length})
     return make_entry("user", model_class_of(profile), profile, reference, vector, schedule)
@@ -97,57 +90,3 @@ def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:
     file = library.measurements(pair).profile.relative_to(library.user)
     reference = entry.profile.model_copy(update={"file": str(file)})
     return library.save_user_tree(pair, entry.model_copy(update={"profile": reference}))
-
-
-# -- verification methods ----------------------------------------------------------------
-#
-# With Algorithm 2, a node's acceptance depends only on its position. With traversal it also
-# depends on the nodes below and beside it, so we count it on the tree itself. These counts decide
-# how much of the tree to draft at each batch size, but not another tree. Leaves are accepted less
-# often than with children, so trees chosen from these counts are too shallow. On the pair in this
-# repository such a tree of 16 nodes gave 2 to 3 % fewer tokens.
-
-
-def tokens_per_step(measured: AcceptanceFile) -> float:
-    """Tokens per tree and step of a measurement."""
-    state = measured.calibration
-    assert state is not None
-    return state.tokens / max(1, state.trees)
-
-
-def better_method(measured: dict[str, AcceptanceFile]) -> str:
-    """The method with the most tokens per step from the same tree; the first of equal ones."""
-    return max(measured, key=lambda method: tokens_per_step(measured[method]))
-
-
-def refined(vector: AcceptanceFile, on_tree: AcceptanceFile) -> AcceptanceFile:
-    """Replaces the vector's entries by those counted on a tree, where trials suffice.
-
-    Args:
-        vector: Acceptance of every position up to the probing tree's width.
-        on_tree: Acceptance counted on a tree, whose deeper nodes have fewer children.
-
-    Returns:
-        A file with ``p[d][k]``. Children with fewer than 100 trials get the vector's value, given
-        that no counted child is accepted.
-    """
-    base, counted = vector.vector.table, on_tree.vector.table
-    trials = np.atleast_2d(np.asarray(on_tree.trials))
-    shape = max(len(base), len(counted)), max(base.shape[1], counted.shape[1])
-    # The vector's last row holds for all deeper levels; below the tree nothing was counted.
-    base = np.pad(base, ((0, shape[0] - len(base)), (0, 0)), mode="edge")
-
-    def padded(table: NDArray[np.float64]) -> NDArray[np.float64]:
-        more = [(0, size - own) for size, own in zip(shape, table.shape, strict=True)]
-        return np.pad(table.astype(np.float64), more)
-
-    base, counted, trials = map(padded, (base, counted, trials))
-    known = trials >= FEWEST_TRIALS
-    left, base_left = (
-        1 - np.where(known, table, 0).sum(axis=1, keepdims=True) for table in (counted, base)
-    )
-    share = np.divide(left.clip(0), base_left, out=np.zeros_like(left), where=base_left > 0)
-    rows = np.where(known, counted, base * share).round(6).tolist()
-    return on_tree.model_copy(
-        update={"acceptance": rows, "trials": None, "low": None, "high": None}
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,10 @@ from sequoia_vllm.cli.measuring import measuring
 from sequoia_vllm.drafters.registry import draft_option
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
-from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_names
 
 if TYPE_CHECKING:
     from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings
     from sequoia_vllm.calibration.measure_profile import ProfileSettings
-    from sequoia_vllm.library.files import TreeEntry
     from sequoia_vllm.library.pair_key import PairKey
     from sequoia_vllm.tree.acceptance import Acceptance
 
@@ -76,13 +73,6 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
     times = time_steps(timing, [vector.vector], "2 of 2: ")
     times.save(files.profile)
     entry = tuned_tree.tuned_entry(vector, times, context, largest)
-    if counting.temperature > 0 and entry.tree.size > 1:
-        method, on_tree = _compared(counting, entry, vector)
-        if method != DEFAULT_METHOD:
-            # Counts with traversal choose how much of this tree to draft. A tree chosen from
-            # them would be too shallow: they depend on the nodes below a node.
-            entry = tuned_tree.tuned_entry(on_tree, times, context, largest, entry.tree)
-        entry = entry.model_copy(update={"verification": method})
     path = tuned_tree.save_tuned(library, pair, entry)
     config: dict[str, Any] = {"method": "sequoia", **draft_option(pair.draft), "tree": "auto"}
     if engine.offload is not None:
@@ -93,7 +83,6 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
         "context_length": context,
         "speculates": entry.tree.size > 1,
         "tree": {"size": entry.tree.size, "depth": entry.tree.depth},
-        "verification": entry.verification or DEFAULT_METHOD,
         "schedule": [list(row) for row in entry.schedule],
         "estimates": [estimate.to_dict() for estimate in entry.estimates],
         "tokens_margins": [
@@ -104,30 +93,6 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
         "now_used": _now_used(pair),
         "command": f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'",
     }
-
-
-def _compared(
-    settings: AcceptanceSettings, entry: TreeEntry, vector: AcceptanceFile
-) -> tuple[str, AcceptanceFile]:
-    """The verification method with more tokens per step from this tree, and its acceptance.
-
-    Each method is measured with half of the tokens for acceptance.
-    """
-    from sequoia_vllm.calibration.tuned_tree import better_method, refined, tokens_per_step
-
-    tree = entry.tree
-    methods, measured = method_names(), {}
-    for number, method in enumerate(methods, start=1):
-        how = replace(
-            settings, tree=tree, verification=method,
-            max_tokens_total=max(1, settings.max_tokens_total // 2),
-        )  # fmt: skip
-        stage = f"verification {number} of {len(methods)} ({method}), "
-        measured[method] = count(how, stage)
-    found = " and ".join(f"{tokens_per_step(measured[m]):.2f} with {m}" for m in methods)
-    note(f"tokens per step from the tree of {tree.size} nodes: {found}")
-    method = better_method(measured)
-    return method, refined(vector, measured[method])
 
 
 def _now_used(pair: PairKey) -> str:

@@ -103,7 +103,6 @@ def choose_schedule(
     max_size: int = 128,
     context_length: int | None = None,
     tolerance: float = TOLERANCE,
-    tree: TokenTree | None = None,
 ) -> Schedule:
     """One stored tree, and how many of its drafts to use at each batch size.
 
@@ -115,7 +114,6 @@ def choose_schedule(
         acceptance, profile, max_size, context_length: See `choose_tree`.
         batch_sizes: Those of the table; the largest also stands for all above it.
         tolerance: Share of speed that may be given up for fewer ranges.
-        tree: The tree whose prefixes are to be used; None: the best one is looked for.
 
     Raises:
         AcceptanceError, ProfileError, TreeError: See `choose_tree`.
@@ -126,9 +124,11 @@ def choose_schedule(
     search = _search(acceptance, profile, context_length, probes, max_size)
     cost = search.cost
     best = {probe: search.best(probe) for probe in probes}
-    trees = dict.fromkeys(best.values()) if tree is None else [tree]
     table = max(
-        (_SpeedTable.of(candidate, acceptance, cost, probes) for candidate in trees),
+        (
+            _SpeedTable.of(candidate, acceptance, cost, probes)
+            for candidate in dict.fromkeys(best.values())
+        ),
         # Equal means go to the smaller tree.
         key=lambda table: (
             round(float(np.log(table.speedups.max(axis=1)).mean()), 9),

@@ -22,7 +22,6 @@ from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
 from sequoia_vllm.tree.token_tree import TokenTree
-from sequoia_vllm.verification.method_field import MethodName
 
 LIBRARY_SCHEMA = "sequoia-vllm/tree-library/v1"
 USER_TREE_SCHEMA = "sequoia-vllm/user-tree/v1"
@@ -157,7 +156,6 @@ class TreeEntry(FileModel):
     """[first, last, drafts] for ranges of batch sizes, without gaps from 1; each request drafts
     that prefix of the tree; 0: no speculation."""
     estimates: list[ScheduleEstimate] = Field(min_length=1)
-    verification: MethodName | None = None  # what it was better with; none: not measured
 
     @model_validator(mode="after")
     def _consistent(self) -> TreeEntry:

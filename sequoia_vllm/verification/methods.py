@@ -77,7 +77,7 @@ DEFAULT_METHOD = "sequoia"
 
 
 def usual_method(on_cpu: bool) -> str:
-    """The method where none is asked for, and none was measured to be better.
+    """The method where none is asked for.
 
     Traversal accepts more of the same drafts. On GPUs it is the usual one once it has run on one.
     On CPUs it costs about what it gains.

@@ -235,7 +235,7 @@ def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
     assert list(found.provenance["models"]["target"]) == ["config.json", "model.safetensors"]
     assert list(found.provenance["settings"]) == [
         "target", "draft", "prompts", "max_tokens", "temperature", "top_p", "branch", "depth",
-        "precision", "max_tokens_total", "batch_size", "tree", "verification", "dtype",
+        "precision", "max_tokens_total", "batch_size", "dtype",
         "tensor_parallel_size", "enforce_eager", "kv_cache_gib", "offload",
     ]  # fmt: skip
     assert found.provenance["settings"]["prompts"] == "mine.txt"

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.calibration.tuned_tree import (
     quick_engine,
-    refined,
     save_tuned,
     tuned_entry,
 )
@@ -21,7 +20,7 @@ from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import current_cpu_name
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.library.files import AcceptanceCounts, AcceptanceFile
+from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.measuring.engines import EngineSpec
@@ -113,67 +112,6 @@ def test_a_tree_tuned_for_drafts_from_text_is_picked_and_no_other(library):
     choice = chosen(config, pair)
     assert choice.tree == entry.tree
     assert "tuned here" in choice.source
-
-
-def counted(tokens: int) -> AcceptanceFile:
-    """1,000 trees with two rows of counts; only the first children's were tried often."""
-    return vector(
-        temperature=1.0, acceptance=[[0.7, 0.1], [0.5, 0.0]], trials=[[1000, 1000], [700, 50]],
-        calibration=AcceptanceCounts(
-            stopped_by="tokens", precision=0.1, wanted_precision=0.02, most_tokens=5000,
-            trees=1000, tokens=tokens, offered=[], accepted=[],
-        ),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("tokens", "chosen"),
-    [
-        ({"sequoia": 2500, "traversal": 2700}, "traversal"),
-        ({"sequoia": 2500, "traversal": 2400}, "sequoia"),
-    ],
-)
-def test_the_better_verification_is_kept_for_sampled_requests(tokens, chosen, library, monkeypatch):
-    measured = []
-
-    def calibrated(settings, stage):
-        measured.append((settings.verification, settings.tree, settings.max_tokens_total))
-        if settings.tree is None:
-            return vector(temperature=1.0)
-        return counted(tokens[settings.verification])
-
-    monkeypatch.setattr(tune_steps, "count", calibrated)
-    monkeypatch.setattr(tune_steps, "time_steps", lambda *_: PAYS)
-    answer = CliRunner().invoke(
-        app,
-        [
-            "tune", "--model", TARGET, "--draft-model", DRAFT, "--temperature", "1",
-            "--dtype", "float32", "--json", "--max-tokens-total", "5000",
-        ],
-    )  # fmt: skip
-    assert answer.exit_code == 0, answer.output
-    first = tuned_entry(vector(), PAYS, 512, 64).tree
-    assert measured == [
-        ("sequoia", None, 5000), ("sequoia", first, 2500), ("traversal", first, 2500),
-    ]  # fmt: skip
-    entry = library.entries()[0]
-    assert entry.verification == chosen
-    assert json.loads(answer.stdout)["verification"] == chosen
-    assert auto().verification == chosen
-    # The tree stays; what of it is drafted follows from the counts of the verification.
-    assert entry.tree.parents == first.parents[: entry.tree.size]
-    assert (entry.acceptance == vector().acceptance) == (chosen == "sequoia")
-
-
-def test_what_was_not_counted_on_the_tree_is_taken_from_the_vector():
-    table = refined(vector(), counted(2700)).vector.table
-    others = 1 - 0.7 - 0.1, 1 - 0.6 - 0.12
-    assert table[0].tolist() == pytest.approx(
-        [0.7, 0.1, *(p * others[0] / others[1] for p in (0.06, 0.03, 0.01))], abs=1e-6
-    )
-    assert table[1].tolist() == pytest.approx(
-        [0.5, *(p * 0.5 / 0.4 for p in (0.12, 0.06, 0.03, 0.01))], abs=1e-6
-    )
 
 
 def test_no_speculation_is_an_answer(library):

@@ -56,8 +56,6 @@ class TreeChoice:
     schedule: list[tuple[int, int, int]] | None = None
     """Drafts by batch size, (first, last, drafts); None: the whole tree at every batch size."""
     device: str | None = None  # the device whose measurements or datasheet chose it; None: none did
-    verification: str | None = None
-    """What the tree was found better with, see `SequoiaConfig`; None: not measured."""
     gain: ExpectedGain = field(default_factory=ExpectedGain)  # its expected gain
 
 
@@ -207,7 +205,6 @@ def _of_library(pair: PairKey, selection: Selection) -> TreeChoice:
         selection.reason,
         schedule.ranges,
         pair.device,
-        selection.entry.verification,
         gain=_gain_of_schedule(schedule, HOW_TIMED[selection.entry.profile.source]),
     )
 
