@@ -76,7 +76,6 @@ class Shard:
     tokens: NDArray[Any]
     ends: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
-    kinds: NDArray[np.str_]
     temperatures: NDArray[np.float32]
     likely: NDArray[Any]
     log_probabilities: NDArray[np.float16]
@@ -127,7 +126,6 @@ def summary(folder: Path) -> dict[str, Any]:
     answered, seconds = sum(len(one.likely) for one in shards), sum(one.seconds for one in shards)
     return {
         "answers": sum(len(one.ends) for one in shards),
-        "tokens": sum(len(one.tokens) for one in shards),
         "answered_tokens": answered,
         "hours": round(seconds / 3600, 3),
         "tokens_per_second": round(answered / max(seconds, 1e-9), 1),
@@ -303,7 +301,6 @@ def _answer(
         tokens=np.array([token for text in texts for token in text], dtype=kind_of_number),
         ends=np.cumsum([len(text) for text in texts], dtype=np.int64),
         prompt_lengths=np.array([len(one["prompt_token_ids"]) for one in asked], dtype=np.int64),
-        kinds=np.array([one.kind for one in questions]),
         temperatures=np.array(temperatures, dtype=np.float32),
         likely=np.array([tokens for tokens, _ in laws], dtype=kind_of_number),
         log_probabilities=np.array([values for _, values in laws], dtype=np.float16),

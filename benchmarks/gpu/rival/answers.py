@@ -86,7 +86,6 @@ class _Writer:
             tokens=np.array([token for text in texts for token in text], dtype=np.uint16),
             ends=np.cumsum([len(text) for text in texts], dtype=np.int64),
             prompt_lengths=np.array([len(one) for one in encoded], dtype=np.int64),
-            kinds=np.array([one.kind for one in asked]),
             temperatures=np.array(heats, dtype=np.float32),
             likely=np.concatenate(likely).astype(np.uint16),
             log_probabilities=np.concatenate(shares).astype(np.float16),
