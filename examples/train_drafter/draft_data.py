@@ -24,7 +24,8 @@ from errors import PairError
 from numpy.typing import NDArray
 
 from sequoia_vllm.cli.common import Report
-from sequoia_vllm.measuring.interrupts import engines_end_here, interrupts_get_through
+from sequoia_vllm.measuring.engines import EngineSpec, open_engine
+from sequoia_vllm.measuring.interrupts import engines_end_here
 from sequoia_vllm.prompts import Prompt as Given
 from sequoia_vllm.prompts import PromptError, encode_prompts
 
@@ -212,23 +213,14 @@ def _engine(recipe: DraftDataRecipe) -> Iterator[Any]:
     """Plain vLLM, in this process."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    with engines_end_here():
-        with interrupts_get_through():
-            llm = LLM(
-                recipe.target, dtype=recipe.dtype, enforce_eager=True,
-                max_num_seqs=ANSWERED_AT_ONCE, max_logprobs=LIKELIEST,
-                max_model_len=_longest(recipe), kv_cache_memory_bytes=1 << 30,
-                enable_chunked_prefill=False,  # on CPUs vLLM cannot read a seeded prompt in chunks
-            )  # fmt: skip
-        try:
-            yield llm
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
-            cleanup_dist_env_and_memory()
+    spec = EngineSpec(recipe.target, "", dtype=recipe.dtype, enforce_eager=True)
+    options = {
+        "max_num_seqs": ANSWERED_AT_ONCE, "max_logprobs": LIKELIEST,
+        "max_model_len": _longest(recipe),
+        "enable_chunked_prefill": False,  # on CPUs vLLM cannot read a seeded prompt in chunks
+    }  # fmt: skip
+    with engines_end_here(), open_engine(spec, **options) as llm:
+        yield llm
 
 
 def _longest(recipe: DraftDataRecipe) -> int:

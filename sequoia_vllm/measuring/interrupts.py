@@ -100,7 +100,7 @@ def exit_code(interrupt: KeyboardInterrupt) -> int:
 
 
 def last_interrupt() -> KeyboardInterrupt:
-    """The interrupt that ended a measurement, for raising it again after its counts are saved."""
+    """The interrupt of the first signal that came, for raising it later."""
     return Terminated() if _Signals.first == signal.SIGTERM else KeyboardInterrupt()
 
 

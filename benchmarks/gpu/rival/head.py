@@ -31,7 +31,7 @@ def write_grown_head(head: Path, folder: Path, times: int, width: int) -> None:
     """Writes the head with ``times`` the hidden size and heads, and an MLP of ``width`` columns.
 
     Args:
-        head: A head of ``train-head eagle3``.
+        head: A head of ``train-head``.
         folder: Where the new one goes; made if it is not there, must be empty.
         times: The enlarged target's hidden size over the source's.
         width: MLP width (``intermediate_size``).
