@@ -146,7 +146,6 @@ def _profile(
         head=head,
         verification=[c.verification for c in curves],
         overhead=[c.overhead for c in curves],
-        offloading=engine.offloading,
         provenance=provenance(
             settings=settings_as_data(settings, prompts=source_name(settings.prompts)),
             models={role: model_hashes(getattr(engine, role)) for role in ("target", "draft")},

@@ -69,7 +69,7 @@ def shown_as_written(command: Any) -> Any:
 
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
 COMMANDS = {
-    "advise": "sequoia_vllm.cli.advise:advise", "tree": "sequoia_vllm.cli.tree.commands:app",
+    "advise": "sequoia_vllm.cli.advise:advise", "tree": "sequoia_vllm.cli.tree:app",
     "tune": "sequoia_vllm.cli.tune:tune", "bench": "sequoia_vllm.cli.bench:bench",
     "demo": "sequoia_vllm.cli.demo:demo", "doctor": "sequoia_vllm.cli.doctor:doctor",
     "setup-cpu": "sequoia_vllm.cli.doctor:setup_cpu",

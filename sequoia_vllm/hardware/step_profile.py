@@ -113,9 +113,6 @@ class Profile(FileModel):
     streamed: StreamedWeights | None = None
     """Weights of the target that each of its passes reads from outside the devices' memory; none:
     all are in it. Computed profiles only."""
-    offloading: str | None = None
-    """How measured engines read the target's weights in every pass (`PairKey`); none: from
-    memory."""
     provenance: dict[str, Any] = Field(default_factory=dict)
     """Free form: argv, versions, git SHA, configuration hashes of the models."""
 

@@ -116,7 +116,8 @@ class TreeLibrary:
         close = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         raise LibraryError(
-            f"no tree named {name!r} in the library{hint} (sequoia-vllm tree list shows all)"
+            f"no tree named {name!r} in the library{hint} (names are DEVICE/CLASS/VECTOR; devices: "
+            f"{', '.join(self.devices())})"
         )
 
     def _own_tree(self, name: str) -> tuple[Path, TreeEntry] | None:

@@ -86,8 +86,8 @@ def _tree_in_file(path: Path) -> NamedTree:
     if schema == LIBRARY_SCHEMA:
         file = check_model(data, LibraryFile, f"library file {path}", TreeError)
         raise TreeError(
-            f"{path} is a library file with {len(file.entries)} trees: name one of them "
-            "(sequoia-vllm tree list)"
+            f"{path} is a library file with {len(file.entries)} trees: name one of them, like "
+            f"{file.entries[0].name}"
         )
     if schema == USER_TREE_SCHEMA:
         entry = check_model(data, UserTree, f"tree file {path}", TreeError).entry

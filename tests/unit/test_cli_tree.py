@@ -1,4 +1,4 @@
-"""``sequoia-vllm tree``: output, files, pictures, errors."""
+"""``sequoia-vllm tree``: output, files, errors."""
 
 import json
 import subprocess
@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from sequoia_vllm import __version__
 from sequoia_vllm.cli import app
-from sequoia_vllm.cli.tree import commands
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
@@ -70,14 +69,6 @@ class TestBuild:
         assert sum(data["nodes_per_level"]) == 16
         assert data["acceptance"] == VECTOR
 
-    def test_a_vector_on_standard_input(self):
-        command = [SCRIPT, "tree", "build", "--acceptance", "-", "--size", "2"]
-        done = subprocess.run(
-            command, input="[0.6]", capture_output=True, text=True, check=True,
-            timeout=120,
-        )  # fmt: skip
-        assert "2 nodes with the root, depth 1, at most 1 child, 1.600 expected" in done.stdout
-
     def test_output_is_a_tree_file(self, tree_file):
         assert TokenTree.load(tree_file) == optimize_tree(VECTOR, 16, 4)
 
@@ -131,41 +122,17 @@ class TestShow:
 
 
 class TestLibraryCommands:
-    def test_lines_are_not_broken_where_no_terminal_is(self, monkeypatch):
-        monkeypatch.delenv("COLUMNS")
-        lines = run("tree", "list", "--device", "h200").stdout.splitlines()
-        names = [entry.name for entry in TreeLibrary().entries() if entry.name[:5] == "h200/"]
-        assert [line.split()[0] for line in lines[1 : len(names) + 1]] == names
-
     def test_vectors_of_the_library_by_name(self):
         words = ["--acceptance", "shipped"]
         assert run_json("tree", "build", *words, "--size", 8)["size"] == 8
         assert run_json("tree", "show", "h200/70b-1b/shipped", *words)["values"]
 
-    def test_list(self):
-        data = run_json("tree", "list")
-        assert len(data["trees"]) == len(TreeLibrary().entries())
-        assert data["user_directory"].endswith("user")
-        output = run("tree", "list", "--device", "NVIDIA H200").stdout
-        assert "h200/8b-1b/shipped" in output
-        assert "l40s/" not in output
-
-    def test_the_list_shows_this_device_and_counts_the_others_trees(self, monkeypatch):
-        monkeypatch.setattr(commands, "this_device_name", lambda: "NVIDIA L40S")
-        lines = run("tree", "list").stdout.splitlines()
-        assert all(line.startswith("l40s/") for line in lines[1:17])
-        assert lines[17].startswith("more with --device: a100-40gb (16), ")
-        assert lines[18].startswith("names: DEVICE/CLASS/ACCEPTANCE VECTOR")
-        assert len(lines) == 20
-
     def test_a_device_has_any_of_its_names(self):
-        listed = run("tree", "list", "--device", "cpu").stdout
-        assert "x86-cpu/800m-1.67m/shipped" in listed
         shown = run("tree", "show", "cpu/800m-1.67m/shipped").stdout
         assert shown.startswith("x86-cpu/800m-1.67m/shipped  6 nodes with the root, depth 4")
 
     def test_a_reader_may_stop(self):
-        command = f"{SCRIPT} tree list --device l40 | head -1"
+        command = f"{SCRIPT} tree show h200/70b-1b/shipped --nodes 1000 | head -1"
         shell = ["bash", "-o", "pipefail", "-c", command]
         done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
         assert (done.returncode, done.stderr) == (0, "")
@@ -198,15 +165,11 @@ class TestErrors:
         assert "is a library file with 18 trees" in fails("tree", "show", library_file)
         assert "draw at least 1" in fails("tree", "show", tree_file, "--nodes", 0)
 
-    def test_devices(self):
-        assert "no trees for device 'abacus'" in fails("tree", "list", "--device", "abacus")
-        assert "device name is empty" in fails("tree", "list", "--device", "")
-
     def test_bugs_keep_their_traceback(self, monkeypatch, vector):
         def broken(*_: object) -> None:
             raise ValueError("a bug")
 
-        monkeypatch.setattr("sequoia_vllm.cli.tree.commands.optimize_tree", broken)
+        monkeypatch.setattr("sequoia_vllm.cli.tree.optimize_tree", broken)
         with pytest.raises(ValueError, match="a bug"):
             run("tree", "build", "--acceptance", vector, "--size", 4, code=1)
 

@@ -14,7 +14,7 @@ from sequoia_vllm.calibration.tuned_tree import (
     save_tuned,
     tuned_entry,
 )
-from sequoia_vllm.cli import app, tune_steps
+from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import CostModel
@@ -28,6 +28,7 @@ from sequoia_vllm.measuring.provenance import synthetic_models
 from tests.support.models import DRAFT, TARGET
 from tests.support.plans import chosen
 
+TUNE = "sequoia_vllm.cli.tune"
 HERE = PairKey(current_cpu_name(), TARGET, DRAFT, "float32")
 BATCHES, CONTEXTS, SIZES = (1, 8), (256, 1024), (1, 2, 4, 8, 16, 32)
 
@@ -176,9 +177,9 @@ def call(library, monkeypatch):
     """The command, with these measurements."""
 
     def run(acceptance: AcceptanceFile, profile: Profile, *more: str, target: str = TARGET):
-        monkeypatch.setattr("sequoia_vllm.cli.tune.check_models", lambda *_: None)  # takes seconds
-        monkeypatch.setattr(tune_steps, "count", lambda *_: acceptance)
-        monkeypatch.setattr(tune_steps, "time_steps", lambda *_: profile)
+        monkeypatch.setattr(f"{TUNE}.check_models", lambda *_: None)  # takes seconds
+        monkeypatch.setattr(f"{TUNE}.count", lambda *_: acceptance)
+        monkeypatch.setattr(f"{TUNE}.time_steps", lambda *_: profile)
         options = ["--dtype", "float32", "--context", "256", *more]
         command = ["tune", "--model", target, "--draft-model", DRAFT, *options]
         return CliRunner().invoke(app, command)
@@ -210,8 +211,8 @@ def test_larger_trees_are_timed_where_weights_come_from_a_disk(library, tmp_path
         timed.append(settings.tokens[-1])
         return PAYS
 
-    monkeypatch.setattr(tune_steps, "count", lambda *_: vector())
-    monkeypatch.setattr(tune_steps, "time_steps", measured)
+    monkeypatch.setattr(f"{TUNE}.count", lambda *_: vector())
+    monkeypatch.setattr(f"{TUNE}.time_steps", measured)
     command = ["tune", "--model", TARGET, "--draft-model", DRAFT]
     for more in ([], ["--offload-directory", str(tmp_path)]):
         done = CliRunner().invoke(app, [*command, "--quick", *more])

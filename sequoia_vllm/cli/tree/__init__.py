@@ -1,1 +1,0 @@
-"""`sequoia-vllm tree`: build, list and look at trees."""
