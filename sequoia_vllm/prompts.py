@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -55,9 +55,6 @@ class Prompt(_Line):
         return self
 
 
-AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)
-
-
 def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
     """Reads the prompts of a file, or those that come with the package.
 
@@ -72,7 +69,7 @@ def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
     if count is not None and count < 1:
         raise PromptError(f"{count} prompts asked for: at least one is needed")
     file = BUILTIN if path is None else path
-    prompts = [prompt for _, prompt in numbered_prompts(file, Prompt, count)]
+    prompts = [prompt for _, prompt in numbered_prompts(file, count)]
     if not prompts or (count is not None and len(prompts) < count):
         raise PromptError(
             f"prompts {file} holds {len(prompts)} prompts, not {count or 'any'}: "
@@ -81,9 +78,7 @@ def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def numbered_prompts(
-    file: Path, kind: type[AnyPrompt], count: int | None = None
-) -> list[tuple[int, AnyPrompt]]:
+def numbered_prompts(file: Path, count: int | None = None) -> list[tuple[int, Prompt]]:
     """Reads the first ``count`` prompts of a file (None: all), with the numbers of their lines.
 
     Raises:
@@ -100,9 +95,9 @@ def numbered_prompts(
     return [
         (
             number,
-            kind(prompt=line.rstrip("\r"))
+            Prompt(prompt=line.rstrip("\r"))
             if is_text
-            else _parse_json(line, kind, f"prompts {file}, line {number}"),
+            else _parse_json(line, f"prompts {file}, line {number}"),
         )
         for number, line in lines
     ]
@@ -134,9 +129,9 @@ def _read(path: Path) -> str:
         raise PromptError(f"prompts {path}, line {line} is not UTF-8 text: {error}") from error
 
 
-def _parse_json(line: str, kind: type[AnyPrompt], where: str) -> AnyPrompt:
+def _parse_json(line: str, where: str) -> Prompt:
     try:
-        return kind.model_validate(parse_json(line))
+        return Prompt.model_validate(parse_json(line))
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"]))

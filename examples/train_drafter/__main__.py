@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from sequoia_vllm.cli.common import Report, progress_bar
 from sequoia_vllm.measuring.provenance import provenance
+from sequoia_vllm.prompts import PromptError
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_locals=False)
 Data = Annotated[
@@ -48,8 +49,8 @@ def draft_data(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help='Lines of {"prompt": …} or {"messages": …}, also with a "kind". Default: prompts '
-            "of five kinds that were written for this script.",
+            help='Lines of {"prompt": …} or {"messages": …}. Default: prompts of five kinds that '
+            "were written for this script.",
             exists=True,
             dir_okay=False,
         ),
@@ -163,5 +164,5 @@ def _write_json(path: Path, record: dict[str, Any]) -> None:
 if __name__ == "__main__":
     try:
         app()
-    except PairError as error:
+    except (PairError, PromptError) as error:
         raise SystemExit(f"error: {error}") from error

@@ -9,25 +9,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from chat_prompts import OWN, Prompt, prompts, read_prompts
-from draft_tokens import load_tokenizer
+from chat_prompts import prompts, read_prompts
 from errors import PairError
 from numpy.typing import NDArray
 
 from sequoia_vllm.cli.common import Report
 from sequoia_vllm.measuring.engines import EngineSpec, open_engine
 from sequoia_vllm.measuring.interrupts import engines_end_here
-from sequoia_vllm.prompts import Prompt as Given
-from sequoia_vllm.prompts import PromptError, encode_prompts
+from sequoia_vllm.prompts import (
+    Prompt,
+    PromptError,
+    encode_prompts,
+    load_tokenizer,
+    numbered_prompts,
+)
 
 TEMPERATURES = (0.0, 0.6, 1.0)  # of the answers, in turn
 LIKELIEST = 16  # tokens whose probability is kept
@@ -95,7 +98,7 @@ def write_draft_data(
     Raises:
         PairError: If the folder has data of another recipe, or a prompt cannot be asked.
     """
-    tokenizer = load_tokenizer(Path(recipe.target))
+    tokenizer = load_tokenizer(recipe.target)
     opening = None if recipe.prompts else _opening(tokenizer)
     _check_prompts(recipe, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
@@ -113,9 +116,8 @@ def write_draft_data(
         with _engine(recipe) as llm:
             for done, (part, number, questions) in enumerate(todo, start=1):
                 began, seed = time.monotonic(), _first_seed(recipe, part, number)
-                if opening is not None:
-                    questions = _ask(llm, tokenizer, opening, questions, seed)
-                shard = _answer(llm, tokenizer, recipe, questions, seed, began)
+                asked = _ask(llm, opening, questions, seed)
+                shard = _answer(llm, tokenizer, recipe, asked, seed, began)
                 _save(shard, _shard_path(out, part, number))
                 report("answers", done, len(todo))
     return summary(out)
@@ -167,26 +169,26 @@ def _check_prompts(recipe: DraftDataRecipe, tokenizer: Any) -> None:
     if recipe.prompts is None:
         return
     path, most = Path(recipe.prompts), _longest(recipe) - 1
-    for held_out in (False, True):
-        for one in read_prompts(path, held_out, sys.maxsize, recipe.seed):
-            where = f"prompts {path}, line {one.line}"
-            try:
-                length = len(_encode(tokenizer, one))
-            except PromptError as error:
-                raise PairError(f"{where}: {error}") from error
-            if length > most:
-                raise PairError(
-                    f"{where} has {length:,} tokens, and the target reads {most:,} at most here: "
-                    "shorten it, or leave it out"
-                )
+    for line, one in numbered_prompts(path):
+        where = f"prompts {path}, line {line}"
+        try:
+            length = len(encode_prompts([one], tokenizer)[0])
+        except PromptError as error:
+            raise PairError(f"{where}: {error}") from error
+        if length > most:
+            raise PairError(
+                f"{where} has {length:,} tokens, and the target reads {most:,} at most here: "
+                "shorten it, or leave it out"
+            )
 
 
 def _questions(
     recipe: DraftDataRecipe, part: str, texts: int, own: bool
-) -> Iterator[Sequence[Prompt]]:
+) -> Iterator[Sequence[Prompt | None]]:
     """The prompts of each shard; the first ones do not depend on how many there are."""
     held_out = part == "validation"
     count = max(LEAST_VALIDATION, texts // VALIDATION_SHARE) if held_out else texts
+    found: Sequence[Prompt | None]
     if recipe.prompts is None:
         found = prompts(held_out, count, recipe.seed, own)
     else:
@@ -246,12 +248,12 @@ def _opening(tokenizer: Any) -> list[int] | None:
 
 
 def _ask(
-    llm: Any, tokenizer: Any, opening: list[int], questions: Sequence[Prompt], seed: int
+    llm: Any, opening: list[int] | None, questions: Sequence[Prompt | None], seed: int
 ) -> list[Prompt]:
-    """Lets the target write the empty prompts: it continues a chat where the user begins."""
+    """Lets the target write what is None: it continues a chat where the user begins."""
     from vllm import SamplingParams
 
-    places = [place for place, one in enumerate(questions) if one.kind == OWN]
+    places = [place for place, one in enumerate(questions) if one is None]
     sampling = [
         SamplingParams(
             temperature=1.0, top_p=QUESTION_TOP_P, max_tokens=QUESTION, seed=seed + place
@@ -259,11 +261,9 @@ def _ask(
         for place in places
     ]
     asked = [{"prompt_token_ids": opening}] * len(places)
-    outputs = llm.generate(asked, sampling, use_tqdm=False)
-    written = list(questions)
-    for place, output in zip(places, outputs, strict=True):
-        written[place] = replace(questions[place], text=output.outputs[0].text.strip())
-    return written
+    outputs = llm.generate(asked, sampling, use_tqdm=False) if places else []
+    written = iter(output.outputs[0].text.strip() or "?" for output in outputs)
+    return [one or Prompt(prompt=next(written)) for one in questions]
 
 
 def _answer(
@@ -273,7 +273,7 @@ def _answer(
     """Lets the target answer prompts of one shard."""
     from vllm import SamplingParams
 
-    asked = [{"prompt_token_ids": _encode(tokenizer, one)} for one in questions]
+    asked = [{"prompt_token_ids": ids} for ids in encode_prompts(questions, tokenizer)]
     temperatures = [TEMPERATURES[place % len(TEMPERATURES)] for place in range(len(questions))]
     sampling = [
         SamplingParams(
@@ -298,20 +298,6 @@ def _answer(
         log_probabilities=np.array([values for _, values in laws], dtype=np.float16),
         seconds=time.monotonic() - began,
     )
-
-
-def _encode(tokenizer: Any, one: Prompt) -> list[int]:
-    """A chat until the target answers, or the bare text for a tokenizer without a chat template."""
-    if one.messages:
-        return encode_prompts([Given(messages=one.messages)], tokenizer)[0]
-    if tokenizer.chat_template is None:
-        return tokenizer(one.text).input_ids
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": one.text}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-    )["input_ids"]
 
 
 def _likeliest(at: dict[int, Any]) -> tuple[list[int], list[float]]:

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from answers import IGNORED, Texts, cross_entropies, split, token_counts
 from draft_data import PARTS, Shard, read_recipe, read_shards
-from draft_tokens import load_tokenizer, matching, reduced_tokenizer, whole_vocabulary
+from draft_tokens import matching, reduced_tokenizer, whole_vocabulary
 from numpy.typing import NDArray
 from training import Recipe, train
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sequoia_vllm.cli.common import Report
+from sequoia_vllm.prompts import load_tokenizer
 from sequoia_vllm.vocabulary.matching import Matching
 
 Shape = tuple[int, int, int, int]
@@ -64,7 +65,7 @@ def draft_vocabulary(
         shards: What tokens are counted in.
         tokens: Tokens to keep; 0: all.
     """
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(str(target))
     if not tokens or tokens >= len(tokenizer):
         return tokenizer, whole_vocabulary(rows)
     reduced = reduced_tokenizer(tokenizer, token_counts(shards, rows), tokens)

@@ -6,13 +6,12 @@ gets the target's most frequent ones. The engine matches tokens of two tokenizer
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from errors import PairError
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from sequoia_vllm.vocabulary.matching import Matching, match
 from sequoia_vllm.vocabulary.tokens import read_vocabulary
@@ -109,11 +108,3 @@ def whole_vocabulary(size: int) -> Matching:
     """Every token is itself."""
     numbers = np.arange(size, dtype=np.int64)
     return Matching(numbers, numbers, np.empty((0, 2), dtype=np.int64))
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model's folder."""
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise PairError(f"{folder} has no tokenizer that can be read: {error}") from error

@@ -42,7 +42,7 @@ def requests():
         asked = scripts.chat_prompts.prompts(True, 20, seed=3)
     texts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": one.text}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": one.prompt}], add_generation_prompt=True, tokenize=False
         )
         for one in asked
     ]

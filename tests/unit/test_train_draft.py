@@ -4,12 +4,13 @@ import hashlib
 import json
 import re
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from sequoia_vllm.prompts import Prompt, encode_prompts
 from tests.support.train_drafter import run_here, script_modules
 from tests.support.vocabularies import train_byte_level
 
@@ -31,7 +32,7 @@ def scripts():
 def target(scripts, tmp_path_factory):
     """A random Llama with a byte-pair tokenizer of this repository's words."""
     folder = tmp_path_factory.mktemp("target")
-    texts = [one.text for one in scripts.chat_prompts.prompts(False, 400, seed=0)]
+    texts = [one.prompt for one in scripts.chat_prompts.prompts(False, 400, seed=0)]
     controls = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = train_byte_level(texts, VOCABULARY, controls)
     torch.manual_seed(0)
@@ -55,7 +56,7 @@ def answered(scripts, target: Path, part: str, count: int):
     texts, prompt_lengths, likely, values = [], [], [], []
     torch.manual_seed(1)
     for one, temperature in zip(asked, temperatures, strict=True):
-        ids = tokenizer(one.text, return_tensors="pt").input_ids
+        ids = tokenizer(one.prompt, return_tensors="pt").input_ids
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
         text = model.generate(
             ids, max_new_tokens=ANSWER, eos_token_id=None,
@@ -102,7 +103,6 @@ class TestPrompts:
             (b'{"prompt": ""}', "at least 1 character"),
             (b'{"prompt": null}', "a line holds"),
             (b"null", "valid dictionary"),
-            (b'{"prompt": "a", "kind": 3}', "kind"),
             (b'{"messages": []}', "messages"),
             (b'{"prompt": "caf\xe9"}', "is not UTF-8"),
             (b'{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
@@ -126,16 +126,15 @@ class TestPrompts:
         turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
         (tmp_path / "prompts.jsonl").write_text(f"{GOOD}\n{json.dumps({'messages': turns})}")
         [one] = scripts.chat_prompts.read_prompts(tmp_path / "prompts.jsonl", False, 9, seed=0)
-        found = scripts.draft_data._encode(tokenizer, one)
+        [found] = encode_prompts([one], tokenizer)
         assert tokenizer.decode(found) == "user.assistant.user."
 
-    def test_kinds_take_turns_and_subjects_are_held_out(self, scripts):
+    def test_subjects_are_held_out(self, scripts):
         learnt, held = (scripts.chat_prompts.prompts(part, 2000, seed=0) for part in (False, True))
-        assert [one.kind for one in held[:5]] == list(scripts.chat_prompts.KINDS)
         topics = scripts.chat_prompts.WORDS["topics"]
 
         def seen(prompts):
-            chats = [one.text for one in prompts if one.kind == "chat"]
+            chats = [one.prompt for one in prompts[::5]]  # kinds take turns
             return {
                 topic for topic in topics if any(re.search(rf"\b{topic}\b", text) for text in chats)
             }
@@ -145,11 +144,11 @@ class TestPrompts:
         assert not seen(learnt) & set(topics[::8])
 
     def test_a_file_of_ones_own(self, scripts, tmp_path):
-        lines = [{"prompt": f"p{number}", "kind": "mine"} for number in range(17)]
+        lines = [{"prompt": f"p{number}"} for number in range(17)]
         path = tmp_path / "prompts.jsonl"
         path.write_text("\n".join(map(json.dumps, lines)), "utf-8")
         held = scripts.chat_prompts.read_prompts(path, True, 100, seed=0)
-        assert {one.text for one in held} == {"p0", "p8", "p16"}
+        assert {one.prompt for one in held} == {"p0", "p8", "p16"}
         assert len(scripts.chat_prompts.read_prompts(path, False, 100, seed=0)) == 14
         path.write_text("", "utf-8")
         with pytest.raises(scripts.errors.PairError, match="at least 2"):
@@ -284,18 +283,17 @@ class TestTrainDraft:
             return draft_data.Shard(
                 tokens=np.array([seed + place for place in places]),
                 ends=np.arange(1, len(questions) + 1),
-                prompt_lengths=np.array([len(one.text) for one in questions]),
+                prompt_lengths=np.array([len(one.prompt) for one in questions]),
                 temperatures=np.array([place % 3 for place in places]),
                 likely=np.zeros((len(questions), 2)),
                 log_probabilities=np.zeros((len(questions), 2)), seconds=1.0,
             )  # fmt: skip
 
-        def ask(llm, tokenizer, opening, questions, seed):
+        def ask(llm, opening, questions, seed):
             return [
-                replace(one, text="?" * ((seed + place) % 7))
-                if one.kind == scripts.chat_prompts.OWN else one
+                one or Prompt(prompt="?" * (1 + (seed + place) % 7))
                 for place, one in enumerate(questions)
-            ]  # fmt: skip
+            ]
 
         monkeypatch.setattr(draft_data, "_engine", lambda recipe: nullcontext())
         monkeypatch.setattr(draft_data, "_answer", answer)

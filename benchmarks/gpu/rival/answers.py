@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from chat_prompts import OWN, Prompt, prompts
+from chat_prompts import prompts
 from draft_data import (
     LIKELIEST,
     PARTS,
@@ -20,7 +20,6 @@ from draft_data import (
     TEMPERATURES,
     DraftDataRecipe,
     Shard,
-    _encode,
     _keep_recipe,
     _opening,
     _save,
@@ -28,6 +27,8 @@ from draft_data import (
     digest,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sequoia_vllm.prompts import Prompt, encode_prompts
 
 _VALIDATION = 192
 
@@ -71,14 +72,14 @@ class _Writer:
         self._ends = torch.tensor([end] if isinstance(end, int) else end, device=model.device)
         self._opening = _opening(tokenizer)
 
-    def shard(self, asked: Sequence[Prompt]) -> Shard:
-        """The answers to these prompts; the model writes those that are empty itself."""
+    def shard(self, asked: Sequence[Prompt | None]) -> Shard:
+        """The answers to these prompts; the model writes those that are None itself."""
         begun = time.monotonic()
-        own = sum(one.kind == OWN for one in asked)
+        own = sum(one is None for one in asked)
         written, _, _ = self._sample([self._opening] * own, [1.0] * own, QUESTION, QUESTION_TOP_P)
         questions = iter(self._tokenizer.batch_decode(written, skip_special_tokens=True))
-        asked = [Prompt(OWN, next(questions).strip()) if one.kind == OWN else one for one in asked]
-        encoded = [_encode(self._tokenizer, one) for one in asked]
+        known = [one or Prompt(prompt=next(questions).strip() or "?") for one in asked]
+        encoded = encode_prompts(known, self._tokenizer)
         heats = [TEMPERATURES[place % len(TEMPERATURES)] for place in range(len(asked))]
         answers, likely, shares = self._sample(encoded, heats, self._answer, 1.0)
         texts = [[*prompt, *given] for prompt, given in zip(encoded, answers, strict=True)]
