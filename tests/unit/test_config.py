@@ -6,6 +6,7 @@ import pytest
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig, TreeSpec
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification.methods import method_names
 
 ACCEPTED = [
     "sequoia",
@@ -141,7 +142,7 @@ def test_tokens_to_draft_may_lie_in_a_file(tmp_path):
 
 
 def test_verification_names_a_registered_method():
-    for name in ("sequoia", "traversal"):
+    for name in method_names():
         assert SequoiaConfig.parse({"method": "sequoia", "verification": name}).verification == name
     with pytest.raises(ConfigError, match="verification: there is no method 'block': give one of "):
         SequoiaConfig.parse({"method": "sequoia", "verification": "block"})
