@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sequoia_vllm.cli.common import (
-    console,
-    fail,
-    friendly_errors,
-    new_table,
-    note,
-    print_json,
-)
+from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
 from sequoia_vllm.cli.measuring import (
     CacheOption,
     DraftOption,
