@@ -9,16 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rcParams
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from sequoia_vllm.cli.common import friendly_errors
+from sequoia_vllm.figures import GREY, INK, colour_of, draw_grid, new_figure, save_figure
 
-INK, GREY = "#222222", "#767676"
-_COLOURS = {
-    "plain": ("#b5b5b5",),
-    "chain": ("#e9a23b", "#b9651b", "#7a4419"),
-    "sequoia": ("#12827c", "#5a4fa3", "#2b3a67"),
-}
 _WIDTH = 0.84  # of a group of bars, where groups are 1 apart
 
 
@@ -28,7 +21,8 @@ def main() -> None:
     parser.add_argument("speeds", type=Path, help="results of `bench`, one in each line")
     parser.add_argument("picture", type=Path, help="a .svg, .png or .pdf")
     options = parser.parse_args()
-    draw(greedy_cases(options.speeds), options.picture)
+    with friendly_errors():
+        draw(greedy_cases(options.speeds), options.picture)
 
 
 def greedy_cases(file: Path) -> list[list[dict[str, Any]]]:
@@ -40,20 +34,14 @@ def greedy_cases(file: Path) -> list[list[dict[str, Any]]]:
 
 def draw(cases: list[list[dict[str, Any]]], path: Path) -> None:
     """Draws a group of bars for each case: medians, and the range of rounds."""
-    rcParams["svg.hashsalt"] = "sequoia-vllm"  # the same file for the same content
-    figure = Figure(figsize=(7.6, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=8.5)
+    figure, [axes] = new_figure(7.6, 3.2, 1)
     width = _WIDTH / len(cases[0])
     for group, rows in enumerate(cases):
         kinds: Counter[str] = Counter()
         for index, row in enumerate(rows):
             place = group + (index - (len(rows) - 1) / 2) * width
             speed = row["speedup"]
-            colours = _COLOURS[row["kind"]]
-            colour = colours[kinds[row["kind"]] % len(colours)]
+            colour = colour_of(row["kind"], kinds[row["kind"]])
             kinds[row["kind"]] += 1
             axes.bar(
                 place, speed["median"], 0.93 * width, color=colour,
@@ -68,12 +56,10 @@ def draw(cases: list[list[dict[str, Any]]], path: Path) -> None:
     axes.set_xticks(range(len(cases)), labels=[_case(rows[0]["batch_size"]) for rows in cases])
     axes.margins(y=0.25)
     axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
+    draw_grid(axes, "y")
     axes.set_ylabel("speed over plain vLLM", fontsize=9)
     axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=3)
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    figure.savefig(path, dpi=150, metadata=metadata)
+    save_figure(figure, path)
 
 
 def _case(requests: int) -> str:

@@ -1,15 +1,17 @@
-"""The format of a comparison's report on disk, and what to warn of."""
+"""The format of a comparison's report on disk, and its picture."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from pydantic import Field
 
 from sequoia_vllm.bench.methods import Kind
+from sequoia_vllm.figures import GREY, colour_of, draw_grid, new_figure, save_figure
 from sequoia_vllm.json_file import FileModel
 
 MOST_SPREAD = 1.15
@@ -153,3 +155,53 @@ def disagreement(results: Sequence[Result]) -> str | None:
         f"rounds disagree by more than {MOST_SPREAD - 1:.0%} ({disturbed}): something "
         "else ran on this machine; repeat the command when it is quiet"
     )
+
+
+def shown(results: Sequence[Result]) -> list[Result]:
+    """Selects the results that pictures show: all but the slower ones of vLLM's chains."""
+    return [result for result in results if result.kind is not Kind.CHAIN or result.best_chain]
+
+
+def plot_speeds(report: BenchReport, path: Path) -> None:
+    """Draws tokens per second of a request by batch size, with a panel for each temperature.
+
+    Points are medians of rounds, and bars reach from the lowest to the highest. Only the fastest
+    of vLLM's chains at each batch size is shown.
+    """
+    temperatures = sorted({result.temperature for result in report.results})
+    sizes = sorted({result.batch_size for result in report.results})
+    figure, panels = new_figure(1.2 + 3.4 * len(temperatures), 3.5, len(temperatures))
+    lines: dict[str, list[Result]] = {}
+    for result in shown(report.results):
+        name = "vLLM's best chain" if result.kind is Kind.CHAIN else result.method
+        lines.setdefault(name, []).append(result)
+    kinds = [results[0].kind for results in lines.values()]
+    for number, (name, results) in enumerate(lines.items()):
+        colour = colour_of(kinds[number], kinds[:number].count(kinds[number]))
+        shift = 0.06 * (number - (len(lines) - 1) / 2)
+        for axes, temperature in zip(panels, temperatures, strict=True):
+            of_panel = [result for result in results if result.temperature == temperature]
+            rates = [(one.tokens_per_second, one.batch_size) for one in of_panel]
+            axes.errorbar(
+                [sizes.index(one.batch_size) + shift for one in of_panel],
+                [rate.median / size for rate, size in rates],
+                yerr=[[(rate.median - rate.low) / size for rate, size in rates],
+                      [(rate.high - rate.median) / size for rate, size in rates]],
+                color=colour, label=name, marker="o", markersize=4, elinewidth=1.2, capsize=3,
+            )  # fmt: skip
+    top = max(axes.get_ylim()[1] for axes in panels)
+    for axes, temperature in zip(panels, temperatures, strict=True):
+        title = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xticks(range(len(sizes)), labels=[str(size) for size in sizes])
+        axes.set_xlabel("requests at once")
+        axes.set_ylim(0, top)
+        draw_grid(axes, "y")
+    panels[0].set_ylabel("tokens/s of a request")
+    panels[-1].legend(frameon=False, fontsize=9.5)
+    said = "; synthetic target" if report.target.grown_from else ""
+    # A folder's own name is often no more than "target".
+    paths = (Path(model.name).parts[-2:] for model in (report.target, report.draft))
+    names = " with ".join(map("/".join, paths))
+    figure.supxlabel(f"{names}, {report.dtype}{said}\n{report.device}", fontsize=8, color=GREY)
+    save_figure(figure, path)

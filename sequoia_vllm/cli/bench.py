@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, print_json
+from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
 from sequoia_vllm.cli.measuring import (
     CacheOption,
     DraftOption,
@@ -22,6 +22,7 @@ from sequoia_vllm.cli.measuring import (
     TargetOption,
     check_models,
     check_output,
+    check_plot,
     draft_to_measure,
     engine_spec,
     measuring,
@@ -70,6 +71,12 @@ def bench(
     offload_directory: OffloadDirectoryOption = None,
     offload_memory_gib: OffloadMemoryOption = 0.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw tokens/s of a request by batch size to this file (.svg, .png or .pdf)."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare plain vLLM, its own chain speculation, and Sequoia, in alternating rounds.
@@ -89,6 +96,8 @@ def bench(
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
     with friendly_errors():
+        if plot is not None:
+            check_plot(plot)
         compared = _compared(options)
         chosen = load_prompts(prompts, num_prompts)
         check_models(target, draft)
@@ -98,6 +107,11 @@ def bench(
             report = run_bench(settings, _described(options, chosen), progress)
     if output is not None:
         report.save(output)
+    if plot is not None:
+        from sequoia_vllm.bench.report import plot_speeds
+
+        plot_speeds(report, plot)
+        note(f"drawn to {plot}")
     if as_json:
         print_json(report.to_dict())
     else:

@@ -242,6 +242,19 @@ def check_output(option: str, path: Path | None) -> None:
         fail(f"{option} {path} is a directory: name a file")
 
 
+def check_plot(path: Path) -> None:
+    """Fails before measuring if ``--plot`` could not be drawn.
+
+    Raises:
+        FigureError, FigureFormatError: matplotlib is missing, or the format is not supported.
+    """
+    from sequoia_vllm.figures import check_format, require_matplotlib
+
+    check_output("--plot", path)
+    check_format(path)
+    require_matplotlib()
+
+
 def read_config(role: Role, model: str) -> Mapping[str, Any]:
     """A model's ``config.json``, in its folder or downloaded.
 

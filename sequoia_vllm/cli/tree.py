@@ -1,4 +1,4 @@
-"""``sequoia-vllm tree``: build and look at token trees."""
+"""``sequoia-vllm tree``: build, list, look at and draw token trees."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +20,11 @@ from sequoia_vllm.cli.common import (
     progress_bar,
 )
 from sequoia_vllm.hardware.choose import Schedule
+from sequoia_vllm.hardware.device import identify, this_device_name
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.json_file import dump_json
+from sequoia_vllm.library.files import LibraryError
+from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.tree_reference import find_tree, find_vector
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import optimize_tree
@@ -33,7 +36,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Build and look at token trees. Sizes count the root; depths count edges.",
+    help="Build, list, look at and draw token trees. Sizes count the root; depths count edges.",
 )
 
 _VECTOR_HELP = (
@@ -121,6 +124,47 @@ def show(
             out.print(schedule_table(found.entry.to_schedule(), shown))
         if vector is None:
             note("the file holds no acceptance vector: give --acceptance to see values")
+
+
+@app.command()
+def plot(
+    tree: TreeArgument,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Picture to write: .svg, .png or .pdf.")
+    ],
+    acceptance: AcceptanceOption = None,
+) -> None:
+    """Draw a tree into a picture file."""
+    from sequoia_vllm.cli.tree_picture import plot_tree
+
+    with friendly_errors():
+        found = find_tree(tree)
+        vector = found.acceptance if acceptance is None else find_vector(acceptance)
+        plot_tree(found.tree, vector, found.title, output)
+        console().print(f"wrote {output}", soft_wrap=True)
+
+
+@app.command("list")
+def list_trees(
+    device: Annotated[
+        str | None, typer.Option(help="Its id, or the driver's name for it. Default: this one.")
+    ] = None,
+) -> None:
+    """List the trees for a device, and the devices that have some."""
+    with friendly_errors():
+        library = TreeLibrary()
+        wanted = identify(this_device_name() if device is None else device).id
+        entries = [entry for entry in library.entries() if entry.name.startswith(f"{wanted}/")]
+        if device is not None and not entries:
+            raise LibraryError(
+                f"no trees for device {device!r}: there are trees for "
+                f"{', '.join(library.devices())}"
+            )
+        table = new_table("tree", "nodes", "depth", left=("tree",))
+        for entry in entries:
+            table.add_row(entry.name, str(entry.tree.size), str(entry.tree.depth))
+        console().print(table)
+        console().print(f"devices: {', '.join(library.devices())}", soft_wrap=True)
 
 
 def tree_json(tree: TokenTree, acceptance: Acceptance | None) -> dict[str, Any]:

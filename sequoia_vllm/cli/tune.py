@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +30,9 @@ from sequoia_vllm.cli.measuring import (
     numbers,
     quiet_engines,
 )
+from sequoia_vllm.cli.tree_picture import plot_tree
 from sequoia_vllm.drafters.registry import draft_option
+from sequoia_vllm.figures import FigureError
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
@@ -218,6 +221,10 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
     times.save(files.profile)
     entry = tuned_tree.tuned_entry(vector, times, context, largest)
     path = tuned_tree.save_tuned(library, pair, entry)
+    picture, title = files.directory / "tree.svg", f"{pair.target} with {pair.draft}"
+    picture.unlink(missing_ok=True)
+    with suppress(FigureError):  # matplotlib is an extra
+        plot_tree(entry.tree, vector.vector, title, picture)
     config: dict[str, Any] = {"method": "sequoia", **draft_option(pair.draft), "tree": "auto"}
     if engine.offload is not None:
         config["offload"] = engine.offload.model_dump(mode="json", exclude_defaults=True)
@@ -234,6 +241,7 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
         ],
         "file": str(path),
         "measurements": str(files.directory),
+        "picture": str(picture) if picture.exists() else None,
         "now_used": _now_used(pair),
         "command": f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'",
     }
@@ -276,3 +284,5 @@ def print_report(report: dict[str, Any]) -> None:
     console().print(f"In use from now on: {report['now_used']}", **plain)
     console().print(report["command"], **plain)
     note(f"the tree is in {report['file']}, what was measured in {report['measurements']}")
+    if report["picture"]:
+        note(f"the tree is drawn in {report['picture']}")

@@ -1,4 +1,4 @@
-"""The bench without engines: methods, rates, the greedy check, tables."""
+"""The bench without engines: methods, rates, the greedy check, tables and plots."""
 
 import json
 import os
@@ -24,6 +24,8 @@ from sequoia_vllm.bench.report import (
     GreedyCheck,
     Mismatch,
     disagreement,
+    plot_speeds,
+    shown,
 )
 from sequoia_vllm.bench.rounds import (
     BenchSettings,
@@ -424,6 +426,9 @@ def test_speedups_are_paired_by_round():
 def test_the_best_chain_is_marked_in_each_case():
     found = summed()
     assert [result.best_chain for result in found] == [False, True, False, False, False] * 2
+    assert [result.method for result in shown(found)][:3] == [
+        "plain vLLM", "chain of 2", "Sequoia auto",
+    ]  # fmt: skip
 
 
 def test_split_adds_up_to_the_step():
@@ -521,6 +526,16 @@ def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     assert last[0].startswith("* ")
     assert "vllm-project/vllm#55005" in last[0]
     assert "synthetic target made from small: 23 layers" in last[1]
+
+
+def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
+    path = tmp_path / "speeds.svg"
+    plot_speeds(report(GROWN), path)
+    drawn = path.read_text()
+    for name in ("plain vLLM", "vLLM's best chain", "Sequoia 4x2", "requests at once"):
+        assert f"<!-- {name} -->" in drawn
+    assert "chain of 2" not in drawn
+    assert "t with d, bfloat16; synthetic target" in drawn
 
 
 def test_git_revision(tmp_path, monkeypatch):

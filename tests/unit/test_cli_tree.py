@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,30 @@ class TestShow:
         assert by_name["expected_tokens"] == by_file["expected_tokens"]
 
 
+class TestPlot:
+    def test_svg_of_a_file(self, tree_file, tmp_path):
+        picture = tmp_path / "tree.svg"
+        assert f"wrote {picture}" in run("tree", "plot", tree_file, "-o", picture).stdout
+        first = picture.read_bytes()
+        ET.fromstring(first)
+        run("tree", "plot", tree_file, "-o", picture)
+        assert picture.read_bytes() == first
+
+    def test_root_only_and_without_values(self, tmp_path):
+        path = tmp_path / "root.json"
+        TokenTree((-1,)).save(path)
+        run("tree", "plot", path, "-o", tmp_path / "root.png")
+        assert (tmp_path / "root.png").is_file()
+
+
 class TestLibraryCommands:
+    def test_lines_are_not_broken_where_no_terminal_is(self, monkeypatch):
+        monkeypatch.delenv("COLUMNS")
+        lines = run("tree", "list", "--device", "NVIDIA H200").stdout.splitlines()
+        names = [entry.name for entry in TreeLibrary().entries() if entry.name[:5] == "h200/"]
+        assert [line.split()[0] for line in lines[1 : len(names) + 1]] == names
+        assert lines[-1].startswith("devices: ")
+
     def test_vectors_of_the_library_by_name(self):
         words = ["--acceptance", "shipped"]
         assert run_json("tree", "build", *words, "--size", 8)["size"] == 8
@@ -164,6 +188,16 @@ class TestErrors:
         library_file = shipped_directory() / "h200.json"
         assert "is a library file with 18 trees" in fails("tree", "show", library_file)
         assert "draw at least 1" in fails("tree", "show", tree_file, "--nodes", 0)
+
+    def test_plot(self, tree_file, tmp_path):
+        assert "name a file ending in .svg" in fails("tree", "plot", tree_file, "-o", "t.bmp")
+        assert "Missing argument 'FILE|NAME'" in fails("tree", "plot", "-o", tmp_path / "t.png")
+        unwritable = fails("tree", "plot", tree_file, "-o", "/nowhere/at/all/t.png")
+        assert "No such file or directory" in unwritable
+
+    def test_devices(self):
+        assert "no trees for device 'abacus'" in fails("tree", "list", "--device", "abacus")
+        assert "device name is empty" in fails("tree", "list", "--device", "")
 
     def test_bugs_keep_their_traceback(self, monkeypatch, vector):
         def broken(*_: object) -> None:

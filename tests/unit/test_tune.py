@@ -200,6 +200,8 @@ def test_tune(call):
     }  # fmt: skip
     kept = tuned_measurements(HERE)
     assert str(kept.directory) == report["measurements"]
+    assert report["picture"] == str(kept.directory / "tree.svg")
+    assert "<svg" in Path(report["picture"]).read_text()
     assert Profile.load(kept.profile) == PAYS
     assert AcceptanceFile.load(kept.acceptance) == vector()
 

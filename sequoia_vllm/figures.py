@@ -1,0 +1,92 @@
+"""One style for all pictures, by matplotlib without a display.
+
+matplotlib is an extra: servers draw nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from sequoia_vllm.errors import SequoiaError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".svg", ".png", ".pdf")
+INK, GREY, PALE, GRID = "#222222", "#767676", "#b5b5b5", "#e4e4e4"
+_COLOURS = {
+    "plain": (PALE,),
+    "chain": ("#e9a23b", "#b9651b", "#7a4419"),
+    "sequoia": ("#12827c", "#5a4fa3", "#2b3a67"),
+}
+
+
+class FigureError(SequoiaError, ImportError):
+    """Raised where pictures cannot be drawn, as matplotlib is missing."""
+
+
+class FigureFormatError(SequoiaError, ValueError):
+    """A picture format that we do not write."""
+
+
+def check_format(path: Path) -> None:
+    """Refuses a picture format we do not write, before any work is done.
+
+    Raises:
+        FigureFormatError: If the ending is not one of `FORMATS`.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise FigureFormatError(f"cannot draw to {path}: name a file ending in .svg, .png or .pdf")
+
+
+def require_matplotlib() -> None:
+    """Says how to get matplotlib; for commands that would draw after a long measurement.
+
+    Raises:
+        FigureError: If it is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise FigureError("pictures need matplotlib: pip install matplotlib")
+
+
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """An empty figure of this size in inches, and its panels side by side, in our style.
+
+    Raises:
+        FigureError: If matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib import rcParams
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # The same file for the same content: ids in SVG files are otherwise random.
+    rcParams["svg.hashsalt"] = "sequoia-vllm"
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(1, columns, squeeze=False)[0])
+    for axes in panels:
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(colors=INK, labelsize=8.5)
+    return figure, panels
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes the picture; its ending says which format."""
+    metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+    figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def draw_grid(axes: Axes, along: Literal["x", "y", "both"]) -> None:
+    """Pale lines behind what is drawn, at the ticks of these axes."""
+    axes.grid(axis=along, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def colour_of(kind: str, number: int = 0) -> str:
+    """The colour of a plain, chain or sequoia method in all pictures; ``number`` counts a kind."""
+    return _COLOURS[kind][number % len(_COLOURS[kind])]
