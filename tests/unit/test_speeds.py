@@ -78,6 +78,25 @@ def test_the_table_of_arrivals_is_what_was_measured(row):
         assert f" {row['e2e_ms']:.0f} ms |" in line
 
 
+def compared_by_bench(file):
+    """Results of `bench` in a table's file."""
+    text = file.read_text(encoding="utf-8")
+    parts = map(json.loads, text.splitlines() if file.suffix == ".jsonl" else [text])
+    compared = (part for part in parts if part.get("what", "bench") == "bench")
+    return [row for part in compared for row in part.get("results", [])]
+
+
+# The H100's have another form, or are in the notebook.
+COMPARED = [x for x in TABLES if compared_by_bench(x) and not x.name.startswith("h100")]
+
+
+@pytest.mark.parametrize("file", COMPARED, ids=lambda file: file.name)
+def test_the_page_has_the_ratios_of_bench(file):
+    said, speeds = text_of("docs/benchmarks.md"), [x["speedup"] for x in compared_by_bench(file)]
+    ratios = [f"{x['median']:.2f}x ({x['low']:.2f} to {x['high']:.2f}" for x in speeds]
+    assert {one for one in ratios if one not in said} <= {"1.00x (1.00 to 1.00"}  # plain vLLM's
+
+
 def test_it_is_drawn(monkeypatch, tmp_path):
     file, picture = ROOT / "benchmarks" / "gpu" / "h200.jsonl", tmp_path / "h200.svg"
     monkeypatch.setattr(sys, "argv", ["speed_picture", str(file), str(picture)])
