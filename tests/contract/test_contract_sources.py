@@ -1,7 +1,9 @@
 """Reading the contract from sources answers as importing them does."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -162,3 +164,13 @@ def test_every_expected_signature_is_really_compared(installed, device, v2):
         if expected.parameters is not None
     ]
     assert len(source_differences(installed, wrong)) == len(wrong) > 0
+
+
+def test_the_page_of_hooks_names_what_is_replaced():
+    """In its second column: functions of vLLM, and the method that ours is translated to."""
+    page = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
+    cells = "".join(line.split(" | ")[1] for line in page.splitlines() if line.startswith("| "))
+    named = set(re.findall(r"`(\w*_\w+)`", cells)) - {"draft_model"}
+    replaced = json.loads(LEDGER.read_text(encoding="utf-8"))["replaced"]
+    assert len(named) > 10
+    assert named <= {path.rpartition(".")[2].rpartition(":")[2] for path in replaced}

@@ -17,6 +17,7 @@ from vllm import AsyncEngineArgs
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from benchmarks.gpu import command as command_of_gpu
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -33,11 +34,16 @@ FILES = [
             "README.md",
             "CONTRIBUTING.md",
             "SECURITY.md",
+            "THIRD_PARTY.md",
+            "benchmarks/gpu/README.md",
             "benchmarks/predictions.md",
             "examples/README.md",
+            "examples/models/README.md",
+            "examples/models/smollm2-draft/README.md",
             "examples/observability/README.md",
             "examples/smollm2/README.md",
             "examples/train_drafter/README.md",
+            "trees/README.md",
         )
     ),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -214,6 +220,7 @@ def test_commands_that_train_are_understood(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     for name in ("answers", "my-model", "my-draft"):
         Path(name).mkdir()
+    Path("beginnings.jsonl").write_text("")
     words = shlex.split(re.sub(r"\$\w+", "my-model", command.replace("$cache/", "")))[2:]
     with script_modules():
         parser = typer.main.get_command(runpy.run_path(str(SCRIPT / "__main__.py"))["app"])
@@ -226,6 +233,9 @@ def test_long_commands_are_understood(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     Path("PROMPTS").write_text("")
     words = shlex.split(command)
+    if words[:3] == ["python", "-m", "benchmarks.gpu"]:
+        command_of_gpu._parsed(words[3:])
+        return
     tool = app if words[0] == "sequoia-vllm" else app_of(words[2])
     options = words[1:] if tool is app else words[3:]
     parser = typer.main.get_command(tool)

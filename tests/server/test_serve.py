@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from tests.support.models import prompts
-from tests.support.serving import DRAFT, VLLM, Server, environment
+from tests.support.serving import DRAFT, ROOT, VLLM, Server, environment
 from tests.support.soak.over_http import Endpoint, Tally, compare_all
 from tests.support.soak.random_requests import random_requests
 
@@ -354,6 +354,19 @@ def test_a_request_without_drafts_has_no_trees(server):
         if sample.name == "sequoia:undrafted_requests_total"
     }
     assert counted["asked"] >= 1
+
+
+def test_requests_that_the_pages_show_are_answered(server):
+    def block(page: str, language: str) -> str:
+        found = re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+        assert len(found) == 1
+        return found[0]
+
+    code = block("examples/README.md", "py")
+    assert "http://localhost:8000" in code
+    exec(code.replace("http://localhost:8000", server.url), {})  # it raises where it is refused
+    request = json.loads(block("docs/requests.md", "json"))
+    assert texts(server.complete(prompt=request.pop("prompt"), extra_body=request).model_dump())
 
 
 @pytest.mark.parametrize("option", [{"sequoia_max_drafts": -1}, {"sequoia_maxdrafts": 2}])
