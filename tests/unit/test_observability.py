@@ -79,6 +79,7 @@ def test_the_image_is_a_supported_vllm_with_all_that_the_wheel_takes():
     assert f"FROM vllm/vllm-openai:v{SUPPORTED_VERSIONS['gpu'][-1]}" in lines
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
     assert all((ROOT / name).exists() for name in copied)
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
-    needed = [*wheel["build"]["targets"]["wheel"]["force-include"], "LICENSE", "README.md"]
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = found["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    needed = [*included, *found["project"]["license-files"], found["project"]["readme"]]
     assert all(any(Path(name).is_relative_to(part) for part in copied) for name in needed)
