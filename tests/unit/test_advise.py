@@ -67,8 +67,8 @@ def test_recipes_are_predictions(row, tmp_path, monkeypatch):
     for name, config in GEMMAS.items():
         Path(name).mkdir(parents=True)
         Path(name, "config.json").write_text(json.dumps(config))
-    model, hardware, gains, plain = row.strip("| ").split(" | ")
-    found = advice(model, "--device", hardware.split()[1])["batches"]
+    model, draft, hardware, gains, plain = row.strip("| ").split(" | ")
+    found = advice(model, "--draft-model", draft, "--device", hardware.split()[1])["batches"]
     assert gains == ", ".join(f"{x['tree_speedup']:.2f}x" for x in found) + " (predicted)"
     assert plain == ", ".join(f"{x['plain_tokens_per_second']:,.0f}" for x in found)
 
