@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -110,6 +111,14 @@ def test_interval_line():
     )
     assert interval_line(TREE, counts, None) == words
     assert interval_line(TREE, counts, None, speedup=1.309) == f"{words}; 1.31x plain"
+
+
+def test_operators_are_told_of_the_interval_line():
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    shown = page.partition("\nSequoia: engine 000: ")[2].partition("\n```")[0]
+    pattern = ".+".join(re.escape(part) for part in " ".join(shown.split()).split("..."))
+    line = interval_line(TREE, counted([[1, 3, 7], [2]], [[]]), (7, 3), speedup=1.309)
+    assert re.fullmatch(pattern, line)
 
 
 def test_interval_line_of_a_trimmed_tree_and_of_none():
