@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.serving.loads import Load, make_loads, server_options, write_prompts
 from benchmarks.serving.server import ServingError, bench_serve, running_server
-from benchmarks.serving.table import Rounds, make_markdown, make_rows
+from benchmarks.serving.table import Rounds, make_markdown, make_rows, make_summary
 from sequoia_vllm.cli.common import note, progress_bar
 from sequoia_vllm.json_input import read_json
 
@@ -86,11 +86,11 @@ class Run:
                         done += 1
 
     def write_table(self) -> str:
-        """Writes table.md and table.json, and returns the first."""
+        """Writes table.md and table.json, and returns the first: two tables, the short one first."""
         rows = make_rows(self.results())
         if not rows:
             raise ServingError(f"{self.folder} has no results: call without --table-only")
-        table = make_markdown(rows)
+        table = f"{make_summary(rows)}\n\n{make_markdown(rows)}"
         (self.folder / "table.md").write_text(table + "\n", encoding="utf-8")
         _write(self.folder / "table.json", {**self.kept, "rows": rows})
         return table

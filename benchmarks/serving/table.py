@@ -21,8 +21,11 @@ _MEANS = {"tokens": "tokens/s", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
 _COLUMNS = (
     "arrivals", "", "output tokens/s", "TTFT, ms; P99", "TPOT, ms; P99",
     "E2E, ms; P99",
-"tokens/s and E2E, of plain", "of the best",
+    "tokens/s and E2E, of plain", "of the best",
 )  # fmt: skip
+_SHORT = {"plain": "plain vLLM", "chain": "vLLM's chain of 4", "sequoia": "Sequoia"}
+# vLLM's stochastic chain samples wrongly on CPU builds without Triton: vllm-project/vllm#55005.
+_WRONG = "[wrong output](#vllms-chain-on-cpus)"
 
 
 def make_rows(results: Mapping[tuple[str, str], Rounds]) -> list[dict[str, Any]]:
@@ -47,6 +50,33 @@ def make_rows(results: Mapping[tuple[str, str], Rounds]) -> list[dict[str, Any]]
             row[f"{name}_of_best"] = _ratio(speeds[variant], best)
         rows.append(row)
     return rows
+
+
+def make_summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of docs/benchmarks.md: E2E in seconds, tokens/s, the best in bold."""
+    loads: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        if (row["variant"], row["load"][-5:]) != ("chain", "T = 1"):
+            loads.setdefault(row["load"], {})[row["variant"]] = row
+    columns = ("arrivals", *_SHORT.values(), "over plain: answers, tokens/s")
+    return markdown_table(columns, [_short_cells(*load) for load in loads.items()])
+
+
+def _short_cells(load: str, found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    fastest = min(found.values(), key=lambda row: row["e2e"]["median"])
+    most = max(found.values(), key=lambda row: row["tokens"]["median"])
+    cells = [load]
+    for name in _SHORT:
+        if row := found.get(name):
+            middle, low, high = (row["e2e"][key] / 1e3 for key in ("median", "low", "high"))
+            seconds, tokens = f"{middle:.1f}", f"{row['tokens']['median']:.1f}"
+            seconds = f"**{seconds}**" if row is fastest else seconds
+            tokens = f"**{tokens}**" if row is most else tokens
+            cells.append(f"{seconds} ({low:.1f} to {high:.1f}); {tokens}")
+        else:
+            cells.append(_WRONG if load.endswith("T = 1") else "")
+    ratios = [found.get("sequoia", {}).get(f"{name}_of_plain") for name in ("e2e", "tokens")]
+    return [*cells, ", ".join("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)]
 
 
 def make_markdown(rows: Sequence[Mapping[str, Any]]) -> str:

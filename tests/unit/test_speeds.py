@@ -9,6 +9,7 @@ from statistics import median
 import pytest
 
 from benchmarks import speed_picture
+from benchmarks.serving.table import make_summary
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "speeds" / "h100.json"
@@ -95,6 +96,12 @@ def test_the_page_has_the_ratios_of_bench(file):
     said, speeds = text_of("docs/benchmarks.md"), [x["speedup"] for x in compared_by_bench(file)]
     ratios = [f"{x['median']:.2f}x ({x['low']:.2f} to {x['high']:.2f}" for x in speeds]
     assert {one for one in ratios if one not in said} <= {"1.00x (1.00 to 1.00"}  # plain vLLM's
+
+
+def test_the_table_of_servers_is_what_the_command_prints():
+    file = ROOT / "benchmarks" / "speeds" / "serving-xeon.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert make_summary(rows) in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 
 
 def test_it_is_drawn(monkeypatch, tmp_path):
