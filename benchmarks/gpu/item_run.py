@@ -27,7 +27,7 @@ class ItemRun:
         self.folder = folder
         self.tiny = tiny
         self.sizes = TINY if tiny else ON_A_GPU
-        self._name = name
+        self.name = name
         self._results = Results(folder / FILE)
         self._log_start = self._log_size()
         self.has_failed = False
@@ -37,15 +37,15 @@ class ItemRun:
 
         An error is kept as well and ends this part alone: time on a GPU is short.
         """
-        if part in self._results.of(self._name).parts:
+        if part in self._results.of(self.name).parts:
             return
-        print(f"--- {self._name}: {part}", flush=True)
+        print(f"--- {self.name}: {part}", flush=True)
         with self.attempt(part):
             self.record(part, measure())
 
     def record(self, part: str, values: dict[str, Any]) -> None:
         """Keeps values of a part, also where an earlier run had some."""
-        self._results.add(self._name, part=part, values=values)
+        self._results.add(self.name, part=part, values=values)
 
     @contextmanager
     def attempt(self, part: str) -> Iterator[None]:
@@ -57,7 +57,7 @@ class ItemRun:
             traceback.print_exc()
             last = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-            self._results.add(self._name, part=part, error=text[:2000])
+            self._results.add(self.name, part=part, error=text[:2000])
 
     def log_lines(self) -> list[str]:
         """What this item's processes have written to the log so far."""

@@ -21,6 +21,7 @@ class Item:
         options: More arguments of the function.
         environment: Variables that its process begins with.
         needs_vllm: False: torch and Triton are enough.
+        needs_gpus: It uses so many at once.
         is_tiny: False: tiny runs leave it out, as another one runs the same code.
     """
 
@@ -31,6 +32,7 @@ class Item:
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     needs_vllm: bool = True
+    needs_gpus: int = 1
     is_tiny: bool = True
 
     def reason_to_skip(self, tiny: bool) -> str:
@@ -39,23 +41,46 @@ class Item:
             return "not part of a tiny run"
         if self.needs_vllm and importlib.util.find_spec("vllm") is None:
             return "vLLM is not installed"
+        if self.needs_gpus > 1 and (found := _gpus()) < self.needs_gpus:
+            return f"needs {self.needs_gpus} GPUs, there are {found}"
         return ""
+
+
+def _gpus() -> int:
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    from torch.cuda import device_count
+
+    return device_count()
 
 
 MACHINE = Item(
     "machine", "card, driver, versions, commit", "benchmarks.gpu.stages:describe_machine", 1,
     needs_vllm=False,
 )  # fmt: skip
+FLASHINFER = "VLLM_USE_FLASHINFER_SAMPLER"
 KERNELS = "kernels"
 TREES, PLAIN, CONTEXTS = (
     f"benchmarks.gpu.steps:{name}" for name in ("time_trees", "time_plain", "time_contexts")
 )
+RIVALS = "benchmarks.gpu.stages:compare_methods"
+_ONCE = {"temperatures": "0,1", "rates": ""}
+
+
+def _chains(*lengths: int) -> str:
+    """vLLM's best sampling of each; greedy requests draft the same with any."""
+    return ",".join(f"{length}:probabilistic:block" for length in lengths)
+
 
 ITEMS = (
     MACHINE,
     Item(
-        "rival", "a chat model at an 8B model's cost, a head trained here: plain, chains, trees",
-        "benchmarks.gpu.stages:compare_methods", 9, is_tiny=False,
+        "rival", "a chat model at 8B's cost, an EAGLE-3 head trained here: plain, chain, trees",
+        RIVALS, 10, is_tiny=False,
+    ),
+    Item(
+        "rival-chains", "vLLM's chains of 1, 2 and 4 over the same head: which is the best?",
+        RIVALS, 4, {"chains": _chains(1, 2, 4), "trees": "", **_ONCE}, is_tiny=False,
     ),
     Item(
         "trees-8b-eagle3", "8B with an EAGLE-3 head: steps, mixed steps, changes, kernels' shares",
@@ -78,6 +103,14 @@ ITEMS = (
         TREES, 4, {"pair": "8b-1b"}, is_tiny=False,
     ),
     Item(
+        "trees-8b-1b-fp8", "the same with the draft's layers in FP8",
+        TREES, 4, {"pair": "8b-1b", "quantization": "fp8"}, is_tiny=False,
+    ),
+    Item(
+        "trees-8b-eagle3-tp2", "the first on two GPUs, with NCCL",
+        TREES, 4, {"pair": "8b-eagle3", "ranks": "2"}, needs_gpus=2,
+    ),
+    Item(
         KERNELS, "every kernel against torch, and its time", "benchmarks.gpu.stages:check_kernels",
         5, needs_vllm=False,
     ),
@@ -98,12 +131,8 @@ ITEMS = (
         PLAIN, 3, {"pair": "recurrent-9b"}, is_tiny=False,
     ),
     Item(
-        "trees-8b-0.6b", "Qwen3-8B with Qwen3-0.6B: steps, mixed steps, changes, kernels' shares",
-        TREES, 4, {"pair": "8b-0.6b"}, is_tiny=False,
-    ),
-    Item(
-        "plain-qwen3-8b", "plain Qwen3-8B: the same steps and arrivals", PLAIN, 3,
-        {"pair": "8b-0.6b"}, is_tiny=False,
+        "rival-long-chains", "vLLM's chains of 5 and 6 beside the tree",
+        RIVALS, 4, {"chains": _chains(5, 6), "trees": "served", **_ONCE}, is_tiny=False,
     ),
 )  # fmt: skip
 
@@ -128,7 +157,9 @@ def in_order(items: Sequence[Item], results: Results) -> list[Item]:
 def environment_of(item: Item, folder: Path) -> dict[str, str]:
     """This process's environment, with the item's variables.
 
-    Nothing is read from, or written to, the trees of whoever runs this.
+    Nothing is read from, or written to, the trees of whoever runs this. vLLM samples with
+    FlashInfer, its default, where that is installed.
     """
     trees = {"SEQUOIA_VLLM_TREES": str(folder.absolute() / "trees")}
-    return {**os.environ, **trees, **item.environment}
+    sampler = {} if importlib.util.find_spec("flashinfer") else {FLASHINFER: "0"}
+    return {**sampler, **os.environ, **trees, **item.environment}

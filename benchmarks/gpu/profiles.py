@@ -26,7 +26,7 @@ def profiles_of(results: Results) -> dict[str, Profile]:
     """A profile of each pair whose steps were timed with trees and plain, by model class."""
     found = {}
     for trees in ITEMS:
-        if trees.measure != TREES or "drafter" in trees.options:  # no model that drafts
+        if trees.measure != TREES or trees.options.keys() != {"pair"}:  # not the usual engine
             continue
         name = trees.options["pair"]
         [plain] = (

@@ -1,8 +1,12 @@
 """Items without made-up weights: the machine, the kernels, and methods side by side."""
 
 import json
+import os
+from shutil import rmtree
+from typing import Any
 
 from benchmarks.gpu.item_run import ItemRun
+from benchmarks.gpu.items import FLASHINFER
 from benchmarks.gpu.results import GpuRunError
 
 
@@ -15,6 +19,7 @@ def describe_machine(run: ItemRun) -> None:
     run.record("machine", {
         "device": machine.name,
         "interpreted": machine.interpreted,
+        "flashinfer_sampler": os.environ.get(FLASHINFER) != "0",
         "weights": "dummy: logits are nearly flat, so nothing about acceptance follows",
         **{name: value for name, value in found.items() if name != "device"},
         "properties": found["device"],
@@ -35,17 +40,25 @@ def check_kernels(run: ItemRun) -> None:
     time_attention(kernels)
 
 
-def compare_methods(run: ItemRun) -> None:
-    """Plain vLLM, its chains and trees over one head that is trained here."""
+def compare_methods(run: ItemRun, **options: Any) -> None:
+    """Plain vLLM, its chains and trees over one head that is trained here.
+
+    The target, the answers and the head of earlier items are used again. ``options`` are more
+    arguments of `rival.__main__.compare`.
+    """
     from benchmarks.gpu.rival.__main__ import compare, head, target
     from examples.smollm2.cache import cached_folder, is_cached
 
     if not is_cached(chat := cached_folder()):
         raise GpuRunError(f"{chat} is not there: run python -m examples.smollm2 first")
     folder = run.folder / "rival"
-    target(folder)
-    head(folder)
-    compare(folder, folder / "found")
-    for file in sorted((folder / "found").glob("*.jsonl")):
+    for name, make in (("target", target), ("eagle3", head)):
+        if not (folder / name / "config.json").exists():  # the last file that is written
+            rmtree(folder / name, ignore_errors=True)
+            make(folder)
+    found = folder / "found" / run.name
+    rmtree(found, ignore_errors=True)
+    compare(folder, found, **options)
+    for file in sorted(found.glob("*.jsonl")):
         lines = file.read_text("utf-8").splitlines()
         run.record(file.stem, {"lines": [json.loads(line) for line in lines]})

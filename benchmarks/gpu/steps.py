@@ -37,13 +37,19 @@ def speculation(batches: tuple[int, ...], drafts: tuple[int, ...], **more: Any) 
     }
 
 
-def time_trees(run: ItemRun, pair: str, drafter: str = "") -> None:
-    """A pair with trees of each size; ``drafter``: one that needs no model."""
+def time_trees(run: ItemRun, pair: str, ranks: str = "1", **keys: str) -> None:
+    """A pair with trees of each size.
+
+    Args:
+        ranks: GPUs that share each layer.
+        keys: More of ``speculative_config``; with "drafter" there is no model that drafts.
+    """
     sizes = run.sizes
-    most = sizes.batches[-1] + len(sizes.drafts) - 1
-    keys = {"drafter": drafter} if drafter else {}
+    options = {"max_num_seqs": sizes.batches[-1] + len(sizes.drafts) - 1}
+    if (count := int(ranks)) > 1:
+        options["tensor_parallel_size"] = count
     speculative = speculation(sizes.batches, sizes.drafts, **keys)
-    with started(run, pair, speculative, max_num_seqs=most) as engine:
+    with started(run, pair, speculative, **options) as engine:
         run.record("trees", published_trees(engine, sizes.drafts))
         for batch in sizes.batches:
             for number in sizes.drafts:
@@ -182,7 +188,7 @@ def time_kernels(engine: Engine, drafts: int) -> dict[str, Any]:
     engine.llm.collective_rpc("gpu_start_profiler")
     for _ in range(outputs):
         engine.step()
-    [found] = engine.llm.collective_rpc("gpu_stop_profiler")
+    found = engine.llm.collective_rpc("gpu_stop_profiler")[0]
     _ended(engine, requests)
     steps = max(1, found["steps"])
     kernels = [

@@ -8,6 +8,7 @@ from benchmarks.gpu.results import ItemResults, Results
 
 _SPANS = ("step_ms", "target_ms", "sampling_ms", "drafting_ms", "gaps_ms")
 _SPAN_NAMES = ("step ms", "target", "verification", "growth", "gaps")
+_OF_ARRIVALS = ("rate", "method", "tokens_per_second", "ttft_ms", "tpot_ms", "e2e_ms")
 _MOST_KERNELS = 8
 
 
@@ -86,7 +87,34 @@ def _item(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             for kind in ("waits", "compilations"):
                 for line, times in part[f"lines of {kind}"]:
                     yield f"    {times} times: {line}"
-        yield from part.get("lines", ())
+    yield from _compared(parts.get("bench", {}).get("lines", ()))
+    yield from _table(
+        ("requests/s", "method", "tokens/s", "TTFT ms", "TPOT ms", "E2E ms"),
+        [
+            tuple(line[key] for key in _OF_ARRIVALS)
+            for line in parts.get("arrivals", {}).get("lines", ())
+        ],
+    )
+
+
+def _compared(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Methods side by side; the fastest chain of those that were tried is marked."""
+    rows = [row for report in reports for row in report["results"]]
+    chains = dict.fromkeys(row["method"] for row in rows if row["kind"] == "chain")
+    if chains:
+        yield f"vLLM's chains that were tried: {'; '.join(chains)}"
+    yield from _table(
+        ("T", "requests", "method", "tokens/s", "of plain", "tokens/step", "step ms", ""),
+        [
+            (
+                f"{row['temperature']:g}", row["batch_size"], row["method"],
+                f"{row['tokens_per_second']['median']:.1f}", "{median:.3f}x ({low:.3f} to "
+                "{high:.3f})".format(**row["speedup"]), f"{row['tokens_per_step']:.3f}",
+                f"{1e3 * row['step_seconds']:.2f}", "best chain" if row["best_chain"] else "",
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
 
 
 def _timed(part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

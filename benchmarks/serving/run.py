@@ -86,7 +86,7 @@ class Run:
                         done += 1
 
     def write_table(self) -> str:
-        """Writes table.md and table.json, and returns the first: two tables, the short one first."""
+        """Writes table.md and table.json, and returns the first: a short table and a long one."""
         rows = make_rows(self.results())
         if not rows:
             raise ServingError(f"{self.folder} has no results: call without --table-only")

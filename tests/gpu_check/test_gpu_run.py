@@ -1,21 +1,25 @@
 """The program that measures on GPUs: processes, results, models. No engine runs here."""
 
 import importlib.util
+import inspect
+import json
 from pathlib import Path
 
 import psutil
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.gpu import command, stages
-from benchmarks.gpu.item_run import run_item
-from benchmarks.gpu.items import ITEMS, MACHINE, Item, in_order
+import benchmarks.gpu.rival.__main__ as rival
+from benchmarks.gpu import command, items, stages
+from benchmarks.gpu.item_run import ItemRun, run_item
+from benchmarks.gpu.items import ITEMS, MACHINE, RIVALS, Item, in_order
 from benchmarks.gpu.models import pair_of, write_models
 from benchmarks.gpu.results import FILE, GpuRunError, Results
 from benchmarks.gpu.serving import MONITORS
 from benchmarks.gpu.sizes import ON_A_GPU
 from benchmarks.gpu.steps import speculation
 from benchmarks.gpu.table import lines_of
+from examples.smollm2 import cache as smollm2_cache
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.hardware.budget import drafts_by_batch, rungs
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, decode_shapes
@@ -137,6 +141,63 @@ def test_results_of_an_h100_are_shown(capsys):
     path = Path(command.__file__).with_name("h100-eagle3.jsonl")
     assert command.main(["--report", str(path)]) == 0
     assert "batch 1, 59 drafts 62 13.520 7.122" in " ".join(capsys.readouterr().out.split())
+
+
+def test_methods_side_by_side_are_shown_with_the_chains_that_were_tried(tmp_path):
+    path = Path(command.__file__).with_name("h100-rival.jsonl")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    results, [one_head] = Results(tmp_path / FILE), [i for i in ITEMS if i.name == "rival"]
+    results.add("rival", part="bench", values={"lines": [one for one in found if "results" in one]})
+    results.add("rival", part="arrivals", values={"lines": [one for one in found if "rate" in one]})
+    table = "\n".join(" ".join(line.split()) for line in lines_of(results, [one_head]))
+    chain = "chain of {}, probabilistic, block"
+    assert f"chains that were tried: {chain.format(2)}; {chain.format(4)}\n" in table
+    assert f"0 1 {chain.format(2)} 222.7 1.364x (1.333 to 1.396) 1.597 7.17 best chain" in table
+    assert f"48.0 {chain.format(4)} 2911.8 55.11 6.736 479.5" in table
+
+
+def test_items_say_what_they_lack(monkeypatch):
+    """One GPU runs all but the items of two; without FlashInfer vLLM is told to do without."""
+    [two] = [item for item in ITEMS if item.needs_gpus > 1]
+    monkeypatch.setattr(items, "_gpus", lambda: 1)
+    assert two.reason_to_skip(tiny=False) == "needs 2 GPUs, there are 1"
+    monkeypatch.setattr(items, "_gpus", lambda: 2)
+    assert two.reason_to_skip(tiny=False) == ""
+    monkeypatch.delenv(items.FLASHINFER, raising=False)
+    for library, expected in ((None, "0"), (object(), None)):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=library: found)
+        assert items.environment_of(two, Path()).get(items.FLASHINFER) == expected
+
+
+@pytest.mark.parametrize("item", [i for i in ITEMS if i.measure == RIVALS], ids=lambda i: i.name)
+def test_rivals_use_targets_answers_and_heads_of_earlier_items(item, tmp_path, monkeypatch):
+    called = []
+
+    def make(name):
+        def write(folder):
+            called.append(name)
+            (folder / name).mkdir(parents=True)
+            (folder / name / "config.json").touch()
+
+        return write
+
+    def compare(folder, out, **options):
+        called.append(inspect.signature(rival.compare).bind(folder, out, **options).arguments)
+        out.mkdir(parents=True)
+        (out / "bench.jsonl").write_text('{"results": []}\n')
+
+    monkeypatch.setattr(smollm2_cache, "is_cached", lambda folder: True)
+    monkeypatch.setattr(rival, "target", make("target"))
+    monkeypatch.setattr(rival, "head", make("eagle3"))
+    monkeypatch.setattr(rival, "compare", compare)
+    (tmp_path / "rival" / "eagle3").mkdir(parents=True)  # half a head
+    for _ in range(2):
+        stages.compare_methods(ItemRun(item.name, tmp_path, tiny=True), **item.options)
+    first, second, compared, again = called
+    assert (first, second) == ("target", "eagle3")
+    assert compared == again
+    assert compared["out"] == tmp_path / "rival" / "found" / item.name
+    assert Results(tmp_path / FILE).of(item.name).parts["bench"] == {"lines": [{"results": []}]}
 
 
 def test_a_chat_model_that_is_missing_is_named(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ def test_a_head_grown_like_its_target_drafts_the_same(tmp_path, times):
 
 def test_methods_are_compared_on_real_questions(tmp_path, monkeypatch):
     (tmp_path / "target").symlink_to(TARGET)
-    (tmp_path / "head").symlink_to(HEAD)
+    (tmp_path / "eagle3").symlink_to(HEAD)
     called = []
     monkeypatch.setattr(comparison, "compare_side_by_side", lambda *given: called.append(given))
     rival.compare(tmp_path, tmp_path / "out")

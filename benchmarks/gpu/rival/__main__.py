@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu.rival``: a fair rival for trees, in three steps that may overlap.
+"""``python -m benchmarks.gpu.rival``: fair rivals for trees, in three steps that may overlap.
 
 1. ``target FOLDER``: SmolLM2-135M-Instruct with the layers of an 8B model.
 2. ``head FOLDER``: the small model answers questions, an EAGLE-3 head learns from them for some
@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from shutil import rmtree
 from typing import Annotated, Any
 
 import typer
@@ -59,22 +60,30 @@ def head(
     from benchmarks.gpu.rival.training import train_for
     from examples.smollm2.cache import cached_folder
 
-    _say("answers", **write_answers(cached_folder(), folder / "answers", texts, answer, at_once))
+    answers, small = folder / "answers", folder / "small-eagle3"
+    if not answers.is_dir():
+        partial = folder / "answers.partial"
+        rmtree(partial, ignore_errors=True)
+        _say("answers", **write_answers(cached_folder(), partial, texts, answer, at_once))
+        partial.rename(answers)
+    for old in folder.glob("small-eagle3*"):  # of a run that was ended
+        rmtree(old)
     begun = time.monotonic()
-    record = train_for(seconds, folder / "answers", folder / "small-head", tokens, batch)
+    record = train_for(seconds, answers, small, tokens, batch)
     _say("training", **record, seconds=round(time.monotonic() - begun, 1))
-    write_grown_head(folder / "small-head", folder / "head", times, width)
-    _say("head", folder=str(folder / "head"))
+    write_grown_head(small, folder / "eagle3", times, width)
+    _say("head", folder=str(folder / "eagle3"))
 
 
 @app.command()
 def compare(
     folder: Folder,
     out: Annotated[Path, typer.Option(help="Folder for the results.")],
+    kind: Annotated[str, typer.Option(help="Of the head: its folder.")] = "eagle3",
     chains: Annotated[str, typer.Option(help="As bench takes them.")] = "3:probabilistic:block",
     trees: Annotated[str, typer.Option(help="80 GB have room for four engines.")] = "served,lookup",
     batches: str = "1,8,32",
-    temperatures: str = "0,1",
+    temperatures: str = "0,1,0.6",
     prompts: int = 12,
     tokens: int = 64,
     rounds: int = 2,
@@ -91,11 +100,11 @@ def compare(
     from sequoia_vllm.measuring.engines import EngineSpec
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
-    target, head = str(folder / "target"), str(folder / "head")
+    target, head = str(folder / "target"), str(folder / kind)
     questions = encode_prompts(load_prompts(_QUESTIONS), load_tokenizer(target), raw=False)
     settings = BenchSettings(
         EngineSpec(target, head, kv_cache_gib=cache_gib, dtype=dtype),
-        methods=tuple(methods(head, chains.split(","), trees.split(","))),
+        methods=tuple(methods(head, chains.split(","), trees.split(",") if trees else [])),
         prompts=tuple(questions[:prompts]),
         batch_sizes=tuple(map(int, batches.split(","))),
         temperatures=tuple(map(float, temperatures.split(","))),
