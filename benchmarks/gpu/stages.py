@@ -58,7 +58,9 @@ def compare_methods(run: ItemRun, **options: Any) -> None:
             make(folder)
     found = folder / "found" / run.name
     rmtree(found, ignore_errors=True)
-    compare(folder, found, **options)
-    for file in sorted(found.glob("*.jsonl")):
-        lines = file.read_text("utf-8").splitlines()
-        run.record(file.stem, {"lines": [json.loads(line) for line in lines]})
+    try:
+        compare(folder, found, **options)
+    finally:  # also where its time is over
+        for file in sorted(found.glob("*.jsonl")):
+            lines = file.read_text("utf-8").splitlines()
+            run.record(file.stem, {"lines": [json.loads(line) for line in lines]})

@@ -1,6 +1,7 @@
 """The program for half an hour with a GPU, from its first to its last line."""
 
 import io
+import json
 import os
 import sys
 from contextlib import redirect_stdout
@@ -15,12 +16,14 @@ from benchmarks.gpu.sizes import TINY
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from tests.support.memory_checks import VARIABLE
+from tests.support.models import MODELS, TARGET
 from tests.support.on_gpu import call_on_gpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 # `tests/gpu_check` runs the kernels' check.
-WITH_ENGINES = [item.name for item in ITEMS if item.name != KERNELS and item.is_tiny]
+REHEARSED = [item for item in ITEMS if item.name != KERNELS and item.is_tiny]
+WITH_ENGINES = [item.name for item in REHEARSED if item.needs_gpus == 1]
 
 
 def run_all(folder: str, names: list[str]) -> dict[str, Any]:
@@ -37,6 +40,22 @@ def run_all(folder: str, names: list[str]) -> dict[str, Any]:
         print(printed.getvalue(), file=sys.stderr)
         found[f"{turn} table"] = printed.getvalue()
     return found
+
+
+def compare_heads(folder: str, kind: str) -> list[dict[str, Any]]:
+    """`rival compare` over an embedded head; the lines of its results."""
+    from benchmarks.gpu.rival.__main__ import compare
+
+    out = Path(folder) / "found"
+    (Path(folder) / "target").symlink_to(TARGET)
+    (Path(folder) / kind).symlink_to(MODELS / kind)
+    compare(
+        Path(folder), out, kind=kind, chains="3:probabilistic:block", trees="6x2", batches="2",
+        temperatures="0", prompts=2, tokens=16, rounds=1, rates="20", arriving=0.1,
+        arriving_rounds=1, cache_gib=0.05, dtype="float32",
+    )  # fmt: skip
+    files = [out / f"{name}.jsonl" for name in ("bench", "arrivals")]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +132,22 @@ def test_a_profile_for_the_library_comes_of_it(folder, results):
     cost = CostModel(profile)
     assert cost.max_tokens(TINY.batches[-1]) == TINY.drafts[-1] + 1
     assert cost.target_seconds(1, 1) > 0
+
+
+def test_two_gpus_are_timed(tmp_path):
+    [name] = [item.name for item in REHEARSED if item.needs_gpus > 1]
+    found = call_on_gpu(run_all, tmp_path, folder=str(tmp_path / "out"), names=[name])
+    item = Results(tmp_path / "out" / FILE).of(name)
+    assert (found["first"], item.state, item.errors) == (0, "done", {})
+    assert item.parts[f"kernels, {TINY.drafts[-1]} drafts"]["kernels"]
+
+
+def test_a_dflash_head_is_compared_in_trees_and_in_vllms_chain(tmp_path):
+    """As `rival-dflash` does it with a head that was trained on the card."""
+    bench, *arrivals = call_on_gpu(compare_heads, tmp_path, folder=str(tmp_path), kind="dflash")
+    names = ["plain vLLM", "chain of 3, probabilistic, block", "Sequoia 6x2"]
+    assert [row["method"] for row in bench["results"]] == names
+    _, chain, tree = bench["results"]
+    assert min(chain["tokens_per_step"], tree["tokens_per_step"]) > 1
+    assert bench["greedy"]["identical"] == bench["greedy"]["compared"] > 0
+    assert [line["method"] for line in arrivals] == names
