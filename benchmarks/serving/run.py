@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.loads import Load, make_loads, server_options, write_prompts
-from benchmarks.serving.server import ServingError, bench_serve, running_server
+from benchmarks.serving.server import (
+    ServingError,
+    bench_serve,
+    running_server,
+    server_environment,
+)
 from benchmarks.serving.table import Rounds, make_markdown, make_rows, make_summary
 from sequoia_vllm.cli.common import note, progress_bar
 from sequoia_vllm.json_input import read_json
@@ -127,7 +132,11 @@ class Run:
 def _provenance() -> dict[str, Any]:
     from sequoia_vllm.measuring.provenance import provenance
 
-    return provenance(argv=["python", "-m", "benchmarks.serving", *sys.argv[1:]])
+    preloaded = server_environment(Path())["LD_PRELOAD"].split(":")
+    return provenance(
+        argv=["python", "-m", "benchmarks.serving", *sys.argv[1:]],
+        preloaded=[Path(library).name for library in preloaded if library],
+    )
 
 
 def _read(file: Path) -> Any:

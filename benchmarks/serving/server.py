@@ -32,7 +32,7 @@ def running_server(model: str, options: list[str], log: Path, trees: Path) -> It
     with engines_end_here(), log.open("w") as output:
         process = subprocess.Popen(
             [*command, "--host=127.0.0.1", f"--port={port}"],
-            env=_environment(trees), stdout=output, stderr=subprocess.STDOUT,
+            env=server_environment(trees), stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         _wait_until_healthy(url := f"http://127.0.0.1:{port}", process, log)
         yield url
@@ -55,7 +55,7 @@ def bench_serve(options: list[str], log: Path) -> dict[str, Any]:
     return result
 
 
-def _environment(trees: Path) -> dict[str, str]:
+def server_environment(trees: Path) -> dict[str, str]:
     """This process's, with Intel's OpenMP where it is installed, on all cores we may use."""
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     return {

@@ -25,6 +25,7 @@ _COLUMNS = (
 )  # fmt: skip
 _SHORT = {"plain": "plain vLLM", "chain": "vLLM's chain of 4", "sequoia": "Sequoia"}
 # vLLM's stochastic chain samples wrongly on CPU builds without Triton: vllm-project/vllm#55005.
+_NOT_COUNTED = "chain", "T = 1"
 _WRONG = "[wrong output](#vllms-chain-on-cpus)"
 
 
@@ -56,7 +57,7 @@ def make_summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the table of docs/benchmarks.md: E2E in seconds, tokens/s, the best in bold."""
     loads: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        if (row["variant"], row["load"][-5:]) != ("chain", "T = 1"):
+        if (row["variant"], row["load"][-5:]) != _NOT_COUNTED:
             loads.setdefault(row["load"], {})[row["variant"]] = row
     columns = ("arrivals", *_SHORT.values(), "over plain: answers, tokens/s")
     return markdown_table(columns, [_short_cells(*load) for load in loads.items()])
@@ -74,9 +75,9 @@ def _short_cells(load: str, found: Mapping[str, Mapping[str, Any]]) -> list[str]
             tokens = f"**{tokens}**" if row is most else tokens
             cells.append(f"{seconds} ({low:.1f} to {high:.1f}); {tokens}")
         else:
-            cells.append(_WRONG if load.endswith("T = 1") else "")
+            cells.append(_WRONG if (name, load[-5:]) == _NOT_COUNTED else "")
     ratios = [found.get("sequoia", {}).get(f"{name}_of_plain") for name in ("e2e", "tokens")]
-    return [*cells, ", ".join("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)]
+    return [*cells, ", ".join(f"{ratio:.2f}x" for ratio in ratios if ratio is not None)]
 
 
 def make_markdown(rows: Sequence[Mapping[str, Any]]) -> str:

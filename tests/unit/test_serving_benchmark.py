@@ -73,8 +73,10 @@ def call(folder, *options: str, code: int = 0) -> str:
 
 
 class TestRun:
-    def test_one_server_per_variant_and_round(self, tmp_path, machine):
+    def test_one_server_per_variant_and_round(self, tmp_path, machine, monkeypatch):
         started = machine()
+        library = {"LD_PRELOAD": "/lib/libiomp5.so"}
+        monkeypatch.setattr(module, "server_environment", lambda trees: library)
         text = call(tmp_path, "--rounds=2")
         assert len(started.servers) == 6
         assert len(started.sent) == 6 * 6 * 2  # each load after its warm-up
@@ -82,7 +84,9 @@ class TestRun:
         assert speculative[0][0] != "--speculative-config"
         assert json.loads(speculative[2][2]) == {"method": "sequoia", "model": "draft"}
         assert text.count("| plain |") == text.count("| sequoia |") == 6
-        assert json.loads((tmp_path / "table.json").read_text())["settings"] == SETTINGS
+        table = json.loads((tmp_path / "table.json").read_text())
+        assert table["settings"] == SETTINGS
+        assert table["provenance"]["preloaded"] == ["libiomp5.so"]
         assert call(tmp_path, "--table-only") == (tmp_path / "table.md").read_text()
 
     def test_goes_on_where_it_ended(self, tmp_path, machine):
