@@ -222,7 +222,7 @@ def test_tune_then_auto(draft, tmp_path, monkeypatch):
     assert [estimate["batch_size"] for estimate in report["estimates"]] == [1, 2]
     assert entry.acceptance_source == entry.profile.source == "measured"
     files = TreeLibrary().measurements(PairKey(report["device"], TARGET, draft, "float32"))
-    assert AcceptanceFile.load(files.acceptance).calibration.stopped_by == "tokens"
+    assert AcceptanceFile.load(files.acceptance).calibration.trees > 0
     assert Profile.load(files.profile).target == TARGET
     auto = {"method": "sequoia", **draft_option(draft), "tree": "auto"}
     config = EngineArgs(
