@@ -124,6 +124,9 @@ class SequoiaConfig(_Strict):
     """Where the last tokens of a request's text occurred in it before, draft what followed them
     there first, beside what the drafter predicts. It helps answers that repeat what was said:
     edits, extraction, code."""
+    recycling: bool = True
+    """With "lookup": draft what the target's logits said of each token before, in any request.
+    False: requests learn nothing of each other, and only their own texts tell what to draft."""
     verification: MethodName | None = None
     """How sampled trees are verified; output has the target's law by either. With "sequoia" by the
     paper's Algorithm 2, one decision after another. With "traversal" whole paths at once (arXiv
@@ -213,7 +216,7 @@ class SequoiaConfig(_Strict):
         """The keys that are vLLM's own, as given."""
         ours = {
             "method", "model", "drafter", "tree", "acceptance", "num_speculative_tokens",
-            "draft_vocabulary", "retrieval", "verification", "adapt", "offload",
+            "draft_vocabulary", "retrieval", "recycling", "verification", "adapt", "offload",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 

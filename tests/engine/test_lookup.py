@@ -1,13 +1,25 @@
 """What followed before tells what follows, on both runners: without a model, and beside one."""
 
 import pickle
+import random
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.engines import lookup_trees, metric, running, whole_trees
+from sequoia_vllm.adaptation.controller import DraftController
+from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from tests.support.engines import (
+    lookup_trees,
+    metric,
+    runner_of,
+    running,
+    tokens_of,
+    whole_trees,
+)
 from tests.support.generating import TINY, generate, random_prompts, save_related_pair
 from tests.support.heads import save_mimo
 from tests.support.models import prompts
@@ -53,6 +65,71 @@ def test_what_followed_before_is_accepted(answers):
     per_tree = {name: answers[name].get("counts", {}).get("tokens_per_tree") for name in answers}
     assert per_tree["lookup"] > 1.3
     assert per_tree["beside"] > 1.05 * per_tree["draft"]
+
+
+def requests_with_grammars() -> list[SamplingParams]:
+    """Greedy, seeded, and one that asks for no drafts; and one without a grammar."""
+    sums = {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3,8}( \+ [a-z0-9]{1,5})*")}
+    return [
+        SamplingParams(temperature=0, max_tokens=16, **sums),
+        SamplingParams(temperature=0.8, seed=2, max_tokens=16, **sums),
+        SamplingParams(temperature=0, max_tokens=12, extra_args={MOST_DRAFTS: 0}, **sums),
+        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
+    ]
+
+
+def generate_restricted() -> dict[str, Any]:
+    """Requests with grammars; and while the engine changes how much is drafted, to none and back.
+
+    Each decision is kept with the tokens that drafts gave until then.
+    """
+    params, texts = requests_with_grammars(), [3 * text for text in prompts(4)]
+    found = {"plain": generate(None, texts, params)}
+    found["trees"] = generate(lookup_trees(size=8), texts, params)
+    number, decided, gained = random.Random(0), [], 0
+
+    def observe(controller: DraftController, step: Any) -> None:
+        nonlocal gained
+        gained += step.gained
+        drafts = number.choice([0, 1, 3, 7])
+        controller.lookup[:] = [drafts] * len(controller.lookup)
+        decided.append((drafts, gained))
+
+    with patched(DraftController, "observe", observe):
+        found["changing"] = generate(lookup_trees(size=8, adapt=True), texts, params)
+    return {**found, "decided": decided}
+
+
+@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.nightly)])
+def restricted(request, tmp_path_factory):
+    if request.param == "V2":
+        return call_on_v2(generate_restricted, tmp_path_factory.mktemp("restricted"))
+    return generate_restricted()
+
+
+@pytest.mark.parametrize("name", ["trees", "changing"])
+def test_grammars_are_followed_whatever_is_drafted(name, restricted):
+    assert restricted[name]["tokens"] == restricted["plain"]["tokens"]
+    assert restricted[name]["counts"]["tokens_per_tree"] > 1.05
+
+
+def test_drafts_are_accepted_again_after_the_engine_drafted_nothing(restricted):
+    before = next(gained for drafts, gained in restricted["decided"] if drafts == 0)
+    assert restricted["decided"][-1][1] > before
+
+
+def test_requests_learn_nothing_of_each_other_without_recycling():
+    """The table stays empty; what is accepted was in the request's own text."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    texts, accepted, tokens = [3 * text for text in prompts(2)], [], []
+    for config in (lookup_trees(), lookup_trees(recycling=False)):
+        with running(config) as llm:
+            tokens.append(tokens_of(llm.generate(texts, params, use_tqdm=False)))
+            accepted.append(metric(llm, "vllm:spec_decode_num_accepted_tokens"))
+            table = runner_of(llm).drafter.drafter._successors.table
+            assert (table.max() >= 0) == ("recycling" not in config)
+    assert tokens[0] == tokens[1]
+    assert accepted[0] > accepted[1] > 0
 
 
 def answers_of_arriving(llm: Any, texts: list[Any]) -> dict[str, list[int]]:

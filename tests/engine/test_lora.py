@@ -7,7 +7,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.support.adapters import RANK, save_adapter
-from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.engines import lookup_trees, metric, running, sequoia, tokens_of
 from tests.support.models import prompts
 from tests.support.on_v2 import call_on_v2
 
@@ -17,7 +17,9 @@ LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 
 
 def generate_with_adapters(folder: str, max_tokens: int) -> dict[str, Any]:
-    """Plain vLLM without adapters; and plain, and trees: none, one and another in turn.
+    """Plain vLLM without adapters; and plain, and trees with a draft and without.
+
+    Requests have no adapter, one and another in turn.
 
     Greedy and seeded. The second time the prefix cache has each adapter's prompts.
     """
@@ -40,20 +42,22 @@ def generate_with_adapters(folder: str, max_tokens: int) -> dict[str, Any]:
         return tokens_of(found)
 
     answers: dict[str, Any] = {}
-    for name, config in (("plain", None), ("trees", sequoia())):
+    for name, config in (("plain", None), ("trees", sequoia()), ("lookup", lookup_trees())):
         with running(config, **LORA) as llm:
             answers[name] = [generate(llm, [None, first, second] * 2, seed) for seed in (0, 0, 7)]
             if config is None:
                 answers["without"] = generate(llm, None, 0)
-            answers["accepted"] = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+            accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+            answers[f"accepted by {name}"] = accepted
     return answers
 
 
 def check(answers: dict[str, Any], max_tokens: int) -> None:
     # (On CPUs, vLLM's kernels give a request without an adapter the last one of the batch.)
     assert all(answers["plain"][0][row] != answers["without"][row] for row in (1, 2, 4, 5))
-    assert answers["trees"] == answers["plain"]
-    assert answers["accepted"] > max_tokens
+    for name in ("trees", "lookup"):
+        assert answers[name] == answers["plain"], name
+        assert answers[f"accepted by {name}"] > max_tokens, name
 
 
 def test_adapters_and_none_in_one_batch(tmp_path):

@@ -32,7 +32,7 @@ from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.worker import worker_base
 from sequoia_vllm.hardware.support import kinds_of, refusal
 from sequoia_vllm.tree import TokenTree
-from tests.support.engines import lookup_trees, running, sequoia
+from tests.support.engines import running, sequoia
 from tests.support.models import DRAFT, TARGET, save_llama
 
 plugin.register()
@@ -142,10 +142,6 @@ def test_models_that_are_served():
 def test_draft_vocabulary(tmp_path):
     save_llama(tmp_path, seed=0, vocab_size=512)
     refused("not both bring a tokenizer", speculative_config=sequoia(draft=tmp_path))
-
-
-def test_adapters_where_one_table_drafts_for_all():
-    refused("drop --enable-lora", speculative_config=lookup_trees(), enable_lora=True)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The table that drafts without a model come from."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,3 +44,29 @@ def test_many_rows_are_thinned_out():
     successors.learn(torch.arange(rows) % 2, torch.zeros(rows, V))
     assert after(successors, 0) != {}
     assert after(successors, 1) == {}
+
+
+def test_adapters_have_tables_of_their_own():
+    """Of two, the one that was not used for longest gives its table to a third, emptied."""
+    successors = Successors(V, torch.float32, torch.device("cpu"), adapters=2)
+    token = torch.tensor([3])
+
+    def known(adapter: int) -> list[int]:
+        """What follows the token, the likeliest first."""
+        rows = torch.from_numpy(successors.first_rows(np.array([adapter])))
+        [row] = successors.logits(token, rows)
+        return row.topk(2).indices.tolist() if row.max() > OTHERS else []
+
+    ids = np.array([7, 0, 9, 7])
+    rows = torch.from_numpy(successors.first_rows(ids))
+    assert rows[0] == rows[3]
+    assert len(set(rows.tolist())) == 3
+    for adapter, best in ((7, 5), (0, 11), (9, 16)):
+        logits = torch.zeros(1, V)
+        logits[0, best], logits[0, best + 1] = 2, 1
+        rows = torch.from_numpy(successors.first_rows(np.array([adapter])))
+        successors.learn(token, logits, rows)
+    assert [known(adapter) for adapter in (9, 0, 7)] == [[16, 17], [11, 12], [5, 6]]
+    assert known(4) == []  # in the place of 9
+    assert [known(adapter) for adapter in (0, 7)] == [[11, 12], [5, 6]]
+    assert known(9) == []

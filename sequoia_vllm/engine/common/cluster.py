@@ -85,6 +85,7 @@ def decisions(vllm_config: Any) -> dict[str, str]:
         "draft with another vocabulary": "yes" if settings.maps_vocabulary else "no",
         "draft_vocabulary": f"checksum {crc32(repr(settings.draft_tokens).encode()):08x}",
         "retrieval": "yes" if settings.retrieval else "no",
+        "recycling": "yes" if settings.recycling else "no",
         "adapts": "no" if settings.adapts_as is None else "yes",
     }
 

@@ -34,7 +34,8 @@ class SequoiaSettings:
     versions: dict[str, str]  # plugin's and vLLM's versions where the engine was configured
     context_rule: tuple[int, int] | None = None  # a `ContextRule`, as plain data
     retrieval: bool = True
-    verification: str = DEFAULT_METHOD  # see `SequoiaConfig` for this and the one before it
+    recycling: bool = True
+    verification: str = DEFAULT_METHOD  # see `SequoiaConfig` for this and the two before it
     adapts_as: str | None = None
     """Name of the file that keeps what the engine learns of how much to draft; None: it drafts as
     configured."""

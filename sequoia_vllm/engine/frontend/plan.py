@@ -98,6 +98,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         versions=dict(facts.versions),
         context_rule=(*rule,) if rule else None,
         retrieval=config.retrieval,
+        recycling=config.recycling,
         verification=config.verification or usual_method(facts.on_cpu),
         adapts_as=facts.file_name if config.adapts else None,
         expected_speedup=choice.gain.speedup,

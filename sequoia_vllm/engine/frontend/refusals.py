@@ -156,8 +156,6 @@ def _drafter_reasons(vllm_config: Any) -> list[str]:
         fix += f', or give "drafter": "{own}"' if own else ""
         return _present(
             {
-                f"adapters change what follows a token, and {kind.name} has one table for all: "
-                f"drop --enable-lora, or {fix}": vllm_config.lora_config is not None,
                 f"{kind.name} drafts for targets that read text alone: {fix}": (
                     model.is_multimodal_model or model.uses_mrope
                 ),

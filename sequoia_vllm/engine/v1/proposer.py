@@ -142,7 +142,8 @@ class TreeProposerV1(DraftModelProposer):
             self._look_back(committed)
         if isinstance(self.drafter, TextDrafterV1):
             with self.runner.stats.timed("draft", len(counts), len(counts)):
-                return self.drafter.logits(torch.from_numpy(committed.tokens[last]))
+                tokens = torch.from_numpy(committed.tokens[last])
+                return self.drafter.logits(tokens, self._adapters(requests))
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
         starts[1:] = last + 1
         seq_lens = committed.positions[last] + 1
@@ -185,7 +186,15 @@ class TreeProposerV1(DraftModelProposer):
     def learn(self, scored: Tensor, logits: Tensor) -> None:
         """Shows a draft without a model the target's logits after these rows of the step."""
         if isinstance(self.drafter, TextDrafterV1):
-            self.drafter.learn(self.runner.input_ids.gpu[scored], logits)
+            ends = self.runner.query_start_loc.np[1 : self.runner.input_batch.num_reqs + 1]
+            requests = np.searchsorted(ends, scored.numpy(), side="right")
+            tokens = self.runner.input_ids.gpu[scored]
+            self.drafter.learn(tokens, logits, self._adapters(requests))
+
+    def _adapters(self, requests: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Ids of the requests' LoRA adapters; 0: none."""
+        adapters: NDArray[np.int64] = self.runner.input_batch.request_lora_mapping[requests]
+        return adapters
 
     def _leave_out_before_windows(self, slots: Tensor, committed: CommittedTokens) -> None:
         """Takes away the slots, in place, of tokens that no later token's sliding window reaches.
@@ -267,7 +276,8 @@ class TreeProposerV1(DraftModelProposer):
         """
         if isinstance(self.drafter, TextDrafterV1):
             with self.runner.stats.timed("draft", len(tokens), tokens.numel()):
-                return self.drafter.logits(tokens.flatten())
+                adapters = np.repeat(self._adapters(requests), tokens.shape[1])
+                return self.drafter.logits(tokens.flatten(), adapters)
         rows = self._rows[: tokens.numel()].view(tokens.shape)
         nodes = slice(level.first, level.first + level.width)
         # Contiguous: vLLM's kernels read them without looking at strides.

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
 
@@ -18,9 +20,13 @@ class TextDrafterV1(ABC):
         """Allocates what it needs."""
 
     @abstractmethod
-    def learn(self, tokens: Tensor, logits: Tensor) -> None:
-        """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]`` of one step."""
+    def learn(self, tokens: Tensor, logits: Tensor, adapters: NDArray[np.int64]) -> None:
+        """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]`` of one step.
+
+        Args:
+            adapters: ``[R]``: id of the LoRA adapter of each row's request; 0: none.
+        """
 
     @abstractmethod
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Logits ``[R, V]`` after tokens int64 ``[R]``."""
+    def logits(self, tokens: Tensor, adapters: NDArray[np.int64]) -> Tensor:
+        """Logits ``[R, V]`` after tokens int64 ``[R]``; ``adapters`` as in `learn`."""

@@ -193,10 +193,12 @@ class TreeRunner(GPUModelRunner):
 
     # Until: vLLM's V2 runner maps all rows of logits to adapters.
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
-        """Calls vLLM's, and tells LoRA adapters each request's rows of logits."""
+        """Calls vLLM's; adapters are told each request's rows of logits, the draft adapters."""
         batch = super().prepare_inputs(*args, **kwargs)
         if self.lora_config is not None:
             self.lora_state.expect_rows(np.diff(batch.cu_num_logits_np))
+            slots = batch.idx_mapping_np
+            self.speculator.drafter.note_adapters(slots, self.lora_state.lora_ids[slots])
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
@@ -71,6 +73,9 @@ class TreeDrafter(DraftModel):
 
     def allocate(self, target_model: torch.nn.Module) -> None:
         """Allocates what it needs on the device besides the loaded model."""
+
+    def note_adapters(self, slots: NDArray[np.int32], adapters: NDArray[np.int32]) -> None:
+        """Notes ids of the LoRA adapters of a step's requests, by slot; 0: none."""
 
     def new_growth(self, **shared: Any) -> TreeGrowth:
         """Makes the `TreeGrowth`; ``shared`` has all arguments except the model."""

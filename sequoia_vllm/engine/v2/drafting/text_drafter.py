@@ -30,5 +30,9 @@ class TextDrafter(TreeDrafter):
         raise NotImplementedError
 
     @abstractmethod
-    def learn(self, tokens: Tensor, logits: Tensor) -> None:
-        """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]``, not to be changed."""
+    def learn(self, tokens: Tensor, logits: Tensor, slots: Tensor) -> None:
+        """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]``, not to be changed.
+
+        Args:
+            slots: int32 ``[R]``: the slot of each row's request.
+        """

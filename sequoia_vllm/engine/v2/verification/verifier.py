@@ -103,7 +103,8 @@ class TreeVerifierV2(RejectionSampler):
             invalid_drafts: bool ``[rows]``: drafts that a grammar excludes.
         """
         if isinstance(drafter := self._speculator.drafter, TextDrafter):
-            drafter.learn(input_batch.input_ids[input_batch.logits_indices], logits)
+            tokens = input_batch.input_ids[input_batch.logits_indices]
+            drafter.learn(tokens, logits, input_batch.expanded_idx_mapping)
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         processed: list[Tensor] | None = [] if self._reports_processed(input_batch) else None
         verified = self._verify_batch(logits, input_batch, invalid_drafts, processed)
