@@ -1,0 +1,177 @@
+"""Tokens per step by kind of question and by drafter; they do not depend on the machine's load.
+
+    python -m benchmarks.echo_kinds "$(python -m examples.smollm2)" echo-kinds.json
+
+Trees are whole: nothing adapts, so no measured time decides how much is drafted. An answer counts
+up to its end. vLLM's chains run greedily alone on CPUs where they sample wrongly. What remembers
+other requests' answers gets a new engine for each row: it would know the questions.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.markdown import markdown_table
+from sequoia_vllm.bench.engines import BenchEngine, open_engines
+from sequoia_vllm.bench.methods import Kind, Method, chain_of_words, plain
+from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, batches
+from sequoia_vllm.bench.run import chain_samples_wrongly
+from sequoia_vllm.file_hash import file_hash
+from sequoia_vllm.measuring.engines import EngineSpec
+from sequoia_vllm.measuring.provenance import model_hashes, provenance
+from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
+
+FILES = [Path("examples/smollm2", name) for name in ("echoes.jsonl", "questions.jsonl")]
+NODES = 16
+TREE = {"method": "sequoia", "adapt": False, "tree": {"size": NODES, "depth": 8}}
+SUFFIX_DRAFTS = 15
+Answer = tuple[list[int], list[int]]
+"""Token ids up to the end, and how many tokens each step of the request gave."""
+
+
+def echo_kinds(
+    target: str,
+    out: Path,
+    draft: str = "examples/models/smollm2-draft",
+    kinds: str = "quote,edit,JSON,multi-turn,chat,arithmetic",
+    per_kind: Annotated[int, typer.Option(help="The first so many of each kind.")] = 4,
+    max_tokens: int = 32,
+    cases: Annotated[str, typer.Option(help="Requests at once, and temperature.")] = (
+        "8:0,8:0.6,8:1"
+    ),
+    methods: Annotated[str, typer.Option(help="Trees, and vLLM's chains.")] = (
+        "lookup,draft,drawn,5:ngram,suffix,4,3:ngram,2,4:ngram,2:ngram"
+    ),
+) -> None:
+    """Measures every drafter on every kind of question, and writes JSON after each engine."""
+    of_kind, ids = _questions(target, kinds.split(","), per_kind)
+    run = [EngineCase(int(n), float(t)) for n, t in (case.split(":") for case in cases.split(","))]
+    settings = BenchSettings(
+        EngineSpec(target, draft, dtype="float32", enforce_eager=True, kv_cache_gib=0.25),
+        methods=(plain(), *(_method(draft, word) for word in methods.split(","))),
+        prompts=tuple(ids),
+        batch_sizes=tuple({case.batch_size for case in run}),
+        max_tokens=max_tokens,
+        sampled_chains=not chain_samples_wrongly(),
+    )
+    end = load_tokenizer(target).eos_token_id
+    rows: list[dict[str, Any]] = []
+    found = {
+        **provenance(command="python -m benchmarks.echo_kinds"),
+        "models": {Path(model).name: model_hashes(model) for model in (target, draft)},
+        "prompts": {file.name: file_hash(file) for file in FILES},
+        "settings": {"per_kind": per_kind, "max_tokens": max_tokens, "trees": TREE},
+        "rows": rows,
+    }
+    expected: list[list[int]] = []  # plain vLLM's answers
+    for method in settings.methods:
+        its_cases = [case for case in run if method in settings.methods_in(case)]
+        for some in _of_one_engine(method, its_cases):
+            with open_engines([method], settings.engine, settings.engine_options(), print) as one:
+                for case in some:
+                    got = _generate(one[method.name], ids, case, max_tokens, end)
+                    expected = expected or [answer for answer, _ in got]
+                    for kind in dict.fromkeys(of_kind):
+                        its = [row for row, other in enumerate(of_kind) if other == kind]
+                        line = {"method": method.name, "kind": kind, **vars(case)}
+                        line |= _summed([got[row] for row in its])
+                        if case.temperature == 0:
+                            line["plain_answers"] = sum(got[row][0] == expected[row] for row in its)
+                        rows.append(line)
+                        print(json.dumps(line), flush=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    for case in run:
+        print(f"{case}\n{_table([row for row in rows if vars(case).items() <= row.items()])}")
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    """Tokens per step, a line for each kind of question, with standard errors."""
+    methods, kinds = (list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "kind"))
+    said = {
+        (row["kind"], row["method"]): f"{row['tokens_per_step']:.2f} ± {row['error']:.2f}"
+        for row in rows
+    }
+    lines = ([kind, *(said[kind, method] for method in methods)] for kind in kinds)
+    return markdown_table(["tokens per step", *methods], lines)
+
+
+def _method(draft: str, word: str) -> Method:
+    """A tree of one size, all of it drafted: with a draft or without; or vLLM's chain."""
+    trees: dict[str, tuple[str, dict[str, Any]]] = {
+        "lookup": ("Sequoia, lookup", {"drafter": "lookup"}),
+        "draft": ("Sequoia", {"model": draft}),
+        "drawn": ("Sequoia, no retrieval", {"model": draft, "retrieval": False}),
+    }
+    if word in trees:
+        name, keys = trees[word]
+        return Method(name, Kind.SEQUOIA, TREE | keys, NODES - 1)
+    if word == "suffix":
+        config = {"method": "suffix", "num_speculative_tokens": SUFFIX_DRAFTS}
+        return Method("suffix chain", Kind.CHAIN, config, SUFFIX_DRAFTS)
+    return chain_of_words(draft, word)
+
+
+def _of_one_engine(method: Method, cases: list[EngineCase]) -> list[list[EngineCase]]:
+    """Groups the cases by engine; plain decoding runs once, to compare greedy answers."""
+    if method.kind is Kind.PLAIN:
+        return [[case] for case in cases if case.temperature == 0][:1]
+    remembers = "suffix" in method.name or "lookup" in method.name
+    return [[case] for case in cases] if remembers else [cases]
+
+
+def _questions(target: str, kinds: list[str], count: int) -> tuple[list[str], list[list[int]]]:
+    """The kinds of the first questions of each kind, and their token ids."""
+    lines = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
+    prompts = [prompt for file in FILES for prompt in load_prompts(file)]
+    of_kind = {kind: [n for n, line in enumerate(lines) if line["kind"] == kind] for kind in kinds}
+    chosen = [(kind, prompts[n]) for kind, its in of_kind.items() for n in its[:count]]
+    tokenizer = load_tokenizer(target)
+    return [kind for kind, _ in chosen], encode_prompts([one for _, one in chosen], tokenizer)
+
+
+def _generate(
+    engine: BenchEngine, prompts: list[list[int]], case: EngineCase, max_tokens: int, end: int
+) -> list[Answer]:
+    made = [
+        engine.generate(batch, case.temperature, max_tokens)
+        for batch in batches(prompts, case.batch_size)
+    ]
+    answers = [
+        (ids, [step.tokens[row] for step in one.arrivals if step.tokens[row]])
+        for one in made
+        for row, ids in enumerate(one.token_ids)
+    ]
+    return [
+        (ids[: ids.index(end) + 1] if end in ids else ids, steps)
+        for ids, steps in answers[: len(prompts)]
+    ]
+
+
+def _summed(answers: Iterable[Answer]) -> dict[str, float]:
+    """Tokens per step of all answers, with its standard error by question (of a ratio)."""
+    counts = [_counted(steps, len(ids)) for ids, steps in answers]
+    tokens, steps = map(sum, zip(*counts, strict=True))
+    mean, n = tokens / steps, len(counts)
+    spread = sum((a - mean * b) ** 2 for a, b in counts) * n / max(1, n - 1)
+    error = math.sqrt(spread) / steps
+    return {"tokens_per_step": round(mean, 4), "error": round(error, 4), "steps": steps}
+
+
+def _counted(steps: list[int], length: int) -> tuple[int, int]:
+    """Tokens behind the first one, which came with the prompt, and the steps that gave them.
+
+    The last step counts whole, as a longer answer would take all of it.
+    """
+    received, used = steps[0], 0
+    while received < length:
+        used += 1
+        received += steps[used]
+    return received - steps[0], used
+
+
+if __name__ == "__main__":
+    typer.run(echo_kinds)
