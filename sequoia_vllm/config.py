@@ -127,6 +127,11 @@ class SequoiaConfig(_Strict):
     recycling: bool = True
     """With "lookup": draft what the target's logits said of each token before, in any request.
     False: requests learn nothing of each other, and only their own texts tell what to draft."""
+    dynamic_tree: bool | None = None
+    """On CPUs with a draft model: greedy requests and those with a seed score the nodes that are
+    likeliest by what the draft says in this step, instead of a fixed topology: as many nodes, and
+    no more levels. Other requests have the tree. None: false, as on GPUs. Small targets lose by it,
+    as a step takes longer."""
     verification: MethodName | None = None
     """How sampled trees are verified; output has the target's law by either. With "sequoia" by the
     paper's Algorithm 2, one decision after another. With "traversal" whole paths at once (arXiv
@@ -216,7 +221,8 @@ class SequoiaConfig(_Strict):
         """The keys that are vLLM's own, as given."""
         ours = {
             "method", "model", "drafter", "tree", "acceptance", "num_speculative_tokens",
-            "draft_vocabulary", "retrieval", "recycling", "verification", "adapt", "offload",
+            "draft_vocabulary", "retrieval", "recycling", "dynamic_tree", "verification", "adapt",
+            "offload",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 

@@ -18,6 +18,9 @@ _POOLED = 8.0
 class FadingAcceptance:
     """p[depth][child] of one tree (paper, Assumption 3.1), under the method that verifies.
 
+    Dynamic trees have a node where the draft is sure of it. Their acceptance by child would not be
+    a static tree's. So it is counted by node, in the order in which nodes are cut.
+
     Args:
         tree: The engine's tree; engines may draft a prefix of it.
         prior: Acceptance of positions that were never offered, for example an earlier, wider
@@ -37,6 +40,7 @@ class FadingAcceptance:
         self._vector_trees = prior_trees
         self._expected: NDArray[np.float64] | None = None  # cached until counts change
         self._offered, self._accepted = np.zeros((2, tree.depth, tree.max_branch))
+        self._dynamic = np.zeros((2, tree.size))  # of dynamic trees: scored and accepted nodes
 
     def add(self, counts: TreeCounts) -> float:
         """Adds counts of the same tree; older ones fade.
@@ -47,7 +51,9 @@ class FadingAcceptance:
         self._expected = None
         kept = 0.5 ** (counts.trees / HALF_LIFE)
         self.trees = kept * self.trees + counts.trees
-        self._vector_trees = kept * self._vector_trees + counts.trees
+        static = counts.trees - int(counts.scored_nodes[0])
+        self._vector_trees = 0.5 ** (static / HALF_LIFE) * self._vector_trees + static
+        self._dynamic = kept * self._dynamic + [counts.scored_nodes, counts.accepted_nodes]
         self._offered = kept * self._offered + counts.offered
         self._accepted = kept * self._accepted + counts.accepted
         return kept
@@ -62,6 +68,7 @@ class FadingAcceptance:
         kept = min(1.0, trees / max(self.trees, 1.0))
         self.trees *= kept
         self._offered, self._accepted = kept * self._offered, kept * self._accepted
+        self._dynamic *= kept
         return kept
 
     def estimate(self) -> Acceptance:
@@ -86,13 +93,27 @@ class FadingAcceptance:
     def expected_tokens(self) -> NDArray[np.float64]:
         """Tokens per step of each prefix of the tree, ``[size]``; entry m has m drafts."""
         if self._expected is None:
-            self._expected = np.cumsum(self._tree.values(self.estimate()))
+            values = self._tree.values(self.estimate())
+            if (share := self._dynamic[0, 0] / max(self.trees, 1e-9)) > 0:
+                values = (1 - share) * values + share * self._dynamic_values(values)
+            self._expected = np.cumsum(values)
         return self._expected
+
+    def _dynamic_values(self, static: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How often each node of a dynamic tree is accepted, ``[size]``.
+
+        Rarely scored nodes borrow from the static tree's values, which are scaled to the others.
+        """
+        scored, accepted = self._dynamic
+        expected = (scored * static)[1:].sum()
+        scale = accepted[1:].sum() / expected if expected > 0 else 1.0
+        assumed = np.minimum(static * np.append(1.0, np.full(len(static) - 1, scale)), 1.0)
+        return (accepted + _POOLED * assumed) / (scored + _POOLED)
 
     def state(self) -> FadedCounts:
         """The counts in the form that `restore` takes."""
         return FadedCounts(
-            trees=round(self.trees, 3),
+            trees=round(self.trees - self._dynamic[0, 0], 3),
             vector_trees=round(self._vector_trees, 3),
             offered=self._offered.round(3).tolist(),
             accepted=self._accepted.round(3).tolist(),

@@ -23,7 +23,7 @@ class StateError(SequoiaError, ValueError):
 class FadedCounts(FileModel):
     """Counts of one workload (`FadingAcceptance`)."""
 
-    trees: float = Field(ge=0, description="Weight of its verified trees.")
+    trees: float = Field(ge=0, description="Weight of its verified static trees.")
     offered: list[list[float]] = Field(description="[depth][child], at their weight.")
     accepted: list[list[float]] = Field(description="[depth][child], at their weight.")
     vector: list[list[float]] = Field(

@@ -41,7 +41,7 @@ class _TreeBatch(ctypes.Structure):
             "table_stride", "ancestors_stride", "splits", "threads", "dtype", "window",
         )),
         ("scale", ctypes.c_float),
-        ("soft_cap", ctypes.c_float),
+        ("soft_cap", ctypes.c_float), ("one_tree", ctypes.c_bool),
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ class TreeAttentionBatch:
             ``context_lens + j``.
         num_nodes: int64 ``[B]``: nodes whose keys and values are in the cache: of others nothing
             is read.
-        ancestors: bool ``[Q, M]``: query q sees node j.
+        ancestors: bool ``[Q, M]``: query q sees node j; or ``[B, Q, M]``, of each request.
         max_keys: Slots of the longest request.
     """
 
@@ -108,9 +108,9 @@ class TreeAttentionBatch:
         self._batch = ctypes.byref(_TreeBatch(
             *(tensor.data_ptr() for tensor in self._tensors),
             batch, queries, shape.heads, shape.key_heads, shape.head_size, shape.block_size,
-            block_table.stride(0), self._tensors[4].stride(0), splits, threads,
+            block_table.stride(0), ancestors.shape[-1], splits, threads,
             _DTYPES[shape.dtype], shape.window or 0, shape.scale * math.log2(math.e),
-            shape.soft_cap * math.log2(math.e),
+            shape.soft_cap * math.log2(math.e), ancestors.ndim == 2,
         ))  # fmt: skip
 
     def attend(

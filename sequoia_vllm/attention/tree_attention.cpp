@@ -153,14 +153,22 @@ struct TreeBatch {
   const int32_t* block_table;   // [batch, table_stride]
   const int64_t* context_lens;  // [batch]: slots below are context
   const int64_t* num_nodes;     // [batch]: the slots after them that hold the tree
-  const uint8_t* ancestors;     // [queries, ancestors_stride]: query sees node
-  const int64_t* depths;        // [queries]: below its root; read if there is a window
+  const uint8_t* ancestors;     // [batch or 1, queries, ancestors_stride]: query sees node
+  const int64_t* depths;        // [batch or 1, queries]: below its root; read if there is a window
   float* partials;              // [batch, key_heads, splits, rows, head_size + 2]
   int64_t batch, queries, heads, key_heads, head_size, block_size;
   int64_t table_stride, ancestors_stride, splits, threads, dtype;
   int64_t window;               // tokens that a query sees, itself included; 0: all before it
   float scale;                  // of the softmax, times log2(e)
   float soft_cap;               // of the scores, times log2(e); 0: none
+  bool one_tree;                // all requests have the same tree: ancestors and depths of one
+
+  const uint8_t* ancestors_of(int64_t request) const {
+    return ancestors + (one_tree ? 0 : request * queries * ancestors_stride);
+  }
+  const int64_t* depths_of(int64_t request) const {
+    return depths + (one_tree ? 0 : request * queries);
+  }
 };
 
 namespace {
@@ -198,7 +206,8 @@ inline int64_t first_seen(const TreeBatch& given, int64_t request, int64_t depth
 // in its own block nobody need have written what lies before it.
 inline int64_t first_position(const TreeBatch& given, int64_t request) {
   if (given.window <= 0) return 0;
-  const int64_t depth = *std::min_element(given.depths, given.depths + given.queries);
+  const int64_t* depths = given.depths_of(request);
+  const int64_t depth = *std::min_element(depths, depths + given.queries);
   return first_seen(given, request, depth);
 }
 
@@ -206,8 +215,9 @@ inline int64_t first_position(const TreeBatch& given, int64_t request) {
 void mask_before_windows(const TreeBatch& given, int64_t request, int64_t start, int64_t columns,
                          float* scores) {
   const int64_t group = given.heads / given.key_heads;
+  const int64_t* depths = given.depths_of(request);
   for (int64_t query = 0; query < given.queries; ++query) {
-    const int64_t before = first_seen(given, request, given.depths[query]) - start;
+    const int64_t before = first_seen(given, request, depths[query]) - start;
     if (before <= 0) continue;
     for (int64_t row = query * group; row < (query + 1) * group; ++row)
       std::fill_n(scores + row * given.block_size, std::min(before, columns), MASKED);
@@ -250,6 +260,7 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
   const int64_t group = given.heads / given.key_heads, rows = given.queries * group;
   const int64_t size = given.head_size, block_size = given.block_size;
   const int64_t context = given.context_lens[request];
+  const uint8_t* ancestors = given.ancestors_of(request);
   const int64_t lowest = first_position(given, request);
   const int64_t end = context + given.num_nodes[request];
   for (int64_t block = first; block < last; ++block) {
@@ -268,7 +279,7 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
     if (given.window > 0) mask_before_windows(given, request, start, columns, scores);
     for (int64_t slot = std::max(context, start); slot < start + columns; ++slot)
       for (int64_t row = 0; row < rows; ++row)
-        if (slot >= end || !given.ancestors[row / group * given.ancestors_stride + slot - context])
+        if (slot >= end || !ancestors[row / group * given.ancestors_stride + slot - context])
           scores[row * block_size + slot - start] = MASKED;
     softmax_block(scores, rows, columns, block_size, size, sums);
     // Values that nobody sees are not read: a weight of 0 leaves NaN what it is.

@@ -16,20 +16,20 @@ def within_window(ancestors: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Depths of query nodes, and the nodes that each still sees within a window.
 
     Args:
-        ancestors: bool ``[Q, M]``: ``ancestors[q, j]`` says that node j is query q itself or
-            one of its ancestors. Parents come before their children. Or ``[Q, Q]``, all of it: a
-            block whose nodes see one another, each a position after the one before it.
+        ancestors: bool ``[..., Q, M]``: ``ancestors[q, j]`` says that node j is query q itself or
+            one of its ancestors. Parents come before their children. Or ``[..., Q, Q]``, all of
+            it: a block whose nodes see one another, each a position after the one before it.
         window: Tokens that a query sees, itself included; of a block as many to both sides.
 
     Returns:
-        ``(depths, seen)``: int64 ``[Q]``, 0 for a root; bool ``[Q, M]``.
+        ``(depths, seen)``: int64 ``[..., Q]``, 0 for a root; bool ``[..., Q, M]``.
     """
     # In the order of nodes a query's ancestors lie in the order of their depths.
-    depth_of_ancestor = ancestors.long().cumsum(dim=1) - 1
-    is_whole = ancestors.shape[0] == ancestors.shape[1]
-    own = depth_of_ancestor.diagonal() if is_whole else depth_of_ancestor[:, -1]
+    depth_of_ancestor = ancestors.long().cumsum(dim=-1) - 1
+    is_whole = ancestors.shape[-2] == ancestors.shape[-1]
+    own = depth_of_ancestor.diagonal(dim1=-2, dim2=-1) if is_whole else depth_of_ancestor[..., -1]
     depths = own.contiguous()
-    return depths, ancestors & ((depth_of_ancestor - depths[:, None]).abs() < window)
+    return depths, ancestors & ((depth_of_ancestor - depths[..., None]).abs() < window)
 
 
 def tree_attention_mask(
@@ -45,7 +45,7 @@ def tree_attention_mask(
         context_lens: int64 ``[B]``: committed tokens c of each request; node 0
             (the root) sits in slot c.
         ancestors: bool ``[Q, M]``: ``ancestors[q, j]`` says that query node q
-            sees node j (itself or an ancestor).
+            sees node j (itself or an ancestor); or ``[B, Q, M]``, of each request.
         num_keys: Slots L that the keys cover, from slot 0 of each request.
         dtype: Floating dtype of the queries.
         window: Tokens that a query sees, itself included; None: all before it.
@@ -54,19 +54,19 @@ def tree_attention_mask(
         ``[B, 1, Q, L]`` in ``dtype``: 0 where attended, -inf elsewhere.
     """
     slots = torch.arange(num_keys, device=context_lens.device)
-    node_of_slot = slots[None, :] - context_lens[:, None]  # [B, L]
+    node_of_slot = (slots - context_lens[:, None])[:, None]  # [B, 1, L]
+    ancestors = ancestors.expand(len(context_lens), *ancestors.shape[-2:])
     is_context = node_of_slot < 0
     if window is not None:
         depths, ancestors = within_window(ancestors, window)
-        first = context_lens[None, :] + depths[:, None] - window + 1  # [Q, B]
-        is_context = is_context & (slots >= first[..., None])  # [Q, B, L]
-    num_nodes = ancestors.shape[1]
+        first = context_lens[:, None] + depths - window + 1  # [B, Q]
+        is_context = is_context & (slots >= first[..., None])  # [B, Q, L]
+    queries, num_nodes = ancestors.shape[1:]
     is_node = (node_of_slot >= 0) & (node_of_slot < num_nodes)
-    seen = ancestors[:, node_of_slot.clamp(0, num_nodes - 1)]  # [Q, B, L]
-    attended = is_context | (seen & is_node)
+    places = node_of_slot.clamp(0, num_nodes - 1).expand(-1, queries, -1)
+    attended = is_context | (ancestors.gather(2, places) & is_node)
     mask = torch.zeros(attended.shape, dtype=dtype, device=context_lens.device)
-    mask.masked_fill_(~attended, float("-inf"))
-    return mask.transpose(0, 1).unsqueeze(1)
+    return mask.masked_fill_(~attended, float("-inf"))[:, None]
 
 
 def tree_attention(

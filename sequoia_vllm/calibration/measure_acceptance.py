@@ -128,6 +128,7 @@ def _engine(task: AcceptanceTask) -> AbstractContextManager[Any]:
         "tree": {"parents": list(tree.parents)}, "verification": DEFAULT_METHOD,
         # A model's vector is the draft's alone. Without a model, text is a part of the draft.
         "retrieval": drafts_from_text(settings.engine.draft),
+        "dynamic_tree": False,  # counts by child are a static tree's
         # Draft the whole tree at every batch size.
         "num_speculative_tokens_per_batch_size": [(1, 1, tree.num_speculative_tokens)],
     }  # fmt: skip

@@ -213,6 +213,7 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
         "method": "sequoia",
         **draft_option(settings.engine.draft),
         "tree": {"parents": list(measuring_tree(largest).parents)},
+        "dynamic_tree": False,
         # vLLM captures CUDA graphs for the sizes in the schedule. Entries above the largest batch,
         # which never comes, put each tree size into it.
         "num_speculative_tokens_per_batch_size": [

@@ -16,36 +16,46 @@ _PATH_DTYPE = np.dtype("<i4")  # little-endian: paths also go between machines
 
 
 def paths_of(
-    tree: TokenTree, accepted_nodes: NDArray[np.int64], num_nodes: NDArray[np.int64]
+    tree: TokenTree,
+    accepted_nodes: NDArray[np.int64],
+    num_nodes: NDArray[np.int64],
+    is_dynamic: NDArray[np.bool_] | bool = False,
 ) -> NDArray[np.int32]:
     """The outcome of verification for each tree, in one small array that is counted later.
 
     Args:
         accepted_nodes: int ``[B, D]``, -1 padded; D at most the tree's depth.
         num_nodes: int ``[B]``: size of each tree as scored, root included.
+        is_dynamic: bool ``[B]``: has a topology of its own.
 
     Returns:
-        int32 ``[B, 1 + depth]``: nodes scored, then the accepted ones, -1 padded.
+        int32 ``[B, 1 + depth]``: nodes scored, minus that for a dynamic tree; then the accepted
+        ones, -1 padded.
     """
     paths = np.full((len(num_nodes), 1 + tree.depth), -1, dtype=_PATH_DTYPE)
-    paths[:, 0] = num_nodes
+    paths[:, 0] = np.where(is_dynamic, -num_nodes, num_nodes)
     paths[:, 1 : 1 + accepted_nodes.shape[1]] = accepted_nodes
     return paths
 
 
 @dataclass(frozen=True, eq=False)
 class TreeCounts:
-    """Outcomes of verification over some steps with one tree."""
+    """Outcomes of verification over some steps with one tree.
+
+    Dynamic trees have as many nodes, likeliest ones first, but other children. So they are counted
+    by node, and not by child.
+    """
 
     depth: int  # the tree's, in edges
     branch: int  # most children of a node
     values: NDArray[np.int64]
-    """int64 ``[2 + depth + 1 + 2 * depth * branch]``; the properties below are views of it."""
+    """int64 ``[2 + depth + 1 + 2 * depth * branch + 2 * size]``; the properties below are views of
+    it."""
 
     @classmethod
     def zeros(cls, tree: TokenTree) -> TreeCounts:
         """Nothing counted yet."""
-        size = _FIRST_DEPTH + tree.depth + 1 + 2 * tree.depth * tree.max_branch
+        size = _FIRST_DEPTH + tree.depth + 1 + 2 * tree.depth * tree.max_branch + 2 * tree.size
         return cls(tree.depth, tree.max_branch, np.zeros(size, dtype=np.int64))
 
     @classmethod
@@ -55,18 +65,32 @@ class TreeCounts:
         if not paths:
             return counts
         together = np.concatenate(paths)
-        num_nodes, nodes = together[:, 0], together[:, 1:]
-        num_accepted = (nodes >= 0).sum(axis=1)
-        counts.values[:_FIRST_DEPTH] = len(nodes), len(nodes) + num_accepted.sum()
+        num_accepted = (together[:, 1:] >= 0).sum(axis=1)
+        counts.values[:_FIRST_DEPTH] = len(together), len(together) + num_accepted.sum()
         counts.depth_counts[:] = np.bincount(num_accepted, minlength=tree.depth + 1)
+        is_dynamic = together[:, 0] < 0
+        counts._count_nodes(together[is_dynamic])
+        counts._count_children(tree, together[~is_dynamic])
+        return counts
+
+    def _count_nodes(self, paths: NDArray[np.int32]) -> None:
+        """Counts dynamic trees; the root's node is accepted in all of them."""
+        size = self.scored_nodes.shape[0]
+        ends = np.bincount(-paths[:, 0], minlength=size + 1)
+        self.scored_nodes[:] = len(paths) - ends.cumsum()[:size]
+        self.accepted_nodes[:] = np.bincount(paths[:, 1:][paths[:, 1:] > 0], minlength=size)
+        self.accepted_nodes[0] = len(paths)
+
+    def _count_children(self, tree: TokenTree, paths: NDArray[np.int32]) -> None:
+        num_nodes, nodes = paths[:, 0], paths[:, 1:]
+        num_accepted = (nodes >= 0).sum(axis=1)
         parents = np.zeros_like(nodes)  # node at each depth, the root first
         parents[:, 1:] = nodes[:, :-1]
         visited = np.arange(tree.depth) <= num_accepted[:, None]
         children = _children_of(tree)[parents]  # [B, depth, branch]
         offered = (children < num_nodes[:, None, None]) & visited[:, :, None]
-        counts.offered[:] = offered.sum(axis=0)
-        counts.accepted[:] = (offered & (children == nodes[:, :, None])).sum(axis=0)
-        return counts
+        self.offered[:] = offered.sum(axis=0)
+        self.accepted[:] = (offered & (children == nodes[:, :, None])).sum(axis=0)
 
     @classmethod
     def from_bytes(cls, tree: TokenTree, packed: bytes) -> TreeCounts:
@@ -113,6 +137,16 @@ class TreeCounts:
         """``[depth, branch]``: how often that child was accepted."""
         return self._children(1)
 
+    @property
+    def scored_nodes(self) -> NDArray[np.int64]:
+        """``[size]``: how many dynamic trees had this node, by its place in the stored order."""
+        return self._nodes(0)
+
+    @property
+    def accepted_nodes(self) -> NDArray[np.int64]:
+        """``[size]``: how often it was accepted."""
+        return self._nodes(1)
+
     def add(self, other: TreeCounts) -> None:
         """Adds the counts of further steps with the same tree."""
         np.add(self.values, other.values, out=self.values)
@@ -125,6 +159,10 @@ class TreeCounts:
         size = self.depth * self.branch
         start = _FIRST_DEPTH + self.depth + 1 + part * size
         return self.values[start : start + size].reshape(self.depth, self.branch)
+
+    def _nodes(self, part: int) -> NDArray[np.int64]:
+        start = _FIRST_DEPTH + self.depth + 1 + 2 * self.depth * self.branch
+        return self.values[start:].reshape(2, -1)[part]
 
 
 @lru_cache(maxsize=16)
@@ -141,8 +179,9 @@ def interval_line(
 ) -> str | None:
     """Describes the trees of an interval; None if none was verified.
 
-    Shares "by depth": of the paths that reached a node with children, how many went on. Shares "by
-    child" are p[k]: of the nodes with a k-th child, at how many it was taken.
+    Shares "by depth": of the paths that reached a node with children, how many went on; with
+    dynamic trees, of all that reached the depth. Shares "by child" are p[k] of static trees: of the
+    nodes with a k-th child, at how many it was taken.
 
     Args:
         load: Drafts of each request in the latest step, and its requests; None: not known.
@@ -156,11 +195,14 @@ def interval_line(
         now = f"{drafts or 'no'} draft{'s' * (drafts != 1)}"
         shape += f" ({now} with {requests} request{'s' * (requests != 1)})"
     by_depth = _shares(counts.accepted.sum(axis=1), counts.offered[:, 0])
+    if counts.scored_nodes[0] > 0:
+        reached = counts.depth_counts[::-1].cumsum()[::-1]
+        by_depth = _shares(reached[1:], reached[:-1])
     by_child = _shares(counts.accepted.sum(axis=0), counts.offered.sum(axis=0))
     gain = "" if speedup is None else f"; {speedup:.2f}x plain"
     return (
         f"{shape}; {counts.tokens / counts.trees:.2f} tokens per step; "
-        f"accepted by depth {by_depth}; by child {by_child}{gain}"
+        f"accepted by depth {by_depth}{by_child and f'; by child {by_child}'}{gain}"
     )
 
 

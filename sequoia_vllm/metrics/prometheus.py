@@ -163,7 +163,7 @@ class TreeMetrics:
         pending = self._pending[engine]
         counters = self._counters[engine]
         with self._lock:
-            for index in np.flatnonzero(pending.values).tolist():
+            for index in counters.keys() & np.flatnonzero(pending.values).tolist():
                 counters[index].inc(int(pending.values[index]))
             pending.clear()
 

@@ -22,7 +22,8 @@ REQUESTS = random_requests(prompts(32), 2 * COUNT, seed=14, vocabulary=4096)
 NIGHTLY = pytest.mark.nightly
 TREES = [
     pytest.param(
-        sequoia(verification="sequoia", retrieval=True), REQUESTS[:COUNT], id="sequoia"
+        sequoia(verification="sequoia", retrieval=True, dynamic_tree=True),
+        REQUESTS[:COUNT], id="sequoia",
     ),
     pytest.param(
         sequoia(verification="traversal", retrieval=True), REQUESTS[COUNT:],

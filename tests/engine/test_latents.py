@@ -24,7 +24,7 @@ def test_tokens_are_those_of_plain_vllm(disabled, tmp_path, monkeypatch):
     prompts, params = random_prompts(LENGTHS, VOCABULARY), greedy_and_seeded(len(LENGTHS), TOKENS)
     with running(None, model=target, **OPTIONS) as llm:
         plain = tokens_of(llm.generate(prompts, params, use_tqdm=False))
-    with running(sequoia(16, draft=draft), model=target, **OPTIONS) as llm:
+    with running(sequoia(16, draft=draft, dynamic_tree=True), model=target, **OPTIONS) as llm:
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == plain
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 30
         assert llm.llm_engine.model_config.use_mla == (disabled == "0")

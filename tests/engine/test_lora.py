@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 
 
-def generate_with_adapters(folder: str, max_tokens: int) -> dict[str, Any]:
+def generate_with_adapters(folder: str, max_tokens: int, **trees: Any) -> dict[str, Any]:
     """Plain vLLM without adapters; and plain, and trees with a draft and without.
 
     Requests have no adapter, one and another in turn.
@@ -43,7 +43,7 @@ def generate_with_adapters(folder: str, max_tokens: int) -> dict[str, Any]:
 
     answers: dict[str, Any] = {}
     mixed, all_adapted = [None, first, second] * 2, [first, second] * 3
-    for name, config in (("plain", None), ("trees", sequoia()), ("lookup", lookup_trees())):
+    for name, config in (("plain", None), ("trees", sequoia(**trees)), ("lookup", lookup_trees())):
         with running(config, **LORA) as llm:
             # Lookup's requests end in another order, see `check`.
             batches = {"plain": (mixed, all_adapted), "trees": (mixed,), "lookup": (all_adapted,)}
@@ -68,7 +68,7 @@ def check(answers: dict[str, Any], max_tokens: int) -> None:
 
 
 def test_adapters_and_none_in_one_batch(tmp_path):
-    check(generate_with_adapters(str(tmp_path), 40), 40)
+    check(generate_with_adapters(str(tmp_path), 40, dynamic_tree=True), 40)
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1, schedule_trees
-from sequoia_vllm.engine.v1.path_edits import PathEdits
+from sequoia_vllm.engine.v1.path_edits import edited_by_paths
 from sequoia_vllm.tree import TokenTree
 from tests.support.histories import Histories, penalised, with_bad_words
 
@@ -42,7 +43,7 @@ def trees_of(found: Histories):
     grown = DraftedTreesV1(tokens, torch.zeros(0, VOCABULARY), torch.full_like(tokens, -1))
     scheduled = {name: tokens[index, 1 : SIZES[index]].tolist() for index, name in enumerate(names)}
     return schedule_trees(
-        TREE,
+        TreeTables(TREE, CPU),
         scheduled,
         {name: Draft(grown, index) for index, name in enumerate(names)},
         {name: index for index, name in enumerate(names)},
@@ -54,7 +55,7 @@ def trees_of(found: Histories):
 
 
 def edited(logits, found, params):
-    """`PathEdits.edited` of these requests' `SamplingParams`."""
+    """`edited_by_paths` of these requests' `SamplingParams`."""
     padded = [[*prompt, VOCABULARY] for prompt in found.prompts]
     allowed = torch.zeros(len(params), VOCABULARY, dtype=torch.bool)
     for index, one in enumerate(params):
@@ -74,8 +75,7 @@ def edited(logits, found, params):
             if one.bad_words_token_ids
         },
     )
-    edits = PathEdits(TREE, CPU)
-    return edits.edited(logits, trees_of(found), metadata, params, batch_of(found))
+    return edited_by_paths(logits, trees_of(found), metadata, params, batch_of(found))
 
 
 def of_trees(found: Histories) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -262,6 +263,23 @@ def test_shared_keys_of_two_sizes_on_cpus(monkeypatch):
     monkeypatch.setattr(text, "global_head_dim", 512, raising=False)
     [reason] = refusals._feature_reasons(config)
     assert "heads of two sizes: serve it without Sequoia" in reason
+
+
+def test_dynamic_trees_where_trees_are_static():
+    refused(
+        'a lookup of what followed before drafts static trees only: leave "dynamic_tree" out',
+        speculative_config=lookup_trees(dynamic_tree=True),
+    )
+
+
+def test_dynamic_trees_on_gpus(monkeypatch):
+    config = engine_config()
+    settings = replace(SequoiaSettings.of(config), dynamic_tree=True)
+    settings.store(config.speculative_config)
+    assert refusals._tree_reasons(config) == []
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    [reason] = refusals._tree_reasons(config)
+    assert 'Model Runner V1, which CPUs use: leave "dynamic_tree" out' in reason
 
 
 def test_options_that_trees_do_not_follow():

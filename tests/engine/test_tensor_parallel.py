@@ -32,7 +32,10 @@ def with_noise(compute_logits: Any) -> Any:
 @needs_two_cores
 @pytest.mark.parametrize(
     "config",
-    [sequoia(draft_vocabulary=3000), pytest.param(lookup_trees(), marks=pytest.mark.nightly)],
+    [
+        sequoia(draft_vocabulary=3000, dynamic_tree=True),
+        pytest.param(lookup_trees(), marks=pytest.mark.nightly),
+    ],
     ids=["model", "lookup"],
 )
 def test_two_ranks_give_the_tokens_of_one(config, plain_outputs, monkeypatch):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
@@ -26,7 +27,7 @@ def verified(
     for request, drafts in scheduled.items():
         lengths[request_index[request]] = len(drafts) + 1
     trees = schedule_trees(
-        TREE,
+        TreeTables(TREE, torch.device("cpu")),
         scheduled,
         {request: Draft(grown, row) for row, request in enumerate(scheduled)},
         request_index,

@@ -113,6 +113,39 @@ def test_windows_soft_caps_and_sinks(heads, window, soft_cap, sunk, is_block):
     torch.testing.assert_close(in_torch, expected, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_each_request_has_its_own_tree(window):
+    """A batch of different trees, with and without windows, is each tree alone."""
+    generator = torch.Generator().manual_seed(3)
+    shape = AttentionShape(4, 2, 16, BLOCK, 0.5, torch.float32, window)
+    trees = [(-1, 0, 1, 2, 3, 4), (-1, 0, 0, 1, 2, 2), (-1, 0, 0, 0, 3, 4)]
+    masks = torch.stack([
+        TreeTables(TokenTree(parents), torch.device("cpu")).ancestors for parents in trees
+    ])  # fmt: skip
+    contexts, sizes = torch.tensor([70, 2, 33]), torch.tensor([6, 6, 4])
+    table = torch.randperm(12, generator=generator).view(3, 4).to(torch.int32)
+    cache = torch.randn(12, 2, BLOCK, 32, generator=generator)
+    query = torch.randn(3, 6, 4, 16, generator=generator)
+    together = attend(shape, cache, table, contexts, sizes, masks, query)
+    keys, values = gather_context(cache, table)
+    mask = tree_attention_mask(contexts, masks, keys.shape[2], torch.float32, window)
+    in_torch = tree_attention(query, keys, values, mask, 0.5)
+    for row in range(3):
+        one = slice(row, row + 1)
+        alone = attend(
+            shape, cache, table[one], contexts[one], sizes[one], masks[row], query[one]
+        )  # fmt: skip
+        assert torch.equal(together[one], alone)
+        nodes = int(sizes[row])
+        torch.testing.assert_close(
+            in_torch[row, :nodes], alone[0, :nodes], atol=5e-6, rtol=1e-5
+        )  # fmt: skip
+    assert not torch.allclose(
+        together[1:2], attend(shape, cache, table[1:2], contexts[1:2], sizes[1:2], masks[0],
+                              query[1:2])
+    )  # fmt: skip
+
+
 def test_large_scores_do_not_overflow():
     """One key outweighs all others by e**300: its value comes out, and no NaN."""
     shape = AttentionShape(1, 1, 16, BLOCK, 1.0, torch.float32)

@@ -36,7 +36,7 @@ def running(speculative_config=None, model: str = TARGET, **options) -> Iterator
 def sequoia(size: int = 16, depth: int | None = 4, draft: str = DRAFT, **keys) -> dict:
     """The same in every step, whatever it takes here: tests' models are too small to gain by it.
 
-    Without retrieval: what is accepted shows what the draft does.
+    Without retrieval and with static trees: what is accepted shows what the draft does.
     """
     return {
         "method": "sequoia",
@@ -44,6 +44,7 @@ def sequoia(size: int = 16, depth: int | None = 4, draft: str = DRAFT, **keys) -
         "tree": {"size": size, "depth": depth},
         "adapt": False,
         "retrieval": False,
+        "dynamic_tree": False,
         **keys,
     }
 

@@ -802,3 +802,35 @@ def test_other_steps_bound_the_time_of_those_that_were_not_seen():
     assert times.bounds(7, 2) == pytest.approx((0.15, 0.2), rel=0.01)
     least, most = times.bounds(31, 2)
     assert (least, most) == (pytest.approx(0.3, rel=0.01), inf)
+
+
+def test_dynamic_trees_are_expected_as_they_were_accepted():
+    """Without a word about the acceptance of children, which are not the engine's tree's."""
+    rng, size, trees = np.random.default_rng(0), TREE.size, 4000
+    lengths = rng.integers(0, 3, trees)
+    nodes = np.full((trees, 2), -1)
+    nodes[lengths > 0, 0] = 1 + 2 * rng.integers(0, 2, (lengths > 0).sum())  # 1 or 3
+    nodes[lengths > 1, 1] = 4
+    counts = TreeCounts.of_paths(TREE, [paths_of(TREE, nodes, np.full(trees, 6), True)])
+    fading = FadingAcceptance(TREE)
+    before = fading.state()
+    fading.add(counts)
+    expected = fading.expected_tokens()
+    shares = np.bincount(nodes[nodes > 0], minlength=6)[1:6] / trees
+    np.testing.assert_allclose(expected[:6], np.cumsum([1.0, *shares]), rtol=0.02)
+    assert (np.diff(expected) >= 0).all()
+    assert len(expected) == size
+    assert expected[-1] < expected[5] + 1.0  # what was never scored
+    assert fading.trees == trees
+    assert fading.state() == before  # nothing about a static tree was learned
+
+
+def test_static_and_dynamic_trees_are_expected_by_their_shares():
+    static, dynamic = [paths_of(TREE, np.full((100, 1), node), np.full(100, TREE.size), is_dynamic)
+                       for node, is_dynamic in ((1, False), (2, True))]  # fmt: skip
+    expected = []
+    for paths in ([static], [dynamic], [static, dynamic]):
+        fading = FadingAcceptance(TREE)
+        fading.add(TreeCounts.of_paths(TREE, paths))
+        expected.append(fading.expected_tokens()[2])
+    assert expected[2] == pytest.approx((expected[0] + expected[1]) / 2, rel=0.1)

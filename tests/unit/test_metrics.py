@@ -134,6 +134,36 @@ def test_interval_line_of_a_trimmed_tree_and_of_none():
     assert interval_line(TREE, TreeCounts.zeros(TREE), (7, 1)) is None
 
 
+def test_dynamic_trees_are_counted_by_node():
+    """Their nodes' children are not the engine's tree's, also in what crosses processes."""
+    stats = StepStats(TREE)
+    nodes, sizes = np.array([[2, 5, -1], [1, 2, 6], [-1, -1, -1]]), np.array([8, 7, 3])
+    stats.observe(nodes, sizes, np.array([True, True, True]))
+    observe(stats, [[1, 3]], [TREE.size])
+    counts = TreeCounts.from_bytes(TREE, stats.take_paths())
+    assert (counts.trees, counts.tokens) == (4, 4 + 2 + 3 + 0 + 2)
+    assert counts.depth_counts.tolist() == [1, 0, 2, 1]
+    assert counts.scored_nodes.tolist() == [3, 3, 3, 2, 2, 2, 2, 1]
+    assert counts.accepted_nodes.tolist() == [3, 1, 2, 0, 0, 1, 1, 0]
+    alone = counted([[1, 3]])
+    assert counts.offered.tolist() == alone.offered.tolist()
+    assert counts.accepted.tolist() == alone.accepted.tolist()
+    assert counts.values.tolist() == stats.counts.values.tolist()
+    registry, metrics = made()
+    metrics.observe(0, counts, drafts=None)
+    metrics.flush(0)
+    assert samples(registry)["sequoia:emitted_tokens_total", "0"] == 11
+
+
+def test_interval_line_of_dynamic_trees():
+    stats = StepStats(TREE)
+    stats.observe(np.array([[2, 5], [1, -1], [-1, -1]]), np.array([8, 8, 8]), True)
+    line = interval_line(TREE, stats.counts, None)
+    assert (
+        line == "up to 7 drafts, depth 3; 2.00 tokens per step; accepted by depth 0.67, 0.50, 0.00"
+    )
+
+
 def made(engines=(0,), source="a test", **options) -> tuple[CollectorRegistry, TreeMetrics]:
     registry = CollectorRegistry()
     kinds = PrometheusKinds(registry)

@@ -86,6 +86,7 @@ def decisions(vllm_config: Any) -> dict[str, str]:
         "draft_vocabulary": f"checksum {crc32(repr(settings.draft_tokens).encode()):08x}",
         "retrieval": "yes" if settings.retrieval else "no",
         "recycling": "yes" if settings.recycling else "no",
+        "dynamic_tree": str(settings.dynamic_tree),
         "adapts": "no" if settings.adapts_as is None else "yes",
     }
 

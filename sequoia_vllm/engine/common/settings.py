@@ -35,6 +35,7 @@ class SequoiaSettings:
     context_rule: tuple[int, int] | None = None  # a `ContextRule`, as plain data
     retrieval: bool = True
     recycling: bool = True
+    dynamic_tree: bool | None = None
     verification: str = DEFAULT_METHOD  # see `SequoiaConfig` for this and the two before it
     adapts_as: str | None = None
     """Name of the file that keeps what the engine learns of how much to draft; None: it drafts as

@@ -99,6 +99,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         context_rule=(*rule,) if rule else None,
         retrieval=config.retrieval,
         recycling=config.recycling,
+        dynamic_tree=config.dynamic_tree,
         verification=config.verification or usual_method(facts.on_cpu),
         adapts_as=facts.file_name if config.adapts else None,
         expected_speedup=choice.gain.speedup,

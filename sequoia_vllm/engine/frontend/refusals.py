@@ -62,7 +62,8 @@ def refuse_unsupported(vllm_config: Any) -> None:
         ConfigError: With every reason found, and its fix.
     """
     checks = (
-        _platform_reasons, _drafter_reasons, _parallel_reasons, _feature_reasons, _size_reasons,
+        _platform_reasons, _drafter_reasons, _tree_reasons, _parallel_reasons, _feature_reasons,
+        _size_reasons,
     )  # fmt: skip
     if reasons := [reason for check in checks for reason in check(vllm_config)]:
         raise ConfigError(as_error(reasons))
@@ -169,6 +170,21 @@ def _drafter_reasons(vllm_config: Any) -> list[str]:
             f'{kind.name}: give "model" a draft model here': not vllm_config.use_v2_model_runner,
             f"adapters change the LM head that {kind.name} shares with the target: drop "
             '--enable-lora, or give "model" a draft model': vllm_config.lora_config is not None,
+        }
+    )
+
+
+def _tree_reasons(vllm_config: Any) -> list[str]:
+    settings = SequoiaSettings.of(vllm_config)
+    kind, fix = drafter(settings.drafter), 'leave "dynamic_tree" out, and trees are static'
+    if not settings.dynamic_tree:
+        return []
+    return _present(
+        {
+            f"dynamic trees need vLLM's Model Runner V1, which CPUs use: {fix}": (
+                vllm_config.use_v2_model_runner
+            ),
+            f"{kind.name} drafts static trees only: {fix}": not kind.has_weights,
         }
     )
 

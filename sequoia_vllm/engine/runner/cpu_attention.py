@@ -38,7 +38,7 @@ class TreeQueries:
     block_table: Tensor  # int32 ``[B, max_blocks]``: each request's cache blocks
     context_lens: Tensor  # int64 ``[B]``: committed tokens; node j is in slot ``context_lens + j``
     num_nodes: Tensor  # int64 ``[B]``: nodes of each request whose keys and values are in the cache
-    ancestors: Tensor  # bool ``[Q, M]``: query q sees node j
+    ancestors: Tensor  # bool ``[Q, M]``, or ``[B, Q, M]`` by request: query q sees node j
     max_keys: int  # slots of the longest request
     only_trees: bool  # no row of the batch is anything but a tree node
     _batches: dict[AttentionShape, TreeAttentionBatch] = field(default_factory=dict)

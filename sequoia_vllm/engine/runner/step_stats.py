@@ -57,9 +57,14 @@ class StepStats:
         if self.trace is not None and tokens:
             self.trace.append((part, requests, tokens, seconds))
 
-    def observe(self, accepted_nodes: NDArray[np.int64], num_nodes: NDArray[np.int64]) -> None:
+    def observe(
+        self,
+        accepted_nodes: NDArray[np.int64],
+        num_nodes: NDArray[np.int64],
+        is_dynamic: NDArray[np.bool_] | bool = False,
+    ) -> None:
         """Takes one step's verified trees (arguments of `paths_of`)."""
-        self.observe_paths(paths_of(self.tree, accepted_nodes, num_nodes))
+        self.observe_paths(paths_of(self.tree, accepted_nodes, num_nodes, is_dynamic))
 
     def observe_paths(self, paths: NDArray[np.int32]) -> None:
         """Takes one step's verified trees, as `paths_of` returns them."""

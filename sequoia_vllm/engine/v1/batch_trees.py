@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from sequoia_vllm.drafting.dynamic_trees import TreeLayouts
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.runner.cpu_attention import TreeQueries
-from sequoia_vllm.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ class DraftedTreesV1:
     """float32 ``[P, V]``: draft distributions Q, exactly as sampled. Greedy and seeded requests
     store none: their verification does not need Q."""
     probs_rows: Tensor  # int64 ``[B, N]``: each node's row in ``probs``; -1: none
+    layouts: TreeLayouts | None = None  # dynamic trees; None: all have the engine's topology
+
+    @classmethod
+    def dynamic(cls, tokens: Tensor, layouts: TreeLayouts) -> "DraftedTreesV1":
+        """Trees of greedy and seeded requests, which store no Q."""
+        return cls(tokens, torch.empty(0), torch.empty(0), layouts)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,11 @@ class ScoringTreesV1:
     drawn: Tensor  # int64 ``[B, N]``: the tokens as drawn, before a grammar replaced any
     parents: Tensor  # int64 ``[B, N]``; -1 for the root, -2 for padding
     is_node: Tensor  # bool ``[B, N]``: not padding
+    depths: Tensor  # int64 ``[B, N]``: has no meaning in padding
+    ancestors: Tensor
+    """bool ``[N, N]``, or ``[B, N, N]`` if any tree is dynamic: True where the column is the row's
+    node or its ancestor."""
+    is_dynamic: NDArray[np.bool_]  # bool ``[B]``: has a topology of its own
     drafts: tuple[Draft | None, ...]
     """Each request's draft, or None where the scheduled tokens are not ours (then no node is ever
     accepted)."""
@@ -83,27 +96,21 @@ class ScoringTreesV1:
         """Row of each node in the step's logits, int64 ``[B, N]``; padding repeats the root's."""
         return self.rows + (self.first_logits_row - self.first_row)[:, None]
 
-    def queries(self, metadata: Any, ancestors: Tensor) -> TreeQueries:
-        """These trees in the form that tree attention takes.
-
-        Args:
-            ancestors: bool ``[S, S]``: the engine's tree of S >= N nodes; True where the
-                column is the row's node or its ancestor.
-        """
-        max_nodes = self.tokens.shape[1]
+    def queries(self, metadata: Any) -> TreeQueries:
+        """These trees in the form that tree attention takes, for layers with this metadata."""
         return TreeQueries(
             rows=torch.where(self.is_node, self.rows, -1),
             block_table=metadata.block_table[self.requests],
             context_lens=self.context_lens,
             num_nodes=self.num_nodes,
-            ancestors=ancestors[:max_nodes, :max_nodes],
+            ancestors=self.ancestors,
             max_keys=int((self.context_lens + self.num_nodes).max()),
             only_trees=int(self.num_nodes.sum()) == metadata.num_actual_tokens,
         )
 
 
 def schedule_trees(
-    tree: TokenTree,
+    tables: TreeTables,
     scheduled_drafts: dict[str, list[int]],
     drafts: dict[str, Draft],
     request_index: dict[str, int],
@@ -115,6 +122,7 @@ def schedule_trees(
     """Matches the drafts that the scheduler sent back with the trees that were grown.
 
     Args:
+        tables: The engine's tree.
         scheduled_drafts: Draft tokens to score, by request id, perhaps trimmed.
         drafts: The grown trees, by request id.
         request_index: Row of each request id in the batch.
@@ -153,8 +161,22 @@ def schedule_trees(
         tokens[row, 1 : len(scheduled) + 1] = scheduled
         drawn[row, 1 : len(scheduled) + 1] = grown if is_ours else scheduled
     ours = np.array([draft is not None for draft in matched])
-    prefix = tree.parents_array[:max_nodes]
+    prefix = tables.tree.parents_array[:max_nodes]
     parents[ours] = np.where(is_node[ours], prefix, -2)
+    depths = np.tile(tables.tree.depths[:max_nodes], (len(entries), 1))
+    layouts = {
+        row: (draft.grown.layouts, draft.row)
+        for row, draft in enumerate(matched)
+        if draft is not None and draft.grown.layouts is not None
+    }
+    ancestors = tables.ancestors[:max_nodes, :max_nodes]
+    if layouts:
+        ancestors = ancestors.repeat(len(entries), 1, 1)
+    for row, (layout, place) in layouts.items():
+        own = slice(num_nodes[row])
+        parents[row, own] = layout.parents[place, own].numpy()
+        depths[row, own] = layout.depths[place, own].numpy()
+        ancestors[row, own, own] = layout.ancestors[place, own, own]
 
     sampled_rows = np.ones(len(query_ends), dtype=np.int64)
     sampled_rows[requests] = num_nodes
@@ -173,6 +195,9 @@ def schedule_trees(
         drawn=tensor(drawn),
         parents=tensor(parents),
         is_node=tensor(is_node),
+        depths=tensor(depths),
+        ancestors=ancestors,
+        is_dynamic=np.isin(np.arange(len(entries)), list(layouts)),
         drafts=tuple(matched),
         is_all=bool(len(requests) == len(query_ends) and is_node.all()),
     )

@@ -147,24 +147,40 @@ class DraftSampling:
             tokens = draw_without_replacement(draft, branch)
             drawn[self.sampled] = tokens.view(-1, width, branch)
         if len(self.seeded):
-            drawn[self.seeded] = self._seeded_children(
-                per_request[self.seeded], level, given[self.seeded].flatten()
-            )
+            noisy = self._noisy(per_request[self.seeded], level.depth, given[self.seeded].flatten())
+            drawn[self.seeded] = noisy.topk(branch, dim=-1).indices
         return drawn
+
+    def scores(self, logits: Tensor, depth: int, given: Tensor) -> Tensor:
+        """What dynamic trees are chosen by, float32 ``[B, m, V]``: their softmax is a node's Q.
+
+        Noise that decides the target's token, too, is no uncertainty. So a seeded request's Q has
+        its noise, and the draft's logits at temperature 1 beside it.
+
+        Args:
+            logits, given: As of `children`, at nodes of this depth. No request is sampled.
+        """
+        scores = preferred(logits.float(), given.flatten()).view(*given.shape, -1)
+        if len(self.seeded):
+            per_request = logits.view_as(scores)[self.seeded]
+            noisy = self._noisy(per_request, depth, given[self.seeded].flatten())
+            scores = scores.index_copy(
+                0, self.seeded, noisy * self.temperature[self.seeded, None, None]
+            )
+        return scores
 
     def finish(self, tokens: Tensor) -> DraftedTreesV1:
         """Joins tokens int64 ``[B, size]``, in stored order, with the stored Q."""
         return DraftedTreesV1(tokens, self._probs, self._probs_rows)
 
-    def _seeded_children(self, logits: Tensor, level: Level, given: Tensor) -> Tensor:
-        """Children int64 ``[S, m, b]`` of seeded requests, from logits ``[S, m, V]``."""
-        width, branch = level.columns.shape
-        rows = self.seeded.repeat_interleave(width)
+    def _noisy(self, logits: Tensor, depth: int, given: Tensor) -> Tensor:
+        """Scores of seeded requests, with their noise, from logits ``[S, m, V]`` at this depth."""
+        rows = self.seeded.repeat_interleave(logits.shape[1])
         scaled = draft_scores(
             logits.flatten(0, 1), self.temperature[rows], self.truncation.of(rows), given
         )
-        noise = gumbel_noise(self.seeds[self.seeded, level.depth], logits.shape[-1])
-        return (scaled.view_as(logits) + noise[:, None]).topk(branch, dim=-1).indices
+        noise = gumbel_noise(self.seeds[self.seeded, depth], logits.shape[-1])
+        return scaled.view_as(logits) + noise[:, None]
 
     def _store(self, probs: Tensor, nodes: Tensor) -> None:
         end = self._stored + len(probs)

@@ -1,6 +1,7 @@
 """The drafting half of the V1 runner: whose tokens the draft reads, and the trees that it grows."""
 
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import most_drafts
@@ -24,12 +26,18 @@ from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.runner.step_stats import StepStats
-from sequoia_vllm.engine.v1.batch_trees import Draft
+from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.target_distribution import truncation_of
+from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification.sampling import GREEDY_BELOW
+
+# An engine that adapts learns acceptance by child from static trees alone. The next start chooses
+# its tree by that. So one step in so many grows static trees, at 1/16 of what dynamic ones gain.
+_STATIC_EVERY = 16
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -50,11 +58,15 @@ class DraftingRunner(CPUModelRunner):
         # Until: vLLM asks the speculative method.
         with patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
             super().__init__(vllm_config, device)
-        self.tree = SequoiaSettings.of(vllm_config).tree
+        settings = SequoiaSettings.of(vllm_config)
+        self.tree = settings.tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.draft_has_failed = False
         # The proposer of chains; ours grows trees.
         self.drafter = TreeProposerV1(vllm_config, device, self)
+        self._has_dynamic_trees = bool(settings.dynamic_tree)
+        self._static_every = inf if settings.adapts_as is None else _STATIC_EVERY
+        self._grown = 0  # steps that grew trees
         self.stats = StepStats(self.tree)
         self._thinks = thinks_first(vllm_config)
         self._tables = TreeTables(self.tree, device)
@@ -135,33 +147,59 @@ class DraftingRunner(CPUModelRunner):
         if committed is None:
             return drafts
         logits = self.drafter.advance(committed)
-        chosen = self._requests_to_draft(committed)
-        if len(chosen) == 0:
-            return drafts
         levels = self._tables.levels_of(drafts_each)
-        roots = committed.last[chosen]
-        requests = committed.requests[chosen]
-        grown = self.drafter.grow(
-            levels,
-            root_logits=logits if len(chosen) == len(logits) else logits[chosen],
-            root_tokens=committed.tokens[roots],
-            root_positions=committed.positions[roots],
-            requests=requests,
-            sampling=DraftSampling.of(
-                requests,
-                sampling_metadata,
-                self.input_batch.generators,
-                truncation_of(sampling_metadata, self._params()),
-                levels.tree.depth,
-            ),
-        )
+        chosen = self._requests_to_draft(committed)
+        is_dynamic = self._have_dynamic_trees(committed.requests[chosen], levels.tree)
+        for grow, rows in (
+            (self.drafter.grow, chosen[~is_dynamic]),
+            (self.drafter.grow_dynamic, chosen[is_dynamic]),
+        ):
+            if len(rows) == 0:
+                continue
+            roots, requests = committed.last[rows], committed.requests[rows]
+            grown = grow(
+                levels,
+                root_logits=logits if len(rows) == len(logits) else logits[rows],
+                root_tokens=committed.tokens[roots],
+                root_positions=committed.positions[roots],
+                requests=requests,
+                sampling=DraftSampling.of(
+                    requests,
+                    sampling_metadata,
+                    self.input_batch.generators,
+                    truncation_of(sampling_metadata, self._params()),
+                    levels.tree.depth,
+                ),
+            )
+            self._keep(grown, requests, drafts)
+        return drafts
+
+    def _keep(
+        self, grown: DraftedTreesV1, requests: NDArray[np.int64], drafts: list[list[int]]
+    ) -> None:
+        """Keeps these requests' trees, and puts their tokens into ``drafts``."""
         tokens = grown.tokens[:, 1:].tolist()
         for row, request in enumerate(requests.tolist()):
             request_id = self.input_batch.req_ids[request]
             self._drafts[request_id] = Draft(grown, row)
             # Cutting is safe: every prefix of a tree is a tree.
             drafts[request] = tokens[row][: most_drafts(self.requests[request_id].sampling_params)]
-        return drafts
+
+    def _have_dynamic_trees(
+        self, requests: NDArray[np.int64], tree: TokenTree
+    ) -> NDArray[np.bool_]:
+        """bool ``[B]``: those that are verified by matching, with tokens that nothing replaces."""
+        self._grown += 1
+        is_static = not self._has_dynamic_trees or self._grown % self._static_every == 0
+        if is_static or inner_width(tree.size, tree.depth) == 0:
+            return np.zeros(len(requests), dtype=bool)
+        params, seeds = self._params(), self.input_batch.generators
+        is_matched = [
+            (params[row].temperature < GREEDY_BELOW or row in seeds)
+            and params[row].structured_outputs is None
+            for row in requests.tolist()
+        ]
+        return np.array(is_matched, dtype=bool)
 
     def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
         """Prompt chunks, roots and emitted tokens that the draft has yet to read."""

@@ -17,7 +17,6 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
-from sequoia_vllm.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -30,74 +29,66 @@ class NodesToEdit:
     paths: Tensor  # int64 ``[M, D]``: tokens from the root's child down to the node itself, then -1
 
 
-class PathEdits:
-    """Applies what vLLM's sampler applies before the temperature, in its order.
+def edited_by_paths(
+    logits: Tensor,
+    trees: ScoringTreesV1,
+    metadata: SamplingMetadata,
+    sampling_params: Sequence[Any],
+    batch: InputBatch,
+) -> Tensor:
+    """Applies to all tree nodes what vLLM's sampler applies before the temperature, in its order.
 
     These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` and
-    penalties. In each step with trees, the verifier sees only `edited` logits.
+    penalties. In each step with trees, the verifier sees only these logits.
+
+    Args:
+        logits: ``[rows, V]``, any float dtype; not changed.
+        sampling_params: Each request's `SamplingParams`.
+        batch: vLLM's input batch, with the tokens so far.
+
+    Returns:
+        float32 ``[rows, V]``; ``logits`` itself where nothing changes.
     """
+    starts, ends = batch.num_prompt_tokens, batch.num_tokens_no_spec
+    edits = [
+        edits_logits(params, ends[index] - starts[index])
+        for index, params in enumerate(sampling_params)
+    ]
+    if not any(edits):
+        return logits
+    of_tree = np.array(edits)[trees.requests.cpu().numpy()]
+    if not of_tree.any():
+        return logits
+    outputs = {
+        index: batch.token_ids_cpu[index, starts[index] : ends[index]]
+        for index in np.flatnonzero(edits).tolist()
+    }
+    nodes = _nodes(trees, torch.from_numpy(of_tree).to(logits.device))
+    found = logits.to(torch.float32, copy=True)
+    own = found[nodes.rows]
+    _allow(own, nodes, metadata)
+    _exclude_bad_words(own, nodes, metadata, outputs)
+    for index, output in outputs.items():
+        of_request = nodes.requests == index
+        _keep_going(own, of_request, nodes, sampling_params[index], len(output))
+        _add_bias(own, of_request, sampling_params[index])
+    own = _penalise(own, nodes, metadata, outputs)
+    found[nodes.rows] = own
+    return found
 
-    def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        self._depths = torch.from_numpy(tree.depths.astype(np.int64)).to(device)
-        self._paths = torch.from_numpy(_paths(tree)).to(device)
 
-    def edited(
-        self,
-        logits: Tensor,
-        trees: ScoringTreesV1,
-        metadata: SamplingMetadata,
-        sampling_params: Sequence[Any],
-        batch: InputBatch,
-    ) -> Tensor:
-        """Edits the logits of all tree nodes by their requests' parameters.
-
-        Args:
-            logits: ``[rows, V]``, any float dtype; not changed.
-            sampling_params: Each request's `SamplingParams`.
-            batch: vLLM's input batch, with the tokens so far.
-
-        Returns:
-            float32 ``[rows, V]``; ``logits`` itself where nothing changes.
-        """
-        starts, ends = batch.num_prompt_tokens, batch.num_tokens_no_spec
-        edits = [
-            edits_logits(params, ends[index] - starts[index])
-            for index, params in enumerate(sampling_params)
-        ]
-        if not any(edits):
-            return logits
-        of_tree = np.array(edits)[trees.requests.cpu().numpy()]
-        if not of_tree.any():
-            return logits
-        outputs = {
-            index: batch.token_ids_cpu[index, starts[index] : ends[index]]
-            for index in np.flatnonzero(edits).tolist()
-        }
-        nodes = self._nodes(trees, torch.from_numpy(of_tree).to(logits.device))
-        found = logits.to(torch.float32, copy=True)
-        own = found[nodes.rows]
-        _allow(own, nodes, metadata)
-        _exclude_bad_words(own, nodes, metadata, outputs)
-        for index, output in outputs.items():
-            of_request = nodes.requests == index
-            _keep_going(own, of_request, nodes, sampling_params[index], len(output))
-            _add_bias(own, of_request, sampling_params[index])
-        own = _penalise(own, nodes, metadata, outputs)
-        found[nodes.rows] = own
-        return found
-
-    def _nodes(self, trees: ScoringTreesV1, chosen: Tensor) -> NodesToEdit:
-        """All nodes of the chosen trees; ``chosen``: bool ``[B]``."""
-        is_node = trees.is_node & chosen[:, None]
-        tree, node = is_node.nonzero(as_tuple=True)
-        steps = self._paths[node]  # [M, D]
-        tokens = trees.tokens[tree[:, None], steps.clamp(min=0)]
-        return NodesToEdit(
-            rows=trees.logits_rows[tree, node],
-            requests=trees.requests[tree],
-            depths=self._depths[node],
-            paths=torch.where(steps >= 0, tokens, -1),
-        )
+def _nodes(trees: ScoringTreesV1, chosen: Tensor) -> NodesToEdit:
+    """All nodes of the chosen trees; ``chosen``: bool ``[B]``."""
+    is_node = trees.is_node & chosen[:, None]
+    tree, node = is_node.nonzero(as_tuple=True)
+    steps = _paths(trees)[tree, node]  # [M, D]
+    tokens = trees.tokens[tree[:, None], steps.clamp(min=0)]
+    return NodesToEdit(
+        rows=trees.logits_rows[tree, node],
+        requests=trees.requests[tree],
+        depths=trees.depths[tree, node],
+        paths=torch.where(steps >= 0, tokens, -1),
+    )
 
 
 def edits_logits(sampling_params: Any, num_outputs: int) -> bool:
@@ -114,14 +105,16 @@ def edits_logits(sampling_params: Any, num_outputs: int) -> bool:
     )
 
 
-def _paths(tree: TokenTree) -> NDArray[np.int64]:
-    """int64 ``[N, D]``: nodes from the root's child down to each node itself, then -1."""
-    paths = np.full((tree.size, tree.depth), -1, dtype=np.int64)
-    parents, depths = tree.parents_array, tree.depths
-    for node in range(1, tree.size):
-        paths[node] = paths[parents[node]]
-        paths[node, depths[node] - 1] = node
-    return paths
+def _paths(trees: ScoringTreesV1) -> Tensor:
+    """int64 ``[B, N, D]``: nodes from the root's child down to each node itself, then -1."""
+    nodes = torch.arange(trees.tokens.shape[1])
+    on_path = trees.ancestors & (nodes > 0)  # all but the root
+    size = (*trees.tokens.shape, int(trees.depths.max()) + 1)
+    # Column d is for the ancestor of depth d + 1. The last one collects what is on no path.
+    column = torch.where(on_path, trees.depths[:, None] - 1, size[2] - 1)
+    paths = torch.full(size, -1)
+    paths.scatter_(2, column, torch.where(on_path, nodes, -1).expand_as(column))
+    return paths[..., :-1]
 
 
 def _allow(logits: Tensor, nodes: NodesToEdit, metadata: SamplingMetadata) -> None:

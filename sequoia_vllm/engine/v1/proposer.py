@@ -17,7 +17,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
+from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts
+from sequoia_vllm.drafting.tree_tables import DraftLevels
 from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
@@ -231,7 +232,7 @@ class TreeProposerV1(DraftModelProposer):
                 root.
             requests: int64 ``[B]``: the indices of the requests in the batch.
         """
-        inner = self._inner_nodes(levels, requests, root_positions)
+        inner = self._inner_nodes(levels.depths, requests, root_positions)
         tokens = torch.empty(len(requests), levels.tree.size, dtype=torch.int64)
         sampling.start(levels.tree, root_logits.shape[-1])
         logits, parents = root_logits, torch.from_numpy(root_tokens)[:, None]
@@ -239,7 +240,8 @@ class TreeProposerV1(DraftModelProposer):
         for level in levels.levels:
             if level.depth > 0:
                 parents = tokens.index_select(1, level.nodes)
-                logits = self._level_logits(parents, requests, inner, levels, level)
+                seen = levels.ancestors[level.first : level.first + level.width]
+                logits = self._level_logits(parents, requests, inner, seen, level.first)
             drawn = sampling.children(logits, level, following(parents, told, level.depth))
             tokens.index_copy_(1, level.columns.flatten().long(), drawn.flatten(1))
         # Set last: column 0 collects what nodes drew beyond their own children.
@@ -247,14 +249,42 @@ class TreeProposerV1(DraftModelProposer):
         take_from_rank0(tokens)
         return sampling.finish(tokens)
 
+    def grow_dynamic(
+        self,
+        levels: DraftLevels,
+        root_logits: Tensor,
+        root_tokens: NDArray[np.int64],
+        root_positions: NDArray[np.int64],
+        requests: NDArray[np.int64],
+        sampling: DraftSampling,
+    ) -> DraftedTreesV1:
+        """Grows one dynamic tree per request, of as many nodes and levels as the static one.
+
+        Arguments are those of `grow`; no request is sampled without a seed.
+        """
+        growth = DynamicGrowth(torch.from_numpy(root_tokens), levels.tree.size, levels.tree.depth)
+        inner = self._inner_nodes(growth.inner_depths, requests, root_positions)
+        logits, told = root_logits, self._told[torch.from_numpy(requests)]
+        for depth in range(growth.depth):
+            if depth > 0:
+                growth.descend()
+                first = growth.seen.shape[2] - growth.width
+                logits = self._level_logits(growth.tokens, requests, inner, growth.seen, first)
+            given = following(growth.tokens, told, depth)
+            growth.add_children(sampling.scores(logits, depth, given))
+        tokens, parents = growth.best()
+        take_from_rank0(tokens)
+        take_from_rank0(parents)
+        return DraftedTreesV1.dynamic(tokens, TreeLayouts.of(parents, growth.depth))
+
     def _inner_nodes(
-        self, levels: DraftLevels, requests: NDArray[np.int64], root_positions: NDArray[np.int64]
+        self, depths: Tensor, requests: NDArray[np.int64], root_positions: NDArray[np.int64]
     ) -> InnerNodes:
         # The scheduler trims nodes past the model's length. Until then they must not write
         # outside the request's blocks, nor read outside the RoPE table.
-        positions = root_positions[:, None] + levels.depths.numpy()
-        num_nodes = np.minimum(self.max_model_len - root_positions, levels.num_inner)
-        places = root_positions[:, None] + np.arange(levels.num_inner)
+        positions = root_positions[:, None] + depths.numpy()
+        num_nodes = np.minimum(self.max_model_len - root_positions, len(depths))
+        places = root_positions[:, None] + np.arange(len(depths))
         return InnerNodes(
             positions=torch.from_numpy(np.minimum(positions, self.draft_max_len - 1)),
             slots=self._slots(requests[:, None], places),
@@ -265,21 +295,23 @@ class TreeProposerV1(DraftModelProposer):
         )
 
     def _level_logits(
-        self, tokens: Tensor, requests: NDArray[np.int64], inner: InnerNodes, levels: DraftLevels,
-        level: Level,
+        self, tokens: Tensor, requests: NDArray[np.int64], inner: InnerNodes, seen: Tensor,
+        first: int,
     ) -> Tensor:  # fmt: skip
         """Computes the draft's logits ``[B * m, V]`` at a level's m inner nodes, in one forward.
 
         Args:
             tokens: int64 ``[B, m]``: the tokens of the nodes.
             requests: int64 ``[B]``: the indices of the requests in the batch.
+            seen: bool ``[m, M]`` or ``[B, m, M]``: which inner nodes each of them sees.
+            first: Place of the first of them in draft order.
         """
         if isinstance(self.drafter, TextDrafterV1):
             with self.runner.stats.timed("draft", len(tokens), tokens.numel()):
                 adapters = np.repeat(self._adapters(requests), tokens.shape[1])
                 return self.drafter.logits(tokens.flatten(), adapters)
         rows = self._rows[: tokens.numel()].view(tokens.shape)
-        nodes = slice(level.first, level.first + level.width)
+        nodes = slice(first, first + tokens.shape[1])
         # Contiguous: vLLM's kernels read them without looking at strides.
         positions, slots = (
             values[:, nodes].flatten().contiguous() for values in (inner.positions, inner.slots)
@@ -298,7 +330,7 @@ class TreeProposerV1(DraftModelProposer):
                 block_table=inner.block_table,
                 context_lens=inner.root_positions,
                 num_nodes=inner.num_nodes.clamp(max=nodes.stop),  # deeper levels come later
-                ancestors=levels.ancestors[nodes],
+                ancestors=seen,
                 max_keys=inner.max_keys,
                 only_trees=True,
             ),

@@ -21,7 +21,7 @@ from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1, logits_rows, schedule_trees
 from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
-from sequoia_vllm.engine.v1.path_edits import PathEdits
+from sequoia_vllm.engine.v1.path_edits import edited_by_paths
 from sequoia_vllm.engine.v1.sampler_output import (
     combine_outputs,
     forget_stale_budgets,
@@ -53,7 +53,6 @@ class SequoiaCPUModelRunner(DraftingRunner):
             method=method,
         )
         method_of(method).compile_host()  # now, not in the first step
-        self._edits = PathEdits(self.tree, device)
         self._trees: ScoringTreesV1 | None = None
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
@@ -146,7 +145,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
             return prepared
         num_reqs = self.input_batch.num_reqs
         self._trees = schedule_trees(
-            self.tree,
+            self._tables,
             scheduler_output.scheduled_spec_decode_tokens,
             self._drafts,
             self.input_batch.req_id_to_index,
@@ -156,18 +155,20 @@ class SequoiaCPUModelRunner(DraftingRunner):
             self.device,
         )
         if (trees := self._branching_trees) is not None:
-            shifts = self._tables.shifts[: trees.tokens.shape[1]].expand_as(trees.is_node)
+            shifts = (trees.depths - torch.arange(trees.tokens.shape[1]))[trees.is_node]
             rows = trees.rows[trees.is_node]
-            self.positions[rows] += shifts[trees.is_node]
+            self.positions[rows] += shifts
             if self.uses_mrope:
-                self.mrope_positions.gpu[:, rows] += shifts[trees.is_node]
+                self.mrope_positions.gpu[:, rows] += shifts
         return prepared
 
     @property
     def _branching_trees(self) -> ScoringTreesV1 | None:
         """This step's trees; None if they are chains: vLLM's positions and masks fit those."""
         trees = self._trees
-        return None if trees is None or trees.tokens.shape[1] <= self.tree.chain_nodes else trees
+        if trees is None or trees.is_dynamic.any():
+            return trees
+        return None if trees.tokens.shape[1] <= self.tree.chain_nodes else trees
 
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
@@ -192,7 +193,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
             self._target_metadata = metadata
             own = (metadata[name] for name in self._target_layers)
             for layer_metadata in {id(m): m for m in own}.values():
-                layer_metadata.tree = trees.queries(layer_metadata, self._tables.ancestors)
+                layer_metadata.tree = trees.queries(layer_metadata)
         return metadata, common
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,14 +237,16 @@ class SequoiaCPUModelRunner(DraftingRunner):
         )
         if branching is not None:  # a chain's accepted tokens lie in place already
             self._commit(branching, result)
-        self.stats.observe(result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy())
+        self.stats.observe(
+            result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy(), trees.is_dynamic
+        )
         return output
 
     def _target_of(
         self, trees: ScoringTreesV1, logits: Tensor, metadata: SamplingMetadata
     ) -> TargetDistribution:
         params = self._params()
-        logits = self._edits.edited(logits, trees, metadata, params, self.input_batch)
+        logits = edited_by_paths(logits, trees, metadata, params, self.input_batch)
         return TargetDistribution(logits, metadata.temperature, truncation_of(metadata, params))
 
     def _verify(

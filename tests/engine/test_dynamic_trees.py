@@ -1,0 +1,100 @@
+"""Dynamic trees in V1 engines: who has them, what they emit, and how they are counted."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
+from sequoia_vllm.tree import TokenTree
+from tests.support.engines import runner_of, running, sequoia, tokens_of
+from tests.support.models import prompts
+
+pytestmark = pytest.mark.engine
+
+KINDS = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.8, "seed": 5},
+    "seeded, truncated": {"temperature": 1.0, "seed": 6, "top_k": 20, "min_p": 0.02},
+    "greedy, penalties": {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "seeded, edited": {
+        "temperature": 0.8, "seed": 7, "bad_words": ["self", " in"], "min_tokens": 24,
+        "stop_token_ids": list(range(260, 400)), "logit_bias": {300: 4.0, 301: -50.0},
+    },
+    "greedy, structured": {
+        "temperature": 0, "structured_outputs": StructuredOutputsParams(regex=r"(x = \d+\n)+")
+    },
+    "sampled": {"temperature": 0.8},
+}  # fmt: skip
+STATIC = {"greedy, structured", "sampled"}
+
+
+@pytest.fixture(scope="module")
+def served():
+    """Tokens by kind, ours and plain vLLM's; which topology each request's trees had; counts."""
+    names = [*KINDS, *KINDS]  # more than run at once
+    params = [SamplingParams(max_tokens=40, **KINDS[name]) for name in names]
+    with running(None, max_num_seqs=6) as llm:
+        plain = tokens_of(llm.generate(prompts(len(names)), params, use_tqdm=False))
+    topologies: dict[str, set[bool]] = {name: set() for name in KINDS}
+    with running(sequoia(retrieval=True, dynamic_tree=True), max_num_seqs=6) as llm:
+        runner = runner_of(llm)
+        keep = runner._keep
+
+        def noting(grown, requests, drafts):
+            keep(grown, requests, drafts)
+            for request in requests.tolist():
+                name = names[int(runner.input_batch.req_ids[request].split("-")[0])]
+                topologies[name].add(grown.layouts is not None)
+                # What is verified by Q has it, for the engine's own tree.
+                inner = grown.probs_rows[0, 0] >= 0 if name == "sampled" else True
+                assert inner
+
+        runner._keep = noting
+        ours = tokens_of(llm.generate(prompts(len(names)), params, use_tqdm=False))
+        counts = runner.stats.counts
+    return names, ours, plain, topologies, counts
+
+
+def test_tokens_are_plain_vllms(served):
+    names, ours, plain, _, _ = served
+    different = [
+        name
+        for name, own, theirs in zip(names, ours, plain, strict=True)
+        if name != "sampled" and own != theirs
+    ]
+    assert different == []
+
+
+def test_only_requests_that_are_matched_have_them(served):
+    """Sampled requests keep the engine's tree, whose children are drawn without replacement."""
+    *_, topologies, _ = served
+    assert topologies == {name: {name not in STATIC} for name in KINDS}
+
+
+def test_counts_are_those_of_each_kind(served):
+    """Trees by node are the dynamic ones, roots included; trees by child are the others."""
+    *_, counts = served
+    dynamic, static = int(counts.scored_nodes[0]), counts.trees - int(counts.scored_nodes[0])
+    assert min(dynamic, static) > 5
+    assert counts.offered[0, 0] <= static
+    assert counts.accepted_nodes.sum() + counts.accepted.sum() + static == counts.tokens
+    assert (counts.accepted_nodes <= counts.scored_nodes).all()
+    assert counts.accepted_nodes[1] > counts.accepted_nodes[2:].max()  # the likeliest node
+
+
+@pytest.mark.parametrize(("every", "static"), [(16, 2), (float("inf"), 0)])
+def test_engines_that_adapt_learn_from_some_static_trees(every, static):
+    """Also in steps in which nobody gets a tree, as prompts are read."""
+    runner = SimpleNamespace(
+        _grown=0, _has_dynamic_trees=True, _static_every=every,
+        _params=lambda: [SamplingParams(temperature=0)], input_batch=SimpleNamespace(generators={}),
+    )  # fmt: skip
+    found = [
+        DraftingRunner._have_dynamic_trees(runner, np.arange(count), TokenTree((-1, 0, 0, 1)))
+        for count in [0, 1] * 16
+    ]
+    assert {own.dtype for own in found} == {np.dtype(bool)}
+    assert sum(not own.all() for own in found) == static

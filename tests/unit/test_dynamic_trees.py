@@ -1,0 +1,142 @@
+"""Dynamic trees against a plain choice over paths."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sequoia_vllm.drafting import dynamic_trees
+from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts, inner_width
+from sequoia_vllm.tree import TokenTree
+
+VOCABULARY = 16
+ROOT = 3
+
+
+class Draft:
+    """Random log-probabilities, float32 ``[VOCABULARY]``, after each path of tokens."""
+
+    def __init__(self, seed: int, sharpness: float) -> None:
+        self.seed, self.sharpness = seed, sharpness
+
+    def __call__(self, path: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash((self.seed, path)) % (1 << 31))
+        return self.sharpness * torch.randn(VOCABULARY, generator=generator)
+
+
+def grown(drafts: list[Draft], nodes: int, depth: int):
+    """Tokens and parents of a tree for each draft; checks what the draft is asked to read."""
+    growth = DynamicGrowth(torch.full((len(drafts),), ROOT), nodes, depth)
+    paths = [[()] for _ in drafts]  # of all nodes that the draft has read
+    for level in range(depth):
+        if level > 0:
+            growth.descend()
+            for row, read in enumerate(paths):
+                for token, seen in zip(growth.tokens[row], growth.seen[row], strict=True):
+                    *above, itself = seen.nonzero()[:, 0].tolist()
+                    assert itself == len(read)
+                    assert [len(read[place]) for place in above] == list(range(level))
+                    read.append((*read[above[-1]], int(token)))
+        level_paths = [read[-growth.tokens.shape[1] :] for read in paths]
+        growth.add_children(
+            torch.stack([
+                torch.stack([draft(path) for path in own])
+                for draft, own in zip(drafts, level_paths, strict=True)
+            ])
+        )  # fmt: skip
+    assert [len(path) for path in paths[0]] == growth.inner_depths.tolist()
+    assert len(growth.inner_depths) <= nodes
+    return growth.best()
+
+
+def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        found.append((*found[parent], token))
+    return found[1:]
+
+
+def chosen_plainly(draft: Draft, nodes: int, depth: int) -> list[tuple[int, ...]]:
+    """The likeliest paths, by dictionaries."""
+    width, level, found = inner_width(nodes, depth), {(): 0.0}, {}
+    for _ in range(depth):
+        below = {}
+        for path, value in level.items():
+            logits = draft(path)
+            kept = logits.topk(min(dynamic_trees.MOST_CHILDREN, nodes - 1)).indices.tolist()
+            shares = (logits.double() - logits.double().logsumexp(0)).tolist()
+            below |= {(*path, token): value + shares[token] for token in kept}
+        found |= below
+        level = dict(itertools.islice(sorted(below.items(), key=lambda item: -item[1]), width))
+    return sorted(found, key=lambda path: -found[path])[: nodes - 1]
+
+
+@given(
+    seeds=st.lists(st.integers(0, 1 << 20), min_size=1, max_size=3),
+    nodes=st.integers(3, 20), depth=st.integers(2, 6), sharpness=st.floats(0.3, 6.0),
+)  # fmt: skip
+@settings(deadline=None, max_examples=60)
+def test_nodes_are_the_likeliest_ones(seeds, nodes, depth, sharpness):
+    if inner_width(nodes, depth) == 0:
+        return
+    drafts = [Draft(seed, sharpness) for seed in seeds]
+    for draft, tokens, parents in zip(drafts, *grown(drafts, nodes, depth), strict=True):
+        assert tokens[0] == ROOT
+        tree = TokenTree(tuple(parents.tolist()))  # refuses what is no tree, and so any prefix
+        assert tree.size == nodes
+        assert paths_of(tokens.tolist(), parents.tolist()) == chosen_plainly(draft, nodes, depth)
+
+
+@given(seed=st.integers(0, 1 << 20), nodes=st.integers(3, 20), depth=st.integers(2, 6))
+@settings(deadline=None, max_examples=30)
+def test_layouts_are_those_of_the_tree(seed, nodes, depth):
+    if inner_width(nodes, depth) == 0:
+        return
+    _, parents = grown([Draft(seed, 2.0), Draft(seed + 1, 0.5)], nodes, depth)
+    layouts = TreeLayouts.of(parents, depth)
+    for row, own in enumerate(parents.tolist()):
+        tree = TokenTree(tuple(own))
+        assert layouts.depths[row].tolist() == tree.depths.tolist()
+        assert layouts.ancestors[row].tolist() == tree.ancestor_mask.tolist()
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf, math.inf])
+def test_a_broken_draft_gives_trees_all_the_same(broken):
+    """Also where one node alone is broken, or some tokens are excluded."""
+    growth = DynamicGrowth(torch.tensor([ROOT]), nodes=9, depth=3)
+    growth.add_children(torch.randn(1, 1, VOCABULARY))
+    growth.descend()
+    scores = torch.randn(1, growth.width, VOCABULARY)
+    scores[0, 1, ::2] = broken
+    growth.add_children(scores)
+    growth.descend()
+    growth.add_children(torch.full((1, growth.width, VOCABULARY), broken))
+    tokens, parents = growth.best()
+    TokenTree(tuple(parents[0].tolist()))
+    assert len(set(paths_of(tokens[0].tolist(), parents[0].tolist()))) == 8
+
+
+def test_equally_likely_nodes_come_level_by_level():
+    """A child that is certain is as likely as its parent, and must not come first."""
+    growth = DynamicGrowth(torch.tensor([ROOT]), nodes=6, depth=3)
+    certain = torch.full((1, 1, VOCABULARY), -torch.inf)
+    certain[..., 7] = 0.0
+    for level in range(3):
+        if level:
+            growth.descend()
+        growth.add_children(certain.expand(1, growth.tokens.shape[1], -1))
+    tokens, parents = growth.best()
+    assert tokens[0, :4].tolist() == [ROOT, 7, 7, 7]
+    assert parents[0, :4].tolist() == [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "depth", "width"),
+    [(2, 1, 0), (32, 1, 0), (4, 3, 1), (6, 4, 1), (16, 6, 3), (32, 8, 4), (1024, 2, 0)],
+)
+def test_width_of_levels(nodes, depth, width):
+    """None where all nodes are the root's children, or where there is too little to choose from."""
+    assert inner_width(nodes, depth) == width
