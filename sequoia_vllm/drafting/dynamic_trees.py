@@ -93,9 +93,10 @@ class DynamicGrowth:
         Args:
             scores: float32 ``[B, m, V]``: what Q is the softmax of.
         """
-        best = scores.topk(min(MOST_CHILDREN, self.nodes - 1, scores.shape[2]), dim=2)
-        log_q = best.values - scores.logsumexp(dim=2, keepdim=True)
-        values = (self._values[..., None] + log_q).flatten(1)
+        count = min(MOST_CHILDREN, self.nodes - 1, scores.shape[2])
+        # On CPUs this is several times as fast as `logsumexp`.
+        best = scores.log_softmax(dim=2).topk(count, dim=2)
+        values = (self._values[..., None] + best.values).flatten(1)
         parents = self._places[..., None].expand_as(best.indices).flatten(1)
         self._found.append((values, best.indices.flatten(1), parents))
 
