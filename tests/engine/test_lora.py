@@ -16,8 +16,8 @@ pytestmark = pytest.mark.engine
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 
 
-def generate_with_adapters(folder: str, max_tokens: int, **trees: Any) -> dict[str, Any]:
-    """Plain vLLM without adapters; and plain, and trees with a draft and without.
+def generate_with_adapters(folder: str, max_tokens: int, **others: Any) -> dict[str, Any]:
+    """Plain vLLM without adapters; and plain, and trees with a draft and of ``others``.
 
     Requests have no adapter, one and another in turn.
 
@@ -43,12 +43,12 @@ def generate_with_adapters(folder: str, max_tokens: int, **trees: Any) -> dict[s
 
     answers: dict[str, Any] = {}
     mixed, all_adapted = [None, first, second] * 2, [first, second] * 3
-    for name, config in (("plain", None), ("trees", sequoia(**trees)), ("lookup", lookup_trees())):
+    for name, config in {"plain": None, "trees": sequoia(), **others}.items():
+        # The others' requests end in another order, see `check`.
+        batches = {"plain": (mixed, all_adapted), "trees": (mixed,)}.get(name, (all_adapted,))
         with running(config, **LORA) as llm:
-            # Lookup's requests end in another order, see `check`.
-            batches = {"plain": (mixed, all_adapted), "trees": (mixed,), "lookup": (all_adapted,)}
             answers[name] = [
-                generate(llm, adapters, seed) for adapters in batches[name] for seed in (0, 0, 7)
+                generate(llm, adapters, seed) for adapters in batches for seed in (0, 0, 7)
             ]
             if config is None:
                 answers["without"] = generate(llm, None, 0)
@@ -62,16 +62,19 @@ def check(answers: dict[str, Any], max_tokens: int) -> None:
     # tokens depend on who runs beside it.
     assert all(answers["plain"][0][row] != answers["without"][row] for row in (1, 2, 4, 5))
     assert answers["trees"] == answers["plain"][:3]
-    assert answers["lookup"] == answers["plain"][3:]
-    for name in ("trees", "lookup"):
+    for name in answers.keys() & {"lookup", "dynamic"}:
+        assert answers[name] == answers["plain"][3:], name
         assert answers[f"accepted by {name}"] > max_tokens, name
+    assert answers["accepted by trees"] > max_tokens
 
 
 def test_adapters_and_none_in_one_batch(tmp_path):
-    check(generate_with_adapters(str(tmp_path), 40, dynamic_tree=True), 40)
+    others = {"lookup": lookup_trees(), "dynamic": sequoia(dynamic_tree=True)}
+    check(generate_with_adapters(str(tmp_path), 40, **others), 40)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_adapters_and_none_in_one_batch_on_v2(tmp_path):
-    check(call_on_v2(generate_with_adapters, tmp_path, folder=str(tmp_path), max_tokens=12), 12)
+    given = {"folder": str(tmp_path), "max_tokens": 12, "lookup": lookup_trees()}
+    check(call_on_v2(generate_with_adapters, tmp_path, **given), 12)

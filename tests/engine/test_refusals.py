@@ -33,7 +33,7 @@ from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.worker import worker_base
 from sequoia_vllm.hardware.support import kinds_of, refusal
 from sequoia_vllm.tree import TokenTree
-from tests.support.engines import running, sequoia
+from tests.support.engines import lookup_trees, running, sequoia
 from tests.support.models import DRAFT, TARGET, save_llama
 
 plugin.register()
