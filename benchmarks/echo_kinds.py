@@ -32,7 +32,10 @@ SUFFIX_DRAFTS = 15
 Answer = tuple[list[int], list[int]]
 """Token ids up to the end, and how many tokens each step of the request gave."""
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+
+@app.command()
 def echo_kinds(
     target: str,
     out: Path,
@@ -174,4 +177,4 @@ def _counted(steps: list[int], length: int) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    typer.run(echo_kinds)
+    app()

@@ -121,6 +121,18 @@ def chain_of_words(draft: str, text: str) -> Method:
     return chain(draft, int(length), sampling)
 
 
+def usual_chains(draft: str, temperatures: Sequence[float]) -> list[str]:
+    """vLLM's chains where none is named, as `chain_of_words` reads them.
+
+    On GPUs they draw from the draft's distribution if some requests are sampled, which accepts more
+    than vLLM's default does. Greedy requests are the same by both.
+    """
+    from vllm.platforms import current_platform
+
+    draws = max(temperatures) > 0 and not current_platform.is_cpu() and not drafts_from_text(draft)
+    return [f"{drafts}:probabilistic" if draws else str(drafts) for drafts in (1, 2, 4)]
+
+
 def _ngram_chain(drafts: int) -> Method:
     """vLLM's drafts without a model: what followed the last tokens before."""
     from vllm.platforms import current_platform

@@ -56,13 +56,15 @@ def bench(
         ),
     ] = "served",
     chain: Annotated[
-        str,
+        str | None,
         typer.Option(
+            show_default=False,
             help="vLLM's own chains, the fastest of which is marked. 2,4: chains of 2 and of 4 "
             "drafts with vLLM's defaults; 4:probabilistic or 4:probabilistic:block: with this "
-            "sampling; 4:ngram: without a draft; none: no chain."
+            "sampling; 4:ngram: without a draft; none: no chain. Default: 1,2,4; probabilistic on "
+            "GPUs if a temperature is above 0.",
         ),
-    ] = "1,2,4",
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     dtype: DtypeOption = "auto",
@@ -123,19 +125,25 @@ def bench(
 
 def _compared(options: dict[str, Any]) -> dict[str, Any]:
     """What the options compare: fields of `BenchSettings`. It loads nothing, so typos end here."""
-    from sequoia_vllm.bench.methods import methods
+    from sequoia_vllm.bench.methods import methods, usual_chains
     from sequoia_vllm.hardware.cost import check_batch_sizes
 
-    chains = [] if options["chain"] == NONE else options["chain"].split(",")
+    temperatures = _temperatures(options["temperature"])
+    chains = [] if options["chain"] in (None, NONE) else options["chain"].split(",")
     trees = [tree.strip() for tree in options["trees"].split(",")]
-    return {
-        "temperatures": _temperatures(options["temperature"]),
+    compared = {
+        "temperatures": temperatures,
         "batch_sizes": tuple(
             check_batch_sizes([*numbers("--batch-sizes", options["batch_sizes"])])
         ),
         "methods": tuple(methods(options["draft"], chains, trees)),
         **{name: options[name] for name in ("max_tokens", "rounds")},
     }
+    if options["chain"] is None:  # asks vLLM for its platform, so it comes last
+        chains = usual_chains(options["draft"], temperatures)
+        options["chain"] = ",".join(chains)
+        compared["methods"] = tuple(methods(options["draft"], chains, trees))
+    return compared
 
 
 def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:

@@ -9,7 +9,15 @@ import pytest
 
 from sequoia_vllm.bench import measure
 from sequoia_vllm.bench.engines import Arrival, Generation, check_runner
-from sequoia_vllm.bench.methods import BenchError, chain, chain_of_words, is_known, plain, sequoia
+from sequoia_vllm.bench.methods import (
+    BenchError,
+    chain,
+    chain_of_words,
+    is_known,
+    plain,
+    sequoia,
+    usual_chains,
+)
 from sequoia_vllm.bench.rounds import BenchSettings
 from sequoia_vllm.measuring.engines import EngineSpec
 
@@ -42,6 +50,24 @@ def test_chains_of_a_head_have_its_method():
         for name in ("draft", "eagle3", "dflash")
     ]
     assert methods == ["draft_model", "eagle3", "dflash"]
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "draft", "temperatures", "draws"),
+    [
+        (False, "d", (0.0, 1.0), True),
+        (False, "d", (0.0,), False),
+        (False, "lookup", (1.0,), False),
+        (True, "d", (1.0,), False),
+    ],
+)
+def test_usual_chains_draw_where_that_is_their_best(
+    on_cpu, draft, temperatures, draws, monkeypatch
+):
+    platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    sampling = ":probabilistic" if draws else ""
+    assert usual_chains(draft, temperatures) == [f"{n}{sampling}" for n in (1, 2, 4)]
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "4:greed", "4:block:block", "4::", "0:ngram"])
