@@ -93,6 +93,7 @@ def bench(
         draft = draft or draft_to_measure(target)
     options = dict(locals())
     check_output("--output", output)
+    from sequoia_vllm.bench.methods import usual_chains
     from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.bench.run import run_bench
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
@@ -103,6 +104,9 @@ def bench(
         compared = _compared(options)
         chosen = load_prompts(prompts, num_prompts)
         check_models(target, draft)
+        if chain is None:  # asks vLLM for its platform, so it comes after all checks
+            options["chain"] = ",".join(usual_chains(draft, compared["temperatures"]))
+            compared = _compared(options)
         encoded = tuple(encode_prompts(chosen, load_tokenizer(target)))
         settings = BenchSettings(engine_spec(options), prompts=encoded, **compared)
         with measuring("bench:", "interrupted: nothing was kept") as progress:
@@ -125,13 +129,13 @@ def bench(
 
 def _compared(options: dict[str, Any]) -> dict[str, Any]:
     """What the options compare: fields of `BenchSettings`. It loads nothing, so typos end here."""
-    from sequoia_vllm.bench.methods import methods, usual_chains
+    from sequoia_vllm.bench.methods import methods
     from sequoia_vllm.hardware.cost import check_batch_sizes
 
     temperatures = _temperatures(options["temperature"])
     chains = [] if options["chain"] in (None, NONE) else options["chain"].split(",")
     trees = [tree.strip() for tree in options["trees"].split(",")]
-    compared = {
+    return {
         "temperatures": temperatures,
         "batch_sizes": tuple(
             check_batch_sizes([*numbers("--batch-sizes", options["batch_sizes"])])
@@ -139,11 +143,6 @@ def _compared(options: dict[str, Any]) -> dict[str, Any]:
         "methods": tuple(methods(options["draft"], chains, trees)),
         **{name: options[name] for name in ("max_tokens", "rounds")},
     }
-    if options["chain"] is None:  # asks vLLM for its platform, so it comes last
-        chains = usual_chains(options["draft"], temperatures)
-        options["chain"] = ",".join(chains)
-        compared["methods"] = tuple(methods(options["draft"], chains, trees))
-    return compared
 
 
 def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:
