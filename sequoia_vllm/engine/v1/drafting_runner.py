@@ -29,7 +29,7 @@ from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.engine.v1.proposer import TreeProposerV1
+from sequoia_vllm.engine.v1.proposer import RootsV1, TreeProposerV1
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.target_distribution import truncation_of
 from sequoia_vllm.tree import TokenTree
@@ -150,28 +150,25 @@ class DraftingRunner(CPUModelRunner):
         levels = self._tables.levels_of(drafts_each)
         chosen = self._requests_to_draft(committed)
         is_dynamic = self._have_dynamic_trees(committed.requests[chosen], levels.tree)
+        truncation = truncation_of(sampling_metadata, self._params())
         for grow, rows in (
             (self.drafter.grow, chosen[~is_dynamic]),
             (self.drafter.grow_dynamic, chosen[is_dynamic]),
         ):
             if len(rows) == 0:
                 continue
-            roots, requests = committed.last[rows], committed.requests[rows]
-            grown = grow(
-                levels,
-                root_logits=logits if len(rows) == len(logits) else logits[rows],
-                root_tokens=committed.tokens[roots],
-                root_positions=committed.positions[roots],
-                requests=requests,
-                sampling=DraftSampling.of(
-                    requests,
-                    sampling_metadata,
-                    self.input_batch.generators,
-                    truncation_of(sampling_metadata, self._params()),
-                    levels.tree.depth,
-                ),
+            last, requests = committed.last[rows], committed.requests[rows]
+            roots = RootsV1(
+                requests,
+                committed.tokens[last],
+                committed.positions[last],
+                logits if len(rows) == len(logits) else logits[rows],
             )
-            self._keep(grown, requests, drafts)
+            sampling = DraftSampling.of(
+                requests, sampling_metadata, self.input_batch.generators, truncation,
+                levels.tree.depth,
+            )  # fmt: skip
+            self._keep(grow(levels, roots, sampling), requests, drafts)
         return drafts
 
     def _keep(

@@ -49,6 +49,22 @@ class InnerNodes:
     max_keys: int  # slots of the longest request, its nodes included
 
 
+@dataclass(frozen=True)
+class RootsV1:
+    """The roots of B requests' trees, which grow together.
+
+    Attributes:
+        requests: int64 ``[B]``: indices of the requests in the batch.
+        tokens, positions: int64 ``[B]``: each root's.
+        logits: ``[B, V]``: the draft's, at each root.
+    """
+
+    requests: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    logits: Tensor
+
+
 class DrafterV1(ABC):
     """One kind of draft on the V1 runner: how it is loaded, and what it predicts."""
 
@@ -215,61 +231,42 @@ class TreeProposerV1(DraftModelProposer):
         group = self.runner.kv_cache_config.kv_cache_groups[self.kv_cache_gid]
         return freed_behind(group.kv_cache_spec)
 
-    def grow(
-        self,
-        levels: DraftLevels,
-        root_logits: Tensor,
-        root_tokens: NDArray[np.int64],
-        root_positions: NDArray[np.int64],
-        requests: NDArray[np.int64],
-        sampling: DraftSampling,
-    ) -> DraftedTreesV1:
-        """Grows one tree per request, level by level.
-
-        Args:
-            root_logits: ``[B, V]``: the draft's logits at each root.
-            root_tokens, root_positions: int64 ``[B]``: the token and the position of each
-                root.
-            requests: int64 ``[B]``: the indices of the requests in the batch.
-        """
-        inner = self._inner_nodes(levels.depths, requests, root_positions)
-        tokens = torch.empty(len(requests), levels.tree.size, dtype=torch.int64)
-        sampling.start(levels.tree, root_logits.shape[-1])
-        logits, parents = root_logits, torch.from_numpy(root_tokens)[:, None]
-        told = self._told[torch.from_numpy(requests)]
+    def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> DraftedTreesV1:
+        """Grows one tree per request, level by level."""
+        inner = self._inner_nodes(levels.depths, roots.requests, roots.positions)
+        tokens = torch.empty(len(roots.requests), levels.tree.size, dtype=torch.int64)
+        sampling.start(levels.tree, roots.logits.shape[-1])
+        logits, parents = roots.logits, torch.from_numpy(roots.tokens)[:, None]
+        told = self._told[torch.from_numpy(roots.requests)]
         for level in levels.levels:
             if level.depth > 0:
                 parents = tokens.index_select(1, level.nodes)
                 seen = levels.ancestors[level.first : level.first + level.width]
-                logits = self._level_logits(parents, requests, inner, seen, level.first)
+                logits = self._level_logits(parents, roots.requests, inner, seen, level.first)
             drawn = sampling.children(logits, level, following(parents, told, level.depth))
             tokens.index_copy_(1, level.columns.flatten().long(), drawn.flatten(1))
         # Set last: column 0 collects what nodes drew beyond their own children.
-        tokens[:, 0] = torch.from_numpy(root_tokens)
+        tokens[:, 0] = torch.from_numpy(roots.tokens)
         take_from_rank0(tokens)
         return sampling.finish(tokens)
 
     def grow_dynamic(
-        self,
-        levels: DraftLevels,
-        root_logits: Tensor,
-        root_tokens: NDArray[np.int64],
-        root_positions: NDArray[np.int64],
-        requests: NDArray[np.int64],
-        sampling: DraftSampling,
+        self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling
     ) -> DraftedTreesV1:
         """Grows one dynamic tree per request, of as many nodes and levels as the static one.
 
-        Arguments are those of `grow`; no request is sampled without a seed.
+        No request is sampled without a seed.
         """
-        growth = DynamicGrowth(torch.from_numpy(root_tokens), levels.tree.size, levels.tree.depth)
-        inner = self._inner_nodes(growth.inner_depths, requests, root_positions)
-        logits, told = root_logits, self._told[torch.from_numpy(requests)]
+        growth = DynamicGrowth(torch.from_numpy(roots.tokens), levels.tree.size, levels.tree.depth)
+        inner = self._inner_nodes(growth.inner_depths, roots.requests, roots.positions)
+        logits, told = roots.logits, self._told[torch.from_numpy(roots.requests)]
         for depth in range(growth.depth):
             if depth > 0:
                 growth.descend()
                 first = growth.seen.shape[2] - growth.width
-                logits = self._level_logits(growth.tokens, requests, inner, growth.seen, first)
+                logits = self._level_logits(
+                    growth.tokens, roots.requests, inner, growth.seen, first
+                )
             given = following(growth.tokens, told, depth)
             growth.add_children(sampling.scores(logits, depth, given))
         tokens, parents = growth.best()
