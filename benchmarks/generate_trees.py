@@ -25,10 +25,9 @@ from benchmarks.scaling import weights_bytes
 from sequoia_vllm.cli.common import friendly_errors, progress_bar
 from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
 from sequoia_vllm.hardware.models import ModelClass, model_classes
-from sequoia_vllm.hardware.offloading import host_link, streamed_layers
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
+from sequoia_vllm.hardware.streaming import StreamedWeights, host_link, streamed_layers
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.json_input import read_json
 from sequoia_vllm.library.files import (
@@ -196,14 +195,14 @@ def _jobs(inputs: Path) -> Iterator[Job]:
 def _offloaded(device: DeviceSpec, model_class: ModelClass) -> Profile:
     """Predicts times on one device, with as few layers offloaded as leave room for the rest."""
     pair = model_class.target, model_class.draft
-    link, name = host_link(device.id)
+    link = host_link(device.id)
 
     def streamed(layers: int) -> StreamedWeights:
         return streamed_layers(
             model_class.target,
             layers * model_class.target.layers_bytes(_VALUE_BYTES) / model_class.target.layers,
-            LINKS[link].bytes_per_second,
-            f"{layers} of {model_class.target.layers} layers, {name}",
+            link.bytes_per_second,
+            f"{layers} of {model_class.target.layers} layers, {link.name}",
         )
 
     for layers in range(1, model_class.target.layers + 1):

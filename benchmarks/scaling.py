@@ -16,11 +16,22 @@ from sequoia_vllm.cli.common import friendly_errors
 from sequoia_vllm.cli.measuring import numbers
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
-from sequoia_vllm.hardware.device import DeviceError, DeviceSpec, InterconnectKind, identify
+from sequoia_vllm.hardware.device import (
+    LINKS,
+    DeviceError,
+    DeviceSpec,
+    InterconnectKind,
+    LinkName,
+    identify,
+)
 from sequoia_vllm.hardware.models import ModelShape, every_class
-from sequoia_vllm.hardware.offloading import OffloadBackend, host_link, streamed_layers
 from sequoia_vllm.hardware.roofline import largest_tree, roofline_profile
-from sequoia_vllm.hardware.streaming import LINKS, LinkName, StreamedWeights
+from sequoia_vllm.hardware.streaming import (
+    OffloadBackend,
+    StreamedWeights,
+    host_link,
+    streamed_layers,
+)
 from sequoia_vllm.library.tree_reference import find_vector
 
 _COLUMNS = (
@@ -79,10 +90,10 @@ def scaling(
             for size in numbers("--tensor-parallel-sizes", tensor_parallel_sizes):
                 streamed = None
                 if offload_gb is not None:
-                    own, words = host_link(device.id)
+                    way = LINKS[link] if link else host_link(device.id)
                     streamed = streamed_layers(
-                        pair.target, offload_gb * 2**30, LINKS[link or own].bytes_per_second,
-                        words, devices=size, backend=offload_backend,
+                        pair.target, offload_gb * 2**30, way.bytes_per_second, way.name,
+                        devices=size, backend=offload_backend,
                     )  # fmt: skip
                 models = pair.target, pair.draft
                 profile = roofline_profile(

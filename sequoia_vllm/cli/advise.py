@@ -36,12 +36,12 @@ from sequoia_vllm.hardware.device import (
 )
 from sequoia_vllm.hardware.families import in_words, refusal_of
 from sequoia_vllm.hardware.model_config import read_shape
-from sequoia_vllm.hardware.models import ModelShape, PairShapes, published_shape
+from sequoia_vllm.hardware.models import ModelShape, published_shape
 from sequoia_vllm.hardware.roofline import bytes_per_value, roofline_profile
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.hardware.support import MAX_NODES, Role
 from sequoia_vllm.library.files import LibraryError, TreeEntry
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.tree.acceptance import Acceptance
 

@@ -10,18 +10,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.hardware.streaming import LinkName
 from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.json_input import read_json
 
 _FILE = Path(__file__).with_name("devices.json")
 X86_CPU = "x86-cpu"
 InterconnectKind = Literal["switch", "mesh", "bus", "host"]
+LinkName = Literal["pcie3", "pcie4", "pcie5", "nvlink-c2c"]
+
+
+class Link(NamedTuple):
+    """A way from the host's memory to a device's."""
+
+    name: str
+    bytes_per_second: float  # measured rate of copies from pinned memory
+
+
+LINKS: dict[LinkName, Link] = {
+    # 8 GT/s, 16 lanes, 128b/130b. An author of BaM (ZaidQureshi/bam#54): 12 GB/s on a V100.
+    "pcie3": Link("PCIe 3.0 x16", 12.0e9),
+    # nvbandwidth's host_to_device_memcpy_ce: 24.8 GB/s on eight A100 SXM4 (NVIDIA's developer
+    # forum, 352186), 23.9 to 26.4 on eight RTX 4090 (NVIDIA/nvbandwidth#15).
+    "pcie4": Link("PCIe 4.0 x16", 25.0e9),
+    # H100, nvbandwidth: 52.8 GB/s to the host (NVIDIA/nvbandwidth#24; its copies by kernels got
+    # 35 to the device, which is not what prefetching does). Taken for both directions.
+    "pcie5": Link("PCIe 5.0 x16", 52.8e9),
+    # GH200 480GB, nvbandwidth's host_to_device_memcpy_ce: 346 GB/s (NVIDIA/nvbandwidth#23).
+    "nvlink-c2c": Link("NVLink-C2C", 346.0e9),
+}
+"""Links by name; nothing here was measured by us."""
 
 
 class DeviceError(SequoiaError, ValueError):

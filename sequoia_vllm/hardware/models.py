@@ -1,15 +1,13 @@
 """Model shapes and the model classes (target size / draft size) of the library."""
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from sequoia_vllm.drafters.registry import DrafterKind, HeadShape
-from sequoia_vllm.hardware.streaming import StreamedWeights
+from sequoia_vllm.drafters.registry import HeadShape
 from sequoia_vllm.json_file import FileModel, read_model
 
 _FILE = Path(__file__).with_name("models.json")
@@ -294,25 +292,6 @@ class ModelShape(FileModel):
         """Whether the heads can be divided among this many devices."""
         shared = self.kv_heads % devices == 0 or devices % self.kv_heads == 0
         return self.heads % devices == 0 and shared
-
-
-@dataclass(frozen=True)
-class PairShapes:
-    """Sizes of two models by their configurations, and where the target's weights lie."""
-
-    target: ModelShape | None  # None: not to be had
-    draft: ModelShape | None
-    problem: str | None = None  # why one of them is None, or ``streamed`` is not known
-    streamed: StreamedWeights | None = None
-    """Weights of the target outside the devices' memory. None: there are none, or their number is
-    not known (`PairKey.offloading` tells which)."""
-    head: DrafterKind | None = None  # the kind of head that the draft is; None: it is a model
-
-    @property
-    def quantized(self) -> bool:
-        """Whether either model's weights are."""
-        shapes = self.target, self.draft
-        return any(shape is not None and shape.is_quantized for shape in shapes)
 
 
 class ModelClass(FileModel):

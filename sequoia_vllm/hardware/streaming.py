@@ -5,39 +5,38 @@ memory, and hardly longer for hundreds of tokens than for one. The paper's large
 such targets (768 nodes for a 70B target on one L40).
 
 Any source with a number of bytes and a rate can be described: the host's memory over a link, or a
-disk. How vLLM offloads is in `sequoia_vllm.hardware.offloading`.
+disk. vLLM offloads with two backends, which differ in what a wide tree costs:
+
+- *prefetch* copies layers into buffers on the device while others compute. With two buffers or
+  more a pass takes the longer of copying and computing; with one, copying waits for computing
+  and the pass takes both. The bytes do not depend on the tree.
+- *UVA* has the matrix products themselves read the weights through the link. A product works
+  on tiles of rows, and reads each weight once for each tile: the bytes of a pass grow with
+  ceil(rows / rows of a tile), so that 768 nodes cost six times what one does. The rest of the
+  pass is taken not to overlap with it.
+
+Both stream layers only: embeddings and the output matrix stay where they are. The draft is taken
+to be resident, since it runs many times in a step.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import Field
 
+from sequoia_vllm.hardware.device import LINKS, Link, LinkName, identify, known_devices
+from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.json_file import FileModel
 
-LinkName = Literal["pcie3", "pcie4", "pcie5", "nvlink-c2c"]
+OffloadBackend = Literal["prefetch", "uva"]
 
-
-class Link(NamedTuple):
-    """A way from the host's memory to a device's."""
-
-    name: str
-    bytes_per_second: float  # measured rate of copies from pinned memory
-
-
-LINKS: dict[LinkName, Link] = {
-    # 8 GT/s, 16 lanes, 128b/130b. An author of BaM (ZaidQureshi/bam#54): 12 GB/s on a V100.
-    "pcie3": Link("PCIe 3.0 x16", 12.0e9),
-    # nvbandwidth's host_to_device_memcpy_ce: 24.8 GB/s on eight A100 SXM4 (NVIDIA's developer
-    # forum, 352186), 23.9 to 26.4 on eight RTX 4090 (NVIDIA/nvbandwidth#15).
-    "pcie4": Link("PCIe 4.0 x16", 25.0e9),
-    # H100, nvbandwidth: 52.8 GB/s to the host (NVIDIA/nvbandwidth#24; its copies by kernels got
-    # 35 to the device, which is not what prefetching does). Taken for both directions.
-    "pcie5": Link("PCIe 5.0 x16", 52.8e9),
-    # GH200 480GB, nvbandwidth's host_to_device_memcpy_ce: 346 GB/s (NVIDIA/nvbandwidth#23).
-    "nvlink-c2c": Link("NVLink-C2C", 346.0e9),
-}
-"""Links by name; nothing here was measured by us."""
+# cuBLAS and CUTLASS have tiles of 64 to 256 rows; 128 is the usual one where rows are many.
+# Assumed: nobody measured which of them vLLM's products take through UVA.
+UVA_TILE_ROWS = 128
+# Buffers that are needed to copy one layer while another computes.
+OVERLAPPING_BUFFERS = 2
+# Taken for a device whose link is not known. The faster link leads to the smaller trees.
+_CAUTIOUS_LINK: LinkName = "pcie5"
 
 
 class StreamedWeights(FileModel):
@@ -69,3 +68,51 @@ class StreamedWeights(FileModel):
     def from_device_bytes(self) -> float:
         """Bytes of the target that lie in the device's own memory."""
         return 0.0 if self.tile_rows is not None else self.bytes_per_pass
+
+
+def streamed_layers(
+    target: ModelShape,
+    size: float,
+    bytes_per_second: float,
+    source: str,
+    *,
+    value_bytes: float = 2.0,
+    devices: int = 1,
+    backend: OffloadBackend = "prefetch",
+    buffers: int = OVERLAPPING_BUFFERS,
+) -> StreamedWeights:
+    """A number of bytes of a target's layers, offloaded as vLLM does.
+
+    Args:
+        size: Bytes on each device, as vLLM counts; more than the layers have: all of them.
+        source: Where from, in words ("PCIe 4.0 x16").
+        buffers: Layers that prefetching has buffers for (``--offload-prefetch-step``).
+
+    Raises:
+        ValueError: The size or the rate is not above 0 and finite.
+    """
+    for what, value in (("size", size), ("rate", bytes_per_second)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"weights offloaded: {what} {value:g} must be above 0")
+    layers = target.layers_bytes(value_bytes) / devices
+    prefetches = backend == "prefetch"
+    return StreamedWeights(
+        bytes_per_pass=min(size, layers),
+        bytes_per_second=bytes_per_second,
+        source=f"{source}, {backend}" + (f", {buffers} buffers" if prefetches else ""),
+        overlaps=prefetches and buffers >= OVERLAPPING_BUFFERS,
+        tile_rows=None if prefetches else UVA_TILE_ROWS,
+        buffer_bytes=buffers * layers / target.layers if prefetches else 0.0,
+    )
+
+
+def host_link(device: str) -> Link:
+    """The link between a device (its id, or the driver's name for it) and the host's memory.
+
+    Its name says if the link is a guess.
+    """
+    known = known_devices().get(identify(device).id or "")
+    if known is not None and known.host_link is not None:
+        return LINKS[known.host_link]
+    assumed = LINKS[_CAUTIOUS_LINK]
+    return assumed._replace(name=f"{assumed.name} (assumed)")

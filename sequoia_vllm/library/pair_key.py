@@ -1,4 +1,4 @@
-"""The key that trees are chosen and tuned for, and whether the library knows its pair."""
+"""The key that trees are chosen and tuned for, its models' sizes, and known pairs."""
 
 import hashlib
 import re
@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sequoia_vllm.drafters.registry import DrafterKind
 from sequoia_vllm.file_hash import file_hash
+from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.hardware.streaming import StreamedWeights
 
 # The hash of this one file says which weights a model directory has. An index of several files only
 # names them, and is the same for every fine-tune.
@@ -43,6 +46,25 @@ class PairKey:
             key.append(self.offloading)
         digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:8]
         return "--".join([*(_slug(part) for part in key), digest])
+
+
+@dataclass(frozen=True)
+class PairShapes:
+    """Sizes of two models by their configurations, and where the target's weights lie."""
+
+    target: ModelShape | None  # None: not to be had
+    draft: ModelShape | None
+    problem: str | None = None  # why one of them is None, or ``streamed`` is not known
+    streamed: StreamedWeights | None = None
+    """Weights of the target outside the devices' memory. None: there are none, or their number is
+    not known (`PairKey.offloading` tells which)."""
+    head: DrafterKind | None = None  # the kind of head that the draft is; None: it is a model
+
+    @property
+    def quantized(self) -> bool:
+        """Whether either model's weights are."""
+        shapes = self.target, self.draft
+        return any(shape is not None and shape.is_quantized for shape in shapes)
 
 
 def model_key(model: str) -> str:

@@ -12,7 +12,6 @@ from sequoia_vllm.hardware.choose import Schedule, choose_schedule
 from sequoia_vllm.hardware.device import Device, DeviceSpec
 from sequoia_vllm.hardware.models import (
     ModelShape,
-    PairShapes,
     model_classes,
     parameters_from_name,
     size_name,
@@ -27,7 +26,7 @@ from sequoia_vllm.library.files import (
     ProfileReference,
     TreeEntry,
 )
-from sequoia_vllm.library.pair_key import PairKey, is_local
+from sequoia_vllm.library.pair_key import PairKey, PairShapes, is_local
 
 _MEASURED_MAX_SIZE = 1024
 OFFLOADED = "-offloaded"

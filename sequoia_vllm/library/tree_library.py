@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from sequoia_vllm.hardware.device import X86_CPU, Device, identify, nearest
-from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import (
     AcceptanceFile,
@@ -20,7 +19,7 @@ from sequoia_vllm.library.files import (
     TreeEntry,
     UserTree,
 )
-from sequoia_vllm.library.pair_key import PairKey, is_same_model, weight_hashes
+from sequoia_vllm.library.pair_key import PairKey, PairShapes, is_same_model, weight_hashes
 from sequoia_vllm.library.selection import (
     Selection,
     best_entry,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from sequoia_vllm.tree import TokenTree
 
-_FIRST_DEPTH = 2  # after trees and tokens
 _PATH_DTYPE = np.dtype("<i4")  # little-endian: paths also go between machines
 
 
@@ -38,35 +37,40 @@ def paths_of(
     return paths
 
 
-@dataclass(frozen=True, eq=False)
 class TreeCounts:
     """Outcomes of verification over some steps with one tree.
 
     Dynamic trees have as many nodes, likeliest ones first, but other children. So they are counted
     by node, and not by child.
+
+    Attributes:
+        values: All counts, int64; the others are views of it.
+        depth_counts: ``[depth + 1]``: trees of which exactly d nodes were accepted.
+        offered: ``[depth, branch]``: nodes of depth d on an accepted path that had a child k.
+        accepted: ``[depth, branch]``: how often that child was accepted.
+        scored_nodes: ``[size]``: how many dynamic trees had this node, in the stored order.
+        accepted_nodes: ``[size]``: how often it was accepted.
     """
 
-    depth: int  # the tree's, in edges
-    branch: int  # most children of a node
-    values: NDArray[np.int64]
-    """int64 ``[2 + depth + 1 + 2 * depth * branch + 2 * size]``; the properties below are views of
-    it."""
-
-    @classmethod
-    def zeros(cls, tree: TokenTree) -> TreeCounts:
-        """Nothing counted yet."""
-        size = _FIRST_DEPTH + tree.depth + 1 + 2 * tree.depth * tree.max_branch + 2 * tree.size
-        return cls(tree.depth, tree.max_branch, np.zeros(size, dtype=np.int64))
+    def __init__(self, tree: TokenTree) -> None:
+        shapes = (2,), (tree.depth + 1,), (2, tree.depth, tree.max_branch), (2, tree.size)
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        self.values = np.zeros(ends[-1], dtype=np.int64)
+        parts = zip(np.split(self.values, ends[:-1]), shapes, strict=True)
+        totals, depths, children, nodes = (part.reshape(shape) for part, shape in parts)
+        self._totals, self.depth_counts = totals, depths
+        self.offered, self.accepted = children
+        self.scored_nodes, self.accepted_nodes = nodes
 
     @classmethod
     def of_paths(cls, tree: TokenTree, paths: Sequence[NDArray[np.int32]]) -> TreeCounts:
         """Counts verified trees; ``paths``: from `paths_of`, in any groups."""
-        counts = cls.zeros(tree)
+        counts = cls(tree)
         if not paths:
             return counts
         together = np.concatenate(paths)
         num_accepted = (together[:, 1:] >= 0).sum(axis=1)
-        counts.values[:_FIRST_DEPTH] = len(together), len(together) + num_accepted.sum()
+        counts._totals[:] = len(together), len(together) + num_accepted.sum()
         counts.depth_counts[:] = np.bincount(num_accepted, minlength=tree.depth + 1)
         is_dynamic = together[:, 0] < 0
         counts._count_nodes(together[is_dynamic])
@@ -115,37 +119,12 @@ class TreeCounts:
     @property
     def trees(self) -> int:
         """Verified trees."""
-        return int(self.values[0])
+        return int(self._totals[0])
 
     @property
     def tokens(self) -> int:
         """Tokens emitted by them: the accepted nodes, and one bonus token each."""
-        return int(self.values[1])
-
-    @property
-    def depth_counts(self) -> NDArray[np.int64]:
-        """``[depth + 1]``: trees of which exactly d nodes were accepted."""
-        return self.values[_FIRST_DEPTH : _FIRST_DEPTH + self.depth + 1]
-
-    @property
-    def offered(self) -> NDArray[np.int64]:
-        """``[depth, branch]``: nodes of depth d on an accepted path that had a child k."""
-        return self._children(0)
-
-    @property
-    def accepted(self) -> NDArray[np.int64]:
-        """``[depth, branch]``: how often that child was accepted."""
-        return self._children(1)
-
-    @property
-    def scored_nodes(self) -> NDArray[np.int64]:
-        """``[size]``: how many dynamic trees had this node, by its place in the stored order."""
-        return self._nodes(0)
-
-    @property
-    def accepted_nodes(self) -> NDArray[np.int64]:
-        """``[size]``: how often it was accepted."""
-        return self._nodes(1)
+        return int(self._totals[1])
 
     def add(self, other: TreeCounts) -> None:
         """Adds the counts of further steps with the same tree."""
@@ -154,15 +133,6 @@ class TreeCounts:
     def clear(self) -> None:
         """Starts counting anew."""
         self.values.fill(0)
-
-    def _children(self, part: int) -> NDArray[np.int64]:
-        size = self.depth * self.branch
-        start = _FIRST_DEPTH + self.depth + 1 + part * size
-        return self.values[start : start + size].reshape(self.depth, self.branch)
-
-    def _nodes(self, part: int) -> NDArray[np.int64]:
-        start = _FIRST_DEPTH + self.depth + 1 + 2 * self.depth * self.branch
-        return self.values[start:].reshape(2, -1)[part]
 
 
 @lru_cache(maxsize=16)

@@ -112,7 +112,7 @@ class TreeMetrics:
     ) -> None:
         self._kinds = kinds or PrometheusKinds()
         self._lock = threading.Lock()
-        self._pending = {engine: TreeCounts.zeros(tree) for engine in engines}
+        self._pending = {engine: TreeCounts(tree) for engine in engines}
         self._labels = {engine: (model_name, str(engine)) for engine in engines}
         self._counters = self._make_counters(tree)
         undrafted = self._counter("undrafted_requests", "reason")
@@ -200,7 +200,7 @@ class TreeMetrics:
         offered = self._counter("offered_children", "depth", "child")
         accepted = self._counter("accepted_children", "depth", "child")
         # A vector of its own indexes tells where each count lies.
-        index = TreeCounts.zeros(tree)
+        index = TreeCounts(tree)
         index.values[:] = np.arange(len(index.values))
         found: dict[int, dict[int, Any]] = {}
         for engine, labels in self._labels.items():

@@ -9,8 +9,8 @@ from vllm.engine.arg_utils import EngineArgs
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend import engine_config
 from sequoia_vllm.engine.offload import offloaded_layers, weight_source, with_streamed
-from sequoia_vllm.hardware.models import PairShapes, every_class
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.hardware.models import every_class
+from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from tests.support.models import DRAFT, TARGET
 
 LLAMA = every_class()["70b-8b"].target

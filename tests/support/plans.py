@@ -6,8 +6,7 @@ from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.frontend.plan import Facts, Plan, plan
 from sequoia_vllm.engine.frontend.tree_choice import TreeChoice, choose_engine_tree, look_up
-from sequoia_vllm.hardware.models import PairShapes
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.pair_key import PairKey, PairShapes
 
 
 def planned(

@@ -533,7 +533,7 @@ def test_children_that_were_never_offered_are_assumed():
     """A chain says nothing of second children: as many as leave room beside the first."""
     for share, assumed in [(0.5, REFERENCE_ACCEPTANCE.probability(1)), (1.0, 0.0)]:
         fading = FadingAcceptance(TREE)
-        counts = TreeCounts.zeros(TREE)
+        counts = TreeCounts(TREE)
         counts.values[0] = 1000
         counts.offered[:, 0], counts.accepted[:, 0] = 1000, round(1000 * share)
         fading.add(counts)

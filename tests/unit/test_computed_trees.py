@@ -10,9 +10,9 @@ import pytest
 
 from sequoia_vllm.adaptation.state import AdaptationState, FadedCounts
 from sequoia_vllm.hardware.model_config import read_shape
-from sequoia_vllm.hardware.models import ModelShape, PairShapes, model_classes
+from sequoia_vllm.hardware.models import ModelShape, model_classes
 from sequoia_vllm.library.files import LibraryError
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.tree_library import Selection, TreeLibrary
 from sequoia_vllm.library.user_files import adaptation_path
 from sequoia_vllm.tree import TokenTree

@@ -10,11 +10,11 @@ from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.interconnect import Assumptions
 from sequoia_vllm.hardware.model_config import read_shape
-from sequoia_vllm.hardware.models import PairShapes, model_classes
+from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_curves import draft_curves
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.selection import parameters_of
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree import Acceptance, TokenTree

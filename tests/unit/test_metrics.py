@@ -71,7 +71,7 @@ def test_counts_are_those_of_a_walk_node_by_node(case, reset_after):
     """However steps are grouped into batches, and across a reset of the worker's own counters."""
     tree, steps = case
     stats = StepStats(tree)
-    total = TreeCounts.zeros(tree)
+    total = TreeCounts(tree)
     for index, step in enumerate(steps):
         observe(stats, [path for path, _ in step], [size for _, size in step])
         total.add(TreeCounts.from_bytes(tree, stats.take_paths()))
@@ -131,7 +131,7 @@ def test_interval_line_of_a_trimmed_tree_and_of_none():
     )
     assert "depth 3 (no drafts with 1 request); " in interval_line(TREE, stats.counts, (0, 1))
     assert "depth 3 (1 draft with 1 request); " in interval_line(TREE, stats.counts, (1, 1))
-    assert interval_line(TREE, TreeCounts.zeros(TREE), (7, 1)) is None
+    assert interval_line(TREE, TreeCounts(TREE), (7, 1)) is None
 
 
 def test_dynamic_trees_are_counted_by_node():

@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("torch")
 
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.hardware.models import PairShapes, every_class
-from sequoia_vllm.hardware.offloading import streamed_layers
+from sequoia_vllm.hardware.models import every_class
+from sequoia_vllm.hardware.streaming import streamed_layers
 from sequoia_vllm.library import user_files
 from sequoia_vllm.library.files import LibraryError
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.user_files import adaptation_path
 from tests.support.plans import chosen, planned

@@ -11,10 +11,9 @@ from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify, known_devices
 from sequoia_vllm.hardware.models import every_class
-from sequoia_vllm.hardware.offloading import UVA_TILE_ROWS, streamed_layers
 from sequoia_vllm.hardware.roofline import STREAMED_MAX_SIZE, roofline_profile
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.hardware.streaming import StreamedWeights
+from sequoia_vllm.hardware.streaming import UVA_TILE_ROWS, StreamedWeights, streamed_layers
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 from tests.support.chessboard import chessboard

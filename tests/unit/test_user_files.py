@@ -16,9 +16,9 @@ from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.common.step_messages import StepOutcome
 from sequoia_vllm.engine.core import adapting
-from sequoia_vllm.hardware.models import PairShapes, model_classes
+from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.library.files import LibraryError
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.library.user_files import make_writable, reason_not_to_keep, user_directory
 from sequoia_vllm.tree import TokenTree

@@ -19,7 +19,8 @@ from sequoia_vllm.drafters.recognition import Recognised, target_differences
 from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, drafter
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.model_config import read_shape
-from sequoia_vllm.hardware.models import ModelShape, PairShapes
+from sequoia_vllm.hardware.models import ModelShape
+from sequoia_vllm.library.pair_key import PairShapes
 from sequoia_vllm.model_source import hub_problem
 
 # In the order in which they are looked for in vLLM's message.

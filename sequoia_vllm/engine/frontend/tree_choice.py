@@ -7,10 +7,9 @@ from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, Tree
 from sequoia_vllm.drafters.registry import Drafter, drafts_from_text
 from sequoia_vllm.hardware.choose import Schedule as StoredSchedule
 from sequoia_vllm.hardware.device import identify
-from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.library.files import LibraryError
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.selection import Selection
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.tree_reference import NamedTree

@@ -117,7 +117,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
     aggregate: bool  # one line for all engines, not one for each
 
     def __post_init__(self) -> None:
-        self._interval = {engine: TreeCounts.zeros(self.tree) for engine in self.engine_indexes}
+        self._interval = {engine: TreeCounts(self.tree) for engine in self.engine_indexes}
         self._drafts: dict[int, tuple[int, int]] = {}  # and the requests of that step
         self._speedup: dict[int, float] = {}
         self._watch = Watch(self.metrics)
@@ -182,7 +182,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
         for engine in sorted(self._failed):
             logger.warning("Sequoia: engine %03d: no drafts since the draft model failed", engine)
         if self.aggregate:
-            total = TreeCounts.zeros(self.tree)
+            total = TreeCounts(self.tree)
             for counts in self._interval.values():
                 total.add(counts)
             drafts = max(self._drafts.values(), default=None)

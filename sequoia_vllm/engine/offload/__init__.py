@@ -22,11 +22,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from sequoia_vllm.config import ConfigError, OffloadSpec, problems_of
-from sequoia_vllm.hardware.models import ModelShape, PairShapes
-from sequoia_vllm.hardware.offloading import OffloadBackend, host_link, streamed_layers
+from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.roofline import bytes_per_value
-from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.hardware.streaming import (
+    OffloadBackend,
+    StreamedWeights,
+    host_link,
+    streamed_layers,
+)
+from sequoia_vllm.library.pair_key import PairKey, PairShapes
 
 if TYPE_CHECKING:
     import torch
@@ -184,9 +188,9 @@ class OffloadedLayers:
             size = layers / target.layers * target.layers_bytes(value_bytes) / devices
         if size == 0:
             return None
-        link, words = host_link(device)
+        link = host_link(device)
         return streamed_layers(
-            target, size, LINKS[link].bytes_per_second, words,
+            target, size, link.bytes_per_second, link.name,
             value_bytes=value_bytes, devices=devices, backend=self.backend, buffers=self.buffers,
         )  # fmt: skip
 

@@ -42,7 +42,7 @@ class StepStats:
         self.seconds = {"target": 0.0, "draft": 0.0, "step": 0.0}
         self.steps = 0
         self.trace = None if self.trace is None else []
-        self._counts = TreeCounts.zeros(self.tree)
+        self._counts = TreeCounts(self.tree)
         # Verified trees not counted yet: after a large model's forward nothing is in
         # the CPU's caches, and every operation of a step is slow.
         self._pending: list[NDArray[np.int32]] = []
