@@ -1,5 +1,6 @@
 """Model shapes and the model classes (target size / draft size) of the library."""
 
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -30,19 +31,6 @@ class Experts(FileModel):
     """Bytes of a routed expert's weight, where these alone are quantized; none: as of the layers'
     others."""
 
-    def read_by(self, rows: float) -> float:
-        """Routed experts of a layer that a pass over so many rows is expected to read."""
-        return self.count * (1 - (1 - self.per_token / self.count) ** rows)
-
-    def routed_parameters(self, experts: float, rows: int) -> float:
-        """Parameters of so many routed experts in each sparse layer, of matrices of so many rows
-        in all."""
-        return self.layers * experts * rows * self.width
-
-    def other_parameters(self, hidden: int, rows: int) -> int:
-        """Parameters of the sparse layers' routers and shared experts."""
-        return self.layers * (hidden * self.count + rows * self.shared)
-
 
 class Recurrent(FileModel):
     """Recurrent layers, which have a state per request in place of keys and values.
@@ -69,10 +57,8 @@ class Recurrent(FileModel):
         return self.layers * hidden * width
 
     def scoring_operations(self, tokens: int) -> int:
-        """Operations of all layers for so many tokens of a request: products with states and
-        keys."""
-        per_head = 4 * tokens * self.key * (self.value + tokens)
-        return self.layers * self.value_heads * per_head
+        """Products of a request's tokens with states and keys, in all layers."""
+        return self.layers * self.value_heads * 4 * tokens * self.key * (self.value + tokens)
 
 
 class Latent(FileModel):
@@ -93,10 +79,8 @@ class Latent(FileModel):
 
 
 class SharedBlocks(FileModel):
-    """Attention and MLPs that layers share (Zamba 2). Each layer reads them; they are kept once.
-
-    Adapters and projections of single layers are not counted.
-    """
+    """Attention and MLPs that layers share (Zamba 2): each layer reads them, they are kept once,
+    and adapters of single layers are not counted."""
 
     count: int = Field(ge=1, description="Blocks that are kept, each with an attention and an MLP.")
     width: int = Field(ge=1, description="Width of what their attention reads.")
@@ -138,7 +122,7 @@ class ModelShape(FileModel):
     @property
     def layer_parameters(self) -> int:
         """Parameters of all layers, without norms."""
-        return self._dense_parameters + self._routed_parameters(None) - self._read_again
+        return self._dense_parameters + self._routed_parameters() - self._read_again
 
     @property
     def _attention_parameters(self) -> int:
@@ -165,10 +149,10 @@ class ModelShape(FileModel):
         own += self.attention_layers * self._attention_parameters
         if self.recurrent is not None:
             own += self.recurrent.parameters(self.hidden)
-        if self.experts is None:
+        if (experts := self.experts) is None:
             return self.layers * mlp + own
-        dense = (self.layers - self.experts.layers) * mlp
-        return dense + self.experts.other_parameters(self.hidden, self._mlp_rows) + own
+        others = self.hidden * experts.count + self._mlp_rows * experts.shared
+        return (self.layers - experts.layers) * mlp + experts.layers * others + own
 
     @property
     def _mlp_rows(self) -> int:
@@ -183,18 +167,17 @@ class ModelShape(FileModel):
         attending, others = self.recurrent.attending, self.layers - self.recurrent.layers
         return others if attending is None else attending
 
-    def _routed_parameters(self, rows: float | None) -> int:
-        """Parameters of the routed experts that a pass over so many rows reads; None: of all."""
-        if self.experts is None:
+    def _routed_parameters(self, rows: float = math.inf) -> int:
+        """Parameters of the routed experts that a pass over so many rows is expected to read."""
+        if (experts := self.experts) is None:
             return 0
-        read = self.experts.count if rows is None else self.experts.read_by(rows)
-        return round(self.experts.routed_parameters(read, self._mlp_rows))
+        read = experts.count * (1 - (1 - experts.per_token / experts.count) ** rows)
+        return round(experts.layers * read * self._mlp_rows * experts.width)
 
     @property
     def output_vocab(self) -> int:
         """Tokens that there are logits of."""
-        own = self.head.output_vocab if self.head is not None else None
-        return self.vocab if own is None else own
+        return (self.head and self.head.output_vocab) or self.vocab
 
     @property
     def output_parameters(self) -> int:
@@ -230,7 +213,8 @@ class ModelShape(FileModel):
             value_bytes: Bytes of a value in the model's type.
             rows: Tokens of the pass: the more, the more experts it reads.
         """
-        return self._layers_bytes(value_bytes, rows) + self.output_parameters * value_bytes
+        layers = self._layers_bytes(value_bytes, self._dense_parameters, rows)
+        return layers + self.output_parameters * value_bytes
 
     def reading_bytes(self, value_bytes: float) -> float:
         """Bytes of `reading_parameters`; argument as of `matmul_bytes`."""
@@ -238,13 +222,11 @@ class ModelShape(FileModel):
 
     def layers_bytes(self, value_bytes: float) -> float:
         """Bytes of all layers: what can be offloaded; argument as of `matmul_bytes`."""
-        return self._layers_bytes(value_bytes, None)
+        return self._layers_bytes(value_bytes, self._dense_parameters - self._read_again)
 
-    def _layers_bytes(self, value_bytes: float, rows: float | None) -> float:
-        """Bytes that a pass over so many rows reads; None: that are kept."""
+    def _layers_bytes(self, value_bytes: float, dense: int, rows: float = math.inf) -> float:
         size = self.layer_weight_bytes or value_bytes
         of_experts = (self.experts and self.experts.weight_bytes) or size
-        dense = self._dense_parameters - (self._read_again if rows is None else 0)
         return dense * size + self._routed_parameters(rows) * of_experts
 
     def weights_bytes(self, value_bytes: float) -> float:
@@ -272,11 +254,7 @@ class ModelShape(FileModel):
         return max(1, devices // self.kv_heads)
 
     def check_split(self, devices: int) -> None:
-        """Whether vLLM can split the model over this many devices.
-
-        Raises:
-            ValueError: If not; names sizes that work.
-        """
+        """Raises ValueError where vLLM cannot split the model so; names sizes that work."""
         if devices < 1:
             raise ValueError(f"tensor parallel size {devices}: at least 1 device")
         if self.splits(devices):
@@ -289,7 +267,7 @@ class ModelShape(FileModel):
         )
 
     def splits(self, devices: int) -> bool:
-        """Whether the heads can be divided among this many devices."""
+        """Whether vLLM can divide the heads among this many devices."""
         shared = self.kv_heads % devices == 0 or devices % self.kv_heads == 0
         return self.heads % devices == 0 and shared
 

@@ -2,10 +2,9 @@
 
 Each forward pass is the sum of its matrix products, its attention, its kernel launches, its logits
 and, on several devices, its reductions. Products and attention take the root of the summed squares
-of moving their bytes and doing their arithmetic. That is the longer of the two where one outweighs
-the other. Where both take as long it is 1.41 times that, as neither hides all of the other
-(`_Forward._roofline`). Decoding is bound by bytes. So scoring a tree costs little more than one
-token until the device's operations per byte are half used up. This is why speculation pays.
+of moving their bytes and doing their arithmetic. Decoding is bound by bytes. So scoring a tree
+costs little more than one token until the device's operations per byte are half used up. This is
+why speculation pays.
 
 A head (`HeadShape`) reads more in a step's first pass than in those over levels.
 One that drafts all levels in its first pass draws below it: the logits are there.
@@ -14,12 +13,6 @@ More devices divide products and attention. They do not divide launches and logi
 reductions, whose bytes grow with the tokens and whose number with the layers. The draft is split
 like the target, as vLLM requires. Its products shrink too, but its launches and reductions do not.
 So a draft level becomes dearer relative to the target, and the best trees become shallower.
-
-Of a mixture of experts a token is multiplied with a few, and more tokens read more of them
-(`Experts`). So scoring a tree costs more there than one token.
-
-Weights that do not fit the memory may be streamed (`sequoia_vllm.hardware.streaming`): the
-target's pass then takes the longer of this and reading them, or both.
 
 Figures that no datasheet has are in `Assumptions`, and are copied into the profile. Nothing here
 checks that the models fit the memory.
@@ -220,8 +213,13 @@ class _Forward:
         attention += self._states(shape, tokens, batch)
         launches = shape.layers * self._assumed.layer_seconds + self._assumed.forward_seconds
         launches += self._merges(shape, tokens, batch)
+        # Collecting the logits' parts; adding up the residual stream after embedding, attention
+        # and MLP. vLLM does both in the model's type, and samples on every device.
+        gathered = rows * shape.output_vocab * self._activation_bytes
+        added = rows * shape.hidden * self._activation_bytes
         computing = products + attention + launches
-        computing += self._logits(shape, rows) + self._sums(shape, rows)
+        computing += self._links.all_gather(gathered) + self.logits_passes(shape, rows)
+        computing += (2 * shape.layers + 1) * self._links.all_reduce(added)
         return computing if streamed is None else streamed.pass_seconds(rows, computing)
 
     def _states(self, shape: ModelShape, tokens: int, batch: int) -> float:
@@ -257,40 +255,10 @@ class _Forward:
     def _roofline(self, moved: float, operations: float) -> float:
         """Seconds of work that is split over all devices.
 
-        The longer of reading and computing has a corner: nodes look free until both take as long,
-        and the best trees end just there. An H100 has none (``benchmarks/gpu/h100.json``,
-        Llama-2-7B's shape, contexts of 1,024, batch sizes of 1 to 32). Time of a pass over so many
-        rows beyond that of a pass over one token of each request, in ms:
-
-        ======  =============  ===========  ===========
-        rows    measured       the longer   hypot
-        ======  =============  ===========  ===========
-        64      0.2 to 0.7     0.01 to 0.1  0.1 to 0.3
-        128     0.6 to 1.3     0.03 to 0.1  0.7 to 0.8
-        256     1.7 to 3.0     0.7 to 0.8   2.4 to 2.6
-        512     6.1 to 6.9     6.0          7.0 to 7.1
-        1024    17.2 to 18.3   16.7         17.2 to 17.5
-        ======  =============  ===========  ===========
-
-        Errors are in passes over one token, root mean square. P-norms with p of 1.8 to 2.5 miss
-        these measurements by 3.6 to 4.2 %, and the longer of both by 7.4 %. With p = 2 no
-        constant is fitted to one device.
+        The longer of reading and computing has a corner, where nodes look free until both take as
+        long, and the best trees end just there. An H100 has none, and fits this root without a
+        constant of its own (docs/notebook/2026-11-22-h100.md).
         """
         reading = moved / self._bytes_per_second
         computing = operations / self._operations_per_second
         return math.hypot(reading, computing) / self._devices
-
-    def _logits(self, shape: ModelShape, rows: int) -> float:
-        """Collecting the vocabulary's parts, then what each device does with all of it.
-
-        vLLM gathers in the model's type, and samples on every device. So more devices do not make
-        this cheaper.
-        """
-        gathered = rows * shape.output_vocab * self._activation_bytes
-        return self._links.all_gather(gathered) + self.logits_passes(shape, rows)
-
-    def _sums(self, shape: ModelShape, rows: int) -> float:
-        """Seconds to add up the residual stream: after embedding, attention and MLP."""
-        return (2 * shape.layers + 1) * self._links.all_reduce(
-            rows * shape.hidden * self._activation_bytes
-        )
