@@ -27,6 +27,7 @@ from sequoia_vllm.hardware.step_profile import Curve, Overhead, ProfileError
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _DIGITS = 7  # a tenth of a microsecond
+_SHORTEST = 10.0**-_DIGITS
 
 
 @dataclass(frozen=True)
@@ -143,51 +144,50 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
     Raises:
         ProfileError: Steps of some kind are missing.
     """
-    for size, rounds in {1: times.plain, **times.trees}.items():
-        check_steady(rounds, times.batch_size, size)
-    levels = _level_times(times, first_pass)
-    plain = middle_round(times.plain)
-    middle = {size: middle_round(rounds) for size, rounds in sorted(times.trees.items())}
-
-    def medians(
-        by_size: dict[int, list[TimedStep]], value: Callable[[TimedStep], float]
-    ) -> dict[int, float]:
-        return {size: _median(map(value, steps)) for size, steps in by_size.items()}
-
-    forward = medians({1: plain, **middle}, lambda timed: timed.step.target)
-    step = medians({1: plain, **middle}, lambda timed: timed.seconds)
-    verify = medians(middle, lambda timed: timed.step.verify)
-    rest = medians(
-        middle, lambda timed: timed.seconds - levels.seconds_of(timed.step) - timed.step.verify
-    )
-    commits = [timed.step.commit for steps in middle.values() for timed in steps]
-    tree_seconds = max(0.0, min(rest[size] - forward[size] for size in rest))
-    target = {1: forward[1]} | {size: value - tree_seconds for size, value in rest.items()}
-    every = {size: [*chain.from_iterable(rounds)] for size, rounds in times.trees.items()}
+    rounds = {1: times.plain} | {size: times.trees[size] for size in sorted(times.trees)}
+    for size, found in rounds.items():
+        check_steady(found, times.batch_size, size)
     place = {"batch_size": times.batch_size, "context_length": times.context_length}
+    draft = _level_curve(times, first_pass, place)
+    middle = {size: middle_round(found) for size, found in rounds.items()}
+    trees = [size for size in rounds if size > 1]
+
+    def medians(value: Callable[[TimedStep], float]) -> dict[int, float]:
+        return {size: _median(map(value, steps)) for size, steps in middle.items()}
+
+    def spread(size: int, value: Callable[[TimedStep], float]) -> float:
+        return _range_of([value(timed) for steps in rounds[size] for timed in steps])
+
+    def unexplained(timed: TimedStep) -> float:
+        return timed.seconds - _drafting_seconds(draft, timed.step) - timed.step.verify
+
+    def curve(seconds: dict[int, float], spreads: list[float]) -> Curve:
+        values = [max(round(value, _DIGITS), _SHORTEST) for value in seconds.values()]
+        return Curve(**place, tokens=list(seconds), seconds=values, spread=spreads)
+
+    forward, step = medians(lambda timed: timed.step.target), medians(lambda timed: timed.seconds)
+    verify, rest = medians(lambda timed: timed.step.verify), medians(unexplained)
+    # Of those that move something; chains need no move.
+    moves = [one.step.commit for size in trees for one in middle[size] if one.step.commit > 0]
+    tree_seconds = max(0.0, min(rest[size] - forward[size] for size in trees))
     return BatchCurves(
-        target=Curve(
-            **place,
-            tokens=list(target),
-            seconds=[_positive(value) for value in target.values()],
-            spread=[
-                _range_of([timed.step.target for steps in times.plain for timed in steps]),
-                *(_range_of([timed.seconds for timed in every[size]]) for size in middle),
+        target=curve(
+            {1: forward[1]} | {size: rest[size] - tree_seconds for size in trees},
+            [
+                spread(1, lambda timed: timed.step.target),
+                *(spread(size, lambda timed: timed.seconds) for size in trees),
             ],
         ),
-        draft=Curve(**place, tokens=levels.widths, seconds=levels.seconds, spread=levels.spreads),
-        verification=Curve(
-            **place,
-            tokens=list(verify),
-            seconds=[_positive(value) for value in verify.values()],
-            spread=[_range_of([timed.step.verify for timed in every[size]]) for size in middle],
+        draft=draft,
+        verification=curve(
+            {size: verify[size] for size in trees},
+            [spread(size, lambda timed: timed.step.verify) for size in trees],
         ),
         overhead=Overhead(
             **place,
             plain_seconds=round(step[1] - forward[1], _DIGITS),
             tree_seconds=round(tree_seconds, _DIGITS),
-            # Of those that move something; chains need no move.
-            commit_seconds=round(_median([one for one in commits if one > 0] or [0.0]), _DIGITS),
+            commit_seconds=round(_median(moves or [0.0]), _DIGITS),
         ),
         step_seconds={size: round(value, _DIGITS) for size, value in step.items()},
         forward_seconds={size: round(value, _DIGITS) for size, value in forward.items()},
@@ -205,47 +205,36 @@ def draft_curves(
     """
     if head is None or not head.drafts_in_one_pass:
         return drafts, None
-    nothing = {"tokens": [1], "seconds": [10.0**-_DIGITS], "spread": None}
+    nothing = {"tokens": [1], "seconds": [_SHORTEST], "spread": None}
     return [curve.model_copy(update=nothing) for curve in drafts], drafts
 
 
-@dataclass(frozen=True)
-class _Levels:
-    """Draft passes over one level, by its width (nodes per request), ascending."""
-
-    widths: list[int]
-    seconds: list[float]
-    spreads: list[float]
-
-    def seconds_of(self, step: StepRecord) -> float:
-        """What the cost model says of this step's drafting."""
-        rows = [width for width, _ in step.levels()]
-        seconds = np.maximum.accumulate(self.seconds)
-        return float(np.interp(rows, self.widths, seconds).sum())
+def _drafting_seconds(draft: Curve, step: StepRecord) -> float:
+    """What the cost model says of this step's drafting."""
+    rows = [width for width, _ in step.levels()]
+    return float(np.interp(rows, draft.tokens, np.maximum.accumulate(draft.seconds)).sum())
 
 
-def _level_times(times: BatchTimes, first_pass: int) -> _Levels:
-    found: dict[float, dict[tuple[int, int], list[float]]] = {}
+def _level_curve(times: BatchTimes, first_pass: int, place: dict[str, int]) -> Curve:
+    """Draft passes over one level, by its width (nodes per request)."""
+    found: dict[int, dict[tuple[int, int], list[float]]] = {}
     for size, rounds in times.trees.items():
         for number, steps in enumerate(rounds):
             for timed in steps:
                 for width, seconds in timed.step.levels()[first_pass:]:
-                    by_round = found.setdefault(width, {})
+                    by_round = found.setdefault(int(width), {})
                     by_round.setdefault((size, number), []).append(seconds)
     if not found:
         raise ProfileError(
             "no tree measured has a second level: give a larger size in --tokens (4 or more)"
         )
-    widths = sorted(found)
-    return _Levels(
-        [int(width) for width in widths],
-        [round(_median(map(_median, found[width].values())), _DIGITS) for width in widths],
-        [_range_of([v for values in found[width].values() for v in values]) for width in widths],
+    by_width = [list(found[width].values()) for width in sorted(found)]
+    return Curve(
+        **place,
+        tokens=sorted(found),
+        seconds=[round(_median(map(_median, values)), _DIGITS) for values in by_width],
+        spread=[_range_of([*chain.from_iterable(values)]) for values in by_width],
     )
-
-
-def _positive(seconds: float) -> float:
-    return max(round(seconds, _DIGITS), 10.0**-_DIGITS)
 
 
 def _median(values: Iterable[float]) -> float:
