@@ -47,7 +47,7 @@ def compare_methods(run: ItemRun, **options: Any) -> None:
     arguments of `rival.__main__.compare`.
     """
     from benchmarks.gpu.rival.__main__ import compare, head, target
-    from examples.smollm2.cache import cached_folder, is_cached
+    from examples.smollm2 import cached_folder, is_cached
 
     if not is_cached(chat := cached_folder()):
         raise GpuRunError(f"{chat} is not there: run python -m examples.smollm2 first")

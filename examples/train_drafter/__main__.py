@@ -10,14 +10,13 @@ import torch
 import typer
 from draft_data import DraftDataRecipe, digest, read_shards, write_draft_data
 from draft_model import train_draft
-from errors import PairError
 from heads import train_head
 from training import Recipe
 from transformers.utils import logging as transformers_logging
 
 from sequoia_vllm.cli.common import Report, progress_bar
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.measuring.provenance import provenance
-from sequoia_vllm.prompts import PromptError
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_locals=False)
 Data = Annotated[
@@ -96,10 +95,10 @@ def train_draft_model(
     """Train a draft model on the target's answers."""
     sizes = shape.split("x")
     if len(sizes) != 4 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise PairError(f"--shape {shape} is not HIDDENxLAYERSxHEADSxMLP, such as 256x4x4x672")
+        raise SequoiaError(f"--shape {shape} is not HIDDENxLAYERSxHEADSxMLP, such as 256x4x4x672")
     hidden, layers, heads, mlp = map(int, sizes)
     if hidden % (2 * heads):  # rotary embeddings turn pairs of a head's dimensions
-        raise PairError(f"--shape {shape}: the hidden size is not a multiple of 2 × heads")
+        raise SequoiaError(f"--shape {shape}: the hidden size is not a multiple of 2 × heads")
     recipe = Recipe(
         tokens, sequence_length, learning_rate, steps, warmup, batch_size, validate_every, seed,
         device,
@@ -142,7 +141,7 @@ def _train(
 ) -> None:
     """Trains a drafter, and writes its record."""
     if (out / "config.json").is_file():
-        raise PairError(f"{out} has a trained drafter; choose a new folder")
+        raise SequoiaError(f"{out} has a trained drafter; choose a new folder")
     _set_up_torch(threads)
     with progress_bar("train_drafter:") as report:
         record = train(data, out, report)
@@ -164,5 +163,5 @@ def _write_json(path: Path, record: dict[str, Any]) -> None:
 if __name__ == "__main__":
     try:
         app()
-    except (PairError, PromptError) as error:
+    except SequoiaError as error:
         raise SystemExit(f"error: {error}") from error

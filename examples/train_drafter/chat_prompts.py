@@ -10,16 +10,11 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from errors import PairError
-
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.prompts import Prompt, numbered_prompts
 
 HELD_OUT = 8  # every so many words, and every so many lines of a file
 WORDS = json.loads((Path(__file__).parent / "chat_words.json").read_text("utf-8"))
-
-
-def _chat(word: Callable[[str], str], number: Callable[[int], int]) -> str:
-    return word("asking").format(word("topics"))
 
 
 def _summary(word: Callable[[str], str], number: Callable[[int], int]) -> str:
@@ -31,21 +26,19 @@ def _summary(word: Callable[[str], str], number: Callable[[int], int]) -> str:
     return word("summarizing").format(passage)
 
 
-def _code(word: Callable[[str], str], number: Callable[[int], int]) -> str:
-    return word("coding").format(word("tasks"))
-
-
-def _translation(word: Callable[[str], str], number: Callable[[int], int]) -> str:
-    return f"Translate to {word('tongues')}: {word('sentences')} {word('sentences')}"
-
-
 def _arithmetic(word: Callable[[str], str], number: Callable[[int], int]) -> str:
     a, b, c = number(90) + 10, number(90) + 10, number(8) + 2
     person, thing = word("people"), word("things")
     return word("sums").format(person=person, thing=thing, a=a, b=b, c=c, sum=a + b, line=b + c * a)
 
 
-KINDS = (_chat, _summary, _code, _translation, _arithmetic)
+KINDS = (
+    lambda word, number: word("asking").format(word("topics")),
+    _summary,
+    lambda word, number: word("coding").format(word("tasks")),
+    lambda word, number: f"Translate to {word('tongues')}: {word('sentences')} {word('sentences')}",
+    _arithmetic,
+)
 
 
 def prompts(held_out: bool, count: int, seed: int, own: bool = False) -> list[Prompt | None]:
@@ -81,6 +74,6 @@ def read_prompts(path: Path, held_out: bool, count: int, seed: int) -> list[Prom
     lines = [one for _, one in numbered_prompts(path)]
     chosen = [one for place, one in enumerate(lines) if (place % HELD_OUT == 0) == held_out]
     if not chosen:
-        raise PairError(f"{path} has {len(lines)} prompts: at least 2 are needed")
+        raise SequoiaError(f"{path} has {len(lines)} prompts: at least 2 are needed")
     random.Random(seed).shuffle(chosen)
     return chosen[:count]

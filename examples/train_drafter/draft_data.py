@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 from chat_prompts import prompts, read_prompts
-from errors import PairError
 from numpy.typing import NDArray
 
 from sequoia_vllm.cli.common import Report
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.measuring.engines import EngineSpec, open_engine
 from sequoia_vllm.measuring.interrupts import engines_end_here
 from sequoia_vllm.prompts import (
@@ -96,7 +96,7 @@ def write_draft_data(
         out: Folder of the shards. A run that was stopped goes on where it was.
 
     Raises:
-        PairError: If the folder has data of another recipe, or a prompt cannot be asked.
+        SequoiaError: If the folder has data of another recipe, or a prompt cannot be asked.
     """
     tokenizer = load_tokenizer(recipe.target)
     opening = None if recipe.prompts else _opening(tokenizer)
@@ -139,7 +139,7 @@ def read_shards(folder: Path, part: str) -> list[Shard]:
     """All shards of a part."""
     paths = sorted((folder / part).glob("*.npz"))
     if not paths:
-        raise PairError(f"{folder} has no {part} data; write it first, with draft-data")
+        raise SequoiaError(f"{folder} has no {part} data; write it first, with draft-data")
     return [_read_shard(path) for path in paths]
 
 
@@ -153,14 +153,16 @@ def read_recipe(folder: Path) -> DraftDataRecipe:
     """What the data in a folder was made with."""
     path = folder / "recipe.json"
     if not path.is_file():
-        raise PairError(f"{folder} has no recipe.json; write data first, with draft-data")
+        raise SequoiaError(f"{folder} has no recipe.json; write data first, with draft-data")
     return DraftDataRecipe(**json.loads(path.read_text("utf-8")))
 
 
 def _keep_recipe(recipe: DraftDataRecipe, out: Path) -> None:
     path = out / "recipe.json"
     if path.is_file() and (there := read_recipe(out)) != recipe:
-        raise PairError(f"{out} has data of another recipe, {asdict(there)}: choose another folder")
+        raise SequoiaError(
+            f"{out} has data of another recipe, {asdict(there)}: name another folder"
+        )
     path.write_text(json.dumps(asdict(recipe), indent=2) + "\n", "utf-8")
 
 
@@ -174,9 +176,9 @@ def _check_prompts(recipe: DraftDataRecipe, tokenizer: Any) -> None:
         try:
             length = len(encode_prompts([one], tokenizer)[0])
         except PromptError as error:
-            raise PairError(f"{where}: {error}") from error
+            raise SequoiaError(f"{where}: {error}") from error
         if length > most:
-            raise PairError(
+            raise SequoiaError(
                 f"{where} has {length:,} tokens, and the target reads {most:,} at most here: "
                 "shorten it, or leave it out"
             )
@@ -313,6 +315,5 @@ def digest(folder: Path, pattern: str) -> str:
     found = hashlib.sha256()
     for path in sorted(folder.rglob(pattern)):
         with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                found.update(chunk)
+            hashlib.file_digest(file, lambda: found)
     return found.hexdigest()

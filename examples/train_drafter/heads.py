@@ -8,15 +8,14 @@ import numpy as np
 import torch
 from answers import IGNORED, Texts, token_counts
 from draft_data import PARTS, read_recipe, read_shards
-from eagle3 import Eagle3
-from errors import PairError
-from frozen_target import FrozenTarget
+from eagle3 import Eagle3, FrozenTarget
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from training import Recipe, train
 from transformers import AutoConfig, LlamaConfig
 
 from sequoia_vllm.cli.common import Report
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.vocabulary.matching import Matching
 
 
@@ -93,6 +92,6 @@ def load_head(folder: Path, target: Path, device: str) -> tuple[Eagle3, FrozenTa
 def most_frequent(counts: NDArray[np.int64], size: int) -> torch.Tensor:
     """The ``size`` tokens seen most often, ascending, int64; ties go to the smaller."""
     if not 1 <= size <= len(counts):
-        raise PairError(f"--tokens {size}: the target has {len(counts)}")
+        raise SequoiaError(f"--tokens {size}: the target has {len(counts)}")
     chosen = np.argsort(-counts, kind="stable")[:size]
     return torch.from_numpy(np.sort(chosen))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from examples.smollm2.cache import cached_folder, is_cached
+from examples.smollm2 import cached_folder, is_cached
 from tests.support.engines import metric, running, sequoia
 from tests.support.soak.in_engine import answers, differences
 from tests.support.soak.random_requests import random_requests

@@ -19,7 +19,7 @@ from benchmarks.gpu.serving import MONITORS
 from benchmarks.gpu.sizes import ON_A_GPU
 from benchmarks.gpu.steps import speculation
 from benchmarks.gpu.table import lines_of
-from examples.smollm2 import cache as smollm2_cache
+from examples import smollm2
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.hardware.budget import drafts_by_batch, rungs
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, decode_shapes
@@ -188,7 +188,7 @@ def test_rivals_use_targets_answers_and_heads_of_earlier_items(item, tmp_path, m
         if len(called) > 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(smollm2_cache, "is_cached", lambda folder: True)
+    monkeypatch.setattr(smollm2, "is_cached", lambda folder: True)
     monkeypatch.setattr(rival, "target", make("target"))
     monkeypatch.setattr(rival, "head", make("eagle3"))
     monkeypatch.setattr(rival, "compare", compare)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_drafter"
-MODULES = ("heads", "eagle3", "frozen_target", "answers", "training", "errors")
+MODULES = ("heads", "eagle3", "answers", "training")
 
 
 @contextmanager

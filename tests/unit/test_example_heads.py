@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from sequoia_vllm.errors import SequoiaError
 from tests.support.train_drafter import script_modules
 from tests.unit.test_example_models import MODELS
 
@@ -35,7 +36,7 @@ def target(scripts, tmp_path_factory):
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("target")
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    made = scripts.frozen_target.FrozenTarget(folder, LAYERS, "cpu")
+    made = scripts.eagle3.FrozenTarget(folder, LAYERS, "cpu")
     made.folder = folder
     return made
 
@@ -135,5 +136,5 @@ class TestHead:
     def test_vocabulary_is_of_the_most_frequent_tokens(self, scripts):
         counts = np.bincount([5, 5, 5, 1, 7, 7, 2, 2], minlength=9)
         assert scripts.heads.most_frequent(counts, 3).tolist() == [2, 5, 7]
-        with pytest.raises(scripts.errors.PairError, match="--tokens 10: the target has 9"):
+        with pytest.raises(SequoiaError, match="--tokens 10: the target has 9"):
             scripts.heads.most_frequent(counts, 10)

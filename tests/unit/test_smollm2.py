@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.smollm2 import ModelError, OfflineError, cached_folder, convert, download, is_cached
 from examples.smollm2 import __main__ as command
-from examples.smollm2 import cache, convert, download
-from examples.smollm2.errors import ModelError, OfflineError
 from sequoia_vllm.file_hash import file_hash
 
 torch = pytest.importorskip("torch")
@@ -120,8 +119,8 @@ class TestMake:
 @pytest.mark.slow
 def test_the_real_model():
     """Only where somebody has fetched it: the download and the conversion take a minute."""
-    folder = cache.cached_folder()
-    if not cache.is_cached(folder):
+    folder = cached_folder()
+    if not is_cached(folder):
         pytest.skip("not cached: python -m examples.smollm2")
     if not json.loads((folder / "origin.json").read_text("utf-8"))["is_measured_model"]:
         pytest.skip("another copy of the model is cached")

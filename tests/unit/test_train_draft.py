@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.prompts import Prompt, encode_prompts
 from tests.support.train_drafter import run_here, script_modules
 from tests.support.vocabularies import train_byte_level
@@ -17,8 +18,7 @@ from tests.support.vocabularies import train_byte_level
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-MODULES = ("chat_prompts", "draft_data", "draft_tokens", "draft_model", "answers", "heads")
-MODULES += ("training", "errors")
+MODULES = ("chat_prompts", "draft_data", "draft_model", "answers", "eagle3", "heads", "training")
 VOCABULARY, KEPT, ANSWER = 600, 380, 12
 
 
@@ -151,7 +151,7 @@ class TestPrompts:
         assert {one.prompt for one in held} == {"p0", "p8", "p16"}
         assert len(scripts.chat_prompts.read_prompts(path, False, 100, seed=0)) == 14
         path.write_text("", "utf-8")
-        with pytest.raises(scripts.errors.PairError, match="at least 2"):
+        with pytest.raises(SequoiaError, match="at least 2"):
             scripts.chat_prompts.read_prompts(path, True, 100, seed=0)
 
 
@@ -161,7 +161,7 @@ class TestTokens:
         counts = np.zeros(VOCABULARY, dtype=np.int64)
         longest = max(tokenizer.get_vocab(), key=len)
         counts[tokenizer.convert_tokens_to_ids(longest)] = 9
-        reduced = scripts.draft_tokens.reduced_tokenizer(tokenizer, counts, KEPT)
+        reduced = scripts.draft_model.reduced_tokenizer(tokenizer, counts, KEPT)
         assert len(reduced) == KEPT
         assert longest in reduced.get_vocab()
         text = f"{longest.replace('Ġ', ' ')} größe ☃"
@@ -171,18 +171,18 @@ class TestTokens:
 
     def test_the_engine_will_match_each_of_them(self, scripts, target):
         tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-        reduced = scripts.draft_tokens.reduced_tokenizer(tokenizer, np.arange(VOCABULARY), KEPT)
-        words = scripts.draft_tokens.matching(tokenizer, reduced, VOCABULARY, KEPT)
+        reduced = scripts.draft_model.reduced_tokenizer(tokenizer, np.arange(VOCABULARY), KEPT)
+        words = scripts.draft_model.matching(tokenizer, reduced, VOCABULARY, KEPT)
         assert words.num_shared == KEPT
         for token, number in reduced.get_vocab().items():
             assert words.drawn[tokenizer.convert_tokens_to_ids(token)] == number
 
     def test_what_cannot_be_reduced(self, scripts, target):
         tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-        with pytest.raises(scripts.errors.PairError, match="--tokens 100: special tokens"):
-            scripts.draft_tokens.reduced_tokenizer(tokenizer, np.zeros(VOCABULARY), 100)
-        with pytest.raises(scripts.errors.PairError, match="no byte-pair encoding"):
-            scripts.draft_tokens.reduced_tokenizer(object(), np.zeros(VOCABULARY), 100)
+        with pytest.raises(SequoiaError, match="--tokens 100: special tokens"):
+            scripts.draft_model.reduced_tokenizer(tokenizer, np.zeros(VOCABULARY), 100)
+        with pytest.raises(SequoiaError, match="no byte-pair encoding"):
+            scripts.draft_model.reduced_tokenizer(object(), np.zeros(VOCABULARY), 100)
 
 
 def test_the_loss_is_the_cross_entropy_of_what_is_known(scripts, target, data):
@@ -333,5 +333,5 @@ class TestTrainHead:
     def test_a_target_of_another_form(self, scripts, tmp_path):
         config = transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
         transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-        with pytest.raises(scripts.errors.PairError, match="Llama's and Qwen's form"):
-            scripts.heads.FrozenTarget(tmp_path, (1,), "cpu")
+        with pytest.raises(SequoiaError, match="Llama's and Qwen's form"):
+            scripts.eagle3.FrozenTarget(tmp_path, (1,), "cpu")

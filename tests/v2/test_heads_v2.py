@@ -178,7 +178,7 @@ def expected(kind: str, scripts: Any) -> dict[str, Any]:
         head, target = scripts.heads.load_head(MODELS / kind, MODELS / "target", "cpu")
     else:
         layers = target_layers(MODELS / kind)
-        target = scripts.frozen_target.FrozenTarget(MODELS / "target", layers, "cpu")
+        target = scripts.eagle3.FrozenTarget(MODELS / "target", layers, "cpu")
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
     found: dict[str, Any] = {"tokens": [], "steps": 0, "accepted": 0}
     for prompt in prompts(3):

@@ -32,7 +32,7 @@ Folder = Annotated[Path, typer.Argument(help="Where everything goes.")]
 def target(folder: Folder, layers: int = LAYERS, width: int = WIDTH, times: int = TIMES) -> None:
     """Enlarges the chat model."""
     from benchmarks.synthetic_target.write import write_synthetic_target
-    from examples.smollm2.cache import cached_folder
+    from examples.smollm2 import cached_folder
 
     begun, small = time.monotonic(), json.loads((cached_folder() / "config.json").read_text())
     made = write_synthetic_target(
@@ -58,7 +58,7 @@ def head(
     from benchmarks.gpu.rival.answers import write_answers
     from benchmarks.gpu.rival.head import write_grown_head
     from benchmarks.gpu.rival.training import train_for
-    from examples.smollm2.cache import cached_folder
+    from examples.smollm2 import cached_folder
 
     answers, small = folder / "answers", folder / "small-eagle3"
     if not answers.is_dir():
