@@ -165,10 +165,8 @@ def _summed(answers: Iterable[Answer]) -> dict[str, float]:
 
 
 def _counted(steps: list[int], length: int) -> tuple[int, int]:
-    """Tokens behind the first one, which came with the prompt, and the steps that gave them.
-
-    The last step counts whole, as a longer answer would take all of it.
-    """
+    """Tokens behind the first one, which came with the prompt, and the steps that gave them. The
+    last counts whole, as a longer answer would take all of it."""
     received, used = steps[0], 0
     while received < length:
         used += 1

@@ -90,10 +90,8 @@ def generate(
 
 
 def _stale_files(files: dict[str, str], directory: Path) -> tuple[list[str], list[str]]:
-    """Names of library files in ``directory`` that differ, and that should not be there.
-
-    A file that does not say it is a library file belongs to somebody else: it stays.
-    """
+    """Names of library files in ``directory`` that differ, and that should not be there. A file
+    that does not say it is a library file stays."""
     changed = [
         name
         for name, text in files.items()
@@ -125,15 +123,8 @@ def generate_library(
     progress: Callable[[str, int, int], None] | None = None,
     devices: Collection[str] | None = None,
 ) -> dict[str, str]:
-    """Computes the content of every library file.
-
-    Args:
-        progress: Called with (job, jobs done, jobs in all).
-        devices: Only these; None: all.
-
-    Returns:
-        File name -> text, sorted by name.
-    """
+    """Text of every library file by its sorted name, of these devices (None: all). ``progress`` is
+    called with (job, jobs done, jobs in all)."""
     jobs = [job for job in _jobs(inputs) if devices is None or job.device in devices]
     entries: dict[str, list[TreeEntry]] = {}
     for done, job in enumerate(jobs):

@@ -41,12 +41,8 @@ class Device(StrEnum):
 
 
 class Replica:
-    """An engine in a Ray actor.
-
-    Args:
-        engine: Arguments of `vllm.LLM`.
-        sampling: Arguments of `vllm.SamplingParams`; a seed in them is that of line 0.
-    """
+    """An engine in a Ray actor, with arguments of `vllm.LLM` and `vllm.SamplingParams`. A seed in
+    the latter is that of line 0."""
 
     def __init__(self, engine: dict[str, Any], sampling: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams

@@ -33,31 +33,21 @@ class FigureFormatError(SequoiaError, ValueError):
 
 
 def check_format(path: Path) -> None:
-    """Refuses a picture format we do not write, before any work is done.
-
-    Raises:
-        FigureFormatError: If the ending is not one of `FORMATS`.
-    """
+    """Raises FigureFormatError, before any work is done, if a picture's ending is not of
+    `FORMATS`."""
     if path.suffix.lower() not in FORMATS:
         raise FigureFormatError(f"cannot draw to {path}: name a file ending in .svg, .png or .pdf")
 
 
 def require_matplotlib() -> None:
-    """Says how to get matplotlib; for commands that would draw after a long measurement.
-
-    Raises:
-        FigureError: If it is not installed.
-    """
+    """Raises FigureError, which names the fix, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise FigureError("pictures need matplotlib: pip install matplotlib")
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """An empty figure of this size in inches, and its panels side by side, in our style.
-
-    Raises:
-        FigureError: If matplotlib is not installed.
-    """
+    """An empty figure of this size in inches, and its panels side by side, in our style. Raises
+    FigureError if matplotlib is not installed."""
     require_matplotlib()
     from matplotlib import rcParams
     from matplotlib.backends.backend_agg import FigureCanvasAgg

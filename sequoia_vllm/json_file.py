@@ -35,11 +35,8 @@ class FileModel(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def save(self, path: Path) -> None:
-        """Writes a file that engines may share: whole or not at all, with its folder.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Writes a file that engines may share, with its folder: whole or not at all. Raises
+        OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(dump_json(self.to_dict()), encoding="utf-8")

@@ -47,11 +47,8 @@ def expanded(path: Path | str) -> Path:
 
 
 def parse_json(text: str) -> Any:
-    """The value of JSON text, as its standard has it: without NaN and Infinity.
-
-    Raises:
-        ValueError: If it is not JSON, or nested deeper than Python follows.
-    """
+    """The value of JSON text, as its standard has it: without NaN and Infinity. Raises ValueError
+    if it is not JSON, or nested deeper than Python follows."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:

@@ -35,11 +35,8 @@ def folder_problem(role: str, model: str) -> str | None:
 
 
 def hub_problem(model: str, error: BaseException) -> str:
-    """Says in one line why the Hub does not give a model, and the fix.
-
-    Args:
-        error: Raised by huggingface_hub, or by transformers or vLLM because of such an error.
-    """
+    """Says in one line why the Hub does not give a model, and the fix; ``error`` is
+    huggingface_hub's, or raised because of one."""
     from huggingface_hub import constants
 
     causes = list(_causes(error))

@@ -19,10 +19,8 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 @contextmanager
 def children_die_with_this_process() -> Iterator[None]:
-    """Makes processes that start within the block die with this one, and their children, too.
-
-    Forks die at once, and so do spawned processes after they import this package.
-    """
+    """Makes processes that start within the block die with this one, and their children, too: forks
+    at once, spawned processes after they import this package."""
     before = os.environ.get(_PARENT)
     os.environ[_PARENT] = str(os.getpid())
     _also_in_forks()

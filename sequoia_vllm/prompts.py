@@ -80,10 +80,7 @@ def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
 
 def numbered_prompts(file: Path, count: int | None = None) -> list[tuple[int, Prompt]]:
     """Reads the first ``count`` prompts of a file (None: all), with the numbers of their lines.
-
-    Raises:
-        PromptError: If it is missing or has another format; names the line that is wrong.
-    """
+    Raises PromptError, which names the line, if it is missing or has another format."""
     if file.suffix.lower() not in (".jsonl", ".txt"):
         raise PromptError(
             f"prompts {file}: give a .jsonl file with {_LINE_HELP} per line, or a .txt file with "

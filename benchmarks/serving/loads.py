@@ -17,12 +17,8 @@ PROMPT_TOKENS = {"short": 32, "long": 512}
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that arrive by a Poisson process, or all at once.
-
-    Attributes:
-        rate: Arrivals per second; infinite: all at once.
-        running: Requests that the warm-up keeps running, as the load will.
-    """
+    """Requests that arrive by a Poisson process, ``rate`` per second, or all at once (infinite).
+    The warm-up keeps ``running`` requests running, as the load will."""
 
     key: str
     title: str

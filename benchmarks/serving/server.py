@@ -22,11 +22,7 @@ class ServingError(SequoiaError, ValueError):
 
 @contextmanager
 def running_server(model: str, options: list[str], log: Path, trees: Path) -> Iterator[str]:
-    """Starts ``vllm serve``, waits until it answers, and ends it.
-
-    Yields:
-        Its URL, without a path.
-    """
+    """Starts ``vllm serve``, waits until it answers, yields its URL without a path, and ends it."""
     port = _free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", model, *options]
     with engines_end_here(), log.open("w") as output:

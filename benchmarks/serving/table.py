@@ -30,11 +30,8 @@ _WRONG = "[wrong output](#vllms-chain-on-cpus)"
 
 
 def make_rows(results: Mapping[tuple[str, str], Rounds]) -> list[dict[str, Any]]:
-    """Returns a row per load and variant.
-
-    Ratios are medians over the rounds that both have. Those of E2E are inverted: above 1 is
-    faster, as for tokens/s.
-    """
+    """A row per load and variant. Ratios are medians over the rounds that both have, those of E2E
+    inverted: above 1 is faster, as for tokens/s."""
     rows = []
     for (load, variant), rounds in results.items():
         row: dict[str, Any] = {"load": load, "variant": variant, "rounds": len(rounds)}

@@ -61,10 +61,8 @@ def explicit_shape(source: SourceShape, layers: int | None, width: int | None) -
 
 
 def shape_for_parameters(source: SourceShape, parameters: float) -> SyntheticShape:
-    """Returns a shape of about this many parameters, as deep as models of that size usually are.
-
-    The MLP's width takes up what depth and the hidden size do not.
-    """
+    """A shape of about this many parameters, as deep as models of that size usually are. The MLP's
+    width takes up what depth and the hidden size do not."""
     own = source.parameters(source.layers, source.width)
     if parameters < own * (1 - TOLERANCE):
         raise SyntheticTargetError(

@@ -31,11 +31,7 @@ def is_of_width(part: str) -> bool:
 
 @dataclass(frozen=True)
 class Growth:
-    """How tensors grow.
-
-    Attributes:
-        times: The hidden size and the heads are so many times the source's.
-    """
+    """How tensors grow: the hidden size and the heads are so many times the source's."""
 
     times: int
     width: int

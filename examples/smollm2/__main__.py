@@ -52,10 +52,8 @@ def main(
 
 
 def make(source: str, folder: Path) -> None:
-    """Makes the folder; it appears when it is whole, and its weights are those that they must be.
-
-    Only the package's must be those that were measured.
-    """
+    """Makes the folder; it appears when it is whole. The package's weights must be those that were
+    measured."""
     check_space(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=folder.parent) as name:

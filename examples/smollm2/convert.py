@@ -64,10 +64,8 @@ def convert(source: str, out: Path, gguf_file: str | None = None) -> None:
 
 
 def clean_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Removes what a GGUF file leaves in a config.
-
-    With ``quantization_config`` in it, vLLM would look for quantized weights.
-    """
+    """Removes what a GGUF file leaves in a config: with ``quantization_config``, vLLM would look
+    for quantized weights."""
     left = ("quantization_config", "_name_or_path", "_model_name_or_path")
     return {name: value for name, value in config.items() if name not in left}
 

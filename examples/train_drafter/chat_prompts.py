@@ -42,11 +42,8 @@ KINDS = (
 
 
 def prompts(held_out: bool, count: int, seed: int, own: bool = False) -> list[Prompt | None]:
-    """Returns ``count`` prompts, the kinds in turn; the same for the same arguments.
-
-    Args:
-        own: Whether every second one is None, for the target to write.
-    """
+    """``count`` prompts, the kinds in turn; the same for the same arguments. If ``own``, every
+    second one is None, for the target to write."""
     source = random.Random(f"{seed} {held_out}")
 
     def word(name: str) -> str:
@@ -66,11 +63,8 @@ def prompts(held_out: bool, count: int, seed: int, own: bool = False) -> list[Pr
 
 
 def read_prompts(path: Path, held_out: bool, count: int, seed: int) -> list[Prompt]:
-    """Prompts of the user's own, lines of ``{"prompt": …}`` or ``{"messages": …}``.
-
-    Args:
-        held_out: Whether every eighth line is wanted, or the others.
-    """
+    """Prompts of the user's own, lines of ``{"prompt": …}`` or ``{"messages": …}``: every eighth
+    line if ``held_out``, or else the others."""
     lines = [one for _, one in numbered_prompts(path)]
     chosen = [one for place, one in enumerate(lines) if (place % HELD_OUT == 0) == held_out]
     if not chosen:

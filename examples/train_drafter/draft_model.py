@@ -72,13 +72,8 @@ def train_draft(
 def draft_vocabulary(
     target: Path, rows: int, shards: Sequence[Shard], tokens: int
 ) -> tuple[Any, Matching]:
-    """The draft's tokenizer, and how its tokens belong to the target's.
-
-    Args:
-        rows: Of the target's logits.
-        shards: What tokens are counted in.
-        tokens: Tokens to keep; 0: all.
-    """
+    """The draft's tokenizer of so many ``tokens`` (0: all), counted in the shards, and how they
+    belong to the target's, whose logits have these ``rows``."""
     tokenizer = load_tokenizer(str(target))
     if not tokens or tokens >= len(tokenizer):
         return tokenizer, whole_vocabulary(rows)
@@ -129,14 +124,9 @@ def embed_like(
 
 
 def reduced_tokenizer(target: Any, counts: NDArray[np.int64], size: int) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer with some of the target's tokens.
-
-    Special tokens and single characters are always among them. A token needs those that it is
-    merged from; they come with it.
-
-    Args:
-        counts: How often each of its tokens was seen, ``[vocabulary]``.
-    """
+    """A byte-pair tokenizer with some of the target's tokens, by how often each was seen
+    (``counts``): special tokens and characters are always among them, and what a token is merged
+    from."""
     backend = getattr(target, "backend_tokenizer", None)
     described = json.loads(backend.to_str()) if backend is not None else {}
     model = described.get("model", {})

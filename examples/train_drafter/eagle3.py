@@ -251,14 +251,8 @@ class Chains:
         self._values: list[torch.Tensor] = []
 
     def extend(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Normed states that predict the tokens after these.
-
-        Args:
-            tokens: One of each chain, shape ``[batch, starts]``.
-
-        Returns:
-            Shape ``[batch, starts, hidden]``.
-        """
+        """Normed states ``[batch, starts, hidden]`` that predict the tokens after these, one of
+        each chain, ``[batch, starts]``."""
         head, layer = self._head, self._head.midlayer
         embedded = layer.input_layernorm(self._target.embed(tokens))
         mixed = torch.cat((embedded, layer.hidden_norm(self._hidden)), -1)
@@ -306,13 +300,8 @@ def head_size(target: LlamaConfig) -> int:
 
 
 def rotate(heads: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Llama's rotary embedding: dimension i turns with dimension i + size / 2.
-
-    Args:
-        heads: Queries or keys, shape ``[batch, heads, tokens, size]``.
-        positions: Shape ``[tokens]``.
-        theta: The base of the frequencies.
-    """
+    """Llama's rotary embedding of queries or keys ``[batch, heads, tokens, size]`` at positions
+    ``[tokens]``: dimension i turns with i + size / 2; ``theta`` is the frequencies' base."""
     half = heads.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, device=heads.device) / half)
     angles = positions[:, None] * frequencies

@@ -20,10 +20,8 @@ from sequoia_vllm.vocabulary.matching import Matching
 
 
 def head_layers(target: LlamaConfig) -> tuple[int, ...]:
-    """The layers of a target that a head sees, the embedding being 0.
-
-    Deep targets have those of vLLM's own choice. Shallow ones have the first, middle and last.
-    """
+    """The layers of a target that a head sees, the embedding being 0: vLLM's own choice for deep
+    targets; the first, middle and last of shallow ones."""
     count = target.num_hidden_layers
     if count >= 8:
         return 2, count // 2, count - 3
@@ -31,11 +29,7 @@ def head_layers(target: LlamaConfig) -> tuple[int, ...]:
 
 
 def train_head(mlp: int, recipe: Recipe, data: Path, out: Path, report: Report) -> dict[str, Any]:
-    """Writes the head to ``out``; returns the record.
-
-    Args:
-        mlp: Size of its layer's MLP; 0 is the target's.
-    """
+    """Writes the head to ``out``; returns the record. ``mlp`` 0 is the target's size."""
     folder = Path(read_recipe(data).target)
     shards = {part: read_shards(data, part) for part in PARTS}
     config = AutoConfig.from_pretrained(folder)

@@ -43,11 +43,8 @@ class FadingAcceptance:
         self._dynamic = np.zeros((2, tree.size))  # of dynamic trees: scored and accepted nodes
 
     def add(self, counts: TreeCounts) -> float:
-        """Adds counts of the same tree; older ones fade.
-
-        Returns:
-            The share of their weight that older ones keep.
-        """
+        """Adds counts of the same tree; older ones fade, and keep the returned share of their
+        weight."""
         self._expected = None
         kept = 0.5 ** (counts.trees / HALF_LIFE)
         self.trees = kept * self.trees + counts.trees
@@ -59,11 +56,8 @@ class FadingAcceptance:
         return kept
 
     def fade(self, trees: float) -> float:
-        """Lowers the weight of all counts to at most so many trees: they may be out of date.
-
-        Returns:
-            The share of their weight that they keep.
-        """
+        """Lowers the weight of all counts to at most so many trees, as they may be out of date;
+        returns the share of their weight that they keep."""
         self._expected = None
         kept = min(1.0, trees / max(self.trees, 1.0))
         self.trees *= kept
@@ -72,11 +66,9 @@ class FadingAcceptance:
         return kept
 
     def estimate(self) -> Acceptance:
-        """The vector ``[depth][child]``; rarely offered positions borrow from other depths.
-
-        A child never offered at any depth gets the prior's acceptance. It is scaled down where a
-        row would sum to more than 1.
-        """
+        """The vector ``[depth][child]``; rarely offered positions borrow from other depths. A child
+        never offered has the prior's acceptance, scaled down where a row would sum to more than
+        1."""
         prior = self._prior.table
         shape = np.maximum(self._offered.shape, prior.shape)
         offered, accepted = _padded(self._offered, shape), _padded(self._accepted, shape)
@@ -100,10 +92,8 @@ class FadingAcceptance:
         return self._expected
 
     def _dynamic_values(self, static: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How often each node of a dynamic tree is accepted, ``[size]``.
-
-        Rarely scored nodes borrow from the static tree's values, which are scaled to the others.
-        """
+        """How often each node of a dynamic tree is accepted, ``[size]``. Rarely scored nodes borrow
+        from the static tree's values, which are scaled to the others."""
         scored, accepted = self._dynamic
         expected = (scored * static)[1:].sum()
         scale = accepted[1:].sum() / expected if expected > 0 else 1.0
@@ -121,11 +111,8 @@ class FadingAcceptance:
         )
 
     def restore(self, state: FadedCounts) -> None:
-        """Starts from an earlier engine's counts, at the weight of a few hundred trees.
-
-        Raises:
-            ValueError: If their tree had another shape.
-        """
+        """Starts from an earlier engine's counts, at the weight of a few hundred trees. Raises
+        ValueError if their tree had another shape."""
         counts = np.array([state.offered, state.accepted])
         if counts.shape[1:] != self._offered.shape:
             raise ValueError(f"counts of shape {counts.shape[1:]} belong to another tree")

@@ -112,10 +112,8 @@ class DraftController:
         return octave.trial.before[batch_size - self._batch_sizes(batch_size).start]
 
     def _follow_preemptions(self, step: Step) -> None:
-        """Goes to the next smaller size for a while after requests were preempted.
-
-        Preemptions without drafts end this: then drafts are not the cause.
-        """
+        """Goes to the next smaller size for a while after requests were preempted, until some are
+        without drafts: then drafts are not the cause."""
         since, drafts = self._steps - self._shrunk, self.lookup[step.batch_size]
         is_less = self._most != self._whole
         if is_less and since > _CALM:

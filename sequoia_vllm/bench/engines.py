@@ -88,10 +88,8 @@ class BenchEngine:
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_tokens: int
     ) -> Generation:
-        """Completes a batch; every completion has exactly ``max_tokens`` tokens.
-
-        It asks the engine for more, so that no step is cut short at the last token.
-        """
+        """Completes a batch with exactly ``max_tokens`` tokens each; asks for more, so that no step
+        is cut short at the last token."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -124,10 +122,8 @@ class BenchEngine:
         return Generation(wanted, texts, arrivals)
 
     def take_part_seconds(self, batch_size: int) -> dict[str, float]:
-        """Takes the first worker's `part_seconds` since the last call.
-
-        Only steps in which ``batch_size`` requests decoded and none read its prompt count.
-        """
+        """Takes the first worker's `part_seconds` since the last call, of steps in which
+        ``batch_size`` requests decoded and none read its prompt."""
         steps = self._llm.collective_rpc("sequoia_take_steps", args=(batch_size,))[0]
         return part_seconds([StepRecord(**step) for step in steps])
 
@@ -192,15 +188,9 @@ def in_this_process(methods: Sequence[Method]) -> Iterator[None]:
 def open_engines(
     methods: Sequence[Method], engine: EngineSpec, options: dict[str, Any], progress: Progress
 ) -> Iterator[dict[str, BenchEngine]]:
-    """Starts an engine for every method; all are alive together.
-
-    Yields:
-        The engines, by their methods' names.
-
-    Raises:
-        CalibrationError, BenchError: vLLM cannot start one, memory is too small for all of them, or
-            vLLM would ignore part of a method.
-    """
+    """Starts an engine for every method, all alive together; yields them by their methods' names.
+    Raises CalibrationError or BenchError if vLLM cannot start one, memory is too small for all of
+    them, or vLLM would ignore part of a method."""
     check_memory(engine, len(methods))
     # Sequoia's first, which matters for engines in this process: vLLM adds an extension to a worker
     # class only if no base class has it yet. Trees that the engine chooses come after others, as it
@@ -233,11 +223,7 @@ def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | N
 
 
 def check_runner(engine: BenchEngine) -> None:
-    """Checks that the engine does what its method's name says.
-
-    Raises:
-        BenchError: vLLM ignores the chain's sampling.
-    """
+    """Raises BenchError if vLLM's runner would ignore the chain's sampling."""
     if "block" in engine.method.sampling and not engine.uses_v2:
         raise BenchError(
             f"{engine.method.name}: vLLM's Model Runner V1 runs here, which has no block "

@@ -59,11 +59,7 @@ def measure(
     watch: Watch | None = None,
 ) -> BenchRuns:
     """Measures every method in every case; ``opener`` starts the engines, None: `open_engines`.
-
-    Raises:
-        BenchError, CalibrationError: If engines cannot start, or the settings leave nothing to
-            measure.
-    """
+    Raises BenchError or CalibrationError if engines cannot start, or nothing is left to measure."""
     report = progress or (lambda what, done, total: None)
     start = opener or open_engines
     options = settings.engine_options()

@@ -100,11 +100,8 @@ def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
 
 
 def chain_of_words(draft: str, text: str) -> Method:
-    """Parses a chain: ``4``, ``4:probabilistic``, ``4:probabilistic:block``, or ``4:ngram``.
-
-    Raises:
-        BenchError: If there is no such chain, or the installed vLLM lacks its sampling.
-    """
+    """Parses a chain: ``4``, ``4:probabilistic``, ``4:probabilistic:block``, or ``4:ngram``. Raises
+    BenchError if there is no such chain, or the installed vLLM lacks its sampling."""
     length, *words = text.strip().split(":")
     sampling, is_ngram = tuple(word for word in _KEYS if word in words), words == ["ngram"]
     if not length.isdecimal() or int(length) < 1 or not (is_ngram or len(sampling) == len(words)):
@@ -173,11 +170,8 @@ def sequoia(draft: str, tree: str) -> Method:
 
 
 def methods(draft: str, chains: Sequence[str], trees: Sequence[str]) -> list[Method]:
-    """Plain decoding, then these chains (`chain_of_words`), then these trees.
-
-    Raises:
-        BenchError, TreeError, LibraryError: If one of them is not possible, or two are equal.
-    """
+    """Plain decoding, then these chains (`chain_of_words`), then these trees (`sequoia`). Raises
+    BenchError, TreeError or LibraryError if one is not possible, or two are equal."""
     found = [plain(), *(chain_of_words(draft, text) for text in chains)]
     found += [sequoia(draft, tree) for tree in trees]
     for place, method in enumerate(found):

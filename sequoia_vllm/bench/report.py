@@ -163,11 +163,8 @@ def shown(results: Sequence[Result]) -> list[Result]:
 
 
 def plot_speeds(report: BenchReport, path: Path) -> None:
-    """Draws tokens per second of a request by batch size, with a panel for each temperature.
-
-    Points are medians of rounds, and bars reach from the lowest to the highest. Only the fastest
-    of vLLM's chains at each batch size is shown.
-    """
+    """Draws tokens/s of a request by batch size, with a panel for each temperature: medians of
+    rounds, from the lowest to the highest; of vLLM's chains only the fastest."""
     temperatures = sorted({result.temperature for result in report.results})
     sizes = sorted({result.batch_size for result in report.results})
     figure, panels = new_figure(1.2 + 3.4 * len(temperatures), 3.5, len(temperatures))

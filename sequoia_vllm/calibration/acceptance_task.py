@@ -116,13 +116,8 @@ def precision(estimate: AcceptanceEstimate) -> float:
 
 
 def tokens_margin(tree: TokenTree, acceptance: Acceptance, trials: Counts) -> float:
-    """Half-width of the 95 % interval of a tree's expected tokens, from counting noise.
-
-    Other prompts than those counted on add to the error.
-
-    Args:
-        trials: Trials of each entry of the vector, see `AcceptanceEstimate`.
-    """
+    """Half-width of the 95 % interval of a tree's expected tokens, from counting noise alone;
+    ``trials`` are those of each entry of the vector (`AcceptanceEstimate`)."""
     table, tokens = acceptance.table, tree.expected_tokens(acceptance)
     variance = 0.0
     for depth, tried in enumerate(trials):
@@ -169,11 +164,8 @@ class AcceptanceTask:
 
     @classmethod
     def prepare(cls, settings: AcceptanceSettings) -> AcceptanceTask:
-        """Reads prompts and model files; starts no engine.
-
-        Raises:
-            PromptError, CalibrationError, TreeError: If they cannot be used.
-        """
+        """Reads prompts and model files, and starts no engine. Raises PromptError, CalibrationError
+        or TreeError if they cannot be used."""
         engine = settings.engine
         prompts = load_prompts(settings.prompts)
         tokenizer = load_tokenizer(engine.target)
@@ -192,11 +184,7 @@ class AcceptanceTask:
 
 
 def _tail(depth: int, draft: str) -> int:
-    """Levels to draft below the counted ones, as far as the draft (by its config) can.
-
-    Raises:
-        CalibrationError: The draft is missing.
-    """
+    """Levels to draft below the counted ones, as far as the draft (by its config) can."""
     from sequoia_vllm.engine.frontend.drafts import drafted_levels
 
     levels = None if drafts_from_text(draft) else drafted_levels(load_config(draft))

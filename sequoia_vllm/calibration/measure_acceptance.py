@@ -26,11 +26,8 @@ _BATCHES = 2  # completed between two looks at the counts: few requests wait for
 
 
 def measure_acceptance(task: AcceptanceTask, progress: Progress | None = None) -> AcceptanceFile:
-    """Runs the engine with a wide tree and counts accepted nodes.
-
-    Raises:
-        CalibrationError: The models cannot be used, or no tree was verified.
-    """
+    """Runs the engine with a wide tree and counts accepted nodes. Raises CalibrationError if the
+    models cannot be used, or no tree was verified."""
     report = progress or (lambda what, done, total: None)
     report("starting the engine", 0, 1)
     with _engine(task) as llm:

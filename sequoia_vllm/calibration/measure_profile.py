@@ -344,11 +344,8 @@ class Ladder:
 
 
 def _highest(frontier: Frontier, times: BatchTimes, size: int) -> float:
-    """Upper bound of tokens per second of one request with any larger tree.
-
-    Its target pass and verification take at least this size's time, and each level takes at least
-    the draft's quickest pass.
-    """
+    """Upper bound of tokens per second of one request with any larger tree: its target pass and
+    verification take at least this size's time, each level at least the draft's quickest pass."""
 
     def quickest(value: Callable[[TimedStep], float]) -> float:
         return float(np.percentile([*map(value, middle_round(times.trees[size]))], _QUICK))

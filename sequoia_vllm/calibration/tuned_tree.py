@@ -19,11 +19,8 @@ _LARGE_ON_CPU = 2e8  # parameters
 
 
 def pair_here(engine: EngineSpec) -> PairKey:
-    """The key with which such an engine looks up its tree on this machine.
-
-    Raises:
-        CalibrationError: If vLLM cannot read the target's configuration.
-    """
+    """The key with which such an engine looks up its tree on this machine. Raises CalibrationError
+    if vLLM cannot read the target's configuration."""
     from vllm.engine.arg_utils import EngineArgs
 
     from sequoia_vllm.engine.common.device_name import current_device_name
@@ -40,13 +37,8 @@ def pair_here(engine: EngineSpec) -> PairKey:
 
 
 def quick_engine(engine: EngineSpec) -> EngineSpec:
-    """Turns compilation off where it hardly changes step times: on CPUs with a large target.
-
-    Such steps spend their time on reading weights, and compiling takes minutes.
-
-    Raises:
-        CalibrationError: If transformers does not know the target.
-    """
+    """Turns compilation off on CPUs with a large target: it hardly changes such steps, which read
+    weights, and takes minutes. Raises CalibrationError if transformers does not know the target."""
     from vllm.platforms import current_platform
 
     is_large = current_platform.is_cpu() and count_parameters(engine.target) >= _LARGE_ON_CPU
@@ -59,11 +51,8 @@ def tuned_entry(
     context_length: int,
     max_size: int,
 ) -> TreeEntry:
-    """The fastest tree and schedule by these measurements.
-
-    Returns:
-        An entry for `TreeLibrary.save_user_tree`. A tree of size 1 means: do not speculate.
-    """
+    """The fastest tree and schedule by these measurements, for `TreeLibrary.save_user_tree`; a tree
+    of size 1 means: do not speculate."""
     largest_batch = max(curve.batch_size for curve in profile.target_forward)
     schedule = choose_schedule(
         vector.vector,

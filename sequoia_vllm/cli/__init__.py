@@ -45,11 +45,8 @@ _LINE_BREAK = re.compile(r"(?<!\n)\n(?![\n -])")
 
 
 def shown_as_written(command: Any) -> Any:
-    """Makes a command, or all commands of a group, show help texts as written; returns it.
-
-    Typer drops square brackets as markup, keeps the source's line breaks, and calls a number with
-    bounds "int range".
-    """
+    """Makes a command, or all of a group, show help as written: Typer drops square brackets as
+    markup, keeps line breaks, and calls a number with bounds "int range"."""
     command.help = command.help and escape(_LINE_BREAK.sub(" ", command.help))
     for param in command.params:
         if getattr(param, "help", None):

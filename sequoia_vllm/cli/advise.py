@@ -103,14 +103,9 @@ class Advice:
 def advise_pair(
     pair: PairKey, target: ModelShape, draft: ModelShape, batch_sizes: Sequence[int]
 ) -> Advice:
-    """Predicts a pair's speeds from what was measured of it, or else from the datasheet.
-
-    Args:
-        pair: The pair, on one device. On GPUs as many are taken as its weights need.
-
-    Raises:
-        SequoiaError: Nothing is known of the pair on this device; names the fix.
-    """
+    """Predicts a pair's speeds from what was measured of it, or else from the datasheet; on GPUs
+    with as many as its weights need. Raises SequoiaError if nothing is known of the pair on this
+    device."""
     library, device = TreeLibrary(), identify(pair.device)
     if device.id is None:
         known = ", ".join(known_devices())
@@ -241,10 +236,8 @@ def advise(
 
 
 def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: bool) -> None:
-    """Prints the command that serves a target for which no draft is known.
-
-    Raises ConfigError if its drafts need a model of its own.
-    """
+    """Prints the command that serves a target without a known draft; ConfigError if it needs
+    one."""
     if {"multimodal", "mrope"} & kinds_and_classes("target", model)[0]:
         raise ConfigError(
             f"no draft model is known for {model!r}, which reads more than text: name one with "
@@ -266,11 +259,8 @@ def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: boo
 
 
 def _check_support(role: Role, model: str, shown: bool = False) -> str:
-    """Refuses a model that trees do not serve, in the engine's own words (ConfigError).
-
-    Returns:
-        Its row in the table of families, in words; printed first if `shown`.
-    """
+    """A model's row in the table of families, in words, printed first if `shown`. Raises
+    ConfigError, in the engine's words, if trees do not serve it."""
     kinds, classes = kinds_and_classes(role, model)
     family = in_words(model, classes, kinds)
     if shown:
@@ -282,9 +272,7 @@ def _check_support(role: Role, model: str, shown: bool = False) -> str:
 
 def _read(role: Role, model: str, kind: DrafterKind | None = None) -> tuple[ModelShape, str]:
     """A model's shape, or that of its draft of a kind, and the dtype that vLLM uses by default.
-
-    Raises SequoiaError if the configuration cannot be had, or times cannot be computed from it.
-    """
+    Raises SequoiaError if the configuration cannot be had, or times cannot be computed from it."""
     if not Path(model).exists() and (shape := published_shape(model)):
         return shape, "bfloat16"
     config = without_format(read_config(role, model))

@@ -78,10 +78,8 @@ def new_table(
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Turns our errors, and the system's, into one message and exit code 2; signals into theirs.
-
-    Any other error is a bug and keeps its traceback.
-    """
+    """Turns our errors, and the system's, into one message and exit code 2, and signals into
+    theirs; any other error is a bug and keeps its traceback."""
     try:
         yield
     except SequoiaError as error:
@@ -121,11 +119,8 @@ def print_json(data: Any) -> None:
 
 @contextmanager
 def engines_print_aside(shown: bool) -> Iterator[None]:
-    """Keeps output of engines and their processes away from standard output.
-
-    Args:
-        shown: True: send it to standard error at once. False: show its end after an error only.
-    """
+    """Keeps output of engines and their processes away from standard output: ``shown`` on standard
+    error at once, or else its end after an error only."""
     global _terminal
     sys.stdout.flush()
     sys.stderr.flush()

@@ -109,12 +109,8 @@ def draft_to_measure(target: str) -> str:
 
 
 def known_draft(target: str, heads: bool | None = None) -> str | None:
-    """The draft that is known for a target, if any.
-
-    Args:
-        heads: Whether the device runs heads; None: this machine's engines say so. Kinds that are
-            taken by default come first, others last.
-    """
+    """The draft that is known for a target, if any; kinds that are taken by default come first.
+    ``heads``: whether the device runs heads; None: this machine's engines say so."""
     pairs = known_for(target)
     if heads is None and any(kind.is_head for kind, _ in pairs):
         from sequoia_vllm.engine.frontend.drafts import kinds_here
@@ -135,13 +131,8 @@ def known_draft(target: str, heads: bool | None = None) -> str | None:
 
 
 def own_layer(target: str) -> Drafter | None:
-    """The kind of layers that draft in the target's own checkpoint; None: others come first.
-
-    These are drafts that engines take by default.
-
-    Raises:
-        ConfigError: Its configuration is not available.
-    """
+    """The kind of layers that draft by default in the target's own checkpoint; None: others come
+    first. Raises ConfigError if its configuration is not available."""
     by_default = any(kind.by_default for kind, _ in known_for(target))
     if by_default or (not Path(target).exists() and published_shape(target)):
         return None
@@ -150,13 +141,8 @@ def own_layer(target: str) -> Drafter | None:
 
 
 def check_models(target: str, draft: str) -> None:
-    """Checks before any engine starts that both models exist and share enough tokens.
-
-    A draft without weights fits every target.
-
-    Raises:
-        SequoiaError: If not; the message names the model and the fix.
-    """
+    """Raises SequoiaError, before any engine starts, unless both models exist and share enough
+    tokens; a draft without weights fits every target."""
     models = {"target": target}
     if not drafts_from_text(draft):
         models["draft"] = draft
@@ -174,11 +160,8 @@ def check_models(target: str, draft: str) -> None:
 
 
 def check_name(role: str, model: str) -> None:
-    """Checks that a model is a folder here or on the Hub, which it asks once, without retries.
-
-    Raises:
-        ConfigError: It is neither; or the Hub does not answer and its cache has no such model.
-    """
+    """Raises ConfigError unless a model is a folder here, or on the Hub, which it asks once without
+    retries, or in the Hub's cache."""
     if problem := folder_problem(role, model):
         raise ConfigError(problem)
     if Path(model).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
@@ -243,11 +226,8 @@ def check_output(option: str, path: Path | None) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Fails before measuring if ``--plot`` could not be drawn.
-
-    Raises:
-        FigureError, FigureFormatError: matplotlib is missing, or the format is not supported.
-    """
+    """Raises FigureError or FigureFormatError, before measuring, if ``--plot`` could not be
+    drawn."""
     from sequoia_vllm.figures import check_format, require_matplotlib
 
     check_output("--plot", path)
@@ -256,11 +236,8 @@ def check_plot(path: Path) -> None:
 
 
 def read_config(role: Role, model: str) -> Mapping[str, Any]:
-    """A model's ``config.json``, in its folder or downloaded.
-
-    Raises:
-        ConfigError: It is not available, or not what it should be; the message names the fix.
-    """
+    """A model's ``config.json``, in its folder or downloaded. Raises ConfigError, which names the
+    fix, if it is not available or not what it should be."""
     check_name(role, model)
     file = Path(model, "config.json")
     if not Path(model).exists():
@@ -277,13 +254,9 @@ def read_config(role: Role, model: str) -> Mapping[str, Any]:
 
 
 def kinds_and_classes(role: Role, model: str) -> tuple[set[Kind], list[str]]:
-    """The kinds of model, among those that trees do not serve, and vLLM's classes of a model.
-
-    Published shapes are of models that trees serve: nothing is read for these.
-
-    Raises:
-        ConfigError: Its configuration is not available.
-    """
+    """The kinds of model, among those that trees do not serve, and vLLM's classes of a model; of
+    published shapes none, without reading. Raises ConfigError if its configuration is not
+    available."""
     if not Path(model).exists() and published_shape(model) is not None:
         return set(), []
     config = read_config(role, model)

@@ -177,11 +177,7 @@ _STOPPED_BY = {
 
 
 def count(settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
-    """Measures acceptance, and notes how far it got.
-
-    Args:
-        stage: The beginning of the progress line.
-    """
+    """Measures acceptance, and notes how far it got; ``stage`` begins the progress line."""
     from sequoia_vllm.calibration.acceptance_task import AcceptanceTask
     from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
 

@@ -105,11 +105,8 @@ class Interconnect:
         return min(start + moved / self._bytes_per_second for start, moved in ways)
 
     def all_gather(self, size: float) -> float:
-        """Seconds until every device has all ``size`` bytes, of which each had a p-th; 0 for one
-        device.
-
-        It is a ring of p - 1 steps: vLLM leaves this to the library.
-        """
+        """Seconds until every device has all ``size`` bytes, of which each had a p-th, by a ring of
+        p - 1 steps: vLLM leaves this to the library; 0 for one device."""
         if self.devices == 1:
             return 0.0
         others = self.devices - 1

@@ -182,11 +182,8 @@ _UNMODELLED_EXPERTS = frozenset({"arctic", "doge", "jetmoe", "llama4_text", "zay
 
 
 def read_experts(config: Fields, layers: range) -> Experts | None:
-    """The experts that a configuration describes in these layers; None: they are dense.
-
-    Raises:
-        ShapeError: It does not say enough.
-    """
+    """The experts that a configuration describes in these layers; None: they are dense. Raises
+    ShapeError if it does not say enough."""
     count = _first(config, _COUNT)
     if not isinstance(count, int) or count < 2:
         return None

@@ -295,12 +295,8 @@ class _ClassFile(FileModel):
 def model_classes(
     part: Literal["classes", "heads", "offloaded"] = "classes",
 ) -> dict[str, ModelClass]:
-    """The library's model classes by id.
-
-    Args:
-        part: "heads": the draft is a head, of which the library has none; "offloaded": the target
-            is offloaded.
-    """
+    """The library's model classes by id. "heads": the draft is a head, of which the library has no
+    trees; "offloaded": the target is offloaded."""
     file = read_model(_FILE, _ClassFile, "model shapes", ValueError)
     shapes, devices = {shape.name: shape for shape in file.shapes}, file.offloaded_on
     return {
@@ -318,11 +314,8 @@ def every_class() -> dict[str, ModelClass]:
 
 @cache
 def published_shape(name: str) -> ModelShape | None:
-    """The shape of a published model of our classes, or of its Instruct version; None: not there.
-
-    Args:
-        name: Name on the Hub. Nothing is downloaded.
-    """
+    """The shape of a published model of our classes, or of its Instruct version, by its name on the
+    Hub, without a download; None: not there."""
     base = name.removesuffix("-Instruct")
     shapes = read_model(_FILE, _ClassFile, "model shapes", ValueError).shapes
     found = (shape for shape in shapes if shape.name in (name, base))

@@ -137,11 +137,8 @@ def largest_tree(profile: Profile) -> int:
 
 
 def bytes_per_value(dtype: str) -> float:
-    """Bytes of a weight or key of this type.
-
-    Raises:
-        ValueError: If it is not known; lists those that are.
-    """
+    """Bytes of a weight or key of this type. Raises ValueError if it is not known, and lists those
+    that are."""
     if dtype not in BYTES_PER_VALUE:
         raise ValueError(f"dtype {dtype!r}: known are {', '.join(BYTES_PER_VALUE)}")
     return BYTES_PER_VALUE[dtype]
@@ -223,10 +220,8 @@ class _Forward:
         return computing if streamed is None else streamed.pass_seconds(rows, computing)
 
     def _states(self, shape: ModelShape, tokens: int, batch: int) -> float:
-        """Time of recurrent layers' states, whatever the context: read and written, in float32.
-
-        A tree reads them once more, in the commit.
-        """
+        """Time of recurrent layers' states, read and written in float32 whatever the context; a
+        tree reads them once more, in the commit."""
         if shape.recurrent is None:
             return 0.0
         passes = 2 if tokens == 1 else 3

@@ -107,10 +107,8 @@ def streamed_layers(
 
 
 def host_link(device: str) -> Link:
-    """The link between a device (its id, or the driver's name for it) and the host's memory.
-
-    Its name says if the link is a guess.
-    """
+    """The link between a device (its id, or the driver's name for it) and the host's memory; its
+    name says if it is a guess."""
     known = known_devices().get(identify(device).id or "")
     if known is not None and known.host_link is not None:
         return LINKS[known.host_link]

@@ -134,10 +134,8 @@ def _log_once(line: str) -> None:
 
 
 def read_alike(entries: list[TreeEntry], pair: PairKey) -> list[TreeEntry]:
-    """The entries for streamed weights if the pair's are, or else those for weights in memory.
-
-    The best trees of the two differ by hundreds of nodes.
-    """
+    """The entries for streamed weights if the pair's are, or else those for weights in memory: the
+    best trees of the two differ by hundreds of nodes."""
     is_offloaded = pair.offloading is not None
     return [entry for entry in entries if (entry.streamed is not None) == is_offloaded]
 
@@ -145,10 +143,8 @@ def read_alike(entries: list[TreeEntry], pair: PairKey) -> list[TreeEntry]:
 def runs_as_here(
     entry: TreeEntry, file: LibraryFile, device: Device, pair: PairKey, shapes: PairShapes
 ) -> bool:
-    """Whether an entry is for models that run as here.
-
-    Else a computed tree is better, if there is a datasheet to compute from.
-    """
+    """Whether an entry is for models that run as here; else a computed tree is better, if there is
+    a datasheet to compute from."""
     if file.datasheet is None:
         return True
     if pair.offloading is not None:
@@ -159,11 +155,8 @@ def runs_as_here(
 
 
 def choose_vector(vectors: Sequence[AcceptanceFile], is_pair: IsPair) -> tuple[AcceptanceFile, str]:
-    """The vector to assume for a pair, and why.
-
-    It is the one measured on the pair, the greedy one of several; else the weakest of those that
-    were published.
-    """
+    """The vector to assume for a pair, and why: the one measured on the pair, the greedy one of
+    several; else the weakest of those that were published."""
     own = [vector for vector in vectors if is_pair(vector.target, vector.draft)]
     if own:
         found = min(own, key=lambda vector: vector.temperature or 0.0)
@@ -217,10 +210,8 @@ def nearest_in_size(
 
 
 def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | None, float | None]:
-    """Parameters of target and draft, by the shape or the name on the Hub; None: unknown.
-
-    The name of a head has its target's number.
-    """
+    """Parameters of target and draft, by the shape or the name on the Hub, where a head's is its
+    target's; None: unknown."""
 
     known = shapes or PairShapes(None, None)
 

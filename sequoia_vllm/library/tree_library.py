@@ -45,11 +45,8 @@ Content = TypeVar("Content")
 
 
 def shipped_directory() -> Path:
-    """Where the shipped trees lie: inside the package, or beside it in a checkout.
-
-    Raises:
-        LibraryError: They are in neither place.
-    """
+    """Where the shipped trees lie: inside the package, or beside it in a checkout. Raises
+    LibraryError if they are in neither place."""
     package = Path(__file__).parents[1]
     places = [package / "trees", package.parent / "trees"]
     if found := next((place for place in places if (place / "acceptance").is_dir()), None):
@@ -126,11 +123,8 @@ class TreeLibrary:
         return (path, UserTree.load(path).entry) if path is not None and found else None
 
     def save_user_tree(self, pair: PairKey, entry: TreeEntry) -> Path:
-        """Stores a tuned tree so that `select` prefers it from now on.
-
-        Raises:
-            LibraryError: If it cannot be; names the fix.
-        """
+        """Stores a tuned tree so that `select` prefers it from now on. Raises LibraryError, which
+        names the fix, if it cannot be."""
         keys = ("target", "draft", "dtype", "tensor_parallel_size")
         own = {"name": f"user/{pair.file_name}", **{key: getattr(pair, key) for key in keys}}
         make_writable(self.user)
@@ -139,11 +133,8 @@ class TreeLibrary:
         return path
 
     def measurements(self, pair: PairKey) -> TunedFiles:
-        """Where the tune command keeps what it measured for this key, if it did.
-
-        Raises:
-            LibraryError: This user has no directory.
-        """
+        """Where the tune command keeps what it measured for this key, if it did. Raises
+        LibraryError if this user has no directory."""
         return TunedFiles(self.user / "measurements" / pair.file_name)
 
     def tuned(self, pair: PairKey) -> Selection | None:

@@ -62,11 +62,8 @@ def find_tree(reference: str) -> NamedTree:
 
 
 def find_vector(reference: str) -> Acceptance:
-    """An acceptance vector by file, or by the name of one of the library; a file of it wins.
-
-    Raises:
-        AcceptanceError: If there is none, or the file is not one.
-    """
+    """An acceptance vector by file, or by the name of one of the library; a file of it wins. Raises
+    AcceptanceError if there is none, or the file is not one."""
     if is_tree_file(reference):
         return Acceptance.load(reference)
     folder = shipped_directory() / "acceptance"

@@ -123,11 +123,8 @@ def reason_not_to_keep() -> str | None:
 
 
 def make_writable(directory: Path) -> None:
-    """Makes a directory of the user's that is to be written to.
-
-    Raises:
-        LibraryError: If it cannot be made, or written to; names the fix.
-    """
+    """Makes a directory of the user's that is to be written to. Raises LibraryError, which names
+    the fix, if it cannot be."""
     check_writable(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -136,11 +133,8 @@ def make_writable(directory: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Whether files can be made in a directory, or it can be made where there is none yet.
-
-    Raises:
-        LibraryError: If not; names the fix.
-    """
+    """Raises LibraryError, which names the fix, unless files can be made in a directory, or it can
+    be made where there is none yet."""
     nearest = directory
     try:
         while not nearest.exists():

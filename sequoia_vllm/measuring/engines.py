@@ -64,11 +64,8 @@ class EngineSpec:
 
 @contextmanager
 def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterator[Any]:
-    """Opens a ``vllm.LLM`` and shuts it down at the end; ``options`` are further arguments.
-
-    Raises:
-        CalibrationError: If vLLM cannot start it.
-    """
+    """Opens a ``vllm.LLM`` with these further arguments, and shuts it down at the end. Raises
+    CalibrationError if vLLM cannot start it."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -116,11 +113,7 @@ def wait_for_quiet() -> None:
 
 
 def load_config(model: str) -> Any:
-    """Reads the model's configuration with transformers.
-
-    Raises:
-        CalibrationError: If there is none.
-    """
+    """The model's configuration by transformers; raises CalibrationError if there is none."""
     from transformers import AutoConfig
 
     try:
@@ -139,11 +132,8 @@ def longest_context(model: str) -> int:
 
 
 def count_parameters(model: str) -> float:
-    """Counts a model's parameters from its configuration, without weights.
-
-    Raises:
-        CalibrationError: If transformers does not know the model.
-    """
+    """Counts a model's parameters from its configuration, without weights. Raises CalibrationError
+    if transformers does not know the model."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -156,11 +146,8 @@ def count_parameters(model: str) -> float:
 
 
 def compare_models(target: str, draft: str) -> Comparison:
-    """Compares two models' vocabularies, like an engine with both.
-
-    Raises:
-        SequoiaError: If the draft cannot serve this target, or a model is missing.
-    """
+    """Compares two models' vocabularies, like an engine with both. Raises SequoiaError if the draft
+    cannot serve this target, or a model is missing."""
     from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies
 
     found = (
@@ -172,10 +159,7 @@ def compare_models(target: str, draft: str) -> Comparison:
 
 def token_windows(encoded: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
     """Cuts ``count`` different prompts of ``length`` tokens from the texts joined in a circle.
-
-    Raises:
-        CalibrationError: If the texts have no tokens.
-    """
+    Raises CalibrationError if the texts have no tokens."""
     joined = [token for tokens in encoded for token in tokens]
     if not joined:
         raise CalibrationError("the prompts have no tokens")

@@ -224,13 +224,8 @@ os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_beg
 
 @contextmanager
 def interrupts_get_through() -> Iterator[None]:
-    """Lets a signal's KeyboardInterrupt leave code that swallows it.
-
-    vLLM swallows it while an engine starts (`zmq_socket_ctx`), and then waits for ever.
-
-    Raises:
-        KeyboardInterrupt: The one that the signal's handler raised.
-    """
+    """Lets a signal's KeyboardInterrupt leave code that swallows it: vLLM does while an engine
+    starts (`zmq_socket_ctx`), and then waits for ever."""
 
     def unswallowed(previous: Any) -> Any:
         def handle(number: int, frame: FrameType | None) -> None:

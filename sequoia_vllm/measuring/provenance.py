@@ -52,12 +52,8 @@ def git_revision() -> str | None:
 
 
 def settings_as_data(settings: Any, **replaced: Any) -> dict[str, Any]:
-    """The fields of a measurement's settings, with those of its ``engine`` at the same level.
-
-    Args:
-        settings: A dataclass with a field ``engine``, an `EngineSpec`.
-        replaced: Values that replace fields' own.
-    """
+    """The fields of a measurement's settings, those of its ``engine`` (`EngineSpec`) at the same
+    level; ``replaced`` values replace fields' own."""
     fields = asdict(settings)
     engine = fields.pop("engine")
     if engine["offload"] is not None:  # the directory means nothing on other machines
@@ -85,15 +81,8 @@ def model_hashes(model: str) -> dict[str, str]:
 
 
 def synthetic_origin(model: str | Path) -> dict[str, Any] | None:
-    """Reads what a synthetic target was made from; None: an ordinary model.
-
-    Args:
-        model: A folder, or a name on the Hub, whose local copy is read.
-
-    Returns:
-        "from", "from_sha256", "from_layers" and "from_intermediate_size" of the source; "layers",
-        "intermediate_size" and "parameters" of the synthetic target.
-    """
+    """What a synthetic target, a folder or a name on the Hub with a local copy, was made from, as
+    ``benchmarks/synthetic_target`` writes it; None: an ordinary model."""
     config = _config_file(str(model))
     if config is None:
         return None

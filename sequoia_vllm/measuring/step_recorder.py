@@ -27,9 +27,6 @@ class StepRecorder:
         self._sequoia_recording = RecordingV2(runner) if runs_v2 else RecordingV1(runner)
 
     def sequoia_take_steps(self, decoding: int | None = None) -> list[dict[str, Any]]:
-        """Steps recorded since the last call, as fields of `hardware.step_curves.StepRecord`.
-
-        Args:
-            decoding: Take only steps in which so many requests decoded and none read its prompt.
-        """
+        """Steps recorded since the last call, as fields of `hardware.step_curves.StepRecord`; only
+        those in which ``decoding`` requests decoded and none read its prompt, if given."""
         return self._sequoia_recording.take(decoding)

@@ -98,11 +98,8 @@ class TreeCounts:
 
     @classmethod
     def from_bytes(cls, tree: TokenTree, packed: bytes) -> TreeCounts:
-        """`of_paths` of the bytes of such arrays, one after another.
-
-        Raises:
-            ValueError: If they are of a tree of another depth.
-        """
+        """`of_paths` of the bytes of such arrays, one after another. Raises ValueError if they are
+        of a tree of another depth."""
         width = 1 + tree.depth
         if len(packed) % cls.path_bytes(tree):
             raise ValueError(

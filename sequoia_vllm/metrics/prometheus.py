@@ -190,10 +190,8 @@ class TreeMetrics:
         return self._kinds.gauge(f"sequoia:{name}", HELP[name], [*_LABELS, *labels])
 
     def _make_counters(self, tree: TokenTree) -> dict[int, dict[int, Any]]:
-        """By engine, the counter of each entry of `TreeCounts.values`.
-
-        All exist from the start, except for pairs of depth and child that the tree has nowhere.
-        """
+        """By engine, the counter of each entry of `TreeCounts.values`. All exist from the start,
+        except pairs of depth and child that the tree has nowhere."""
         trees = self._counter("trees")
         tokens = self._counter("emitted_tokens")
         depths = self._counter("accepted_depth", "depth")
