@@ -10,15 +10,8 @@ _REFUSED, _UNKNOWN = (401, 403), 404  # HTTP status
 
 
 def folder_problem(role: str, model: str) -> str | None:
-    """Says why a path gives no model. Names on the Hub are not looked up.
-
-    Args:
-        role: "target" or "draft".
-        model: Name or path, where "~" is a folder like any other, as for vLLM.
-
-    Returns:
-        The problem and the fix; None: a model's folder, a GGUF file, or a name.
-    """
+    """Why a path gives no model to this role, and the fix; None: a model's folder, a GGUF file, or
+    a name on the Hub, which is not looked up. "~" is a folder like any other, as for vLLM."""
     path = Path(model)
     if not model or not path.exists():
         if model.startswith(("/", "~", "./", "../")) or not model:

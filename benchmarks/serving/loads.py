@@ -50,14 +50,9 @@ class Load:
 
 
 def make_loads(rates: Sequence[float], requests: Sequence[float]) -> list[Load]:
-    """Returns all loads, in the order in which a server gets them.
-
-    Args:
-        rates: Arrivals per second: for 1 request running, for 4, for a full batch, and of long
-            prompts.
-        requests: Requests at these first three rates, in the burst, at temperature 1, and with
-            long prompts.
-    """
+    """All loads, in the order in which a server gets them: arrivals per second for 1 request
+    running, for 4, for a full batch, and of long prompts; requests at the first three rates, in the
+    burst, at temperature 1, and with long prompts."""
     one, four, full, long = rates
     sent = [int(count) for count in requests]
     return [
@@ -81,11 +76,9 @@ def server_options(tokens: int) -> list[str]:
 
 
 def write_prompts(folder: Path) -> None:
-    """Writes ``short.json`` and ``long.json``, as ``vllm bench serve`` reads them.
-
-    The prompts in ``examples/models`` are one text here: each prompt begins where one of them
-    does, and long ones go on with the next.
-    """
+    """Writes ``short.json`` and ``long.json`` for ``vllm bench serve``. The prompts in
+    ``examples/models`` are one text: each begins where one of them does, and long ones go on with
+    the next."""
     from sequoia_vllm.prompts import load_tokenizer
 
     tokenizer, encoded = load_tokenizer(TARGET), encoded_prompts(200)

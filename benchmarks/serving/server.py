@@ -35,10 +35,8 @@ def running_server(model: str, options: list[str], log: Path, trees: Path) -> It
 
 
 def bench_serve(options: list[str], log: Path) -> dict[str, Any]:
-    """Runs ``vllm bench serve`` and returns its JSON object, without single requests.
-
-    It runs in this process: to start it anew takes both cores for ten seconds.
-    """
+    """Runs ``vllm bench serve`` in this process, as a new one takes both cores for ten seconds;
+    returns its JSON object, without single requests."""
     with log.open("a") as output, redirect_stdout(output), redirect_stderr(output):
         from vllm.benchmarks.serve import add_cli_args, main
         from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -39,11 +39,9 @@ class Texts:
         return torch.from_numpy(out)
 
     def shuffled_batches(self, size: int, seed: int) -> Iterator[torch.Tensor]:
-        """Batches without end, every pass over the texts in a new order.
-
-        Texts of a batch have nearly the same length: of batches that follow each other, eight
-        share their texts out so. With answers of at most 192 tokens a quarter less is padding.
-        """
+        """Batches without end, every pass over the texts in a new order. Eight that follow each
+        other share their texts out by length: with answers of at most 192 tokens a quarter less is
+        padding."""
         rng = np.random.default_rng(seed)
         order: list[int] = []
         together = max(1, min(BATCHES_TOGETHER, len(self) // size))

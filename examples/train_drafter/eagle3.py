@@ -71,14 +71,8 @@ class FrozenTarget:
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Hidden states of the chosen layers behind each other.
-
-        Args:
-            tokens: Texts of shape ``[batch, tokens]``. What follows a text changes nothing.
-
-        Returns:
-            Shape ``[batch, tokens, layers × hidden]``.
-        """
+        """Hidden states of the chosen layers behind each other, ``[batch, tokens, layers ×
+        hidden]``, for texts ``[batch, tokens]``. What follows a text changes nothing."""
         self._model.model(tokens, use_cache=False)
         return torch.cat([self._outputs.pop(layer) for layer in self._layers], -1)
 
@@ -233,15 +227,9 @@ class Eagle3Layer(nn.Module):
 
 
 class Chains:
-    """Drafts after every position of a batch of texts, all extended by a token at a time.
-
-    The chain of position s attends to what the head made of the target's states of
-    positions 0 to s, and to its own tokens at s + 1, s + 2 and so on.
-
-    Args:
-        target: The head's, for the embedding.
-        features: The target's states, shape ``[batch, starts, layers × hidden]``.
-    """
+    """Drafts after every position of a batch of texts, all extended by a token at a time. The chain
+    of position s attends to what the head made of the target's states of positions 0 to s,
+    ``[batch, starts, layers × hidden]``, and to its own tokens at s + 1 and so on."""
 
     def __init__(self, head: Eagle3, target: FrozenTarget, features: torch.Tensor) -> None:
         self._head, self._target = head, target

@@ -48,15 +48,8 @@ def train(
     model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor], texts: dict[str, Texts],
     recipe: Recipe, report: Report,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trains the model in place, where it is.
-
-    Args:
-        loss_of: The model's mean loss over a batch of `Texts`, nats per token.
-        texts: Of "training" and "validation".
-
-    Returns:
-        The recipe with its number of steps, parameters, texts, hours, and losses on held-out texts.
-    """
+    """Trains the model in place, by its mean loss over a batch of `Texts`, nats per token; returns
+    the recipe with its number of steps, parameters, texts, hours, and losses on held-out texts."""
     steps = recipe.steps or max(1, len(texts["training"]) // recipe.batch_size)
     norms = [one for one in model.parameters() if one.ndim < 2]
     matrices = [one for one in model.parameters() if one.ndim >= 2]

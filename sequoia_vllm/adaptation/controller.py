@@ -152,10 +152,8 @@ class DraftController:
         return self._octaves[key]
 
     def _plan_trials(self, octave: Octave, step: Step, first: int) -> None:
-        """Plans trials: sizes not yet known after ``first`` steps, others later.
-
-        The size that is likely fastest comes first.
-        """
+        """Plans trials, the likely fastest size first: of sizes not yet known after ``first``
+        steps, others later."""
         batch_size = step.batch_size
         others = [size for size in self._sizes_of(batch_size) if size != self.lookup[batch_size]]
         others.sort(key=lambda size: -self._known.likely(size, batch_size, step.workload))

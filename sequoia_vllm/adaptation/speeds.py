@@ -88,11 +88,9 @@ class Speeds:
             self._plain_uncounted += plain + self._reading(step, drafts or 0, seconds, plain)
 
     def _reading(self, step: Step, drafts: int, seconds: float, plain: float) -> float:
-        """Seconds that plain decoding would take for a step's prompts, beside decoding.
-
-        The step's own time tells them better than prices do, less what drafts cost in it. Requests
-        that read prompts have no trees yet.
-        """
+        """Seconds that plain decoding would take for a step's prompts, beside decoding: by the
+        step's own time, less what drafts cost in it. Requests that read prompts have no trees
+        yet."""
         times = self.times
         level = times.known(drafts, step.batch_size, step.context) if drafts else None
         if step.prompts == 0 or level is None:

@@ -149,10 +149,8 @@ class StepTimes:
     def likely(
         self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
     ) -> float:
-        """Seconds of such a step on a line through the nearest kinds, within its `bounds`.
-
-        Beyond the most drafts seen, the line is half as steep: there some rows cost nothing.
-        """
+        """Seconds of such a step on a line through the nearest kinds, within its `bounds`. Beyond
+        the most drafts seen, the line is half as steep: there some rows cost nothing."""
         least, most = self.bounds(drafts, batch_size, context, mixed)
         seen = {
             number: self._seconds(kind, kind.level, batch_size, context, mixed)

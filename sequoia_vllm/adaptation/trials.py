@@ -37,11 +37,9 @@ class Step:
 
 @dataclass
 class Trial:
-    """A few steps with another number of drafts; ``before`` are the octave's own.
-
-    If nothing was drafted before, the draft first reads the requests' tokens, which may take
-    several steps. ``all_steps`` and ``seconds`` include them.
-    """
+    """A few steps with another number of drafts; ``before`` are the octave's own. If nothing was
+    drafted before, the draft first reads the requests' tokens: ``all_steps`` and ``seconds``
+    include it."""
 
     drafts: int
     before: list[int]

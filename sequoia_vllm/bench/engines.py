@@ -165,12 +165,9 @@ def part_seconds(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 @contextmanager
 def in_this_process(methods: Sequence[Method]) -> Iterator[None]:
-    """Makes engines on CPUs start within this process: two seconds each instead of thirty.
-
-    An engine in processes of its own imports vLLM twice. Engines keep their processes on GPUs,
-    where the environment has ``VLLM_ENABLE_V1_MULTIPROCESSING``, and with an n-gram chain: vLLM
-    starts no engine in a process that has one.
-    """
+    """Makes engines on CPUs start within this process, in two seconds instead of thirty. They keep
+    processes of their own on GPUs, where the environment says so, and with an n-gram chain: vLLM
+    starts no engine in a process that has one."""
     from vllm.platforms import current_platform
 
     ngram = any((one.speculative_config or {}).get("method") == "ngram" for one in methods)

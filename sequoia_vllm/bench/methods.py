@@ -77,14 +77,9 @@ def plain() -> Method:
 
 
 def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
-    """vLLM's own speculation: a chain of ``drafts`` tokens.
-
-    A draft model or a head predicts them; without weights, what followed the last tokens before.
-    A folder's ``config.json`` says which it is; anything else is taken for a draft model.
-
-    Raises:
-        BenchError: The file cannot be read.
-    """
+    """vLLM's own chain of ``drafts`` tokens, by a draft model or a head (a folder's ``config.json``
+    says which); without weights, what followed the last tokens before. Raises BenchError if the
+    file cannot be read."""
     if drafts_from_text(draft):
         return _ngram_chain(drafts)
     kind, path = None, Path(draft, "config.json")
@@ -119,11 +114,8 @@ def chain_of_words(draft: str, text: str) -> Method:
 
 
 def usual_chains(draft: str, temperatures: Sequence[float]) -> list[str]:
-    """vLLM's chains where none is named, as `chain_of_words` reads them.
-
-    On GPUs they draw from the draft's distribution if some requests are sampled, which accepts more
-    than vLLM's default does. Greedy requests are the same by both.
-    """
+    """vLLM's chains where none is named (`chain_of_words`). On GPUs they draw from the draft's
+    distribution if some requests are sampled, which accepts more than vLLM's default does."""
     from vllm.platforms import current_platform
 
     draws = max(temperatures) > 0 and not current_platform.is_cpu() and not drafts_from_text(draft)

@@ -102,11 +102,9 @@ def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate
 
 
 def precision(estimate: AcceptanceEstimate) -> float:
-    """How well the vector is known: the number that `AcceptanceSettings.precision` bounds.
-
-    It is the largest product of an entry's half-width (95 %) and the share of trees that reach its
-    depth: the expected accepted nodes of that depth may be wrong by so much.
-    """
+    """How well the vector is known (`AcceptanceSettings.precision`): the largest product of an
+    entry's half-width (95 %) and the share of trees that reach its depth. So far the expected
+    accepted nodes of that depth may be wrong."""
     roots = estimate.trials[0][0]
     return max(
         (high - low) / 2 * trials[0] / roots

@@ -36,11 +36,8 @@ def measure_acceptance(task: AcceptanceTask, progress: Progress | None = None) -
 
 
 def _counted(task: AcceptanceTask, llm: Any, report: Progress) -> AcceptanceCounts:
-    """Completes prompts until the vector is known, or there is nothing more to count.
-
-    Sampled prompts are completed again and again. A greedy completion would repeat itself; counted
-    twice, it would make intervals too narrow.
-    """
+    """Completes prompts until the vector is known, or there is nothing more to count: sampled ones
+    again and again, greedy ones once, as their repetition would make intervals too narrow."""
     from vllm import SamplingParams
 
     settings = task.settings

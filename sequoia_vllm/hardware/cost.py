@@ -123,9 +123,7 @@ class CostModel:
 
     def prefix_seconds(self, prefixes: Prefixes, batch_size: int, start: int = 0) -> Floats:
         """Time of a step with each prefix of a tree from entry ``start`` on, ``[size - start]``.
-
-        Entry 0, the root alone, is plain decoding.
-        """
+        Entry 0, the root alone, is plain decoding."""
         sizes = np.arange(start + 1, len(prefixes.expected_tokens) + 1)
         # Level 0 is the pass over newly committed tokens: its width is their number.
         widths = prefixes.widths[start:]

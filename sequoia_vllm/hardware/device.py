@@ -79,11 +79,8 @@ class DeviceSpec(FileModel):
 
     @property
     def memory_bytes(self) -> float:
-        """Memory in bytes.
-
-        Memory chips come in powers of two: drivers report 79.6 GiB of an "80 GB" H100. Error
-        correction takes up to 6 % on cards with GDDR6 (L4, L40S), which is not subtracted.
-        """
+        """Memory chips come in powers of two: drivers report 79.6 GiB of an "80 GB" H100. Error
+        correction takes up to 6 % on cards with GDDR6 (L4, L40S), which is not subtracted."""
         return self.memory_gb * 2**30
 
 
@@ -155,10 +152,8 @@ def identify(name: str) -> Device:
 
 
 def current_cpu_name() -> str:
-    """The model name of this machine's CPU.
-
-    "cpu" on an x86 machine that does not say, and the architecture on others.
-    """
+    """The model name of this machine's CPU; "cpu" on an x86 machine that does not say, and the
+    architecture on others."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -181,12 +176,9 @@ def this_device_name() -> str:
 
 
 def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:
-    """The candidate most like the device, and why in words.
-
-    The best tree depends on operations per byte and on bandwidth, which are compared as ratios. A
-    device that is not known gets the candidate with the fewest operations per byte: the smallest,
-    safest trees.
-    """
+    """The candidate most like the device by operations per byte and bandwidth, as ratios, and why.
+    A device that is not known gets the one with the fewest operations per byte: the smallest,
+    safest trees."""
     if spec is None:
         cautious = min(candidates, key=lambda id_: (candidates[id_].ridge, id_))
         return cautious, (

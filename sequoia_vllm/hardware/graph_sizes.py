@@ -84,12 +84,8 @@ def mixed_shapes(max_num_seqs: int, most_tokens: int) -> list[tuple[int, int]]:
 
 def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     """Sizes of graphs for steps of any kind, in tokens, ascending; the last is the ceiling of all.
-
-    They reach as far as `decode_shapes` needs, up to `MOST_TOKENS`, and at least as far as vLLM's.
-
-    Args:
-        tokens_by_batch: See `decode_shapes`.
-    """
+    They reach as far as `decode_shapes` needs, up to `MOST_TOKENS`, and at least as far as
+    vLLM's."""
     by_batch = list(enumerate(tokens_by_batch, start=1))
     decoding = max((b * tokens for b, tokens in by_batch if b * tokens <= MOST_TOKENS), default=1)
     mixed = min(MIXED_TOKENS, 2 * len(tokens_by_batch) * max(tokens_by_batch))

@@ -53,10 +53,8 @@ class StepRecord:
     last step committed, each other one over one level of the trees."""
 
     def levels(self) -> list[tuple[float, float]]:
-        """Each pass as (tokens per request, seconds), drawing children included.
-
-        Time of drafting outside the forward passes is divided among them.
-        """
+        """Each pass as (tokens per request, seconds), drawing children included: time of drafting
+        outside the forward passes is divided among them."""
         outside = self.drafting - sum(seconds for _, seconds in self.passes)
         share = outside / max(1, len(self.passes))
         return [(tokens / self.requests, seconds + share) for tokens, seconds in self.passes]
@@ -197,12 +195,9 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
 def draft_curves(
     drafts: list[Curve], head: HeadShape | None
 ) -> tuple[list[Curve], list[Curve] | None]:
-    """What was measured of a draft as a profile's ``draft_level`` and ``draft_reading``.
-
-    Args:
-        drafts: See `BatchCurves.draft`. For a head that drafts in one pass: times of that pass,
-            with all of the drawing.
-    """
+    """What was measured of a draft (`BatchCurves.draft`) as a profile's ``draft_level`` and
+    ``draft_reading``. Of a head that drafts in one pass these are times of that pass, with all of
+    the drawing."""
     if head is None or not head.drafts_in_one_pass:
         return drafts, None
     nothing = {"tokens": [1], "seconds": [_SHORTEST], "spread": None}

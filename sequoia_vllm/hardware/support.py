@@ -114,11 +114,7 @@ def as_error(reasons: list[str]) -> str:
 
 
 def kinds_of(config: Mapping[str, Any]) -> set[Kind]:
-    """The kinds of model that a configuration describes.
-
-    Args:
-        config: ``config.json`` as it is on the disk.
-    """
+    """The kinds of model that a configuration, ``config.json`` as it is on the disk, describes."""
     parts = list(_parts(config))
     names = [str(name) for name in config.get("architectures") or ()]
     found = {

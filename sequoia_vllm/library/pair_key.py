@@ -33,11 +33,8 @@ class PairKey:
 
     @property
     def file_name(self) -> str:
-        """File name (without ``.json``) of the tree tuned for exactly this.
-
-        It is readable, and ends with a digest of the whole key. A model's directory is one model,
-        however the path to it is written.
-        """
+        """File name (without ``.json``) of the tree tuned for exactly this: readable, with a digest
+        of the whole key. A model's directory is one model, however the path to it is written."""
         key = [
             self.device.strip(), model_key(self.target), model_key(self.draft), self.dtype,
             f"tp{self.tensor_parallel_size}",
@@ -95,10 +92,8 @@ def weight_hashes(profiles: Iterable[Profile]) -> dict[str, Mapping[str, str]]:
 
 
 def is_same_model(stored: str | None, given: str, hashes: Mapping[str, Mapping[str, str]]) -> bool:
-    """Whether an engine's model is the one that the library calls ``stored``.
-
-    Names must be equal. Directories are compared by their files (`weight_hashes`), not by paths.
-    """
+    """Whether an engine's model is the one that the library calls ``stored``. Names must be equal;
+    directories are compared by their files (`weight_hashes`)."""
     if not stored:
         return False
     if not is_local(given):

@@ -185,11 +185,8 @@ def best_entry(
 def nearest_in_size(
     entries: list[TreeEntry], pair: PairKey, shapes: PairShapes | None
 ) -> tuple[list[TreeEntry], str]:
-    """The entries of the model class nearest to a pair in size, and why.
-
-    The target's time and the draft's share of it both scale with sizes, so these are compared
-    as ratios. A size that is not known is left out.
-    """
+    """The entries of the model class nearest to a pair in size, and why. Times scale with sizes, so
+    these are compared as ratios; one that is not known is left out."""
     sizes = parameters_of(pair, shapes)
 
     def distance(entry: TreeEntry) -> tuple[float, str]:
@@ -227,17 +224,9 @@ def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | Non
 def computed_entry(
     device: str, spec: DeviceSpec, shapes: PairShapes, pair: PairKey, vector: AcceptanceFile
 ) -> tuple[TreeEntry, str]:
-    """Computes the entry that the library would have for models of these shapes, by the roofline.
-
-    Args:
-        device: Id of the device, or of the device whose datasheet is used.
-
-    Returns:
-        The entry, and what it was computed from.
-
-    Raises:
-        LibraryError: It cannot be computed; says why.
-    """
+    """The entry that the library would have for models of these shapes, by the roofline of this
+    device or the one whose datasheet is used; and what it was computed from. Raises LibraryError,
+    which says why, if it cannot be computed."""
     target, draft, streamed = shapes.target, shapes.draft, shapes.streamed
     if target is None or draft is None:
         raise LibraryError(shapes.problem or "the models' shapes are not known")

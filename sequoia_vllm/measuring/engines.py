@@ -88,12 +88,8 @@ def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterato
 
 
 def room_for(length: int, requests: int, nodes: int) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that leave room for requests with trees.
-
-    Args:
-        length: Tokens of the longest request, including a tree after its last token.
-        nodes: Size of the largest tree, root included.
-    """
+    """Arguments of ``vllm.LLM`` that leave room for requests of at most ``length`` tokens, a tree
+    after the last one included, with trees of at most ``nodes`` nodes."""
     length = max(length, warm_up_length(nodes))
     return {
         "max_model_len": length,

@@ -168,10 +168,8 @@ def signals_end_this(spared: Collection[int]) -> Iterator[_Signals]:
 
 
 def _watch(reader: int, spared: Collection[int]) -> None:
-    """Kills what is late after a signal, in a thread: the main one may be deep in C code.
-
-    The pipe has a byte for each signal that comes, and `_END` at the end of the block.
-    """
+    """Kills what is late after a signal, in a thread: the main one may be deep in C code. The pipe
+    has a byte for each signal that comes, and `_END` at the end of the block."""
     while (byte := os.read(reader, 1))[0] not in _SIGNALS:
         if byte == _END:
             return
@@ -292,10 +290,8 @@ def processes_end_here() -> Iterator[None]:
 
 @contextmanager
 def _temporary_files() -> Iterator[None]:
-    """Keeps engines' temporary files in one folder, and removes it at the end.
-
-    Torch's compiled code stays where it is, for later engines.
-    """
+    """Keeps engines' temporary files in one folder, and removes it at the end; torch's compiled
+    code stays where it is, for later engines."""
     kept = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

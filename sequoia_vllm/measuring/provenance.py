@@ -63,11 +63,8 @@ def settings_as_data(settings: Any, **replaced: Any) -> dict[str, Any]:
 
 
 def model_hashes(model: str) -> dict[str, str]:
-    """SHA-256 of a model's files, by file name.
-
-    A folder's configuration and weights, without files above 4 GiB: hashing those takes longer than
-    measuring. Of a model's name only the configuration in the Hub's cache.
-    """
+    """SHA-256 of a model's files, by file name: a folder's configuration and weights, without files
+    above 4 GiB, which take too long; of a name only the configuration in the Hub's cache."""
     if Path(model).is_dir():
         paths = [Path(model) / name for name in _MODEL_FILES]
     else:

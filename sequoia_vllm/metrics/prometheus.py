@@ -223,10 +223,8 @@ _IDLE_SECONDS = 10.0  # without a step: then an engine has no load
 
 
 class Watch:
-    """Flushes the counters of busy engines every second, and takes away gauges of idle ones.
-
-    A thread does it, as steps may end at any time. It ends when all engines are idle.
-    """
+    """Flushes the counters of busy engines every second, and takes away gauges of idle ones, in a
+    thread that ends when all engines are idle: steps may end at any time."""
 
     def __init__(self, metrics: TreeMetrics) -> None:
         self._metrics = metrics
