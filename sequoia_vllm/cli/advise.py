@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from sequoia_vllm.cli.common import console, counted, friendly_errors, new_table, print_json
 from sequoia_vllm.cli.measuring import (
@@ -137,28 +138,23 @@ def advise_pair(
     is_timed = profile.source == "measured" and not is_elsewhere
     most = whole.num_speculative_tokens
     drafts = drafts_by_batch(choice.schedule or [(1, 1, most)], most, max(batch_sizes))
-    batches = []
-    for batch_size in batch_sizes:
+
+    def advised(batch_size: int) -> BatchAdvice:
         chain = choose_tree(
             vector, profile, batch_size, _LONGEST_CHAIN + 1, max_branch=1, context_length=context
         )
         tree = whole.trim(drafts[batch_size - 1] + 1)
         expected = cost.estimate(tree, vector, batch_size)
-        batches.append(
-            BatchAdvice(
-                batch_size,
-                batch_size / cost.plain_seconds(batch_size),
-                chain.num_speculative_tokens,
-                cost.estimate(chain, vector, batch_size).speedup,
-                tree.size,
-                tree.depth,
-                expected.speedup if tree.size > 1 else 1.0,
-                is_measured and is_timed and not expected.extrapolated,
-            )
-        )
+        return BatchAdvice(
+            batch_size, batch_size / cost.plain_seconds(batch_size),
+            chain.num_speculative_tokens, cost.estimate(chain, vector, batch_size).speedup,
+            tree.size, tree.depth, expected.speedup if tree.size > 1 else 1.0,
+            is_measured and is_timed and not expected.extrapolated,
+        )  # fmt: skip
+
     known = f"measured on this pair ({entry.acceptance_class})"
     return Advice(
-        pair, batches,
+        pair, [advised(batch_size) for batch_size in batch_sizes],
         f"{HOW_TIMED[profile.source]}: {profile.device}, {context:,} tokens of context"
         + (f"; not {pair.device}, so speeds here are predictions" if is_elsewhere else ""),
         known if is_measured else "assumed, as this pair was not measured: the weakest published "
@@ -253,9 +249,8 @@ def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: boo
     )
     if as_json:
         print_json({"family": family, "batches": [], "command": command, "conclusion": conclusion})
-        return
-    for part in (command, conclusion):
-        console().print(part, soft_wrap=True, highlight=False, markup=False)
+    else:
+        _print_as_written(command, conclusion)
 
 
 def _check_support(role: Role, model: str, shown: bool = False) -> str:
@@ -264,7 +259,7 @@ def _check_support(role: Role, model: str, shown: bool = False) -> str:
     kinds, classes = kinds_and_classes(role, model)
     family = in_words(model, classes, kinds)
     if shown:
-        console().print(family, soft_wrap=True, highlight=False, markup=False)
+        _print_as_written(family)
     if message := refusal_of(model, role, classes, kinds):
         raise ConfigError(message)
     return family
@@ -288,6 +283,11 @@ def _read(role: Role, model: str, kind: DrafterKind | None = None) -> tuple[Mode
     return shape, "float16" if is_half else "bfloat16"
 
 
+def _print_as_written(*parts: str | Table) -> None:
+    for part in parts:
+        console().print(part, soft_wrap=True, highlight=False, markup=False)
+
+
 def _print(advice: Advice) -> None:
     pair = advice.pair
     devices = counted(pair.tensor_parallel_size, "device")
@@ -303,9 +303,8 @@ def _print(advice: Advice) -> None:
             if row.tree_nodes > 1 else "slower",
             "measured" if row.measured else "predicted",
         )  # fmt: skip
-    for part in (
+    _print_as_written(
         f"{pair.target} with {draft} on {pair.device}, {devices}, {pair.dtype}", table,
         f"times: {advice.times}", f"acceptance: {advice.acceptance}", advice.command,
         advice.conclusion,
-    ):  # fmt: skip
-        console().print(part, soft_wrap=True, highlight=False, markup=False)
+    )  # fmt: skip
