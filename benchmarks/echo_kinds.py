@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.markdown import markdown_table
+from benchmarks import markdown_table
 from sequoia_vllm.bench.engines import BenchEngine, open_engines
 from sequoia_vllm.bench.methods import Kind, Method, chain_of_words, plain
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, batches

@@ -27,7 +27,7 @@ from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
 from sequoia_vllm.hardware.models import ModelClass, model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.hardware.streaming import StreamedWeights, host_link, streamed_layers
+from sequoia_vllm.hardware.streaming import host_link, streamed_layers
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.json_input import read_json
 from sequoia_vllm.library.files import (
@@ -52,6 +52,8 @@ COMMAND = "python -m benchmarks.generate_trees"
 _WEIGHTS_SHARE = 0.75
 _MAX_TENSOR_PARALLEL = 8
 _VALUE_BYTES = 2.0  # bfloat16
+Progress = Callable[[str, int, int], None]
+Timed = tuple[Profile, ProfileReference]
 
 
 def generate(
@@ -99,12 +101,12 @@ def _stale_files(files: dict[str, str], directory: Path) -> tuple[list[str], lis
         or (directory / name).read_text(encoding="utf-8") != text
     ]
     others = (path for path in sorted(directory.glob("*.json")) if path.name not in files)
-    return changed, [path.name for path in others if _is_library_file(path)]
-
-
-def _is_library_file(path: Path) -> bool:
-    data = read_json(path, "library", LibraryError)
-    return isinstance(data, dict) and data.get("schema") == LIBRARY_SCHEMA
+    found = ((path.name, read_json(path, "library", LibraryError)) for path in others)
+    return changed, [
+        name
+        for name, data in found
+        if isinstance(data, dict) and data.get("schema") == LIBRARY_SCHEMA
+    ]
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Job:
 
 def generate_library(
     inputs: Path,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress = lambda what, done, total: None,
     devices: Collection[str] | None = None,
 ) -> dict[str, str]:
     """Text of every library file by its sorted name, of these devices (None: all). ``progress`` is
@@ -128,12 +130,15 @@ def generate_library(
     jobs = [job for job in _jobs(inputs) if devices is None or job.device in devices]
     entries: dict[str, list[TreeEntry]] = {}
     for done, job in enumerate(jobs):
-        if progress is not None:
-            progress(f"{job.device}/{job.model_class}", done, len(jobs))
-        for vector in job.vectors:
-            entries.setdefault(job.device, []).append(_entry(job, vector))
-    if progress is not None:
-        progress("done", len(jobs), len(jobs))
+        progress(f"{job.device}/{job.model_class}", done, len(jobs))
+        entries.setdefault(job.device, []).extend(
+            make_entry(
+                f"{job.device}/{job.model_class}/{vector.name}", job.model_class, job.profile,
+                job.reference, vector, fastest_schedule(job.profile, vector),
+            )
+            for vector in job.vectors
+        )  # fmt: skip
+    progress("done", len(jobs), len(jobs))
     known = known_devices()
     return {
         f"{device}.json": dump_json(
@@ -148,34 +153,25 @@ def generate_library(
     }
 
 
-def _entry(job: Job, vector: AcceptanceFile) -> TreeEntry:
-    schedule = fastest_schedule(job.profile, vector)
-    name = f"{job.device}/{job.model_class}/{vector.name}"
-    return make_entry(name, job.model_class, job.profile, job.reference, vector, schedule)
-
-
 def _jobs(inputs: Path) -> Iterator[Job]:
     vectors = _vectors(inputs / "acceptance")
     measured = _measured(inputs / "profiles")
     classes = model_classes()
     devices = [device.id for device in known_devices().values() if device.library]
     extra = sorted({device for device, _ in measured} - set(devices))
+    published = [vector for vector in vectors if vector.source == "published"]
     for device in (*devices, *extra):
         own = sorted(name for owner, name in measured if owner == device and name not in classes)
         for name in (*classes, *own):
-            if (device, name) in measured:
-                profile, reference = measured[device, name]
-            elif device in devices:
-                computed = _roofline(known_devices()[device].spec(), classes[name])
-                if computed is None:
-                    continue
-                profile, reference = computed, profile_reference(computed)
-            else:
+            found = measured.get((device, name))
+            if found is None and device in devices:
+                found = _roofline(known_devices()[device].spec(), classes[name])
+            if found is None:
                 continue
-            serving = [vector for vector in vectors if _serves(vector, profile)]
+            pair = found[0].target, found[0].draft
+            serving = [v for v in vectors if v in published or (v.target, v.draft) == pair]
             if serving:
-                yield Job(device, name, profile, reference, serving)
-    published = [vector for vector in vectors if vector.source == "published"]
+                yield Job(device, name, *found, serving)
     for name, model_class in model_classes("offloaded").items():
         for device in model_class.devices if published else ():
             profile = _offloaded(known_devices()[device].spec(), model_class)
@@ -185,28 +181,16 @@ def _jobs(inputs: Path) -> Iterator[Job]:
 
 def _offloaded(device: DeviceSpec, model_class: ModelClass) -> Profile:
     """Predicts times on one device, with as few layers offloaded as leave room for the rest."""
-    pair = model_class.target, model_class.draft
+    pair = target, _ = model_class.target, model_class.draft
     link = host_link(device.id)
-
-    def streamed(layers: int) -> StreamedWeights:
-        return streamed_layers(
-            model_class.target,
-            layers * model_class.target.layers_bytes(_VALUE_BYTES) / model_class.target.layers,
-            link.bytes_per_second,
-            f"{layers} of {model_class.target.layers} layers, {link.name}",
-        )
-
-    for layers in range(1, model_class.target.layers + 1):
-        weights = streamed(layers)
+    for layers in range(1, target.layers + 1):
+        weights = streamed_layers(
+            target, layers * target.layers_bytes(_VALUE_BYTES) / target.layers,
+            link.bytes_per_second, f"{layers} of {target.layers} layers, {link.name}",
+        )  # fmt: skip
         if weights_bytes(*pair, streamed=weights) <= _WEIGHTS_SHARE * device.memory_bytes:
             return roofline_profile(device, *pair, streamed=weights)
     raise LibraryError(f"{model_class.id} does not fit {device.id}, all of its layers offloaded")
-
-
-def _serves(vector: AcceptanceFile, profile: Profile) -> bool:
-    if vector.source == "published":
-        return True
-    return (vector.target, vector.draft) == (profile.target, profile.draft)
 
 
 def _vectors(directory: Path) -> list[AcceptanceFile]:
@@ -220,8 +204,8 @@ def _vectors(directory: Path) -> list[AcceptanceFile]:
     return vectors
 
 
-def _measured(directory: Path) -> dict[tuple[str, str], tuple[Profile, ProfileReference]]:
-    found: dict[tuple[str, str], tuple[Profile, ProfileReference]] = {}
+def _measured(directory: Path) -> dict[tuple[str, str], Timed]:
+    found: dict[tuple[str, str], Timed] = {}
     for path in sorted(directory.glob("*.json")):
         profile = Profile.load(path)
         device = identify(profile.device).id
@@ -240,7 +224,7 @@ def _measured(directory: Path) -> dict[tuple[str, str], tuple[Profile, ProfileRe
     return found
 
 
-def _roofline(device: DeviceSpec, model_class: ModelClass) -> Profile | None:
+def _roofline(device: DeviceSpec, model_class: ModelClass) -> Timed | None:
     """Predicts times on the fewest devices that hold the weights; None if eight do not."""
     pair = model_class.target, model_class.draft
     devices = 1
@@ -248,7 +232,8 @@ def _roofline(device: DeviceSpec, model_class: ModelClass) -> Profile | None:
         devices *= 2
         if devices > _MAX_TENSOR_PARALLEL:
             return None
-    return roofline_profile(device, *pair, tensor_parallel_size=devices)
+    profile = roofline_profile(device, *pair, tensor_parallel_size=devices)
+    return profile, profile_reference(profile)
 
 
 if __name__ == "__main__":

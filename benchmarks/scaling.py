@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.markdown import markdown_table
+from benchmarks import markdown_table
 from sequoia_vllm.cli.common import friendly_errors
 from sequoia_vllm.cli.measuring import numbers
 from sequoia_vllm.hardware.choose import choose_tree
@@ -86,7 +86,9 @@ def scaling(
         batches = numbers("--batch-sizes", batch_sizes)
         rows = []
         for name in devices.split(","):
-            device = with_interconnect(device_of(name), interconnect_gb_s, interconnect_kind)
+            if (spec := identify(name.strip()).spec) is None:
+                raise DeviceError(f"no datasheet values for {name!r}")
+            device = with_interconnect(spec, interconnect_gb_s, interconnect_kind)
             for size in numbers("--tensor-parallel-sizes", tensor_parallel_sizes):
                 streamed = None
                 if offload_gb is not None:
@@ -114,13 +116,6 @@ def scaling(
                         f"{estimate.speedup:.2f}x",
                     ))  # fmt: skip
         typer.echo(markdown_table(_COLUMNS, rows))
-
-
-def device_of(name: str) -> DeviceSpec:
-    """Returns the datasheet of the device with this name."""
-    if (spec := identify(name.strip()).spec) is None:
-        raise DeviceError(f"no datasheet values for {name!r}")
-    return spec
 
 
 def with_interconnect(

@@ -53,17 +53,15 @@ def draw(cases: list[list[dict[str, Any]]], path: Path) -> None:
                 textcoords="offset points", ha="center", fontsize=7.5,
             )  # fmt: skip
     axes.axhline(1, color=GREY, linewidth=0.8)
-    axes.set_xticks(range(len(cases)), labels=[_case(rows[0]["batch_size"]) for rows in cases])
+    counts = [rows[0]["batch_size"] for rows in cases]
+    labels = ["1 request" if count == 1 else f"{count} requests at once" for count in counts]
+    axes.set_xticks(range(len(cases)), labels=labels)
     axes.margins(y=0.25)
     axes.set_ylim(bottom=0)
     draw_grid(axes, "y")
     axes.set_ylabel("speed over plain vLLM", fontsize=9)
     axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=3)
     save_figure(figure, path)
-
-
-def _case(requests: int) -> str:
-    return "1 request" if requests == 1 else f"{requests} requests at once"
 
 
 if __name__ == "__main__":

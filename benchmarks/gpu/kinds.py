@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.embedded_pair import DRAFT, TARGET
+from benchmarks import DRAFT, TARGET
 from sequoia_vllm.hardware import context_rule
 from sequoia_vllm.hardware.context_rule import ContextRule
 

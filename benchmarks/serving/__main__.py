@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.embedded_pair import DRAFT
+from benchmarks import DRAFT
 from benchmarks.serving.run import VARIANTS, Run
 from sequoia_vllm.cli.common import friendly_errors
 from sequoia_vllm.cli.measuring import check_name

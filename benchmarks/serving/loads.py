@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-from benchmarks.embedded_pair import TARGET, encoded_prompts
+from benchmarks import PROMPTS, TARGET
 
 BATCH = 16
 """Most requests that a server runs at once."""
@@ -28,24 +28,21 @@ class Load:
     prompts: str = "short"
     temperature: float = 0.0
 
-    def options(self, folder: Path, tokens: int) -> list[str]:
-        """Options of ``vllm bench serve``; prompts lie in the folder, answers have these tokens."""
-        rate = [f"--num-prompts={self.requests}", f"--request-rate={self.rate:g}"]
-        return self._common_options(folder, tokens) + rate
+    def options(self, folder: Path, tokens: int, warm_up: int | None = None) -> list[str]:
+        """Options of ``vllm bench serve``; prompts lie in the folder, answers have these tokens.
 
-    def warm_up_options(self, folder: Path, tokens: int, warm_up: int) -> list[str]:
-        """Options for other prompts first, in which each answer brings the next request."""
-        requests = f"--num-prompts={math.ceil(warm_up / tokens)}"
-        running = f"--max-concurrency={self.running}"
-        return [*self._common_options(folder, tokens), requests, running, "--seed=1"]
-
-    def _common_options(self, folder: Path, tokens: int) -> list[str]:
+        To warm up with so many tokens, other prompts come, and each answer brings the next request.
+        """
+        requests, how = self.requests, [f"--request-rate={self.rate:g}"]
+        if warm_up is not None:
+            requests = math.ceil(warm_up / tokens)
+            how = [f"--max-concurrency={self.running}", "--seed=1"]
         # vLLM reads files of this data set without pandas.
         return [
             "--dataset-name=sharegpt", f"--dataset-path={folder / self.prompts}.json",
             f"--sharegpt-output-len={tokens}", "--ignore-eos",
             f"--temperature={self.temperature:g}", "--percentile-metrics=ttft,tpot,itl,e2el",
-            "--metric-percentiles=99", "--disable-tqdm",
+            "--metric-percentiles=99", "--disable-tqdm", f"--num-prompts={requests}", *how,
         ]  # fmt: skip
 
 
@@ -79,9 +76,10 @@ def write_prompts(folder: Path) -> None:
     """Writes ``short.json`` and ``long.json`` for ``vllm bench serve``. The prompts in
     ``examples/models`` are one text: each begins where one of them does, and long ones go on with
     the next."""
-    from sequoia_vllm.prompts import load_tokenizer
+    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
-    tokenizer, encoded = load_tokenizer(TARGET), encoded_prompts(200)
+    tokenizer = load_tokenizer(TARGET)
+    encoded = encode_prompts(load_prompts(Path(PROMPTS), 200), tokenizer)
     for kind, length in PROMPT_TOKENS.items():
         following = (chain.from_iterable(encoded[start:]) for start in range(len(encoded)))
         cut = [list(islice(ids, length)) for ids in following]

@@ -18,6 +18,7 @@ from benchmarks.serving.server import (
 from benchmarks.serving.table import Rounds, make_markdown, make_rows, make_summary
 from sequoia_vllm.cli.common import note, progress_bar
 from sequoia_vllm.json_input import read_json
+from sequoia_vllm.measuring.provenance import provenance
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -28,22 +29,20 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 
 
 class Run:
-    """The results in a folder.
-
-    Args:
-        folder: Where results, prompts and logs are.
-        settings: What all of its results have in common: "model", "draft_model", "rates",
-            "requests", "tokens", "warm_up". None: as the folder says.
-
-    Raises:
-        ServingError: If the folder has results with other settings.
-    """
+    """The results, prompts and logs in a folder, with what all of its results have in common:
+    "model", "draft_model", "rates", "requests", "tokens", "warm_up" (None: as the folder says).
+    Raises ServingError if the folder has results with other settings."""
 
     def __init__(self, folder: Path, settings: dict[str, Any] | None = None) -> None:
         self.folder = folder
         file = folder / "settings.json"
         if settings is not None and not file.exists():
-            _write(file, {"settings": settings, "provenance": _provenance()})
+            preloaded = server_environment(Path())["LD_PRELOAD"].split(":")
+            stated = provenance(
+                argv=["python", "-m", "benchmarks.serving", *sys.argv[1:]],
+                preloaded=[Path(library).name for library in preloaded if library],
+            )
+            _write(file, {"settings": settings, "provenance": stated})
         self.kept = _read(file)
         self.settings = self.kept["settings"]
         if settings not in (None, self.settings):
@@ -76,10 +75,9 @@ class Run:
     def measure(self, variants: Sequence[str], rounds: int) -> None:
         """Measures what is missing, with one server for each variant and round."""
         missing = self.missing(variants, rounds)
-        total = sum(map(len, missing.values()))
+        total, done = sum(map(len, missing.values())), 0
         note(f"{len(missing)} servers, {total} loads")
         write_prompts(self.folder)
-        done = 0
         with progress_bar("serving, loads:") as report:
             for (number, name), loads in missing.items():
                 where = f"round {number}, {name}"
@@ -119,24 +117,13 @@ class Run:
         tokens = self.settings["tokens"]
         where = [f"--base-url={url}", f"--model={self.settings['model']}"]
         log = self.folder / f"{name}-{number}-bench.log"
-        bench_serve(
-            where + load.warm_up_options(self.folder, tokens, self.settings["warm_up"]), log
-        )
+        warm_up = load.options(self.folder, tokens, self.settings["warm_up"])
+        bench_serve(where + warm_up, log)
         bench = bench_serve(where + load.options(self.folder, tokens), log)
         _write(self._file(name, number, load), {"bench": bench})
 
     def _file(self, name: str, number: int, load: Load) -> Path:
         return self.folder / f"{name}-{number}-{load.key}.json"
-
-
-def _provenance() -> dict[str, Any]:
-    from sequoia_vllm.measuring.provenance import provenance
-
-    preloaded = server_environment(Path())["LD_PRELOAD"].split(":")
-    return provenance(
-        argv=["python", "-m", "benchmarks.serving", *sys.argv[1:]],
-        preloaded=[Path(library).name for library in preloaded if library],
-    )
 
 
 def _read(file: Path) -> Any:

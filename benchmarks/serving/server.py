@@ -23,7 +23,9 @@ class ServingError(SequoiaError, ValueError):
 @contextmanager
 def running_server(model: str, options: list[str], log: Path, trees: Path) -> Iterator[str]:
     """Starts ``vllm serve``, waits until it answers, yields its URL without a path, and ends it."""
-    port = _free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [str(Path(sys.executable).with_name("vllm")), "serve", model, *options]
     with engines_end_here(), log.open("w") as output:
         process = subprocess.Popen(
@@ -59,12 +61,6 @@ def server_environment(trees: Path) -> dict[str, str]:
         **os.environ,
         "SEQUOIA_VLLM_TREES": str(trees),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.markdown import markdown_table
+from benchmarks import markdown_table
 from sequoia_vllm.bench.report import MOST_SPREAD, Spread
 
 Rounds = Mapping[int, Mapping[str, Any]]

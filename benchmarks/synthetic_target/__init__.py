@@ -6,10 +6,6 @@ commands recognise a synthetic target by its config.json, and say so beside thei
 """
 
 from benchmarks.synthetic_target.checkpoint import SyntheticTargetError
-from benchmarks.synthetic_target.shape import SourceShape, SyntheticShape, shape_for_parameters
-from benchmarks.synthetic_target.write import SyntheticTarget, write_synthetic_target
+from benchmarks.synthetic_target.write import write_synthetic_target
 
-__all__ = [
-    "SourceShape", "SyntheticShape", "SyntheticTarget", "SyntheticTargetError",
-    "shape_for_parameters", "write_synthetic_target",
-]  # fmt: skip
+__all__ = ["SyntheticTargetError", "write_synthetic_target"]

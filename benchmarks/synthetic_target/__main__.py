@@ -53,7 +53,12 @@ def synthetic_target(
         fail("give --params, or some of --layers, --width and --hidden")
     if dtype not in DTYPES:
         fail(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
-    count = None if params is None else parse_parameters(params)
+    count = None
+    if params is not None:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBG]?)", params.strip().upper())
+        if found is None:
+            fail(f"--params {params!r}: give a number like 800M or 1.5B")
+        count = float(found[1]) * _UNITS[found[2]]
     with friendly_errors(), progress_bar("synthetic target:") as report:
         made = write_synthetic_target(
             source, folder, parameters=count, layers=layers, width=width, hidden=hidden,
@@ -67,14 +72,6 @@ def synthetic_target(
         f"{own.hidden} and {own.width})",
         soft_wrap=True,
     )
-
-
-def parse_parameters(text: str) -> float:
-    """Reads a parameter count like "800M"; ends the command if it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBG]?)", text.strip().upper())
-    if found is None:
-        fail(f"--params {text!r}: give a number like 800M or 1.5B")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 if __name__ == "__main__":

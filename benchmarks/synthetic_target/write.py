@@ -25,12 +25,6 @@ from benchmarks.synthetic_target.checkpoint import (
     make_new,
     write_checkpoint,
 )
-from benchmarks.synthetic_target.shape import (
-    SourceShape,
-    SyntheticShape,
-    explicit_shape,
-    shape_for_parameters,
-)
 from benchmarks.synthetic_target.tensors import Growth, is_of_width
 from sequoia_vllm.measuring.provenance import CONFIG_KEY
 
@@ -41,6 +35,89 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 Report = Callable[[str, int, int], None]
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+# MLP widths are multiples of this: matrix kernels and tensor parallelism like them.
+WIDTH_STEP = 64
+# Largest deviation from the number of parameters asked for.
+TOLERANCE = 0.02
+# Models in use have about 24 layers at 1B parameters, 42 at 8B and 75 at 70B.
+_LAYERS_AT_1B, _DEPTH_EXPONENT = 24, 0.27
+_MOST_LAYERS = 512
+
+
+@dataclass(frozen=True)
+class SourceShape:
+    """Sizes of the source model, as parameter counts.
+
+    Attributes:
+        width: MLP width (``intermediate_size``).
+        hidden: Hidden size; the counts below are for it.
+        outside: Parameters outside the layers: embeddings, final norm.
+        per_layer: Parameters of a layer outside the columns of its MLP.
+        per_column: Parameters that one more column of MLP width adds to a layer.
+    """
+
+    layers: int
+    width: int
+    hidden: int
+    outside: int
+    per_layer: int
+    per_column: int
+
+    def parameters(self, layers: int, width: int) -> int:
+        """Parameters with this many layers of this MLP width."""
+        return self.outside + layers * (self.per_layer + width * self.per_column)
+
+
+@dataclass(frozen=True)
+class SyntheticShape:
+    """Decoder layers, MLP width, hidden size and parameters of a synthetic target."""
+
+    layers: int
+    width: int
+    hidden: int
+    parameters: int
+
+
+def explicit_shape(source: SourceShape, layers: int | None, width: int | None) -> SyntheticShape:
+    """Returns the shape with these sizes; None keeps the source's own."""
+    layers, width = layers or source.layers, width or source.width
+    for what, asked, own in (("layers", layers, source.layers), ("width", width, source.width)):
+        if asked < own:
+            raise SyntheticTargetError(
+                f"{asked} {what}: the source already has {own}, and sizes are only added to; give "
+                f"{own} or more"
+            )
+    return SyntheticShape(layers, width, source.hidden, source.parameters(layers, width))
+
+
+def shape_for_parameters(source: SourceShape, parameters: float) -> SyntheticShape:
+    """A shape of about this many parameters, as deep as models of that size usually are. The MLP's
+    width takes up what depth and the hidden size do not."""
+    own = source.parameters(source.layers, source.width)
+    if parameters < own * (1 - TOLERANCE):
+        raise SyntheticTargetError(
+            f"{parameters:.4g} parameters: the source already has {own:,}; give more"
+        )
+    usual = _LAYERS_AT_1B * (parameters / 1e9) ** _DEPTH_EXPONENT
+
+    def rank(shape: SyntheticShape) -> tuple[bool, float]:
+        missed = abs(shape.parameters / parameters - 1)
+        from_usual = abs(math.log(shape.layers / usual))
+        return missed > TOLERANCE, missed if missed > TOLERANCE else from_usual
+
+    def with_layers(layers: int) -> SyntheticShape:
+        columns = (parameters - source.outside) / layers - source.per_layer
+        width = round(columns / source.per_column / WIDTH_STEP) * WIDTH_STEP
+        return explicit_shape(source, layers, max(width, source.width))
+
+    best = min(map(with_layers, range(source.layers, _MOST_LAYERS)), key=rank)
+    if rank(best)[0]:
+        raise SyntheticTargetError(
+            f"{parameters:.4g} parameters cannot be met within {TOLERANCE:.0%}: the nearest shape "
+            f"has {best.parameters:,} ({best.layers} layers, MLP width {best.width}); ask for "
+            "that, or give --layers and --width"
+        )
+    return best
 
 
 @dataclass(frozen=True)
@@ -80,7 +157,9 @@ def write_synthetic_target(
         if parameters is None
         else shape_for_parameters(wider, parameters)
     )
-    name = _dtype_name(config, checkpoint) if dtype == "auto" else dtype
+    stored = config.get("dtype") or config.get("torch_dtype")
+    stored = stored or checkpoint.tensor("model.norm.weight").dtype
+    name = str(stored).removeprefix("torch.") if dtype == "auto" else dtype
     make_new(folder)
     write_checkpoint(folder, _tensors(checkpoint, own, shape, name, report))
     changed = _changed_config(config, own, shape, name)
@@ -123,7 +202,10 @@ def source_shape(
     layers, width = int(config["num_hidden_layers"]), int(config["intermediate_size"])
     growth = Growth(times, width)
     outside = per_layer = per_column = 0
-    for name in _parameter_names(config, checkpoint):
+    tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
+    for name in checkpoint.names():
+        if name == tied or name.endswith("rotary_emb.inv_freq"):
+            continue  # a tied copy, or a buffer
         own = checkpoint.shape(name)
         layer = _LAYER.fullmatch(name)
         if layer is None:
@@ -134,22 +216,6 @@ def source_shape(
             per_layer += math.prod(growth.size(layer[2], own))
     hidden = int(config["hidden_size"]) * times
     return SourceShape(layers, width, hidden, outside, per_layer, per_column)
-
-
-def _parameter_names(config: dict[str, Any], checkpoint: SourceCheckpoint) -> list[str]:
-    """Names of the tensors that are parameters: no buffers, no tied copy."""
-    tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
-    return [
-        name
-        for name in checkpoint.names()
-        if name not in tied and not name.endswith("rotary_emb.inv_freq")
-    ]
-
-
-def _dtype_name(config: dict[str, Any], checkpoint: SourceCheckpoint) -> str:
-    named = config.get("dtype") or config.get("torch_dtype")
-    stored = checkpoint.tensor("model.norm.weight").dtype
-    return str(named or stored).removeprefix("torch.")
 
 
 def _tensors(
@@ -186,23 +252,18 @@ def _tensors(
 def _changed_config(
     config: dict[str, Any], own: SourceShape, shape: SyntheticShape, dtype: str
 ) -> dict[str, Any]:
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    times = shape.hidden // own.hidden
     changes: dict[str, Any] = {
         "num_hidden_layers": shape.layers,
         "intermediate_size": shape.width,
-        **_attention(config, shape.hidden // own.hidden),
+        "hidden_size": shape.hidden,
+        "num_attention_heads": heads * times,
+        "num_key_value_heads": int(config.get("num_key_value_heads") or heads) * times,
+        "head_dim": int(config.get("head_dim") or hidden // heads),
         "torch_dtype" if "torch_dtype" in config else "dtype": dtype,
     }
     if config.get("layer_types"):
         kinds = config["layer_types"]
         changes["layer_types"] = kinds + [kinds[-1]] * (shape.layers - own.layers)
     return {**config, **changes}
-
-
-def _attention(config: dict[str, Any], times: int) -> dict[str, int]:
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    return {
-        "hidden_size": hidden * times,
-        "num_attention_heads": heads * times,
-        "num_key_value_heads": int(config.get("num_key_value_heads") or heads) * times,
-        "head_dim": int(config.get("head_dim") or hidden // heads),
-    }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.markdown import markdown_table
+from benchmarks import markdown_table
 from sequoia_vllm.cli import app
 from sequoia_vllm.drafters.registry import DRAFTERS, known_for
 from sequoia_vllm.hardware.families import Family, family_file, family_of, refusal_of

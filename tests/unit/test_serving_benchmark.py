@@ -127,7 +127,7 @@ def test_vllm_takes_the_options(tmp_path, monkeypatch):
     load = make_loads(RATES, REQUESTS)[0]
     log = tmp_path / "log"
     bench_serve(load.options(tmp_path, 64), log)
-    bench_serve(load.warm_up_options(tmp_path, 64, 300), log)
+    bench_serve(load.options(tmp_path, 64, 300), log)
     timed, warm_up = seen
     assert (timed.request_rate, timed.num_prompts, timed.max_concurrency) == (0.25, 2, None)
     assert (warm_up.request_rate, warm_up.num_prompts) == (float("inf"), 5)
