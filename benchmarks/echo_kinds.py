@@ -17,9 +17,9 @@ import typer
 
 from benchmarks import markdown_table
 from sequoia_vllm.bench.engines import BenchEngine, open_engines
+from sequoia_vllm.bench.measure import BenchSettings, EngineCase, batches
 from sequoia_vllm.bench.methods import Kind, Method, chain_of_words, plain
-from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, batches
-from sequoia_vllm.bench.run import chain_samples_wrongly
+from sequoia_vllm.bench.report import chain_samples_wrongly
 from sequoia_vllm.file_hash import file_hash
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import model_hashes, provenance

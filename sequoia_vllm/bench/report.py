@@ -1,8 +1,9 @@
-"""The format of a comparison's report on disk, and its picture."""
+"""A whole comparison: measured, summed up with its provenance, as a file and as a picture."""
 
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -10,15 +11,40 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from sequoia_vllm.bench.engines import PARTS
+from sequoia_vllm.bench.measure import (
+    BenchRuns,
+    BenchSettings,
+    EngineCase,
+    GreedyCheck,
+    MethodRuns,
+    Opener,
+    RoundRun,
+    measure,
+    pooled,
+)
 from sequoia_vllm.bench.methods import Kind
 from sequoia_vllm.figures import GREY, colour_of, draw_grid, new_figure, save_figure
 from sequoia_vllm.json_file import FileModel
+from sequoia_vllm.measuring.engines import Progress
+from sequoia_vllm.measuring.provenance import model_hashes, provenance, synthetic_origin
 
 MOST_SPREAD = 1.15
 """Rounds disagree if highest / lowest exceeds this: something disturbed the machine."""
 
 LEAST_DRAFTED = 0.01
 """Trees per step below which an engine counts as plain: adaptation tries drafting now and then."""
+# Environment variables that change speed on CPUs.
+_ENVIRONMENT = (
+    "LD_PRELOAD", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_SGL_KERNEL", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+CHAIN_SAMPLES_WRONGLY = (
+    "vLLM's chain samples wrongly at temperatures above 0 on CPUs without Triton "
+    "(vllm-project/vllm#55005). Its tokens are not the target's, and it accepts fewer drafts than "
+    "it should. So its speed there says nothing of vLLM's chain elsewhere"
+)
+DECLINED = "the engine chose not to speculate here"
 
 
 class Spread(FileModel):
@@ -85,35 +111,6 @@ class Result(FileModel):
         if self.is_plain:
             return "= plain"
         return f"{self.speedup.median:.2f}x ({self.speedup.in_words})"
-
-
-class Mismatch(FileModel):
-    """A greedy output that differs from plain vLLM's."""
-
-    method: str
-    batch_size: int = Field(ge=1)
-    prompt: int = Field(ge=0, description="Number of the prompt, from 0.")
-    position: int = Field(ge=0, description="Output tokens that agree before it.")
-    token: int | None = Field(default=None, description="The method's; none: it ended there.")
-    plain_token: int | None = Field(default=None, description="Plain vLLM's; none: it ended there.")
-    gap: float | None = None
-    """Largest gap (nats) from the difference on: log-probability of the target's best token less
-    that of the method's."""
-    near_tie: bool = Field(description="Whether rounding explains it: no error.")
-
-
-class GreedyCheck(FileModel):
-    """All greedy outputs compared with plain vLLM's."""
-
-    compared: int = Field(ge=0, description="Outputs compared.")
-    identical: int = Field(ge=0)
-    bound: float | None = None  # largest gap of a near-tie, nats; none: every mismatch is wrong
-    mismatches: list[Mismatch] = Field(default_factory=list)
-
-    @property
-    def passed(self) -> bool:
-        """Whether rounding explains every mismatch; true without any."""
-        return all(mismatch.near_tie for mismatch in self.mismatches)
 
 
 class BenchModel(FileModel):
@@ -202,3 +199,113 @@ def plot_speeds(report: BenchReport, path: Path) -> None:
     names = " with ".join(map("/".join, paths))
     figure.supxlabel(f"{names}, {report.dtype}{said}\n{report.device}", fontsize=8, color=GREY)
     save_figure(figure, path)
+
+
+def run_bench(
+    settings: BenchSettings,
+    described: dict[str, Any],
+    progress: Progress | None = None,
+    opener: Opener | None = None,
+) -> BenchReport:
+    """Measures, and sums it up. Raises BenchError or CalibrationError if something cannot be
+    measured."""
+    engine = settings.engine
+    found = measure(settings, progress, opener)
+    stated = provenance(
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        environment={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+    )
+    target, draft = (
+        BenchModel(name=name, hashes=model_hashes(name), grown_from=synthetic_origin(name))
+        for name in (engine.target, engine.draft)
+    )
+    summed = results(found, chain_is_wrong=chain_samples_wrongly())
+    synthetic = [synthetic_note(model) for model in (target, draft)]
+    return BenchReport(
+        date=datetime.datetime.now(datetime.UTC).date(),
+        device=stated["device"],
+        target=target,
+        draft=draft,
+        dtype=found.dtype,
+        settings=described,
+        results=summed,
+        greedy=found.greedy,
+        notes=[note for note in (*synthetic, disagreement(summed)) if note is not None],
+        provenance=stated,
+    )
+
+
+def results(found: BenchRuns, *, chain_is_wrong: bool) -> list[Result]:
+    """Results of each method in each case."""
+    summed = []
+    for case, runs in found.runs.items():
+        chains = [one for one in runs if one.method.kind is Kind.CHAIN]
+        best = max(chains, key=lambda one: median(_rates(one)), default=None)
+        for one in runs:
+            wrong = chain_is_wrong and one in chains and case.temperature > 0
+            declined = one.method.kind is Kind.SEQUOIA and one.drafts == 0
+            note = CHAIN_SAMPLES_WRONGLY if wrong else DECLINED if declined else None
+            summed.append(_result(case, one, runs[0], note, one is best))
+    return summed
+
+
+def _rates(runs: MethodRuns) -> list[float]:
+    return [one.steady.tokens_per_second for one in runs.rounds]
+
+
+def _result(
+    case: EngineCase,
+    runs: MethodRuns,
+    plain: MethodRuns,
+    note: str | None,
+    best_chain: bool,
+) -> Result:
+    rates = _rates(runs)
+    speedup = Spread.of([rate / base for rate, base in zip(rates, _rates(plain), strict=True)])
+    steady = pooled([one.steady for one in runs.rounds])
+    depth = 0 if runs.tree is None else runs.tree.trim(runs.drafts + 1).depth
+    trees = sum(one.counters["tree_steps"] for one in runs.rounds if one.counters)
+    drafted = trees / (steady.steps * case.batch_size)
+    return Result(
+        method=runs.method.name,
+        kind=runs.method.kind,
+        batch_size=case.batch_size,
+        temperature=case.temperature,
+        drafts=runs.drafts,
+        depth=runs.drafts if runs.method.kind is Kind.CHAIN else depth,
+        tokens_per_second=Spread.of(rates),
+        speedup=speedup,
+        tokens_per_step=steady.tokens_per_step,
+        step_seconds=steady.step_seconds,
+        split=split(runs.rounds, steady.step_seconds),
+        best_chain=best_chain,
+        note=note,
+        drafted=drafted if runs.method.kind is Kind.SEQUOIA else None,
+    )
+
+
+def split(rounds: Sequence[RoundRun], step_seconds: float) -> StepSplit:
+    """Mean time of each part of a step that takes ``step_seconds``."""
+    steps = max(1, sum(one.parts["steps"] for one in rounds))
+    parts = {part: sum(one.parts[part] for one in rounds) / steps for part in PARTS}
+    return StepSplit(**parts, other=step_seconds - sum(parts.values()))
+
+
+def synthetic_note(model: BenchModel) -> str | None:
+    """Note beside figures of a synthetic target; None: an ordinary model."""
+    if (origin := model.grown_from) is None:
+        return None
+    return (
+        f"{model.name} is a synthetic target made from {origin.get('from')}: "
+        f"{origin.get('layers')} layers, MLP width {origin.get('intermediate_size')}. It computes "
+        "what the small model does: speeds are those of a larger model whose draft is accepted as "
+        "often as the small pair's."
+    )
+
+
+def chain_samples_wrongly() -> bool:
+    """Whether vllm-project/vllm#55005 applies: a CPU build without Triton."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(current_platform.is_cpu() and not HAS_TRITON)

@@ -33,7 +33,8 @@ from sequoia_vllm.cli.measuring import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sequoia_vllm.bench.report import BenchReport, GreedyCheck, Mismatch, Result
+    from sequoia_vllm.bench.measure import GreedyCheck, Mismatch
+    from sequoia_vllm.bench.report import BenchReport, Result
     from sequoia_vllm.prompts import Prompt
 
 MISMATCH = 1  # exit code
@@ -93,9 +94,9 @@ def bench(
         draft = draft or draft_to_measure(target)
     options = dict(locals())
     check_output("--output", output)
+    from sequoia_vllm.bench.measure import BenchSettings
     from sequoia_vllm.bench.methods import usual_chains
-    from sequoia_vllm.bench.rounds import BenchSettings
-    from sequoia_vllm.bench.run import run_bench
+    from sequoia_vllm.bench.report import plot_speeds, run_bench
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
     with friendly_errors():
@@ -114,8 +115,6 @@ def bench(
     if output is not None:
         report.save(output)
     if plot is not None:
-        from sequoia_vllm.bench.report import plot_speeds
-
         plot_speeds(report, plot)
         note(f"drawn to {plot}")
     if as_json:

@@ -29,10 +29,9 @@ from sequoia_vllm.measuring.interrupts import processes_end_here
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sequoia_vllm.bench.measure import MethodRuns, Watch
+    from sequoia_vllm.bench.measure import BenchSettings, EngineCase, MethodRuns, RoundRun, Watch
     from sequoia_vllm.bench.methods import Method
     from sequoia_vllm.bench.report import Result
-    from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun
 
 
 _PACKAGE = Path(__file__).parents[1]
@@ -122,9 +121,9 @@ def demo(
         pair = EMBEDDED if target or draft or small_pair else chat_pair()
         target, draft = target or pair.target, draft or pair.draft
         from sequoia_vllm.bench.engines import in_this_process, most_engines
+        from sequoia_vllm.bench.measure import BenchSettings
         from sequoia_vllm.bench.methods import methods
-        from sequoia_vllm.bench.rounds import BenchSettings
-        from sequoia_vllm.bench.run import chain_samples_wrongly
+        from sequoia_vllm.bench.report import chain_samples_wrongly
         from sequoia_vllm.measuring.engines import EngineSpec
         from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
@@ -153,8 +152,7 @@ def demo(
 
 def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
     from sequoia_vllm.bench.measure import measure
-    from sequoia_vllm.bench.report import disagreement
-    from sequoia_vllm.bench.run import results
+    from sequoia_vllm.bench.report import disagreement, results
     from sequoia_vllm.measuring.provenance import provenance
 
     with measuring("demo:", "interrupted") as report:

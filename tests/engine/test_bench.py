@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from benchmarks.synthetic_target import write_synthetic_target
 from sequoia_vllm.bench.engines import open_engines
+from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.methods import plain
-from sequoia_vllm.bench.report import BenchReport
-from sequoia_vllm.bench.rounds import BenchSettings
-from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY
+from sequoia_vllm.bench.report import CHAIN_SAMPLES_WRONGLY, BenchReport
 from sequoia_vllm.cli import app
 from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 from sequoia_vllm.library import user_files

@@ -18,9 +18,8 @@ CHAIN = "2:probabilistic:block"
 
 def measure_pair(models: str) -> dict[str, Any]:
     """A comparison with plain vLLM, and times of steps, as small as they can be."""
-    from sequoia_vllm.bench.measure import measure
+    from sequoia_vllm.bench.measure import BenchSettings, measure
     from sequoia_vllm.bench.methods import methods
-    from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_profile
     from sequoia_vllm.measuring.engines import EngineSpec
 

@@ -14,29 +14,33 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from sequoia_vllm.bench import engines, measure, run
+from sequoia_vllm.bench import engines, measure
 from sequoia_vllm.bench.engines import Arrival, check_memory, in_this_process, part_seconds
-from sequoia_vllm.bench.measure import BenchRuns, MethodRuns
-from sequoia_vllm.bench.methods import SERVED, BenchError, chain, methods, plain, sequoia
-from sequoia_vllm.bench.report import (
-    BenchModel,
-    BenchReport,
-    GreedyCheck,
-    Mismatch,
-    disagreement,
-    plot_speeds,
-    shown,
-)
-from sequoia_vllm.bench.rounds import (
+from sequoia_vllm.bench.measure import (
+    BenchRuns,
     BenchSettings,
     EngineCase,
+    GreedyCheck,
+    MethodRuns,
+    Mismatch,
     RoundRun,
     Steady,
     batches,
     pooled,
     steady_part,
 )
-from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
+from sequoia_vllm.bench.methods import SERVED, BenchError, chain, methods, plain, sequoia
+from sequoia_vllm.bench.report import (
+    CHAIN_SAMPLES_WRONGLY,
+    DECLINED,
+    BenchModel,
+    BenchReport,
+    disagreement,
+    plot_speeds,
+    results,
+    shown,
+    synthetic_note,
+)
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.bench import print_report
 from sequoia_vllm.config import OffloadSpec, SequoiaConfig
@@ -78,7 +82,7 @@ def test_the_default_is_what_a_server_runs(monkeypatch):
         found.extend(settings.methods)
         raise BenchError("enough")
 
-    monkeypatch.setattr("sequoia_vllm.bench.run.run_bench", stop)
+    monkeypatch.setattr("sequoia_vllm.bench.report.run_bench", stop)
     done = CliRunner().invoke(app, ["bench", "--model", "t"])
     assert "enough" in done.stderr
     *others, served = found
@@ -489,7 +493,7 @@ def report(origin=None, greedy=None):
     return BenchReport(
         date="2026-01-31", device="a CPU", target=models[0], draft=models[1], dtype="bfloat16",
         settings={}, results=summed(), greedy=greedy,
-        notes=[note for model in models if (note := run.synthetic_note(model))], provenance={},
+        notes=[note for model in models if (note := synthetic_note(model))], provenance={},
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from sequoia_vllm.bench import measure
 from sequoia_vllm.bench.engines import Arrival, Generation, check_runner
+from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.methods import (
     BenchError,
     chain,
@@ -18,7 +19,6 @@ from sequoia_vllm.bench.methods import (
     sequoia,
     usual_chains,
 )
-from sequoia_vllm.bench.rounds import BenchSettings
 from sequoia_vllm.measuring.engines import EngineSpec
 
 PROBABILISTIC = ("probabilistic",)

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("torch")
 from sequoia_vllm import checkout
+from sequoia_vllm.bench.measure import EngineCase, RoundRun, Steady
 from sequoia_vllm.bench.methods import SERVED, plain, sequoia
 from sequoia_vllm.bench.report import Result, Spread
-from sequoia_vllm.bench.rounds import EngineCase, RoundRun, Steady
 from sequoia_vllm.cli import app, demo
 from sequoia_vllm.cli.demo import MODELS, answers_shown, chat_pair, shipped_models, summary
 

@@ -95,8 +95,8 @@ def compare(
 ) -> None:
     """Compares methods with all engines alive."""
     from benchmarks.gpu.rival.comparison import compare_side_by_side
+    from sequoia_vllm.bench.measure import BenchSettings
     from sequoia_vllm.bench.methods import methods
-    from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.measuring.engines import EngineSpec
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 

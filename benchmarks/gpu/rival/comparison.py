@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.gpu.rival.side_by_side import open_side_by_side
 from benchmarks.gpu.sizes import ON_A_GPU
-from sequoia_vllm.bench.rounds import BenchSettings
-from sequoia_vllm.bench.run import run_bench
+from sequoia_vllm.bench.measure import BenchSettings
+from sequoia_vllm.bench.report import run_bench
 from sequoia_vllm.measuring.interrupts import engines_end_here
 
 _BATCHED_TOKENS = 4096  # bench would ask for 8,256: four engines share the device's memory
