@@ -1,28 +1,213 @@
-"""Counts how often the verifier accepts drafts on a live engine."""
+"""Counts how often the verifier accepts drafts on a live engine, and what the counts tell."""
+
+from __future__ import annotations
 
 import datetime
+import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import cycle, islice
+from dataclasses import KW_ONLY, dataclass
+from itertools import cycle, islice, takewhile
+from pathlib import Path
 from typing import Any, Literal
 
-from sequoia_vllm.calibration.acceptance_task import (
-    AcceptanceTask,
-    estimate_acceptance,
-    precision,
-)
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from sequoia_vllm.drafters.registry import draft_option, drafts_from_text
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.library.files import AcceptanceCounts, AcceptanceFile
-from sequoia_vllm.measuring.engines import Progress, open_engine, room_for
+from sequoia_vllm.measuring.engines import (
+    EngineSpec,
+    Progress,
+    load_config,
+    longest_context,
+    open_engine,
+    room_for,
+)
 from sequoia_vllm.measuring.provenance import (
     model_hashes,
     provenance,
     settings_as_data,
     synthetic_models,
 )
-from sequoia_vllm.prompts import load_prompts, prompts_sha256, source_name
+from sequoia_vllm.prompts import (
+    encode_prompts,
+    load_prompts,
+    load_tokenizer,
+    prompts_sha256,
+    source_name,
+)
+from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree.token_tree import TokenTree
 from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 _BATCHES = 2  # completed between two looks at the counts: few requests wait for the last
+_Z95 = 1.959964
+_DIGITS = 6
+_STEP = 1e-3  # of a share, for slopes
+FEWEST_TRIALS = 100
+"""With fewer trials, we treat a share as noise."""
+TAIL = 6
+"""Levels of a probing tree below the counted ones."""
+Counts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class AcceptanceEstimate:
+    """An acceptance vector with its uncertainty; each field is ``[depth][child]``."""
+
+    acceptance: list[list[float]]  # share of trials in which the child was accepted
+    low: list[list[float]]
+    high: list[list[float]]  # ends of the Wilson 95 % intervals, with `low`
+    trials: list[list[int]]  # how often a node of this depth with this child was reached
+
+
+def probing_tree(branch: int, depth: int = 1, tail: int = 0) -> TokenTree:
+    """The wide tree whose children are counted.
+
+    Depth 1 is a star: a root with ``branch`` children. Below it, the first two children of each
+    level's first node have ``branch`` children, too: they are reached most often, and one of them
+    follows less likely tokens, so a row counts not only easy contexts.
+
+    A tree starts where the one before it ended. If trees ended with the counted levels, many would
+    start within a stretch that is easy to draft. So ``tail`` more levels of two children follow.
+
+    Raises:
+        TreeError: A number is below 1, or ``tail`` below 0.
+    """
+    parents = [-1]
+    leading, second = 0, None
+    for level in range(depth + tail):
+        children = branch if level < depth else min(2, branch)
+        first = len(parents)
+        parents += [leading] * children
+        if second is not None:
+            parents += [second] * children
+        leading, second = first, first + 1 if children > 1 else None
+    return TokenTree(tuple(parents))
+
+
+def wilson_interval(
+    successes: ArrayLike, trials: ArrayLike
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Ends of Wilson's 95 % score interval of a proportion; 0 and 1 without trials. Any shape."""
+    n = np.maximum(trials, 1)
+    share, scale = np.divide(successes, n), 1 + _Z95**2 / n
+    middle = (share + _Z95**2 / (2 * n)) / scale
+    spread = _Z95 * np.sqrt(share * (1 - share) / n + (_Z95 / (2 * n)) ** 2) / scale
+    ends = np.maximum(middle - spread, 0.0), np.minimum(middle + spread, 1.0)
+    return np.where(trials, ends[0], 0.0), np.where(trials, ends[1], 1.0)
+
+
+def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate:
+    """The acceptance vector of these counts (`StepStats.offered`, `StepStats.accepted`).
+
+    Rows below the root with fewer than 100 trials are dropped: the optimizer uses the last row for
+    all deeper levels. Late children may have fewer trials, as trees are trimmed from the end. A
+    row's shares are scaled to 1 if they sum to more.
+
+    Raises:
+        CalibrationError: No tree was verified.
+    """
+    if not offered or not offered[0] or offered[0][0] == 0:
+        raise CalibrationError("no tree was verified: give more prompts, or more tokens for each")
+    enough = takewhile(lambda tried: tried[0] >= FEWEST_TRIALS, offered[1:])
+    kept = slice(1 + len(list(enough)))
+    tried, taken = np.asarray(offered[kept]), np.asarray(accepted[kept])
+    shares = taken / np.maximum(tried, 1)
+    shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1.0)
+    found = (shares, *wilson_interval(taken, tried))
+    acceptance, low, high = (part.round(_DIGITS).tolist() for part in found)
+    return AcceptanceEstimate(acceptance, low, high, tried.tolist())
+
+
+def precision(estimate: AcceptanceEstimate) -> float:
+    """How well the vector is known (`AcceptanceSettings.precision`): the largest product of an
+    entry's half-width (95 %) and the share of trees that reach its depth. So far the expected
+    accepted nodes of that depth may be wrong."""
+    roots = estimate.trials[0][0]
+    return max(
+        (high - low) / 2 * trials[0] / roots
+        for lows, highs, trials in zip(estimate.low, estimate.high, estimate.trials, strict=True)
+        for low, high in zip(lows, highs, strict=True)
+    )
+
+
+def tokens_margin(tree: TokenTree, acceptance: Acceptance, trials: Counts) -> float:
+    """Half-width of the 95 % interval of a tree's expected tokens, from counting noise alone;
+    ``trials`` are those of each entry of the vector (`AcceptanceEstimate`)."""
+    table, tokens = acceptance.table, tree.expected_tokens(acceptance)
+    variance = 0.0
+    for depth, tried in enumerate(trials):
+        if not tried or tried[0] == 0:
+            continue
+        slopes = np.empty(len(tried))
+        for child in range(len(tried)):
+            lower = table.copy()
+            lower[depth, child] *= 1 - _STEP
+            change = tokens - tree.expected_tokens(Acceptance(lower))
+            slopes[child] = change / max(_STEP * table[depth, child], _STEP**2)
+        # At most one of a node's children is accepted, so the shares are one multinomial's.
+        shares = table[depth, : len(tried)]
+        variance += float(shares @ slopes**2 - (shares @ slopes) ** 2) / tried[0]
+    return _Z95 * math.sqrt(max(variance, 0.0))
+
+
+@dataclass(frozen=True)
+class AcceptanceSettings:
+    """What to measure, and how."""
+
+    engine: EngineSpec
+    _: KW_ONLY
+    prompts: Path | None = None  # file with prompts (`load_prompts`); None: the built-in set
+    max_tokens: int = 128
+    """Tokens per completion. Make them as long as those to be served: long greedy texts repeat
+    themselves, and repetition is easy to draft."""
+    temperature: float = 0.0
+    top_p: float = 1.0  # sampling of every request, with `temperature`, which is 0 for greedy
+    branch: int = 10  # children offered at a node: entries of a row
+    depth: int = 5  # the most rows of the vector
+    precision: float = 0.02  # stop when the vector is known this well (see `precision`)
+    max_tokens_total: int = 100_000
+    batch_size: int = 8
+
+
+@dataclass(frozen=True)
+class AcceptanceTask:
+    """A measurement that is ready to run."""
+
+    settings: AcceptanceSettings
+    prompts: list[list[int]]
+    tree: TokenTree
+
+    @classmethod
+    def prepare(cls, settings: AcceptanceSettings) -> AcceptanceTask:
+        """Reads prompts and model files, and starts no engine. Raises PromptError, CalibrationError
+        or TreeError if they cannot be used."""
+        engine = settings.engine
+        prompts = load_prompts(settings.prompts)
+        tokenizer = load_tokenizer(engine.target)
+        encoded = encode_prompts(prompts, tokenizer)
+        tail = _tail(settings.depth, engine.draft)
+        tree = probing_tree(settings.branch, settings.depth, tail)
+        # Trees must not be trimmed: leave room for a whole one after the last token.
+        room = longest_context(engine.target) - tree.size
+        fitting = [ids for ids in encoded if len(ids) + settings.max_tokens <= room]
+        if not fitting:
+            raise CalibrationError(
+                f"no prompt leaves room for {settings.max_tokens} tokens in the target's context: "
+                "give shorter prompts, or a smaller --max-tokens"
+            )
+        return cls(settings, fitting, tree)
+
+
+def _tail(depth: int, draft: str) -> int:
+    """Levels to draft below the counted ones, as far as the draft (by its config) can."""
+    from sequoia_vllm.engine.frontend.drafts import drafted_levels
+
+    levels = None if drafts_from_text(draft) else drafted_levels(load_config(draft))
+    return TAIL if levels is None else max(0, min(TAIL, levels - depth))
 
 
 def measure_acceptance(task: AcceptanceTask, progress: Progress | None = None) -> AcceptanceFile:

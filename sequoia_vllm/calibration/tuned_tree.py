@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sequoia_vllm.calibration.acceptance_task import tokens_margin
+from sequoia_vllm.calibration.measure_acceptance import tokens_margin
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.step_profile import Profile

@@ -30,7 +30,7 @@ from sequoia_vllm.cli.measuring import (
     numbers,
     quiet_engines,
 )
-from sequoia_vllm.cli.tree_picture import plot_tree
+from sequoia_vllm.cli.tree import plot_tree
 from sequoia_vllm.drafters.registry import draft_option
 from sequoia_vllm.figures import FigureError
 from sequoia_vllm.hardware.cost import check_batch_sizes
@@ -38,7 +38,7 @@ from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 
 if TYPE_CHECKING:
-    from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings
+    from sequoia_vllm.calibration.measure_acceptance import AcceptanceSettings
     from sequoia_vllm.calibration.measure_profile import ProfileSettings
     from sequoia_vllm.library.pair_key import PairKey
     from sequoia_vllm.tree.acceptance import Acceptance
@@ -131,7 +131,7 @@ def tune(
 
 
 def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSettings]:
-    from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings
+    from sequoia_vllm.calibration.measure_acceptance import AcceptanceSettings
     from sequoia_vllm.calibration.measure_profile import ProfileSettings
     from sequoia_vllm.calibration.tuned_tree import quick_engine
 
@@ -178,8 +178,7 @@ _STOPPED_BY = {
 
 def count(settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
     """Measures acceptance, and notes how far it got; ``stage`` begins the progress line."""
-    from sequoia_vllm.calibration.acceptance_task import AcceptanceTask
-    from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
+    from sequoia_vllm.calibration.measure_acceptance import AcceptanceTask, measure_acceptance
 
     task = AcceptanceTask.prepare(settings)
     with measuring(f"{stage}acceptance:", _INTERRUPTED) as report:

@@ -9,8 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 from vllm.engine.arg_utils import EngineArgs
 
-from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask
-from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
+from sequoia_vllm.calibration.measure_acceptance import (
+    AcceptanceSettings,
+    AcceptanceTask,
+    measure_acceptance,
+)
 from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_profile
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig

@@ -12,16 +12,16 @@ import pytest
 from typer.testing import CliRunner
 
 from sequoia_vllm.calibration import measure_acceptance as acceptance_module
-from sequoia_vllm.calibration.acceptance_task import (
+from sequoia_vllm.calibration.measure_acceptance import (
     AcceptanceSettings,
     AcceptanceTask,
     estimate_acceptance,
+    measure_acceptance,
     precision,
     probing_tree,
     tokens_margin,
     wilson_interval,
 )
-from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
 from sequoia_vllm.cli import app
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.measuring.engines import EngineSpec
