@@ -32,7 +32,7 @@ from sequoia_vllm.hardware.streaming import (
     host_link,
     streamed_layers,
 )
-from sequoia_vllm.library.tree_reference import find_vector
+from sequoia_vllm.library.tree_library import find_vector
 
 _COLUMNS = (
     "device", "TP", "batch", "plain, ms", "draft level, ms", "nodes", "depth", "tokens per step",

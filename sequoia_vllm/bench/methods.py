@@ -13,7 +13,7 @@ from sequoia_vllm.drafters.recognition import recognise
 from sequoia_vllm.drafters.registry import draft_option, drafter, drafts_from_text
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import read_json
-from sequoia_vllm.library.tree_reference import find_tree, is_tree_file
+from sequoia_vllm.library.tree_library import find_tree, is_tree_file
 
 AUTO = "auto"
 SERVED = "served"

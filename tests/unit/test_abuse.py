@@ -18,7 +18,7 @@ from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile, LibraryFile, UserTree
-from sequoia_vllm.library.tree_reference import find_tree
+from sequoia_vllm.library.tree_library import find_tree
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
 

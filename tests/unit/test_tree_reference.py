@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sequoia_vllm.library.files import LibraryError
-from sequoia_vllm.library.tree_reference import find_tree, find_vector, is_tree_file
+from sequoia_vllm.library.tree_library import find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree, TreeError
 from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 

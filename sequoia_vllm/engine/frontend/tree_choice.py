@@ -11,8 +11,7 @@ from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.selection import Selection
-from sequoia_vllm.library.tree_library import TreeLibrary
-from sequoia_vllm.library.tree_reference import NamedTree
+from sequoia_vllm.library.tree_library import NamedTree, TreeLibrary
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 
