@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +31,11 @@ from sequoia_vllm.verification.method_field import MethodName
 METHOD = "sequoia"
 AUTO = "auto"
 TokenIds = Annotated[list[NonNegativeInt], Field(min_length=1)]
+# What pydantic calls the branches of a union in the place of a problem.
+_BRANCH = re.compile(
+    r"(TreeSpec|str|path|constrained-int)$|"
+    r"(literal|list|json-or-python|is-instance|lax-or-strict)\[|function-"
+)
 # (first batch size, last batch size, drafts of each request)
 Schedule = list[tuple[int, int, int]]
 
@@ -47,19 +52,15 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _name_unknown_keys(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for key in data:
-                if key not in cls.model_fields:
-                    raise ValueError(unknown_key(str(key), cls.model_fields))
+        names = sorted(cls.model_fields)
+        for key in data if isinstance(data, dict) else ():
+            if key not in names:
+                near = difflib.get_close_matches(str(key)[:99], names, n=1)
+                hint = (
+                    f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(names)}."
+                )
+                raise ValueError(f"unknown key {shortened(str(key))}: {hint}")
         return data
-
-
-def unknown_key(key: str, valid: Iterable[str]) -> str:
-    """The message for a key we do not know: the nearest one that we do."""
-    names = sorted(valid)
-    nearest = difflib.get_close_matches(key[:99], names, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(names)}."
-    return f"unknown key {shortened(key)}: {hint}"
 
 
 class TreeSpec(_Strict):
@@ -256,7 +257,8 @@ def problems_of(error: ValidationError) -> str:
         if len(lines) == MOST_PROBLEMS:
             lines.append("and more")
             break
-        place = [key_name(part) for part in problem["loc"] if not _is_branch(str(part))]
+        parts = (part for part in problem["loc"] if not _BRANCH.match(str(part)))
+        place = [key_name(part) for part in parts]
         if problem["type"] == "is_instance_of":
             continue  # what `loaded` puts in
         if problem["type"] == "model_type" and place == ["tree"]:
@@ -275,9 +277,3 @@ def problems_of(error: ValidationError) -> str:
         if line not in lines:
             lines.append(line)
     return "; ".join(lines or [str(error)])
-
-
-def _is_branch(part: str) -> bool:
-    return part in {"TreeSpec", "str", "path", "constrained-int"} or part.startswith(
-        ("literal[", "list[", "function-", "json-or-python[", "is-instance[", "lax-or-strict[")
-    )

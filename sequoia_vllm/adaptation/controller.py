@@ -162,11 +162,6 @@ class DraftController:
             wait = _wait(octave, drafts) if is_known else 0
             octave.due[drafts] = octave.steps + first + wait + place * _BETWEEN_FIRST_TRIALS
 
-    def _chosen(self, key: int) -> list[int]:
-        """Drafts of an octave's batch sizes, as before its trial if there is one."""
-        trial = self._octaves[key].trial
-        return self.lookup[self._batch_sizes(1 << (key - 1))] if trial is None else trial.before
-
     def _try(self, octave: Octave, drafts: int, step: Step) -> None:
         batch_size = step.batch_size
         if drafts == self.lookup[batch_size] or drafts > self._most[batch_size]:
@@ -350,8 +345,9 @@ class DraftController:
         """What was learned."""
         self._known.count()
         lookup = list(self.lookup)
-        for key in self._octaves:
-            lookup[self._batch_sizes(1 << (key - 1))] = self._chosen(key)
+        for key, octave in self._octaves.items():
+            if octave.trial is not None:
+                lookup[self._batch_sizes(1 << (key - 1))] = octave.trial.before
         return AdaptationState(
             parents=list(self._tree.parents),
             schedule=self.schedule,

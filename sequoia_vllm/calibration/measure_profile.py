@@ -129,6 +129,11 @@ def _profile(
 
     engine = settings.engine
     head = draft.head if draft is not None else None
+    draft_parameters = 0.0
+    if draft is not None:
+        draft_parameters = draft.parameters
+    elif not drafts_from_text(engine.draft):
+        draft_parameters = count_parameters(engine.draft)
     draft_level, draft_reading = draft_curves([c.draft for c in curves], head)
     return Profile(
         source="measured",
@@ -137,7 +142,7 @@ def _profile(
         target=engine.target,
         draft=engine.draft,
         target_parameters=count_parameters(engine.target),
-        draft_parameters=draft.parameters if draft else _draft_parameters(engine.draft),
+        draft_parameters=draft_parameters,
         dtype=dtype,
         tensor_parallel_size=engine.tensor_parallel_size,
         target_forward=[c.target for c in curves],
@@ -165,10 +170,6 @@ def _profile(
             ],
         ),
     )
-
-
-def _draft_parameters(draft: str) -> float:
-    return 0.0 if drafts_from_text(draft) else count_parameters(draft)
 
 
 def checked(settings: ProfileSettings) -> ProfileSettings:

@@ -5,13 +5,7 @@ from typing import Any
 
 from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.registry import DrafterKind, drafter
-from sequoia_vllm.hardware.models import (
-    Experts,
-    Latent,
-    ModelShape,
-    Recurrent,
-    SharedBlocks,
-)
+from sequoia_vllm.hardware.models import Experts, Latent, ModelShape, Recurrent, SharedBlocks
 
 _UNMODELLED = {
     "block_configs": "its layers differ from each other",
@@ -55,6 +49,9 @@ def read_shape(
     first = reader.count("num_hidden_layers") if drafts.is_targets_own else 0
     experts = read_experts(reader, range(first, first + layers))
     weight_bytes = _weight_bytes(reader, quantization)
+    shared = None
+    if reader.value("model_type") == "zamba2":
+        shared = SharedBlocks(count=reader.count("num_mem_blocks", 1), width=2 * hidden)
     unused = experts.width if experts and experts.layers == layers else None
     if experts and weight_bytes and _are_alone(reader, quantization):
         experts = experts.model_copy(update={"weight_bytes": weight_bytes})
@@ -75,7 +72,7 @@ def read_shape(
         layer_weight_bytes=weight_bytes,
         experts=experts,
         latent=latent,
-        shared=read_shared(reader),
+        shared=shared,
         recurrent=None if drafts.layers else read_recurrent(reader, layers),
         head=drafts.head_shape(reader),
     )
@@ -97,15 +94,6 @@ def read_latent(config: Fields) -> Latent | None:
         positions=config.value("qk_rope_head_dim") or 0,
         key=config.count("qk_nope_head_dim"),
         value=config.count("v_head_dim"),
-    )
-
-
-def read_shared(config: Fields) -> SharedBlocks | None:
-    """The blocks that the layers of a Zamba 2 share; None: it is another model."""
-    if config.value("model_type") != "zamba2":
-        return None
-    return SharedBlocks(
-        count=config.count("num_mem_blocks", 1), width=2 * config.count("hidden_size")
     )
 
 
