@@ -129,10 +129,8 @@ def _profile(
 
     engine = settings.engine
     head = draft.head if draft is not None else None
-    draft_parameters = 0.0
-    if draft is not None:
-        draft_parameters = draft.parameters
-    elif not drafts_from_text(engine.draft):
+    draft_parameters = draft.parameters if draft is not None else 0.0
+    if draft is None and not drafts_from_text(engine.draft):
         draft_parameters = count_parameters(engine.draft)
     draft_level, draft_reading = draft_curves([c.draft for c in curves], head)
     return Profile(
