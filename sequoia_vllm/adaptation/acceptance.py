@@ -16,19 +16,13 @@ _POOLED = 8.0
 
 
 class FadingAcceptance:
-    """p[depth][child] of one tree (paper, Assumption 3.1), under the method that verifies.
+    """p[depth][child] of one tree (paper, Assumption 3.1), under the method that verifies;
+    ``trees`` is the weight of the verified trees that are remembered.
 
-    Dynamic trees have a node where the draft is sure of it. Their acceptance by child would not be
-    a static tree's. So it is counted by node, in the order in which nodes are cut.
-
-    Args:
-        tree: The engine's tree; engines may draft a prefix of it.
-        prior: Acceptance of positions that were never offered, for example an earlier, wider
-            tree's. None: the published vector.
-        prior_trees: Weight of the verified trees behind ``prior``.
-
-    Attributes:
-        trees: Weight of the verified trees that are remembered.
+    The acceptance of dynamic trees is counted by node, in the order in which nodes are cut: they
+    have a node where the draft is sure of it, so their children's would not be a static tree's.
+    Positions that were never offered have that of ``prior``, for example an earlier, wider tree's,
+    with its weight of verified trees; None: the published vector.
     """
 
     def __init__(

@@ -357,11 +357,8 @@ class DraftController:
         )
 
     def restore(self, state: AdaptationState) -> bool:
-        """Goes on from what an earlier engine learned.
-
-        Returns:
-            Whether it had this tree. From another tree only acceptance is taken, as the prior.
-        """
+        """Goes on from what an earlier engine learned; returns whether it had this tree. From
+        another tree only acceptance is taken, as the prior."""
         for workload in WORKLOADS:
             known = state.acceptance[workload]
             prior = Acceptance.of(known.vector)

@@ -133,11 +133,9 @@ class Speeds:
     def ranges(
         self, batch_size: int, workload: Workload, sizes: Iterable[int]
     ) -> dict[int, tuple[float, float]]:
-        """Lowest and highest speed by number of drafts; equal where such steps were measured.
-
-        Fewer drafts never count as slower steps: such measurements were disturbed. The result is
-        empty while too few trees were verified.
-        """
+        """Lowest and highest speed by number of drafts; equal where such steps were measured. Fewer
+        drafts never count as slower steps: such measurements were disturbed. Empty while too few
+        trees were verified."""
         if self.acceptance[workload].trees < _FEWEST_TREES:
             self.count()
         if self.acceptance[workload].trees < _FEWEST_TREES:

@@ -51,14 +51,9 @@ class _Kind:
 class StepTimes:
     """Step times by number of drafts, of steps in which every decoding request has that many.
 
-    A step's seconds are modelled as a sum. The level depends on the number of drafts and on the
-    octave of the batch size. The rest is linear, with prices that all steps share: per prompt
-    token and context token (both higher with trees), per request, and per draft. Drafts cost more
-    beside prompts, as a busy pass has no free rows. Robust least squares refit the model to the
-    latest steps of each kind. Between fits each step moves the level of its kind.
-
-    A machine's pace changes, and the steps of a kind that is not in use are old. So their time is
-    scaled by how much longer the steps take now that followed them then.
+    A level for each number of drafts and octave of batch sizes, and prices that all steps share:
+    see docs/internals.md, Adaptation. The steps of a kind that is not in use are old. So their time
+    is scaled by how much longer the steps take now that followed them then.
     """
 
     def __init__(self) -> None:
@@ -127,11 +122,8 @@ class StepTimes:
     def bounds(
         self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
     ) -> tuple[float, float]:
-        """Least and most seconds of such a step, given the times of other kinds.
-
-        A pass over fewer tokens is not slower, and time grows no faster than tokens. Steps of
-        earlier engines do not count here.
-        """
+        """Least and most seconds of such a step, given the times of other kinds that this engine
+        measured: a pass over fewer tokens is not slower, and time grows no faster than tokens."""
         tokens, least, most = batch_size * (1 + drafts), 0.0, inf
         octave = batch_size.bit_length()
         for (number, of), kind in self._kinds.items():

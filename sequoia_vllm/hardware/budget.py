@@ -36,17 +36,12 @@ def fit_to_budget(
     budget: int,
     offloaded: bool = False,
 ) -> Ranges:
-    """A schedule whose trees leave room for prompts at every batch size.
+    """A schedule whose trees leave room for prompts at every batch size: itself where all of it
+    fits.
 
     Where a batch's trees take more than their share, each request drafts the largest smaller tree
     that fits and has a power of two of nodes: few batch sizes then need CUDA graphs of their own.
-
-    Args:
-        drafts: Nodes of the tree without its root.
-        offloaded: Whether weights of the target lie in the host's memory.
-
-    Returns:
-        ``schedule`` itself where all of it fits.
+    The tree has ``drafts`` nodes without its root; ``offloaded`` weights lie in the host's memory.
     """
     wanted = drafts_by_batch(schedule, drafts, max_num_seqs)
     share = int(budget * TREE_SHARE)
@@ -74,14 +69,9 @@ def _fitting(drafts: int, batch: int, most: int) -> int:
 
 
 def rungs(scheduled: Iterable[int], between: bool = False) -> list[int]:
-    """Numbers of drafts to choose among, from the largest down, without 0.
-
-    Each has about half as many nodes as the one before it. A number of nearly this size in the
-    schedule is taken instead: it needs no graph of its own.
-
-    Args:
-        between: Also put one between each and the next. For engines without CUDA graphs.
-    """
+    """Numbers of drafts to choose among, from the largest down, without 0. Each has about half as
+    many nodes as the one before it, or nearly so many that the schedule needs no graph more.
+    ``between``: also put one between each and the next, for engines without CUDA graphs."""
     numbers = sorted(set(scheduled) - {0})
     drafts = max(numbers, default=0)
     found = []
@@ -98,14 +88,9 @@ def rungs(scheduled: Iterable[int], between: bool = False) -> list[int]:
 def drafts_by_batch(
     schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int
 ) -> list[int]:
-    """Drafts of each request at batch sizes 1 to ``max_num_seqs``, as vLLM reads a schedule.
-
-    Gaps and what follows the last range go on with the range before them.
-
-    Args:
-        schedule: (first, last, drafts), in any order.
-        drafts: Nodes of the tree without its root.
-    """
+    """Drafts of each request at batch sizes 1 to ``max_num_seqs``, of a tree with so many, as vLLM
+    reads a schedule of (first, last, drafts) in any order: gaps and what follows the last range go
+    on with the range before them."""
     ranges = sorted(schedule)
     found = []
     current = 0

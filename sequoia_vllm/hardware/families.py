@@ -71,12 +71,8 @@ def family_file() -> FamilyFile:
 def family_of(
     name: str, architectures: Collection[str] = (), kinds: Collection[Kind] = ()
 ) -> Family | None:
-    """The row of a model; None: there is none.
-
-    Args:
-        architectures: Of its configuration; none: it was not read, and only the name tells.
-        kinds: What its configuration says that it is.
-    """
+    """The row of a model; None: there is none. Without architectures, which its configuration
+    names, only the name tells; ``kinds`` are what its configuration says that it is."""
     rows = [
         row
         for row in family_file().families

@@ -65,11 +65,8 @@ def mixed_shapes(max_num_seqs: int, most_tokens: int) -> list[tuple[int, int]]:
     """Full graphs for steps that read prompts, too: (tokens, most requests), the smallest first.
 
     Up to 256 tokens padding costs little: see `_FEW_TOKENS`. Requests that a step does not have
-    cost a launch's empty programs, so there are graphs for few requests, too.
-
-    Args:
-        max_num_seqs: Most requests of a step. With one, no step is mixed.
-        most_tokens: Most tokens of a step.
+    cost a launch's empty programs, so there are graphs for few requests, too. With one request no
+    step is mixed.
     """
     last = min(MIXED_TOKENS, most_tokens)
     sizes = {*range(32, 128, 32), *range(128, last, 64), last}

@@ -36,10 +36,8 @@ from sequoia_vllm.json_file import FileModel
 
 
 class Assumptions(FileModel):
-    """Figures that no datasheet has. We chose them and did not measure them.
-
-    Figures of reductions follow published measurements, see this module's text.
-    """
+    """Figures that no datasheet has: we chose them and did not measure them. Those of reductions
+    follow published measurements, see this module's text."""
 
     bandwidth_efficiency: float = Field(default=0.85, gt=0, le=1)  # achieved share of it
     compute_efficiency: float = Field(default=0.65, gt=0, le=1)

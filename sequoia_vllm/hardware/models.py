@@ -15,12 +15,8 @@ _FILE = Path(__file__).with_name("models.json")
 
 
 class Experts(FileModel):
-    """The routed experts of a model's sparse layers, and what is beside them.
-
-    Each token goes to a few of a layer's experts. A pass over more rows reads more of them. We
-    assume that tokens choose independently of each other, and no expert is preferred. Real tokens
-    share more experts, so real passes read less.
-    """
+    """The routed experts of a model's sparse layers, and what is beside them. A pass over more rows
+    reads more of them (docs/predictions.md)."""
 
     count: int = Field(ge=2, description="Routed experts of a layer.")
     per_token: int = Field(ge=1, description="Routed experts that a token goes to.")
@@ -33,10 +29,8 @@ class Experts(FileModel):
 
 
 class Recurrent(FileModel):
-    """Recurrent layers, which have a state per request in place of keys and values.
-
-    They are Gated DeltaNet's, or Mamba2's, whose queries and keys are C and B.
-    """
+    """Recurrent layers, which have a state per request in place of keys and values: Gated
+    DeltaNet's, or Mamba2's, whose queries and keys are C and B."""
 
     layers: int = Field(ge=1, description="Layers of this kind.")
     attending: int | None = Field(default=None, ge=0)  # layers that attend; none: all others
@@ -207,12 +201,8 @@ class ModelShape(FileModel):
         return 0 if self.head.output_vocab is None else self.output_parameters
 
     def matmul_bytes(self, value_bytes: float, rows: float = 1) -> float:
-        """Bytes that a forward pass reads: quantization leaves the output matrix as it is.
-
-        Args:
-            value_bytes: Bytes of a value in the model's type.
-            rows: Tokens of the pass: the more, the more experts it reads.
-        """
+        """Bytes that a pass over so many rows reads, the more rows the more experts, with so many
+        bytes of a value in the model's type: quantization leaves the output matrix as it is."""
         layers = self._layers_bytes(value_bytes, self._dense_parameters, rows)
         return layers + self.output_parameters * value_bytes
 

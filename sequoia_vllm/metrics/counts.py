@@ -147,12 +147,8 @@ def interval_line(
     """Describes the trees of an interval; None if none was verified.
 
     Shares "by depth": of the paths that reached a node with children, how many went on; with
-    dynamic trees, of all that reached the depth. Shares "by child" are p[k] of static trees: of the
-    nodes with a k-th child, at how many it was taken.
-
-    Args:
-        load: Drafts of each request in the latest step, and its requests; None: not known.
-        speedup: Measured against plain decoding; None: not known.
+    dynamic trees, of all that reached the depth. "By child": p[k] of static trees. ``load``: drafts
+    of each request in the latest step, and its requests; None, like ``speedup``: not known.
     """
     if counts.trees == 0:
         return None

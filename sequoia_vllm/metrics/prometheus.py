@@ -141,12 +141,8 @@ class TreeMetrics:
         undrafted: Sequence[Reason] = (),
         speedup: float | None = None,
     ) -> None:
-        """Takes one step's report.
-
-        Args:
-            drafts: Nodes drafted per request; None: no request was scheduled.
-            undrafted: The reason of each request that began and has no drafts.
-        """
+        """Takes one step's report: nodes drafted per request (None: no request was scheduled), and
+        the reason of each request that began and has no drafts."""
         labels = self._labels[engine]
         with self._lock:
             for reason in undrafted:
