@@ -46,22 +46,14 @@ _MOST_LAYERS = 512
 
 @dataclass(frozen=True)
 class SourceShape:
-    """Sizes of the source model, as parameter counts.
-
-    Attributes:
-        width: MLP width (``intermediate_size``).
-        hidden: Hidden size; the counts below are for it.
-        outside: Parameters outside the layers: embeddings, final norm.
-        per_layer: Parameters of a layer outside the columns of its MLP.
-        per_column: Parameters that one more column of MLP width adds to a layer.
-    """
+    """Sizes of the source model, as parameter counts."""
 
     layers: int
-    width: int
-    hidden: int
-    outside: int
-    per_layer: int
-    per_column: int
+    width: int  # MLP width (``intermediate_size``)
+    hidden: int  # hidden size; the counts below are for it
+    outside: int  # parameters outside the layers: embeddings, final norm
+    per_layer: int  # parameters of a layer outside the columns of its MLP
+    per_column: int  # parameters that one more column of MLP width adds to a layer
 
     def parameters(self, layers: int, width: int) -> int:
         """Parameters with this many layers of this MLP width."""

@@ -45,45 +45,30 @@ QUESTION_TOP_P = 0.9  # at temperature 1; above, small models write questions wi
 
 @dataclass(frozen=True)
 class DraftDataRecipe:
-    """What decides the data, but for its amount.
-
-    Attributes:
-        prompts: A file of prompts; None: those written here.
-        target_sha256: Of the target's weights.
-        prompts_sha256: Of the file of prompts; None: there is none.
-    """
+    """What decides the data, but for its amount."""
 
     target: str
-    prompts: str | None
+    prompts: str | None  # a file; None: those written here
     answer: int
     seed: int
     dtype: str
-    target_sha256: str | None = None
+    target_sha256: str | None = None  # of its weights
     prompts_sha256: str | None = None
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Some answers, and the time that they took.
+    """Some answers, and the time that they took."""
 
-    Attributes:
-        tokens: Of all texts behind each other, prompts included, ``[N]``.
-        ends: Where each text ends, ``[texts]``.
-        prompt_lengths: Tokens of each prompt, ``[texts]``.
-        temperatures: Of each answer, ``[texts]``.
-        likely: The likeliest tokens before each token of an answer, ``[answered, 16]``; places
-            that were not filled hold the likeliest again.
-        log_probabilities: Theirs at temperature 1, float16; -inf in places not filled.
-        seconds: Wall time, questions included.
-    """
-
-    tokens: NDArray[Any]
-    ends: NDArray[np.int64]
-    prompt_lengths: NDArray[np.int64]
-    temperatures: NDArray[np.float32]
+    tokens: NDArray[Any]  # of all texts behind each other, prompts included, ``[N]``
+    ends: NDArray[np.int64]  # where each text ends, ``[texts]``
+    prompt_lengths: NDArray[np.int64]  # tokens of each prompt, ``[texts]``
+    temperatures: NDArray[np.float32]  # of each answer, ``[texts]``
     likely: NDArray[Any]
-    log_probabilities: NDArray[np.float16]
-    seconds: float
+    """The likeliest tokens before each token of an answer, ``[answered, 16]``; places that were not
+    filled hold the likeliest again."""
+    log_probabilities: NDArray[np.float16]  # theirs at temperature 1; -inf in places not filled
+    seconds: float  # wall time, questions included
 
 
 def write_draft_data(

@@ -22,25 +22,16 @@ VALIDATION_TEXTS = 128
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything but the data and a drafter's sizes that decides what it becomes.
+    """Everything but the data and a drafter's sizes that decides what it becomes."""
 
-    Attributes:
-        tokens: Tokens that can be drafted, the target's most frequent; 0: all of the target's.
-        sequence_length: Tokens of a text that are read; the rest is left out.
-        learning_rate: The highest.
-        steps: Of the optimizer; 0 is one pass over the texts.
-        warmup: Steps of linear warm-up; at most a tenth of the steps are used.
-        seed: Decides weights and order.
-    """
-
-    tokens: int
-    sequence_length: int
-    learning_rate: float
-    steps: int
-    warmup: int
+    tokens: int  # that can be drafted, the target's most frequent; 0: all of the target's
+    sequence_length: int  # tokens of a text that are read; the rest is left out
+    learning_rate: float  # the highest
+    steps: int  # of the optimizer; 0 is one pass over the texts
+    warmup: int  # steps of linear warm-up; at most a tenth of the steps are used
     batch_size: int
     validate_every: int
-    seed: int
+    seed: int  # decides weights and order
     device: str
 
 
