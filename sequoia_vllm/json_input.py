@@ -7,10 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-MOST_MIB = 16
-"""Size of the largest file that is read; the largest of ours have a tenth of it."""
-MOST_PROBLEMS = 8
-"""Problems of one file or configuration that a message lists, at most."""
+MOST_MIB = 16  # size of the largest file that is read; the largest of ours have a tenth of it
+MOST_PROBLEMS = 8  # problems of one file or configuration that a message lists, at most
 
 
 def read_json(path: Path, what: str, error: type[ValueError]) -> Any:

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from benchmarks import PROMPTS, TARGET
 
-BATCH = 16
-"""Most requests that a server runs at once."""
-PROMPT_TOKENS = {"short": 32, "long": 512}
-"""Tokens of a prompt, by its kind."""
+BATCH = 16  # most requests that a server runs at once
+PROMPT_TOKENS = {"short": 32, "long": 512}  # tokens of a prompt, by its kind
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "chain": {"method": "draft_model", "num_speculative_tokens": 4},
     "sequoia": {"method": "sequoia"},
-}
-"""Speculative configuration of each variant, without the draft."""
+}  # speculative configuration of each variant, without the draft
 
 
 class Run:

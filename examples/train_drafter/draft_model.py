@@ -30,8 +30,7 @@ from sequoia_vllm.prompts import load_tokenizer
 from sequoia_vllm.vocabulary.matching import Matching, match
 from sequoia_vllm.vocabulary.tokens import read_vocabulary
 
-Shape = tuple[int, int, int, int]
-"""Hidden size, layers, heads, MLP size."""
+Shape = tuple[int, int, int, int]  # hidden size, layers, heads, MLP size
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 EMBEDDING_SIZE = 0.05  # root mean square of the numbers that embeddings begin with
 

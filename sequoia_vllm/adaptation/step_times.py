@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _KEPT = 64  # steps of each kind; older ones are forgotten
-FEWEST = 4
-"""Steps of one kind before their time counts as known."""
+FEWEST = 4  # steps of one kind before their time counts as known
 # Steps from one fit of the prices to the next: as many as were seen, within these bounds.
 _SOONEST_FIT, _LATEST_FIT = 24, 256
 _ROUNDS = 6  # of reweighting: steps far from the fit count less each time

@@ -27,8 +27,7 @@ from sequoia_vllm.tree.token_tree import TokenTree
 # Memory of an engine besides weights and KV cache: measured 0.9 GiB, within this process 0.65.
 _PROCESS_GIB, _WITHIN_GIB = 1.0, 0.7
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
-PARTS = ("target", "draft", "drawing", "verify")
-"""Parts of a step."""
+PARTS = ("target", "draft", "drawing", "verify")  # parts of a step
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ _WARM_UP_TOKENS = 16
 Opener = Callable[
     [Sequence[Method], EngineSpec, dict[str, Any], Progress],
     AbstractContextManager[dict[str, BenchEngine]],
-]
-"""Starts engines, like `engines.open_engines`."""
+]  # starts engines, like `engines.open_engines`
 Watch = Callable[[Method, "EngineCase", "RoundRun"], None]
 """Called with each round as soon as it was measured."""
 # Log-probability gap (nats) that rounding may reverse: two units in the last place of a logit

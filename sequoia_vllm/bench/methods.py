@@ -18,8 +18,7 @@ from sequoia_vllm.library.tree_library import find_tree, is_tree_file
 AUTO = "auto"
 SERVED = "served"
 """The tree of ``--speculative-config sequoia``: of all its options only the draft is given."""
-DRAWN, LOOKUP = "drawn", "lookup"
-"""`SERVED` without retrieval, and without a draft model."""
+DRAWN, LOOKUP = "drawn", "lookup"  # `SERVED` without retrieval, and without a draft model
 _AS_SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     SERVED: ("Sequoia", {}), DRAWN: ("Sequoia, no retrieval", {"retrieval": False}),
     LOOKUP: ("Sequoia, lookup", {"drafter": LOOKUP}),

@@ -46,10 +46,8 @@ _BATCHES = 2  # completed between two looks at the counts: few requests wait for
 _Z95 = 1.959964
 _DIGITS = 6
 _STEP = 1e-3  # of a share, for slopes
-FEWEST_TRIALS = 100
-"""With fewer trials, we treat a share as noise."""
-TAIL = 6
-"""Levels of a probing tree below the counted ones."""
+FEWEST_TRIALS = 100  # with fewer trials, we treat a share as noise
+TAIL = 6  # levels of a probing tree below the counted ones
 Counts = Sequence[Sequence[int]]
 
 

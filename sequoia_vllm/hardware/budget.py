@@ -11,8 +11,7 @@ from itertools import groupby, pairwise
 Ranges = list[tuple[int, int, int]]
 """vLLM's ``num_speculative_tokens_per_batch_size``: (first, last, drafts), from 1, ascending."""
 
-TREE_SHARE = 0.5
-"""Share of a step's tokens that trees may take; the rest is for prompts."""
+TREE_SHARE = 0.5  # share of a step's tokens that trees may take; the rest is for prompts
 
 MOST_TREE_TOKENS = 1024
 """Tokens of all trees in a step, whatever the budget, where weights lie on the device.

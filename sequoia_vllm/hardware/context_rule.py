@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 class ContextRule(NamedTuple):
     """The steps in which FlashAttention reads the contexts."""
 
-    rows: int
-    """Least rows of the largest tree, its root included."""
-    product: int
-    """Least sum over a step's trees of rows times tokens of context."""
+    rows: int  # least rows of the largest tree, its root included
+    product: int  # least sum over a step's trees of rows times tokens of context
 
     def holds(self, rows: NDArray[np.int64], contexts: NDArray[np.int64]) -> bool:
         """Whether a step is such a one: int ``[R]``, of each request its tree's rows (0: it has

@@ -42,8 +42,7 @@ LINKS: dict[LinkName, Link] = {
     "pcie5": Link("PCIe 5.0 x16", 52.8e9),
     # GH200 480GB, nvbandwidth's host_to_device_memcpy_ce: 346 GB/s (NVIDIA/nvbandwidth#23).
     "nvlink-c2c": Link("NVLink-C2C", 346.0e9),
-}
-"""Links by name; nothing here was measured by us."""
+}  # links by name; nothing here was measured by us
 
 
 class DeviceError(SequoiaError, ValueError):

@@ -22,8 +22,7 @@ Larger steps take longer on the device than their launches take on the host. By 
 # to 419 tokens. So far padding costs little.
 _FEW_TOKENS = 128
 
-MIXED_TOKENS = 512
-"""Tokens of the largest step with prompts that is captured; vLLM's own limit."""
+MIXED_TOKENS = 512  # tokens of the largest step with prompts that is captured; vLLM's own limit
 
 
 def decode_shapes(

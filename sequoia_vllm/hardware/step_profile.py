@@ -78,8 +78,7 @@ class Profile(FileModel):
     schema_: Literal["sequoia-vllm/profile/v1"] = Field(
         default="sequoia-vllm/profile/v1", alias="schema"
     )
-    source: ProfileSource
-    """Where the times come from: a running engine, or datasheet values."""
+    source: ProfileSource  # where the times come from: a running engine, or datasheet values
     date: datetime.date = Field(description="Day of the measurement, or of the datasheet values.")
     device: str = Field(min_length=1, description="Device name as the driver gives it.")
     target: str = Field(min_length=1, description="Target model, as given to vLLM.")

@@ -32,8 +32,7 @@ UNSUPPORTED: dict[Kind, str] = {
     "multimodal": "is multimodal",
     "encoder-decoder": "is an encoder-decoder model",
     "pooling": "is a pooling model",
-}
-"""Kinds of models, each with what makes trees impossible."""
+}  # kinds of models, each with what makes trees impossible
 
 MAX_NODES = 64  # of a tree over recurrent layers: a program of the kernels holds them all
 

@@ -35,8 +35,7 @@ StoredTree = Annotated[
         lambda tree: tree if isinstance(tree, TokenTree) else TokenTree.from_dict(tree)
     ),
     PlainSerializer(TokenTree.to_dict),
-]
-"""A token tree inside another file."""
+]  # a token tree inside another file
 
 
 class LibraryError(SequoiaError, ValueError):

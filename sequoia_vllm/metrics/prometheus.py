@@ -81,8 +81,7 @@ HELP = {
     "one request.",
     "measured_speedup": "Speed with drafts over plain decoding, measured over the last seconds; "
     "absent while idle.",
-}
-"""The text of each metric, by its name after ``sequoia:``; ``docs/metrics.md`` says more."""
+}  # the text of each metric, by its name after ``sequoia:``; ``docs/metrics.md`` says more
 
 
 class TreeMetrics:
