@@ -254,11 +254,7 @@ def _rates(runs: MethodRuns) -> list[float]:
 
 
 def _result(
-    case: EngineCase,
-    runs: MethodRuns,
-    plain: MethodRuns,
-    note: str | None,
-    best_chain: bool,
+    case: EngineCase, runs: MethodRuns, plain: MethodRuns, note: str | None, best_chain: bool
 ) -> Result:
     rates = _rates(runs)
     speedup = Spread.of([rate / base for rate, base in zip(rates, _rates(plain), strict=True)])

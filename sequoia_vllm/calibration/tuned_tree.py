@@ -46,10 +46,7 @@ def quick_engine(engine: EngineSpec) -> EngineSpec:
 
 
 def tuned_entry(
-    vector: AcceptanceFile,
-    profile: Profile,
-    context_length: int,
-    max_size: int,
+    vector: AcceptanceFile, profile: Profile, context_length: int, max_size: int
 ) -> TreeEntry:
     """The fastest tree and schedule by these measurements, for `TreeLibrary.save_user_tree`; a tree
     of size 1 means: do not speculate."""

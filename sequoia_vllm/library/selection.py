@@ -10,12 +10,7 @@ from functools import cache
 from sequoia_vllm.drafters.registry import drafter, drafts_from_text
 from sequoia_vllm.hardware.choose import Schedule, choose_schedule
 from sequoia_vllm.hardware.device import Device, DeviceSpec
-from sequoia_vllm.hardware.models import (
-    ModelShape,
-    model_classes,
-    parameters_from_name,
-    size_name,
-)
+from sequoia_vllm.hardware.models import ModelShape, model_classes, parameters_from_name, size_name
 from sequoia_vllm.hardware.roofline import largest_tree, roofline_profile
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.json_file import dump_json
