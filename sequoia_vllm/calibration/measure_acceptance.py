@@ -25,12 +25,7 @@ from sequoia_vllm.measuring.engines import (
     open_engine,
     room_for,
 )
-from sequoia_vllm.measuring.provenance import (
-    model_hashes,
-    provenance,
-    settings_as_data,
-    synthetic_models,
-)
+from sequoia_vllm.measuring.provenance import of_measurement
 from sequoia_vllm.prompts import (
     encode_prompts,
     load_prompts,
@@ -287,12 +282,11 @@ def _file(task: AcceptanceTask, counts: AcceptanceCounts) -> AcceptanceFile:
         low=estimate.low[shape],
         high=estimate.high[shape],
         calibration=counts,
-        provenance=provenance(
-            settings=settings_as_data(settings, prompts=prompts),
-            models={role: model_hashes(getattr(engine, role)) for role in ("target", "draft")},
+        provenance=of_measurement(
+            settings,
+            prompts,
             prompts_sha256=prompts_sha256(load_prompts(settings.prompts)),
             prompts_used=len(task.prompts),
-            grown=synthetic_models(engine.target, engine.draft),
         ),
     )
 

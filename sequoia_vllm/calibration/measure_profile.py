@@ -40,12 +40,7 @@ from sequoia_vllm.measuring.engines import (
     token_windows,
     wait_for_quiet,
 )
-from sequoia_vllm.measuring.provenance import (
-    model_hashes,
-    provenance,
-    settings_as_data,
-    synthetic_models,
-)
+from sequoia_vllm.measuring.provenance import of_measurement
 from sequoia_vllm.measuring.step_recorder import EXTENSION
 from sequoia_vllm.prompts import (
     encode_prompts,
@@ -149,10 +144,9 @@ def _profile(
         head=head,
         verification=[c.verification for c in curves],
         overhead=[c.overhead for c in curves],
-        provenance=provenance(
-            settings=settings_as_data(settings, prompts=source_name(settings.prompts)),
-            models={role: model_hashes(getattr(engine, role)) for role in ("target", "draft")},
-            grown=synthetic_models(engine.target, engine.draft),
+        provenance=of_measurement(
+            settings,
+            source_name(settings.prompts),
             prompts_sha256=prompts_hash,
             target_forward="the forward pass, the LM head, and all of a step that grows with "
             "the tree but verification (preparing inputs); steps gives the first two alone",

@@ -51,15 +51,20 @@ def git_revision() -> str | None:
     return None
 
 
-def settings_as_data(settings: Any, **replaced: Any) -> dict[str, Any]:
-    """The fields of a measurement's settings, those of its ``engine`` (`EngineSpec`) at the same
-    level; ``replaced`` values replace fields' own."""
-    fields = asdict(settings)
+def of_measurement(settings: Any, prompts: str, **more: Any) -> dict[str, Any]:
+    """`provenance` of a measurement: its settings, those of their ``engine`` (`EngineSpec`) at the
+    same level, with the prompts' name; and what its models are."""
+    fields = asdict(settings) | {"prompts": prompts}
     engine = fields.pop("engine")
     if engine["offload"] is not None:  # the directory means nothing on other machines
         engine["offload"] = engine["offload"].model_dump(mode="json", exclude={"directory"})
     models = {role: engine.pop(role) for role in ("target", "draft")}
-    return {**models, **fields, **engine, **replaced}
+    return provenance(
+        settings={**models, **fields, **engine},
+        models={role: model_hashes(model) for role, model in models.items()},
+        grown=synthetic_models(**models),
+        **more,
+    )
 
 
 def model_hashes(model: str) -> dict[str, str]:
