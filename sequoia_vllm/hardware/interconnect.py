@@ -29,47 +29,39 @@ Not modelled: reduction inside the switch (NVLink SHARP) and fusing the reductio
 the normalization after it, both of which make large reductions cheaper than said here.
 """
 
-from pydantic import Field
+from dataclasses import dataclass
 
 from sequoia_vllm.hardware.device import DeviceSpec
-from sequoia_vllm.json_file import FileModel
 
 
-class Assumptions(FileModel):
+@dataclass(frozen=True)
+class Assumptions:
     """Figures that no datasheet has: we chose them and did not measure them. Those of reductions
     follow published measurements, see this module's text."""
 
-    bandwidth_efficiency: float = Field(default=0.85, gt=0, le=1)  # achieved share of it
-    compute_efficiency: float = Field(default=0.65, gt=0, le=1)
-    """Achieved share of the dense matrix rate."""
-    layer_seconds: float = Field(default=25e-6, ge=0)
-    """Launches and small kernels of one layer, CUDA graphs on."""
-    forward_seconds: float = Field(default=60e-6, ge=0)  # outside layers, sampling included
-    plain_step_seconds: float = Field(default=300e-6, ge=0)  # a plain step outside the forward pass
-    tree_step_seconds: float = Field(default=600e-6, ge=0)
-    """A speculative step outside the forward passes: some twenty launches of ours one by one among
-    it."""
-    # In a graph of kernels of 2.9 us NVIDIA measured 3.4 us for each ("Getting Started with CUDA
-    # Graphs", 2019); a small kernel itself takes 1 to 2 us.
-    small_kernel_seconds: float = Field(default=2e-6, ge=0)
-    """A kernel in a CUDA graph that does next to nothing."""
-    # Counted where kernels are interpreted: one that prepares, three that draw. Not the two that
-    # look for a draft's nucleus, which end at once where no request has top-k, top-p or min-p.
-    level_kernels: float = Field(default=4, ge=0)
-    """Kernels of ours in a draft level, outside the draft model."""
-    split_below: float = Field(default=128, ge=0)
-    """Requests times key heads below which tree attention splits contexts, to occupy all
-    processors: the results are merged by one kernel more in each layer."""
-    logits_passes: float = Field(default=6.0, ge=0)
-    """Times the float32 logits of a node are read or written."""
-    link_efficiency: float = Field(default=0.8, gt=0, le=1)
-    """Achieved share of the rate between devices."""
-    one_shot_seconds: float = Field(default=6e-6, ge=0)
-    """A one-shot reduction of nothing: launch and one barrier."""
-    two_shot_seconds: float = Field(default=12e-6, ge=0)
-    """A two-shot reduction of nothing: one barrier more."""
-    ring_seconds: float = Field(default=10e-6, ge=0)  # start of a ring (NCCL's or RCCL's)
-    ring_step_seconds: float = Field(default=1e-6, ge=0)  # each of its steps, without bytes
+    bandwidth_efficiency: float = 0.85  # achieved share of it
+    compute_efficiency: float = 0.65  # achieved share of the dense matrix rate
+    layer_seconds: float = 25e-6  # launches and small kernels of one layer, CUDA graphs on
+    forward_seconds: float = 60e-6  # outside layers, sampling included
+    plain_step_seconds: float = 300e-6  # a plain step outside the forward pass
+    tree_step_seconds: float = 600e-6  # the same with trees: some twenty launches of ours
+    # A kernel in a CUDA graph that does next to nothing. In a graph of kernels of 2.9 us NVIDIA
+    # measured 3.4 us for each ("Getting Started with CUDA Graphs", 2019); a small kernel itself
+    # takes 1 to 2 us.
+    small_kernel_seconds: float = 2e-6
+    # Kernels of ours in a draft level, outside the draft model, counted where kernels are
+    # interpreted: one that prepares, three that draw. Not the two that look for a draft's nucleus,
+    # which end at once where no request has top-k, top-p or min-p.
+    level_kernels: float = 4
+    # Requests times key heads below which tree attention splits contexts, to occupy all
+    # processors: the results are merged by one kernel more in each layer.
+    split_below: float = 128
+    logits_passes: float = 6.0  # times the float32 logits of a node are read or written
+    link_efficiency: float = 0.8  # achieved share of the rate between devices
+    one_shot_seconds: float = 6e-6  # a one-shot reduction of nothing: launch and one barrier
+    two_shot_seconds: float = 12e-6  # a two-shot reduction of nothing: one barrier more
+    ring_seconds: float = 10e-6  # start of a ring (NCCL's or RCCL's)
+    ring_step_seconds: float = 1e-6  # each of its steps, without bytes
 
 
 # A mesh has eight devices; a link of each leads to each of the seven others.

@@ -20,6 +20,7 @@ checks that the models fit the memory.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.interconnect import Assumptions, Interconnect
@@ -126,7 +127,7 @@ def roofline_profile(
         datasheet=device,
         target_shape=target,
         draft_shape=draft,
-        assumptions=assumptions.to_dict(),
+        assumptions=asdict(assumptions),
         streamed=streamed,
     )
 
