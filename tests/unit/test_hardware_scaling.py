@@ -1,6 +1,7 @@
 """Several devices: reductions, what they do to times and trees, and memory."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -116,8 +117,8 @@ class TestForward:
 
     def test_reductions_then_cost_their_latency_only(self):
         start = 1e-3
-        slow_start = BARE.model_copy(
-            update={"one_shot_seconds": start, "two_shot_seconds": start, "ring_seconds": start}
+        slow_start = replace(
+            BARE, one_shot_seconds=start, two_shot_seconds=start, ring_seconds=start
         )
         quick, slow = (
             CostModel(predicted(endless(), tensor_parallel_size=8, assumptions=assumed))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -163,7 +164,7 @@ def test_passes_of_an_eagle_3_head_take_what_its_bytes_take(devices):
 
 
 def test_a_dflash_head_takes_one_pass_whatever_the_depth():
-    bytes_only = BYTES_ONLY.model_copy(update={"small_kernel_seconds": 1e-12})
+    bytes_only = replace(BYTES_ONLY, small_kernel_seconds=1e-12)
     pair = model_classes("heads")["8b-dflash"]
     cost = CostModel(
         roofline_profile(
