@@ -8,8 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.loads import Load, make_loads, server_options, write_prompts
-from benchmarks.serving.server import ServingError, bench_serve, running_server, server_environment
+from benchmarks.serving.server import (
+    Load,
+    ServingError,
+    bench_serve,
+    make_loads,
+    running_server,
+    server_environment,
+    server_options,
+    write_prompts,
+)
 from benchmarks.serving.table import Rounds, make_markdown, make_rows, make_summary
 from sequoia_vllm.cli.common import note, progress_bar
 from sequoia_vllm.json_input import read_json

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from answers import IGNORED, Texts, cross_entropies, split, token_counts
 from draft_data import PARTS, Shard, read_recipe, read_shards
 from numpy.typing import NDArray
-from training import Recipe, train
+from training import IGNORED, Recipe, Texts, cross_entropies, split, token_counts, train
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

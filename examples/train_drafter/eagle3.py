@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from answers import cross_entropies, split
 from torch import nn
 from torch.nn import functional
+from training import cross_entropies, split
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sequoia_vllm.errors import SequoiaError

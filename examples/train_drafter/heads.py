@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from answers import IGNORED, Texts, token_counts
 from draft_data import PARTS, read_recipe, read_shards
 from eagle3 import Eagle3, FrozenTarget
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from training import Recipe, train
+from training import IGNORED, Recipe, Texts, token_counts, train
 from transformers import AutoConfig, LlamaConfig
 
 from sequoia_vllm.cli.common import Report

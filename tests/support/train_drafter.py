@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_drafter"
-MODULES = ("heads", "eagle3", "answers", "training")
+MODULES = ("heads", "eagle3", "training")
 
 
 @contextmanager

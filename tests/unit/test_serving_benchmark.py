@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 from benchmarks.serving import __main__ as command
 from benchmarks.serving import run as module
 from benchmarks.serving.__main__ import app
-from benchmarks.serving.loads import make_loads, server_options
 from benchmarks.serving.run import Run
-from benchmarks.serving.server import ServingError, bench_serve
+from benchmarks.serving.server import ServingError, bench_serve, make_loads, server_options
 from benchmarks.serving.table import METRICS
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data/bench_serve.json").read_text())

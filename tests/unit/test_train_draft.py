@@ -18,7 +18,7 @@ from tests.support.vocabularies import train_byte_level
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-MODULES = ("chat_prompts", "draft_data", "draft_model", "answers", "eagle3", "heads", "training")
+MODULES = ("chat_prompts", "draft_data", "draft_model", "eagle3", "heads", "training")
 VOCABULARY, KEPT, ANSWER = 600, 380, 12
 
 
@@ -205,7 +205,7 @@ def test_the_loss_is_the_cross_entropy_of_what_is_known(scripts, target, data):
                 loss -= share * float(row[drafted])
                 left -= float(row[drafted].exp())
         losses.append(loss - max(rest, 0) * np.log(left))
-    texts = scripts.answers.Texts([shard], words, 1 << 20)
+    texts = scripts.training.Texts([shard], words, 1 << 20)
     found = scripts.draft_model.distillation_loss(model, texts.batch([0])).item()
     assert found == pytest.approx(np.mean(losses), rel=1e-3)
     # Padding beside a longer text changes nothing.
