@@ -181,11 +181,8 @@ class SequoiaConfig(_Strict):
 
     @classmethod
     def parse(cls, request: str | dict[str, Any]) -> SequoiaConfig:
-        """Reads ``"sequoia"`` or the JSON object; dashes in keys count as underscores.
-
-        Raises:
-            ConfigError: Naming each wrong key or value.
-        """
+        """Reads ``"sequoia"`` or the JSON object; dashes in keys count as underscores. Raises
+        ConfigError, which names each wrong key or value."""
         data = {"method": request} if isinstance(request, str) else request
         keys = [str(key).replace("-", "_") for key in data]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
@@ -199,12 +196,9 @@ class SequoiaConfig(_Strict):
             ) from None
 
     def loaded(self) -> SequoiaConfig:
-        """The same with the tree, the acceptance vector and the tokens that it names loaded.
-
-        Raises:
-            TreeError, AcceptanceError, LibraryError, ConfigError: One cannot be had; names the
-                file or entry and what is wrong with it.
-        """
+        """The same with the tree, the acceptance vector and the tokens that it names loaded. Raises
+        TreeError, AcceptanceError, LibraryError or ConfigError, which names what is wrong with
+        which."""
         tree, vector, tokens = self.tree, self.acceptance, self.draft_vocabulary
         if isinstance(tree, str) and tree != AUTO:
             # Metrics show what stands before a colon: no path of the server's.

@@ -12,15 +12,8 @@ MOST_PROBLEMS = 8  # problems of one file or configuration that a message lists,
 
 
 def read_json(path: Path, what: str, error: type[ValueError]) -> Any:
-    """The JSON value in ``path``.
-
-    Args:
-        what: What the file should be, for the message ("profile").
-        error: Exception class to raise.
-
-    Raises:
-        ValueError: An ``error``, if the file is missing, larger than `MOST_MIB`, or is not JSON.
-    """
+    """The JSON value in ``path``, which should be ``what`` ("profile") for the message. Raises this
+    class of ValueError if the file is missing, larger than `MOST_MIB`, or is not JSON."""
     try:
         with expanded(path).open("rb") as file:  # pipes, too, whose size nobody knows
             text = file.read((MOST_MIB << 20) + 1)

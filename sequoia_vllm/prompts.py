@@ -155,17 +155,9 @@ def load_tokenizer(model: str) -> Any:
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: Any, *, raw: bool = False
 ) -> list[list[int]]:
-    """Encodes prompts, as a server would that gets them in requests.
-
-    A bare prompt is the user's turn of a conversation where the tokenizer has a chat template.
-
-    Args:
-        raw: Encode bare prompts as they are, also where there is a template.
-
-    Raises:
-        PromptError: There is no template for a conversation, it refuses one, or a prompt has no
-            tokens.
-    """
+    """Encodes prompts, as a server would that gets them in requests. A bare prompt is the user's
+    turn of a conversation where the tokenizer has a chat template, unless ``raw``. Raises
+    PromptError if a conversation has no template or it refuses one, or a prompt has no tokens."""
     encoded = [_encode(prompt, tokenizer, raw) for prompt in prompts]
     for number, tokens in enumerate(encoded, start=1):
         if not tokens:

@@ -127,15 +127,11 @@ def write_synthetic_target(
     width: int | None = None, hidden: int | None = None, dtype: str = "auto",
     report: Report | None = None,
 ) -> SyntheticTarget:  # fmt: skip
-    """Writes a larger copy of a model that computes the same logits.
+    """Writes a larger copy of a model that computes the same logits, to a new or empty folder.
 
-    Args:
-        source: Llama-, Qwen2- or Qwen3-type checkpoint in safetensors.
-        folder: Where the copy goes; made if it is not there, must be empty.
-        parameters: Parameters it shall have, within 2 %; or None, with:
-        width: MLP width (``intermediate_size``); None keeps the source's.
-        hidden: Hidden size, a multiple of the source's, which None keeps; heads grow as much.
-        dtype: Type of its weights; "auto" keeps the source's.
+    The source is a Llama-, Qwen2- or Qwen3-type checkpoint in safetensors. The copy has so many
+    ``parameters``, within 2 %; or these layers, MLP width (``intermediate_size``) and hidden size,
+    a multiple of the source's. None keeps the source's own, as "auto" its dtype.
     """
     origin = find_checkpoint(source)
     config = json.loads((origin / "config.json").read_text(encoding="utf-8"))

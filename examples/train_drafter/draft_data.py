@@ -74,15 +74,9 @@ class Shard:
 def write_draft_data(
     recipe: DraftDataRecipe, texts: int, out: Path, report: Report
 ) -> dict[str, Any]:
-    """Writes answers that are not there yet; returns numbers of tokens and hours.
-
-    Args:
-        texts: Answers to learn from; a sixteenth of them is added for validation, or 30.
-        out: Folder of the shards. A run that was stopped goes on where it was.
-
-    Raises:
-        SequoiaError: If the folder has data of another recipe, or a prompt cannot be asked.
-    """
+    """Writes answers that are not there yet, and a sixteenth as many for validation, or 30; returns
+    numbers of tokens and hours. Raises SequoiaError if the folder has data of another recipe, or a
+    prompt cannot be asked."""
     tokenizer = load_tokenizer(recipe.target)
     opening = None if recipe.prompts else _opening(tokenizer)
     _check_prompts(recipe, tokenizer)

@@ -97,16 +97,12 @@ def new_draft(shape: Shape, target: Any, rows: int, tokenizer: Any) -> LlamaForC
 def embed_like(
     draft: LlamaForCausalLM, target: Path, words: Matching, counts: NDArray[np.int64]
 ) -> None:
-    """Starts the draft's embeddings with the principal components of the target's.
+    """Starts the draft's embeddings with the principal components of the target's, in place.
 
-    Tokens that are alike for the target are then alike for the draft from the first step on.
-    A token weighs as much as the root of its count: with equal weights rare tokens choose the
-    components, and the draft learns more slowly.
-
-    Args:
-        draft: Changed in place. Tokens that the target does not have stay random.
-        words: How their tokens belong together.
-        counts: How often each of the target's tokens was seen, ``[vocabulary]``.
+    Tokens that are alike for the target are then alike for the draft from the first step on. A
+    token weighs as much as the root of its count, ``[vocabulary]``: with equal weights rare tokens
+    choose the components, and the draft learns more slowly. Tokens that the target does not have
+    stay random.
     """
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
     embeddings = model.get_input_embeddings().weight.float()

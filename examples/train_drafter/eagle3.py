@@ -94,14 +94,8 @@ class Linear(nn.Linear):
 
 
 class Eagle3(nn.Module):
-    """The head, without the target's embedding, which it shares.
-
-    Args:
-        layers: Of the target: 0 is its embedding, n the output of its n-th
-            layer. The head sees their hidden states.
-        mlp: Size of the MLP.
-        draft_tokens: Tokens that can be drafted, ascending.
-    """
+    """The head, without the target's embedding, which it shares. It sees the hidden states of these
+    layers: 0 is the embedding, n the output of the n-th layer. Tokens that it drafts ascend."""
 
     d2t: torch.Tensor
     t2d: torch.Tensor
@@ -185,16 +179,9 @@ class Eagle3(nn.Module):
     def draft(
         self, target: FrozenTarget, tokens: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The most likely chain after every prefix of one text.
-
-        Args:
-            tokens: The text, shape ``[length]``.
-
-        Returns:
-            Shape ``[length - 1, count]``: row s drafts the tokens from s + 2 on, with
-            the target's hidden states of tokens 0 to s. The first drafts' logits,
-            ``[length - 1, draft vocabulary]``.
-        """
+        """The most likely chain after every prefix of one text ``[length]``, and the first drafts'
+        logits ``[length - 1, draft vocabulary]``. Row s of ``[length - 1, count]`` drafts the
+        tokens from s + 2 on, with the target's hidden states of tokens 0 to s."""
         chains = Chains(self, target, target(tokens[None])[:, :-1])
         drafts, logits = [tokens[None, 1:]], []
         for _ in range(count):

@@ -91,14 +91,12 @@ def split(texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def cross_entropies(
     logits: torch.Tensor, likely: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """Cross-entropy with the target's distribution, nats, ``[N]``.
+    """Cross-entropy of ``logits`` ``[N, vocabulary]`` with the target's distribution, nats,
+    ``[N]``.
 
-    The target's likeliest tokens are known with their probabilities, all others together as
-    the rest. A likely token that the drafter does not have counts nothing.
-
-    Args:
-        logits: The drafter's, ``[N, vocabulary]``.
-        likely: The drafter's numbers of the target's likeliest tokens, ``[N, 16]``.
+    The target's likeliest tokens, by the drafter's numbers, are known with their probabilities,
+    ``[N, 16]``, all others together as the rest. A token that the drafter does not have counts
+    nothing.
     """
     logits = logits.float()
     of_likely = logits.gather(1, likely.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)

@@ -25,12 +25,9 @@ _MOST_PROMPTS = 0.9  # cap on the share of the time that prompts are estimated t
 
 
 class Speeds:
-    """Tokens per second of a request, from acceptance and step times.
-
-    Attributes:
-        gain: Speed relative to plain decoding in the last seconds; None: not known. It compares
-            each step with plain decoding's time for the same tokens and prompts.
-    """
+    """Tokens per second of a request, from acceptance and step times. ``gain`` is the speed
+    relative to plain decoding in the last seconds, for the same tokens and prompts; None: not
+    known."""
 
     def __init__(self, tree: TokenTree) -> None:
         self.acceptance = {workload: FadingAcceptance(tree) for workload in WORKLOADS}

@@ -107,12 +107,8 @@ class StepTimes:
     def known(
         self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
     ) -> float | None:
-        """Seconds of such a step without its prompts; None: not known.
-
-        Args:
-            drafts, batch_size, context: See `add`.
-            mixed: Share of steps that also read prompts.
-        """
+        """Seconds of such a step (`add`) without its prompts, where this share of steps also reads
+        prompts; None: not known."""
         kind = self._kinds.get((drafts, batch_size.bit_length()))
         if kind is None or kind.level is None:
             return None

@@ -131,15 +131,9 @@ def _ngram_chain(drafts: int) -> Method:
 
 
 def sequoia(draft: str, tree: str) -> Method:
-    """Sequoia with a tree.
-
-    Args:
-        tree: `SERVED`; `DRAWN`; `LOOKUP`; "auto"; ``16x4`` (16 nodes, root included, at most 4
-            deep); a tree file (``.json``); or a name in the library.
-
-    Raises:
-        TreeError, LibraryError, BenchError: There is no such tree, or a shape is too small.
-    """
+    """Sequoia with a tree: `SERVED`; `DRAWN`; `LOOKUP`; "auto"; ``16x4`` (16 nodes, root included,
+    at most 4 deep); a tree file (``.json``); or a name in the library. Raises TreeError,
+    LibraryError or BenchError if there is no such tree, or a shape is too small."""
     config: dict[str, Any] = {"method": "sequoia", **draft_option(draft)}
     if tree in _AS_SERVED:
         name, keys = _AS_SERVED[tree]

@@ -86,15 +86,9 @@ class ProfileSettings:
 def measure_profile(
     settings: ProfileSettings, progress: Progress | None = None, vectors: Sequence[Acceptance] = ()
 ) -> Profile:
-    """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size.
-
-    Args:
-        vectors: Acceptance to choose trees for; sizes that cannot win with any of these are not
-            timed. Empty: not known.
-
-    Raises:
-        PromptError, CalibrationError, ProfileError: Settings, prompts or models cannot be used.
-    """
+    """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size, but
+    for sizes that cannot win with any of these acceptance vectors (empty: not known). Raises
+    PromptError, CalibrationError or ProfileError if settings, prompts or models cannot be used."""
     from sequoia_vllm.engine.frontend.drafts import head_shape
 
     settings = checked(settings)

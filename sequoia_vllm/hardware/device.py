@@ -123,14 +123,9 @@ def normalize(name: str) -> str:
 
 
 def identify(name: str) -> Device:
-    """The device with this driver name.
-
-    It may be CUDA's or ROCm's ("NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X"), a MIG slice's
-    ("NVIDIA A100-SXM4-80GB MIG 3g.40gb"), a CPU's model name from /proc/cpuinfo, or vLLM's "cpu".
-
-    Raises:
-        DeviceError: The name is empty.
-    """
+    """The device with this driver name: CUDA's or ROCm's ("NVIDIA A100-SXM4-80GB", "AMD Instinct
+    MI300X"), a MIG slice's ("NVIDIA A100-SXM4-80GB MIG 3g.40gb"), a CPU's model name from
+    /proc/cpuinfo, or vLLM's "cpu". Raises DeviceError if it is empty."""
     if not name.strip():
         raise DeviceError(
             "the device name is empty: give the name the driver reports "

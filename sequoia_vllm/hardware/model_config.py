@@ -29,15 +29,9 @@ _EXPERTS_ALONE = frozenset({"mxfp4", "gpt_oss_mxfp4"})
 def read_shape(
     config: Any, name: str, quantization: str | None = None, kind: DrafterKind = "model"
 ) -> ModelShape:
-    """The shape of the decoder that a configuration describes.
-
-    Args:
-        config: An object or mapping with Hugging Face's names, that of the text model of several.
-        quantization: What vLLM quantizes weights with; None: what the configuration says.
-
-    Raises:
-        ShapeError: A field is missing, or something is not modelled; says which.
-    """
+    """The shape of the decoder that a configuration describes: an object or mapping with Hugging
+    Face's names, that of the text model of several. vLLM quantizes weights with this; None: as it
+    says. Raises ShapeError, which says what is missing or not modelled."""
     reader, drafts = Fields(config, name), drafter(kind)
     for key, reason in _UNMODELLED.items():
         if reader.value(key):
@@ -79,11 +73,8 @@ def read_shape(
 
 
 def read_latent(config: Fields) -> Latent | None:
-    """The sizes of latent attention (MLA) that a configuration describes; None: it has none.
-
-    Raises:
-        ShapeError: It does not say enough, or vLLM keeps whole keys and values of such a model.
-    """
+    """The sizes of latent attention (MLA) that a configuration describes; None: it has none. Raises
+    ShapeError if it does not say enough, or vLLM keeps whole keys and values of such a model."""
     if not config.value("kv_lora_rank"):
         return None
     if config.value("model_type") == "minicpm3":

@@ -133,15 +133,9 @@ def middle_round(rounds: Rounds) -> list[TimedStep]:
 
 
 def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
-    """Curves and overheads at one batch size and context length.
-
-    Args:
-        first_pass: Which of a step's draft passes is the first that counts as a level. 0: the pass
-            over what the last step committed counts, too, for trees that have no other.
-
-    Raises:
-        ProfileError: Steps of some kind are missing.
-    """
+    """Curves and overheads at one batch size and context length, or ProfileError if steps of some
+    kind are missing. Of a step's draft passes ``first_pass`` is the first that counts as a level:
+    0, also what reads the last step's tokens, for trees that have no other."""
     rounds = {1: times.plain} | {size: times.trees[size] for size in sorted(times.trees)}
     for size, found in rounds.items():
         check_steady(found, times.batch_size, size)

@@ -66,14 +66,8 @@ def shipped_directory() -> Path:
 
 
 class TreeLibrary:
-    """Shipped and user trees.
-
-    Args:
-        shipped, user: Their directories; None: the default ones.
-
-    Raises:
-        LibraryError, ProfileError, AcceptanceError: From any method; names the file and field.
-    """
+    """Shipped and user trees, in these or the default directories. All methods may raise
+    LibraryError, ProfileError or AcceptanceError, which name the file and field."""
 
     def __init__(self, shipped: Path | None = None, user: Path | None = None) -> None:
         self.shipped = shipped or shipped_directory()
@@ -103,11 +97,8 @@ class TreeLibrary:
         return user + [entry for device in self.devices() for entry in self.file(device).entries]
 
     def entry(self, name: str) -> TreeEntry:
-        """The entry with this name (``"h200/8b-1b/shipped"``, or ``"user/..."``).
-
-        Raises:
-            LibraryError: If there is none; lists the nearest names.
-        """
+        """The entry with this name (``"h200/8b-1b/shipped"``, or ``"user/..."``). Raises
+        LibraryError, which lists the nearest names, if there is none."""
         device, _, rest = name.partition("/")
         own = self._own_tree(rest) if device == "user" else None
         if own is not None:
@@ -288,12 +279,8 @@ def is_tree_file(reference: str) -> bool:
 
 
 def find_tree(reference: str) -> NamedTree:
-    """A tree by file or by library name; a file of that name wins.
-
-    Raises:
-        TreeError: If the file is not a tree file.
-        LibraryError: If no file and no entry has this name.
-    """
+    """A tree by file or by library name; a file of that name wins. Raises TreeError if the file is
+    not a tree file, and LibraryError if no file and no entry has this name."""
     if is_tree_file(reference):
         return _tree_in_file(expanded(reference))
     library, (device, _, rest) = TreeLibrary(), reference.partition("/")

@@ -24,11 +24,8 @@ _FIX = f"set {USER_DIRECTORY_VARIABLE} to a directory that can be written to"
 
 def user_directory() -> Path:
     """Where the user's own trees lie: ``$SEQUOIA_VLLM_TREES``, or ``trees`` in the user's data
-    directory of ``sequoia-vllm`` (``~/.local/share/sequoia-vllm/trees`` on Linux).
-
-    Raises:
-        LibraryError: Nobody knows where this user's home is; names the fix.
-    """
+    directory of ``sequoia-vllm`` (``~/.local/share/sequoia-vllm/trees`` on Linux). Raises
+    LibraryError, which names the fix, if nobody knows where this user's home is."""
     override = os.environ.get(USER_DIRECTORY_VARIABLE)
     try:
         if override:
