@@ -92,7 +92,7 @@ def choose_tree(
             ``batch_size`` or a limit is below 1.
     """
     sizes, limits = check_batch_sizes([batch_size]), (max_size, max_depth, max_branch)
-    search = _search(Acceptance.of(acceptance), profile, context_length, sizes, *limits)
+    search = _TreeSearch(Acceptance.of(acceptance), profile, context_length, sizes, *limits)
     return search.best(batch_size)
 
 
@@ -121,86 +121,80 @@ def choose_schedule(
     acceptance = Acceptance.of(acceptance)
     sizes = check_batch_sizes(list(batch_sizes))
     probes = [size for size in sizes if size & (size - 1) == 0] or sizes[:1]
-    search = _search(acceptance, profile, context_length, probes, max_size)
-    cost = search.cost
-    best = {probe: search.best(probe) for probe in probes}
-    table = max(
-        (
-            _SpeedTable.of(candidate, acceptance, cost, probes)
-            for candidate in dict.fromkeys(best.values())
-        ),
-        # Equal means go to the smaller tree.
-        key=lambda table: (
-            round(float(np.log(table.speedups.max(axis=1)).mean()), 9),
-            -table.tree.size,
-        ),
+    search = _TreeSearch(acceptance, profile, context_length, probes, max_size)
+    cost, best = search.cost, {probe: search.best(probe) for probe in probes}
+    candidates = dict.fromkeys(best.values())
+    speeds = {tree: _speedups(tree, acceptance, cost, probes) for tree in candidates}
+    # Equal means go to the smaller tree.
+    tree = max(
+        speeds,
+        key=lambda tree: (round(float(np.log(speeds[tree].max(axis=1)).mean()), 9), -tree.size),
     )
-    full = _SpeedTable.of(table.tree, acceptance, cost, sizes)
-    ranges = _ranges(full, tolerance)
-    used = max(drafts for _, _, drafts in ranges)
-    optimum = {
-        probe: _speedups(Prefixes.of(fastest, acceptance), cost, probe)[-1]
-        for probe, fastest in best.items()
-    }
-    estimates = [_estimate(full, ranges, probe, optimum[probe], cost) for probe in probes]
+    speedups = _speedups(tree, acceptance, cost, sizes)
+    ranges = _ranges(speedups, sizes, tolerance)
+    expected_tokens = Prefixes.of(tree, acceptance).expected_tokens
+
+    def estimate(probe: int) -> ScheduleEstimate:
+        drafts = next(drafts for first, last, drafts in ranges if first <= probe <= last)
+        speedup = float(speedups[sizes.index(probe), drafts])
+        optimum = float(speeds[best[probe]][probes.index(probe), -1])
+        return ScheduleEstimate(
+            batch_size=probe,
+            num_speculative_tokens=drafts,
+            expected_tokens=round(float(expected_tokens[drafts]), 4),
+            speedup=round(speedup, 4),
+            # A prefix may have narrower levels than the tree with the most tokens, and be faster.
+            optimum=round(max(optimum, speedup), 4),
+            extrapolated=cost.extrapolates(drafts + 1, probe),
+        )
+
+    estimates = [estimate(probe) for probe in probes]
     if profile.source == "measured" and any(entry.extrapolated for entry in estimates):
         logger.warning(
             "Sequoia: the schedule for %s uses times outside what its profile measured; see "
             "'extrapolated' in its estimates",
             profile.device,
         )
-    return Schedule(tree=table.tree.trim(used + 1), ranges=ranges, estimates=estimates)
+    used = max(drafts for _, _, drafts in ranges)
+    return Schedule(tree=tree.trim(used + 1), ranges=ranges, estimates=estimates)
 
 
-def _search(
-    acceptance: Acceptance,
-    profile: Profile,
-    context_length: int | None,
-    batch_sizes: list[int],
-    max_size: int,
-    max_depth: int = MAX_DEPTH,
-    max_branch: int | None = None,
-) -> TreeSearch:
-    if profile.head is not None and profile.head.levels is not None:
-        max_depth = min(max_depth, profile.head.levels)
-    cost = CostModel(profile, context_length)
-    timed = max(cost.max_tokens(size) for size in batch_sizes)
-    frontier = _frontier(acceptance, min(max_size, timed), max_depth, max_branch)
-    return TreeSearch(frontier, profile, context_length)
-
-
-class TreeSearch:
+class _TreeSearch:
     """Looks for the fastest of the optimal trees."""
 
     def __init__(
-        self, frontier: Frontier, profile: Profile, context_length: int | None = None
+        self,
+        acceptance: Acceptance,
+        profile: Profile,
+        context_length: int | None,
+        batch_sizes: list[int],
+        max_size: int,
+        max_depth: int = MAX_DEPTH,
+        max_branch: int | None = None,
     ) -> None:
-        """Searches the trees of ``frontier`` with the times of ``profile``."""
-        self.frontier = frontier
+        if profile.head is not None and profile.head.levels is not None:
+            max_depth = min(max_depth, profile.head.levels)
         self.cost = CostModel(profile, context_length)
+        timed = max(map(self.cost.max_tokens, batch_sizes))
+        self._frontier = _frontier(acceptance, min(max_size, timed), max_depth, max_branch)
 
     def best(self, batch_size: int) -> TokenTree:
-        """The fastest tree at this batch size; the root alone if plain decoding is."""
-        largest = min(len(self.frontier.expected_tokens) - 1, self.cost.max_tokens(batch_size))
-        plain = 1.0 / self.cost.plain_seconds(batch_size)
+        """The fastest tree at this batch size; the root alone if plain decoding is.
+
+        Trees are made best bound first, only while they could still win: the bound of (n, d) times
+        every draft level as if it had one node.
+        """
+        largest = min(len(self._frontier.expected_tokens) - 1, self.cost.max_tokens(batch_size))
         sizes = np.arange(2, largest + 1)
         sizes = sizes[(sizes <= _EACH_SIZE_TO) | (sizes % _SIZE_STEP == 0) | (sizes == largest)]
-        return self.fastest(sizes, batch_size, plain) or TokenTree((-1,))
-
-    def fastest(
-        self, sizes: NDArray[np.int64], batch_size: int, at_least: float
-    ) -> TokenTree | None:
-        """The tree with the highest speed above ``at_least``, in tokens per request and second.
-        Trees are made best bound first, only while they could still win: the bound of (n, d) times
-        every draft level as if it had one node."""
         bounds = self._bounds(sizes, batch_size)
-        best, best_speed = None, at_least
+        best, best_speed = TokenTree((-1,)), 1.0 / self.cost.plain_seconds(batch_size)
         order = np.argsort(-bounds, axis=None, kind="stable")[:_MOST_TREES]
         for row, column in zip(*np.unravel_index(order, bounds.shape), strict=True):
             if bounds[row, column] <= best_speed * (1 + _SAME):
                 break
-            tree = self.frontier.tree(int(sizes[row]), int(column) + 1)
-            prefixes = Prefixes.of(tree, self.frontier.acceptance)
+            tree = self._frontier.tree(int(sizes[row]), int(column) + 1)
+            prefixes = Prefixes.of(tree, self._frontier.acceptance)
             seconds = self.cost.tree_seconds(prefixes, batch_size)
             speed = float(prefixes.expected_tokens[-1] / seconds)
             if speed > best_speed * (1 + _SAME):
@@ -210,7 +204,7 @@ class TreeSearch:
     def _bounds(self, sizes: NDArray[np.int64], batch_size: int) -> NDArray[np.float64]:
         """No tree of size n and depth d >= 1 is faster than this: ``[sizes, depths]``."""
         cost = self.cost
-        tokens = self.frontier.expected_tokens[sizes, 1:]
+        tokens = self._frontier.expected_tokens[sizes, 1:]
         deeper_levels = np.arange(tokens.shape[1])
         scoring = cost.target_seconds(sizes, batch_size)
         scoring = scoring + cost.verification_seconds(sizes, batch_size)
@@ -220,39 +214,28 @@ class TreeSearch:
         return tokens / (seconds + deeper_levels * cost.draft_seconds(1, batch_size))
 
 
-def _speedups(prefixes: Prefixes, cost: CostModel, batch_size: int) -> NDArray[np.float64]:
-    """Speed of every prefix over plain decoding, ``[size]``; entry 0 is 1."""
-    seconds = cost.prefix_seconds(prefixes, batch_size)
-    return prefixes.expected_tokens / seconds * cost.plain_seconds(batch_size)
+def _speedups(
+    tree: TokenTree, acceptance: Acceptance, cost: CostModel, batch_sizes: list[int]
+) -> NDArray[np.float64]:
+    """Speed of each prefix over plain decoding, ``[batches, size]``.
+
+    The first is 1, and 0 are sizes that were not timed at a batch size, and are not used at it.
+    """
+    prefixes = Prefixes.of(tree, acceptance)
+    rows = np.zeros((len(batch_sizes), tree.size))
+    for row, batch_size in zip(rows, batch_sizes, strict=True):
+        timed = slice(cost.max_tokens(batch_size))
+        seconds = cost.prefix_seconds(prefixes, batch_size)
+        row[timed] = (prefixes.expected_tokens / seconds * cost.plain_seconds(batch_size))[timed]
+    return rows
 
 
-@dataclass(frozen=True)
-class _SpeedTable:
-    """Speedup of each prefix of one tree at each batch size: ``[batches, size]``."""
-
-    tree: TokenTree
-    batch_sizes: list[int]
-    speedups: NDArray[np.float64]
-    expected_tokens: NDArray[np.float64]
-
-    @classmethod
-    def of(
-        cls, tree: TokenTree, acceptance: Acceptance, cost: CostModel, batch_sizes: list[int]
-    ) -> _SpeedTable:
-        prefixes = Prefixes.of(tree, acceptance)
-        rows = [_speedups(prefixes, cost, batch_size) for batch_size in batch_sizes]
-        for row, batch_size in zip(rows, batch_sizes, strict=True):
-            # Sizes that were not timed at this batch size are not used at it.
-            row[cost.max_tokens(batch_size) :] = 0.0
-        return cls(tree, batch_sizes, np.array(rows), prefixes.expected_tokens)
-
-
-def _ranges(table: _SpeedTable, tolerance: float) -> Ranges:
+def _ranges(speedups: NDArray[np.float64], batch_sizes: list[int], tolerance: float) -> Ranges:
     """Fewest ranges in which one prefix is within ``tolerance`` of the best everywhere."""
-    best = table.speedups.max(axis=1, keepdims=True)
-    good = table.speedups >= best * (1 - tolerance)
+    best = speedups.max(axis=1, keepdims=True)
+    good = speedups >= best * (1 - tolerance)
     # A prefix slower than plain decoding is never good enough.
-    good[:, 1:] &= table.speedups[:, 1:] > 1 + _SAME
+    good[:, 1:] &= speedups[:, 1:] > 1 + _SAME
     begun: list[tuple[int, int]] = []  # (first batch size, drafts)
     first = 0
     while first < len(good):
@@ -261,29 +244,12 @@ def _ranges(table: _SpeedTable, tolerance: float) -> Ranges:
         while last + 1 < len(good) and (shared & good[last + 1]).any():
             last += 1
             shared = shared & good[last]
-        means = np.log(table.speedups[first : last + 1, shared]).mean(axis=0)
+        means = np.log(speedups[first : last + 1, shared]).mean(axis=0)
         # The shortest of the equally fast.
         chosen = int(np.flatnonzero(shared)[np.flatnonzero(means >= means.max() - _SAME)[0]])
         if not begun or begun[-1][1] != chosen:
-            begun.append((table.batch_sizes[first] if begun else 1, chosen))
+            begun.append((batch_sizes[first] if begun else 1, chosen))
         first = last + 1
     # Batch sizes that nobody asked for belong to the range before them.
-    lasts = [first - 1 for first, _ in begun[1:]] + [table.batch_sizes[-1]]
+    lasts = [first - 1 for first, _ in begun[1:]] + [batch_sizes[-1]]
     return [(first, last, drafts) for (first, drafts), last in zip(begun, lasts, strict=True)]
-
-
-def _estimate(
-    table: _SpeedTable, ranges: Ranges, batch_size: int, optimum: float, cost: CostModel
-) -> ScheduleEstimate:
-    drafts = next(drafts for first, last, drafts in ranges if first <= batch_size <= last)
-    row = table.batch_sizes.index(batch_size)
-    speedup = float(table.speedups[row, drafts])
-    return ScheduleEstimate(
-        batch_size=batch_size,
-        num_speculative_tokens=drafts,
-        expected_tokens=round(float(table.expected_tokens[drafts]), 4),
-        speedup=round(speedup, 4),
-        # A prefix may have narrower levels than the tree with the most tokens, and be a bit faster.
-        optimum=round(max(float(optimum), speedup), 4),
-        extrapolated=cost.extrapolates(drafts + 1, batch_size),
-    )
