@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import cycle, islice, zip_longest
 from typing import Any
 
@@ -232,15 +232,13 @@ class MethodRuns:
     rounds: list[RoundRun]
 
 
-@dataclass
+@dataclass(frozen=True)
 class BenchRuns:
     """Everything that was measured."""
 
     dtype: str
-    runs: dict[EngineCase, list[MethodRuns]] = field(default_factory=dict)
-    """Runs by case, in the order of the settings' methods."""
-    greedy: GreedyCheck | None = None
-    """Greedy outputs compared with plain vLLM's; None: there were none."""
+    runs: dict[EngineCase, list[MethodRuns]]  # by case, in the order of the settings' methods
+    greedy: GreedyCheck | None = None  # of all greedy outputs; None: there were none
 
 
 def measure(
@@ -253,86 +251,70 @@ def measure(
     Raises BenchError or CalibrationError if engines cannot start, or nothing is left to measure."""
     report = progress or (lambda what, done, total: None)
     start = opener or open_engines
-    options = settings.engine_options()
-    with start(settings.methods, settings.engine, options, report) as engines:
-        plain = engines[settings.methods[0].name]
-        found = BenchRuns(plain.dtype)
-        methods = {case: settings.methods_in(case) for case in settings.cases}
-        # Turns of all cases are counted together, so that progress never jumps back.
-        total, ended = settings.rounds * sum(map(len, methods.values())), 0
-        for case in settings.cases:
+    cases = {case: settings.methods_in(case) for case in settings.cases}
+    # Turns of all cases are counted together, so that progress never jumps back.
+    total, ended = settings.rounds * sum(map(len, cases.values())), 0
+    found: dict[EngineCase, list[MethodRuns]] = {}
+    with start(settings.methods, settings.engine, settings.engine_options(), report) as engines:
+        for case, methods in cases.items():
             where = f"T={case.temperature:g}, batch {case.batch_size}: "
-
-            def say(what: str, done: int, before: int = ended, where: str = where) -> None:
-                report(where + what, before + done, total)
-
-            found.runs[case] = _measure_case(settings, case, methods[case], engines, say, watch)
-            ended += settings.rounds * len(methods[case])
-            if case.temperature == 0:
-                _check_outputs(settings, case, found, plain)
-    return found
-
-
-def _measure_case(
-    settings: BenchSettings,
-    case: EngineCase,
-    methods: Sequence[Method],
-    engines: Mapping[str, BenchEngine],
-    say: Callable[[str, int], None],
-    watch: Watch | None,
-) -> list[MethodRuns]:
-    runs: dict[str, MethodRuns] = {}
-    for method in methods:
-        say(f"warming up {method.name}", 0)
-        engine = engines[method.name]
-        warm_up(engine, settings.prompts, case, settings.max_tokens)
-        runs[method.name] = MethodRuns(method, engine.tree, engine.drafts(case.batch_size), [])
-    for number in range(settings.rounds):
-        first = number % len(methods)  # each in turn, so that none is always first or last
-        for place, method in enumerate([*methods[first:], *methods[:first]]):
-            say(f"round {number + 1}, {method.name}", number * len(methods) + place)
-            one = run_round(engines[method.name], settings.prompts, case, settings.max_tokens)
-            runs[method.name].rounds.append(one)
-            if watch is not None:
-                watch(method, case, one)
-    return list(runs.values())
+            runs: dict[str, MethodRuns] = {}
+            for method in methods:
+                report(f"{where}warming up {method.name}", ended, total)
+                engine, drafts = engines[method.name], engines[method.name].drafts(case.batch_size)
+                warm_up(engine, settings.prompts, case, settings.max_tokens)
+                runs[method.name] = MethodRuns(method, engine.tree, drafts, [])
+            for number in range(settings.rounds):
+                first = number % len(methods)  # each in turn: none is always first or last
+                for method in [*methods[first:], *methods[:first]]:
+                    report(f"{where}round {number + 1}, {method.name}", ended, total)
+                    engine = engines[method.name]
+                    one = run_round(engine, settings.prompts, case, settings.max_tokens)
+                    runs[method.name].rounds.append(one)
+                    ended += 1
+                    if watch is not None:
+                        watch(method, case, one)
+            found[case] = list(runs.values())
+        plain = engines[settings.methods[0].name]
+        return BenchRuns(plain.dtype, found, check_outputs(settings, found, plain))
 
 
-def _check_outputs(
-    settings: BenchSettings, case: EngineCase, found: BenchRuns, plain: BenchEngine
-) -> None:
-    """Compares every greedy output of this case with plain vLLM's from the first round."""
-    bound = NEAR_TIE.get(found.dtype)
-    check = found.greedy or GreedyCheck(compared=0, identical=0, bound=bound)
-    expected = found.runs[case][0].rounds[0].token_ids
-    compared, identical = check.compared, check.identical
-    mismatches: dict[tuple[str, int, int, int | None], Mismatch] = {}
-    for runs in found.runs[case]:
-        for prompt, output in (pair for one in runs.rounds for pair in enumerate(one.token_ids)):
-            compared += 1
-            if output == expected[prompt]:
-                identical += 1
-                continue
-            pairs = [*zip_longest(output, expected[prompt])]
-            position = next(place for place, (got, wanted) in enumerate(pairs) if got != wanted)
-            token, plain_token = pairs[position]
-            key = runs.method.name, prompt, position, token
-            if key in mismatches:
-                continue
-            gaps = plain.gaps_to_best(settings.prompts[prompt], output)[position:]
-            gap = max(gaps, default=0.0)
-            ended = token is None or plain_token is None
-            mismatches[key] = Mismatch(
-                method=runs.method.name,
-                batch_size=case.batch_size,
-                prompt=prompt,
-                position=position,
-                token=token,
-                plain_token=plain_token,
-                gap=round(gap, 6),
-                near_tie=not ended and bound is not None and gap <= bound,
-            )
-    found.greedy = GreedyCheck(
-        compared=compared, identical=identical, bound=bound,
-        mismatches=[*check.mismatches, *mismatches.values()],
-    )  # fmt: skip
+def check_outputs(
+    settings: BenchSettings, runs: Mapping[EngineCase, list[MethodRuns]], plain: BenchEngine
+) -> GreedyCheck | None:
+    """Compares every greedy output with plain vLLM's from the first round; None: there are none."""
+    bound = NEAR_TIE.get(plain.dtype)
+    outputs = [
+        (case, of_method.method.name, prompt, output, of_case[0].rounds[0].token_ids[prompt])
+        for case, of_case in runs.items()
+        if case.temperature == 0
+        for of_method in of_case
+        for one in of_method.rounds
+        for prompt, output in enumerate(one.token_ids)
+    ]
+    mismatches: dict[tuple[EngineCase, str, int, int, int | None], Mismatch] = {}
+    for case, method, prompt, output, expected in outputs:
+        if output == expected:
+            continue
+        pairs = [*zip_longest(output, expected)]
+        position = next(place for place, (got, wanted) in enumerate(pairs) if got != wanted)
+        token, plain_token = pairs[position]
+        if (key := (case, method, prompt, position, token)) in mismatches:
+            continue
+        gap = max(plain.gaps_to_best(settings.prompts[prompt], output)[position:], default=0.0)
+        ended = token is None or plain_token is None
+        mismatches[key] = Mismatch(
+            method=method,
+            batch_size=case.batch_size,
+            prompt=prompt,
+            position=position,
+            token=token,
+            plain_token=plain_token,
+            gap=round(gap, 6),
+            near_tie=not ended and bound is not None and gap <= bound,
+        )
+    identical = sum(output == expected for *_, output, expected in outputs)
+    check = GreedyCheck(
+        compared=len(outputs), identical=identical, bound=bound, mismatches=[*mismatches.values()]
+    )
+    return check if outputs else None

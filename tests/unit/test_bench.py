@@ -355,11 +355,9 @@ def checked(output, gaps, dtype="bfloat16"):
         MethodRuns(method, None, 0, [replace(round_run(1), token_ids=[ids])])
         for method, ids in ((plain(), [1, 2, 3]), (chain("d", 2), output))
     ]
-    found = BenchRuns(dtype, {case: runs})
     settings = BenchSettings(EngineSpec("t", "d"), methods=(plain(),), prompts=([7],))
-    target = SimpleNamespace(gaps_to_best=lambda prompt, output: gaps)
-    measure._check_outputs(settings, case, found, target)
-    return found.greedy
+    target = SimpleNamespace(dtype=dtype, gaps_to_best=lambda prompt, output: gaps)
+    return measure.check_outputs(settings, {case: runs}, target)
 
 
 @pytest.mark.parametrize(
