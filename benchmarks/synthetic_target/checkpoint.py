@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sequoia_vllm.errors import SequoiaError
 
@@ -110,40 +110,20 @@ def write_checkpoint(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) 
     """Writes tensors into one file, or into shards of about 1 GiB and their index."""
     from safetensors.torch import save_file
 
-    shards: list[list[str]] = []
+    places: dict[str, str] = {}  # file of each tensor
     pending: dict[str, torch.Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal size
-        save_file(pending, folder / _temporary(len(shards)), metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-        size = 0
-
+    size = total = shards = 0
     for name, tensor in tensors:
-        pending[name] = tensor.contiguous()
-        size += tensor.nbytes
-        total += tensor.nbytes
         if size >= SHARD_BYTES:
-            flush()
-    if pending:
-        flush()
-    _name_shards(folder, shards, total)
-
-
-def _temporary(number: int) -> str:
-    return f"model-{number + 1:05d}.partial.safetensors"
-
-
-def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    """Gives shards their final names, which contain the number of shards."""
-    weight_map: dict[str, Any] = {}
-    for number, names in enumerate(shards):
-        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        final = _SINGLE if len(shards) == 1 else final
-        (folder / _temporary(number)).rename(folder / final)
-        weight_map |= dict.fromkeys(names, final)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+            shards, size = shards + 1, 0
+            save_file(pending, folder / f"model-{shards:05d}.safetensors", {"format": "pt"})
+            pending.clear()
+        pending[name] = tensor.contiguous()
+        places[name] = f"model-{shards + 1:05d}.safetensors"
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    if not shards:
+        save_file(pending, folder / _SINGLE, {"format": "pt"})
+        return
+    save_file(pending, folder / f"model-{shards + 1:05d}.safetensors", {"format": "pt"})
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")

@@ -48,15 +48,13 @@ if TYPE_CHECKING:
 class Budget:
     """How much to measure unless options say otherwise."""
 
-    precision: float = 0.02
-    """Count until no entry's 95 % half-width, times the share of trees that reach its depth, is
-    above this."""
+    precision: float = 0.02  # count until acceptance is known so well, see `AcceptanceSettings`
     max_tokens_total: int = 100_000
     branch: int = 10
     depth: int = 5
+    # Tokens per completion for counting acceptance, which varies most between prompts: few tokens
+    # of many prompts tell more.
     counted: int = 128
-    """Tokens per completion for counting acceptance. Few tokens of many prompts tell more than many
-    tokens of few, as acceptance varies most between prompts."""
     batch_sizes: str = "1,2,4,8"
     tokens: str = "1,2,3,4,5,6,8,12,16,32,64"
     context: str = "512"
