@@ -52,7 +52,6 @@ def serving(
 
 
 def _numbers(option: str, text: str, count: int) -> list[float]:
-    """Reads positive numbers with commas between them."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:

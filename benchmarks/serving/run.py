@@ -115,7 +115,6 @@ class Run:
             yield url
 
     def _measure(self, url: str, name: str, number: int, load: Load) -> None:
-        """Warms up, measures, and writes the result."""
         tokens = self.settings["tokens"]
         where = [f"--base-url={url}", f"--model={self.settings['model']}"]
         log = self.folder / f"{name}-{number}-bench.log"
@@ -133,7 +132,6 @@ def _read(file: Path) -> Any:
 
 
 def _write(file: Path, data: Mapping[str, Any]) -> None:
-    """Writes all of it or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -213,7 +213,6 @@ def _tensors(
     dtype: str,
     report: Report | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every tensor of the synthetic target, layer by layer."""
     import torch
 
     kind = getattr(torch, dtype)

@@ -23,5 +23,4 @@ def cached_folder() -> Path:
 
 
 def is_cached(folder: Path) -> bool:
-    """Whether an earlier run completed this folder."""
     return (folder / ORIGIN).is_file() and (folder / "model.safetensors").is_file()

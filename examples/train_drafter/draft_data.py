@@ -103,7 +103,6 @@ def write_draft_data(
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Numbers of answers, tokens and hours of all shards in a folder."""
     shards = [shard for part in PARTS for shard in read_shards(folder, part)]
     answered, seconds = sum(len(one.likely) for one in shards), sum(one.seconds for one in shards)
     return {
@@ -115,7 +114,6 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def read_shards(folder: Path, part: str) -> list[Shard]:
-    """All shards of a part."""
     paths = sorted((folder / part).glob("*.npz"))
     if not paths:
         raise SequoiaError(f"{folder} has no {part} data; write it first, with draft-data")
@@ -129,7 +127,6 @@ def _read_shard(path: Path) -> Shard:
 
 
 def read_recipe(folder: Path) -> DraftDataRecipe:
-    """What the data in a folder was made with."""
     path = folder / "recipe.json"
     if not path.is_file():
         raise SequoiaError(f"{folder} has no recipe.json; write data first, with draft-data")
@@ -183,7 +180,6 @@ def _shard_path(out: Path, part: str, number: int) -> Path:
 
 
 def _save(shard: Shard, path: Path) -> None:
-    """Whole or not at all."""
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
@@ -193,7 +189,6 @@ def _save(shard: Shard, path: Path) -> None:
 
 @contextmanager
 def _engine(recipe: DraftDataRecipe) -> Iterator[Any]:
-    """Plain vLLM, in this process."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     spec = EngineSpec(recipe.target, "", dtype=recipe.dtype, enforce_eager=True)
@@ -214,7 +209,6 @@ def _longest(recipe: DraftDataRecipe) -> int:
 
 
 def _first_seed(recipe: DraftDataRecipe, part: str, number: int) -> int:
-    """Returns the seed of a shard's first text; the next ones have the next seeds."""
     return (recipe.seed * 2 + PARTS.index(part)) * 10**8 + number * TEXTS_OF_A_SHARD
 
 
@@ -251,7 +245,6 @@ def _answer(
     llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt], seed: int,
     began: float,
 ) -> Shard:  # fmt: skip
-    """Lets the target answer prompts of one shard."""
     from vllm import SamplingParams
 
     asked = [{"prompt_token_ids": ids} for ids in encode_prompts(questions, tokenizer)]
@@ -282,7 +275,6 @@ def _answer(
 
 
 def _likeliest(at: dict[int, Any]) -> tuple[list[int], list[float]]:
-    """The likeliest tokens at one position, the first of them first."""
     ranked = sorted(at.items(), key=lambda item: -item[1].logprob)[:LIKELIEST]
     missing = LIKELIEST - len(ranked)
     tokens = [token for token, _ in ranked] + [ranked[0][0]] * missing

@@ -48,7 +48,6 @@ def distillation_loss(model: LlamaForCausalLM, texts: torch.Tensor) -> torch.Ten
 def train_draft(
     shape: Shape, recipe: Recipe, data: Path, out: Path, report: Report
 ) -> dict[str, Any]:
-    """Writes the draft to ``out``; returns the record."""
     target = Path(read_recipe(data).target)
     shards = {part: read_shards(data, part) for part in PARTS}
     config = AutoConfig.from_pretrained(target)
@@ -190,7 +189,6 @@ def _renumber(part: Any, numbers: dict[str, int]) -> None:
 
 
 def matching(target: Any, draft: Any, target_size: int, draft_size: int) -> Matching:
-    """How the engine will match the tokens of both."""
     known = [read_vocabulary(tokenizer) for tokenizer in (target, draft)]
     if known[0] is None or known[1] is None:
         raise SequoiaError("the tokenizer does not tell what its tokens mean")

@@ -77,7 +77,6 @@ class FrozenTarget:
         return torch.cat([self._outputs.pop(layer) for layer in self._layers], -1)
 
     def _remember(self, layer: int) -> Any:
-        """A hook that keeps a layer's output."""
 
         def hook(module: object, inputs: object, output: torch.Tensor) -> None:
             self._outputs[layer] = output[0] if isinstance(output, tuple) else output
@@ -208,7 +207,6 @@ class Eagle3Layer(nn.Module):
         self.mlp["down_proj"] = Linear(mlp, hidden)
 
     def gated(self, hidden: torch.Tensor) -> torch.Tensor:
-        """SwiGLU of the normed states."""
         hidden, mlp = self.post_attention_layernorm(hidden), self.mlp
         return mlp["down_proj"](functional.silu(mlp["gate_proj"](hidden)) * mlp["up_proj"](hidden))
 
@@ -237,7 +235,6 @@ class Chains:
         return head.norm(self._hidden)
 
     def _attend(self, mixed: torch.Tensor) -> torch.Tensor:
-        """The layer's attention, whose keys and values are kept for the steps to come."""
         attention = self._head.midlayer.self_attn
         target = self._head.target
         size, theta = head_size(target), target.rope_parameters["rope_theta"]

@@ -59,7 +59,6 @@ def head_words(head: Eagle3) -> Matching:
 
 
 def save_head(head: Eagle3, folder: Path) -> None:
-    """Config and bfloat16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: tensor.to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)

@@ -40,7 +40,6 @@ class Texts:
         return len(self._rows)
 
     def batch(self, indices: Sequence[int]) -> torch.Tensor:
-        """The texts with these numbers."""
         rows = [self._rows[index] for index in indices]
         out = np.zeros((len(rows), max(map(len, rows)), rows[0].shape[1]), dtype=np.float32)
         count = (out.shape[2] - 1) // 2

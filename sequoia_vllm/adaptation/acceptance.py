@@ -116,7 +116,6 @@ class FadingAcceptance:
 
 
 def _padded(table: NDArray[np.float64], shape: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Pads the table with zeros to this shape."""
     wider = np.zeros(shape)
     wider[: table.shape[0], : table.shape[1]] = table
     return wider

@@ -72,7 +72,6 @@ class Interconnect:
     """The links between the devices of one tensor-parallel group."""
 
     def __init__(self, device: DeviceSpec, devices: int, assumed: Assumptions) -> None:
-        """Describes the links of ``devices`` devices of this kind in one node."""
         self.devices = devices
         self._assumed = assumed
         self._bytes_per_second = device.interconnect_gb_s * 1e9 * assumed.link_efficiency

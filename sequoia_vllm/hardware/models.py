@@ -120,7 +120,6 @@ class ModelShape(FileModel):
 
     @property
     def _attention_parameters(self) -> int:
-        """Parameters of a layer's attention."""
         if self.latent is not None:
             return self.latent.parameters(self.hidden, self.heads)
         width = self.hidden if self.shared is None else self.shared.width
