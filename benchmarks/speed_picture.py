@@ -3,11 +3,12 @@
 ``python -m benchmarks.speed_picture benchmarks/gpu/h200.jsonl docs/h200.svg``
 """
 
-import argparse
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from sequoia_vllm.cli.common import friendly_errors
 from sequoia_vllm.figures import GREY, INK, colour_of, draw_grid, new_figure, save_figure
@@ -15,14 +16,10 @@ from sequoia_vllm.figures import GREY, INK, colour_of, draw_grid, new_figure, sa
 _WIDTH = 0.84  # of a group of bars, where groups are 1 apart
 
 
-def main() -> None:
-    """Draws the greedy rows of one file's results of `bench`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("speeds", type=Path, help="results of `bench`, one in each line")
-    parser.add_argument("picture", type=Path, help="a .svg, .png or .pdf")
-    options = parser.parse_args()
+def main(speeds: Path, picture: Path) -> None:
+    """Draws the greedy rows of a file with results of `bench` into a .svg, .png or .pdf."""
     with friendly_errors():
-        draw(greedy_cases(options.speeds), options.picture)
+        draw(greedy_cases(speeds), picture)
 
 
 def greedy_cases(file: Path) -> list[list[dict[str, Any]]]:
@@ -65,4 +62,4 @@ def draw(cases: list[list[dict[str, Any]]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

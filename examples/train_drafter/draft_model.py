@@ -73,7 +73,8 @@ def draft_vocabulary(
     belong to the target's, whose logits have these ``rows``."""
     tokenizer = load_tokenizer(str(target))
     if not tokens or tokens >= len(tokenizer):
-        return tokenizer, whole_vocabulary(rows)
+        numbers = np.arange(rows, dtype=np.int64)
+        return tokenizer, Matching(numbers, numbers, np.empty((0, 2), dtype=np.int64))
     reduced = reduced_tokenizer(tokenizer, token_counts(shards, rows), tokens)
     return reduced, matching(tokenizer, reduced, rows, len(reduced))
 
@@ -193,9 +194,3 @@ def matching(target: Any, draft: Any, target_size: int, draft_size: int) -> Matc
     if known[0] is None or known[1] is None:
         raise SequoiaError("the tokenizer does not tell what its tokens mean")
     return match(known[0], known[1], target_size, draft_size)
-
-
-def whole_vocabulary(size: int) -> Matching:
-    """Every token is itself."""
-    numbers = np.arange(size, dtype=np.int64)
-    return Matching(numbers, numbers, np.empty((0, 2), dtype=np.int64))

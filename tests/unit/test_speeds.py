@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from statistics import median
 
@@ -104,10 +103,9 @@ def test_the_table_of_servers_is_what_the_command_prints():
     assert make_summary(rows) in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 
 
-def test_it_is_drawn(monkeypatch, tmp_path):
+def test_it_is_drawn(tmp_path):
     file, picture = ROOT / "benchmarks" / "gpu" / "h200.jsonl", tmp_path / "h200.svg"
-    monkeypatch.setattr(sys, "argv", ["speed_picture", str(file), str(picture)])
-    speed_picture.main()
+    speed_picture.main(file, picture)
     drawn = picture.read_text(encoding="utf-8")
     names = {row["method"] for row in speed_picture.greedy_cases(file)[0]}
     assert len(names) == 6
