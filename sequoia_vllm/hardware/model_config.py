@@ -42,12 +42,12 @@ def read_shape(
     layers = drafts.layers or len(_mlps(reader)) or reader.count("num_hidden_layers")
     first = reader.count("num_hidden_layers") if drafts.is_targets_own else 0
     experts = read_experts(reader, range(first, first + layers))
-    weight_bytes = _weight_bytes(reader, quantization)
+    weight_bytes, experts_alone = _quantization(reader, quantization)
     shared = None
     if reader.value("model_type") == "zamba2":
         shared = SharedBlocks(count=reader.count("num_mem_blocks", 1), width=2 * hidden)
     unused = experts.width if experts and experts.layers == layers else None
-    if experts and weight_bytes and _are_alone(reader, quantization):
+    if experts and weight_bytes and experts_alone:
         experts = experts.model_copy(update={"weight_bytes": weight_bytes})
         weight_bytes = None
     return ModelShape(
@@ -88,36 +88,24 @@ def read_latent(config: Fields) -> Latent | None:
     )
 
 
-def _weight_bytes(reader: Fields, quantization: str | None) -> float | None:
-    """Bytes of a quantized weight, scales not counted; None: none is quantized."""
-    stated = _stated(reader)
-    if not stated and not quantization:
-        return None
-    method = str(quantization or stated.get("quant_method") or "").lower()
-    bits = _stated_bits(stated, method)
+def _quantization(reader: Fields, method: str | None) -> tuple[float | None, bool]:
+    """Bytes of a quantized weight, scales not counted (None: none is quantized), and whether a
+    mixture's experts alone are quantized, and its attention is not."""
+    stated = reader.value("quantization_config") or reader.value("compression_config") or {}
+    if not isinstance(stated, Mapping):
+        stated = stated.to_dict() if hasattr(stated, "to_dict") else vars(stated)
+    if not stated and not method:
+        return None, False
+    name = str(method or stated.get("quant_method") or "").lower()
+    bits = _stated_bits(stated, name)
     if bits is None:
         raise ShapeError(
-            f"the weights of {reader.name} are quantized by {method or 'a method not named'}, "
+            f"the weights of {reader.name} are quantized by {name or 'a method not named'}, "
             "whose size is not known"
         )
-    return bits / 8
-
-
-def _stated(reader: Fields) -> Mapping[str, Any]:
-    """What a configuration says of quantization; empty: nothing."""
-    stated = reader.value("quantization_config") or reader.value("compression_config")
-    if stated is not None and not isinstance(stated, Mapping):
-        stated = stated.to_dict() if hasattr(stated, "to_dict") else vars(stated)
-    return stated or {}
-
-
-def _are_alone(reader: Fields, quantization: str | None) -> bool:
-    """Whether a mixture's experts alone are quantized, and its attention is not."""
-    stated = _stated(reader)
-    if {quantization, stated.get("quant_method")} & _EXPERTS_ALONE:
-        return True
     left_out = stated.get("modules_to_not_convert") or stated.get("ignore") or ()
-    return any("attn" in str(name) for name in left_out)
+    keeps_attention = any("attn" in str(name) for name in left_out)
+    return bits / 8, keeps_attention or bool({method, stated.get("quant_method")} & _EXPERTS_ALONE)
 
 
 def _stated_bits(stated: Mapping[str, Any], method: str) -> float | None:

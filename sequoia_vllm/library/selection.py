@@ -128,13 +128,6 @@ def _log_once(line: str) -> None:
     logger.info("Sequoia: %s", line)
 
 
-def read_alike(entries: list[TreeEntry], pair: PairKey) -> list[TreeEntry]:
-    """The entries for streamed weights if the pair's are, or else those for weights in memory: the
-    best trees of the two differ by hundreds of nodes."""
-    is_offloaded = pair.offloading is not None
-    return [entry for entry in entries if (entry.streamed is not None) == is_offloaded]
-
-
 def runs_as_here(
     entry: TreeEntry, file: LibraryFile, device: Device, pair: PairKey, shapes: PairShapes
 ) -> bool:

@@ -32,7 +32,6 @@ from sequoia_vllm.library.selection import (
     choose_vector,
     computed_entry,
     nearest_in_size,
-    read_alike,
     runs_as_here,
     selection,
 )
@@ -173,7 +172,9 @@ class TreeLibrary:
                 draft, pair.draft, hashes
             )
 
-        alike = read_alike(file.entries, pair)
+        # The best trees for streamed weights and for others differ by hundreds of nodes.
+        is_resident = pair.offloading is None
+        alike = [entry for entry in file.entries if (entry.streamed is None) == is_resident]
         entries = [entry for entry in alike if is_pair(entry.target, entry.draft)]
         why = [f"made for {entries[0].target} with {entries[0].draft}"] if entries else []
         spec = device.spec or file.datasheet

@@ -29,6 +29,7 @@ def provenance(**more: Any) -> dict[str, Any]:
     """Arguments, time, commit, versions, device and ``more``, as plain data."""
     from sequoia_vllm.engine.common.device_name import current_device_name
 
+    preloaded = os.environ.get("LD_PRELOAD", "")
     return {
         "argv": ["sequoia-vllm", *sys.argv[1:]],
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -36,7 +37,8 @@ def provenance(**more: Any) -> dict[str, Any]:
         "git": git_revision(),
         "python": platform.python_version(),
         "versions": installed_versions(_PACKAGES),
-        "preloaded": _preloaded(),
+        # Without directories: OpenMP and malloc change times on CPUs.
+        "preloaded": [Path(path).name for path in re.split(r"[ :]", preloaded) if path],
         **more,
     }
 
@@ -113,9 +115,3 @@ def _config_file(model: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
-
-
-def _preloaded() -> list[str]:
-    """Libraries in LD_PRELOAD, without their directories: OpenMP and malloc change CPU times."""
-    paths = re.split(r"[ :]", os.environ.get("LD_PRELOAD", ""))
-    return [Path(path).name for path in paths if path]
