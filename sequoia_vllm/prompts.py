@@ -145,11 +145,9 @@ def load_tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except (ValueError, OSError) as error:
-        if not Path(model).exists():
-            raise PromptError(
-                f"no tokenizer for the target: {hub_problem(model, error)}"
-            ) from error
-        raise PromptError(f"no tokenizer for the target {model!r}: {error}") from error
+        is_here = Path(model).exists()
+        why = f" {model!r}: {error}" if is_here else f": {hub_problem(model, error)}"
+        raise PromptError(f"no tokenizer for the target{why}") from error
 
 
 def encode_prompts(

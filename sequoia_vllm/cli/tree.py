@@ -266,7 +266,13 @@ def plot_tree(tree: TokenTree, acceptance: Acceptance | None, title: str, path: 
     y = -tree.depths.astype(np.float64)
     width = min(40.0, max(7.0, 0.17 * leaves + 2))
     figure, [axes] = new_figure(width, max(3.5, 0.62 * (tree.depth + 1) + 1.4))
-    _draw_edges(axes, tree, x, y, values)
+    from matplotlib.collections import LineCollection
+
+    parents = tree.parents_array[1:]
+    ends = [np.stack([x[parents], y[parents]], -1), np.stack([x[1:], y[1:]], -1)]
+    widths = 0.5 + 2.5 * np.sqrt(values[1:])
+    edges = LineCollection(list(np.stack(ends, axis=1)), linewidths=widths, colors=PALE)
+    axes.add_collection(edges)
     shown = np.maximum(values, 10.0**_FAINTEST)
     dots = axes.scatter(
         x, y, s=20 + 150 * np.sqrt(values), c=np.log10(shown), cmap="viridis_r", zorder=3,
@@ -301,23 +307,6 @@ def _layout(tree: TokenTree) -> tuple[NDArray[np.float64], int]:
         if children:
             x[node] = (x[children[0]] + x[children[-1]]) / 2
     return x, leaves
-
-
-def _draw_edges(
-    axes: Axes,
-    tree: TokenTree,
-    x: NDArray[np.float64],
-    y: NDArray[np.float64],
-    values: NDArray[np.float64],
-) -> None:
-    from matplotlib.collections import LineCollection
-
-    parents = tree.parents_array[1:]
-    segments = np.stack(
-        [np.stack([x[parents], y[parents]], -1), np.stack([x[1:], y[1:]], -1)], axis=1
-    )
-    widths = 0.5 + 2.5 * np.sqrt(values[1:])
-    axes.add_collection(LineCollection(list(segments), linewidths=widths, colors=PALE))
 
 
 def _levels_axis(axes: Axes, tree: TokenTree, values: NDArray[np.float64] | None) -> None:
