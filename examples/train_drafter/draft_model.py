@@ -73,8 +73,7 @@ def draft_vocabulary(
     belong to the target's, whose logits have these ``rows``."""
     tokenizer = load_tokenizer(str(target))
     if not tokens or tokens >= len(tokenizer):
-        numbers = np.arange(rows, dtype=np.int64)
-        return tokenizer, Matching(numbers, numbers, np.empty((0, 2), dtype=np.int64))
+        return tokenizer, Matching.of_same_numbers(rows)
     reduced = reduced_tokenizer(tokenizer, token_counts(shards, rows), tokens)
     return reduced, matching(tokenizer, reduced, rows, len(reduced))
 

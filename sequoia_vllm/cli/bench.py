@@ -22,13 +22,13 @@ from sequoia_vllm.cli.measuring import (
     TargetOption,
     check_models,
     check_output,
-    check_plot,
     draft_to_measure,
     engine_spec,
     measuring,
     numbers,
     quiet_engines,
 )
+from sequoia_vllm.figures import check_format, require_matplotlib
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -101,7 +101,9 @@ def bench(
 
     with friendly_errors():
         if plot is not None:
-            check_plot(plot)
+            check_output("--plot", plot)
+            check_format(plot)
+            require_matplotlib()
         compared = _compared(options)
         chosen = load_prompts(prompts, num_prompts)
         check_models(target, draft)

@@ -181,17 +181,6 @@ def check_name(role: str, model: str) -> None:
         ) from error
 
 
-def note_synthetic(target: str, draft: str) -> None:
-    """Notes which model is a synthetic target, so that nobody takes its times for a real one's."""
-    from sequoia_vllm.measuring.provenance import synthetic_models
-
-    for role, origin in synthetic_models(target, draft).items():
-        note(
-            f"the {role} is a synthetic target: it computes what {origin.get('from')} does, at the "
-            f"cost of {origin.get('parameters', 0) / 1e6:.0f} million parameters"
-        )
-
-
 def engine_spec(options: dict[str, Any]) -> EngineSpec:
     """The engines that a command's options describe."""
     from sequoia_vllm.measuring.engines import EngineSpec
@@ -221,16 +210,6 @@ def check_output(option: str, path: Path | None) -> None:
         fail(f"{option} {path}: there is no directory {path.parent}")
     if path is not None and path.is_dir():
         fail(f"{option} {path} is a directory: name a file")
-
-
-def check_plot(path: Path) -> None:
-    """Raises FigureError or FigureFormatError, before measuring, if ``--plot`` could not be
-    drawn."""
-    from sequoia_vllm.figures import check_format, require_matplotlib
-
-    check_output("--plot", path)
-    check_format(path)
-    require_matplotlib()
 
 
 def read_config(role: Role, model: str) -> Mapping[str, Any]:

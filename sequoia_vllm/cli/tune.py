@@ -26,7 +26,6 @@ from sequoia_vllm.cli.measuring import (
     draft_to_measure,
     engine_spec,
     measuring,
-    note_synthetic,
     numbers,
     quiet_engines,
 )
@@ -36,6 +35,7 @@ from sequoia_vllm.figures import FigureError
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.measuring.provenance import synthetic_models
 
 if TYPE_CHECKING:
     from sequoia_vllm.calibration.measure_acceptance import AcceptanceSettings
@@ -123,7 +123,12 @@ def tune(
     options = dict(locals())
     with friendly_errors():
         check_models(target, draft)
-        note_synthetic(target, draft)
+        for role, origin in synthetic_models(target, draft).items():
+            # Nobody shall take its times for a real one's.
+            note(
+                f"the {role} is a synthetic target: it computes what {origin.get('from')} does, at "
+                f"the cost of {origin.get('parameters', 0) / 1e6:.0f} million parameters"
+            )
         report = tune_pair(*_settings(options))
         print_json(report) if as_json else print_report(report)
 
