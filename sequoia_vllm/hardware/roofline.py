@@ -198,9 +198,8 @@ class _Forward:
         """Time for ``tokens`` tokens of each of ``batch`` requests."""
         rows = tokens * batch
         moved = shape.matmul_bytes(self._value_bytes, rows)
-        if streamed is not None:
-            outside = streamed.bytes_per_pass - streamed.from_device_bytes
-            moved = max(0.0, moved - outside * self._devices)
+        if streamed is not None and streamed.tile_rows is not None:  # products read them outside
+            moved = max(0.0, moved - streamed.bytes_per_pass * self._devices)
         products = self._roofline(moved, 2 * shape.matmul_parameters * rows)
         kv_value_bytes = shape.kv_value_bytes or self._value_bytes
         kv_bytes = batch * context * shape.kv_values_per_token * kv_value_bytes

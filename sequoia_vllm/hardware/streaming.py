@@ -64,11 +64,6 @@ class StreamedWeights(FileModel):
         reading = self.read_seconds(rows)
         return max(reading, computing) if self.overlaps else reading + computing
 
-    @property
-    def from_device_bytes(self) -> float:
-        """Bytes of the target that lie in the device's own memory."""
-        return 0.0 if self.tile_rows is not None else self.bytes_per_pass
-
 
 def streamed_layers(
     target: ModelShape,
