@@ -32,21 +32,14 @@ def descendants(spared: Collection[int] = ()) -> list[Any]:
         import psutil  # vLLM depends on it; without vLLM no engine runs
     except ImportError:
         return []
-    return [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.pid not in spared and not any(_TRACKER in word for word in _command(process))
-    ]
 
+    def is_tracker(process: psutil.Process) -> bool:
+        with suppress(psutil.Error):  # it has just ended
+            return any(_TRACKER in word for word in process.cmdline())
+        return False
 
-def _command(process: Any) -> list[str]:
-    import psutil
-
-    try:
-        words: list[str] = process.cmdline()
-        return words
-    except psutil.Error:  # it has just ended
-        return []
+    below = psutil.Process().children(recursive=True)
+    return [one for one in below if one.pid not in spared and not is_tracker(one)]
 
 
 def kill_processes(spared: Collection[int]) -> None:
@@ -99,11 +92,6 @@ def exit_code(interrupt: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
 
 
-def last_interrupt() -> KeyboardInterrupt:
-    """The interrupt of the first signal that came, for raising it later."""
-    return Terminated() if _Signals.first == signal.SIGTERM else KeyboardInterrupt()
-
-
 def interrupted_by() -> int | None:
     """The signal that came within the last block of `signals_end_this`, if one did."""
     return _Signals.first
@@ -133,7 +121,7 @@ class _Signals:
         finally:
             self._is_held = False
         if before is None and _Signals.first is not None:
-            raise last_interrupt()
+            raise Terminated if _Signals.first == signal.SIGTERM else KeyboardInterrupt
 
 
 @contextmanager
@@ -240,15 +228,11 @@ def interrupts_get_through() -> Iterator[None]:
         with _handled(unswallowing):
             yield
     except _Stop as stop:
-        raise stop.interrupt from None
+        raise stop.args[0] from None
 
 
 class _Stop(BaseException):
-    """Carries an interrupt out of vLLM."""
-
-    def __init__(self, interrupt: KeyboardInterrupt) -> None:
-        super().__init__(interrupt)
-        self.interrupt = interrupt
+    """Carries an interrupt, its argument, out of vLLM."""
 
 
 @contextmanager
