@@ -89,15 +89,9 @@ def numbered_prompts(file: Path, count: int | None = None) -> list[tuple[int, Pr
     is_text = file.suffix.lower() == ".txt"
     numbered = enumerate(_read(file).split("\n"), start=1)
     lines = [(number, line) for number, line in numbered if line.strip()][:count]
-    return [
-        (
-            number,
-            Prompt(prompt=line.rstrip("\r"))
-            if is_text
-            else _parse_json(line, f"prompts {file}, line {number}"),
-        )
-        for number, line in lines
-    ]
+    if is_text:
+        return [(number, Prompt(prompt=line.rstrip("\r"))) for number, line in lines]
+    return [(number, _parse_json(line, f"prompts {file}, line {number}")) for number, line in lines]
 
 
 def prompts_sha256(prompts: Sequence[Prompt]) -> str:

@@ -114,18 +114,14 @@ def known_draft(target: str, heads: bool | None = None) -> str | None:
         from sequoia_vllm.engine.frontend.drafts import kinds_here
 
         heads = any(kind.is_head for kind in kinds_here())
-    pairs = sorted(
-        [pair for pair in pairs if heads or not pair[0].is_head],
-        key=lambda pair: not pair[0].by_default,
-    )
-    if not pairs:
-        return None
-    for kind, known in pairs:
+    usable = [pair for pair in pairs if heads or not pair[0].is_head]
+    usable.sort(key=lambda pair: not pair[0].by_default)
+    for kind, known in usable:
         # Engines pass over a head whose configuration is not at hand.
         with suppress(ConfigError):
             if not kind.is_head or read_config("draft", known.name_for(target)):
                 return known.name_for(target)
-    return pairs[0][1].name_for(target)
+    return usable[0][1].name_for(target) if usable else None
 
 
 def own_layer(target: str) -> Drafter | None:
@@ -141,19 +137,15 @@ def own_layer(target: str) -> Drafter | None:
 def check_models(target: str, draft: str) -> None:
     """Raises SequoiaError, before any engine starts, unless both models exist and share enough
     tokens; a draft without weights fits every target."""
-    models = {"target": target}
-    if not drafts_from_text(draft):
-        models["draft"] = draft
+    has_weights = not drafts_from_text(draft)
+    models = {"target": target} | ({"draft": draft} if has_weights else {})
     for role, model in models.items():
         check_name(role, model)
     from sequoia_vllm.measuring.engines import compare_models, load_config
 
     for model in models.values():
         load_config(model)
-    if "draft" not in models:
-        return
-    found = compare_models(target, draft)
-    if found.matching is not None:
+    if has_weights and (found := compare_models(target, draft)).matching is not None:
         note(found.in_words)
 
 
