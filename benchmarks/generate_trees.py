@@ -15,7 +15,6 @@ input that covers it.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -109,15 +108,8 @@ def _stale_files(files: dict[str, str], directory: Path) -> tuple[list[str], lis
     ]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One model class on one device, with every vector that serves it."""
-
-    device: str
-    model_class: str
-    profile: Profile
-    reference: ProfileReference
-    vectors: list[AcceptanceFile]
+# A device, a model class on it, and every vector that serves the class.
+Job = tuple[str, str, Profile, ProfileReference, list[AcceptanceFile]]
 
 
 def generate_library(
@@ -127,17 +119,14 @@ def generate_library(
 ) -> dict[str, str]:
     """Text of every library file by its sorted name, of these devices (None: all). ``progress`` is
     called with (job, jobs done, jobs in all)."""
-    jobs = [job for job in _jobs(inputs) if devices is None or job.device in devices]
+    jobs = [job for job in _jobs(inputs) if devices is None or job[0] in devices]
     entries: dict[str, list[TreeEntry]] = {}
-    for done, job in enumerate(jobs):
-        progress(f"{job.device}/{job.model_class}", done, len(jobs))
-        entries.setdefault(job.device, []).extend(
-            make_entry(
-                f"{job.device}/{job.model_class}/{vector.name}", job.model_class, job.profile,
-                job.reference, vector, fastest_schedule(job.profile, vector),
-            )
-            for vector in job.vectors
-        )  # fmt: skip
+    for done, (device, name, profile, reference, vectors) in enumerate(jobs):
+        progress(f"{device}/{name}", done, len(jobs))
+        for vector in vectors:
+            full, schedule = f"{device}/{name}/{vector.name}", fastest_schedule(profile, vector)
+            entry = make_entry(full, name, profile, reference, vector, schedule)
+            entries.setdefault(device, []).append(entry)
     progress("done", len(jobs), len(jobs))
     known = known_devices()
     return {
@@ -171,12 +160,12 @@ def _jobs(inputs: Path) -> Iterator[Job]:
             pair = found[0].target, found[0].draft
             serving = [v for v in vectors if v in published or (v.target, v.draft) == pair]
             if serving:
-                yield Job(device, name, *found, serving)
+                yield device, name, *found, serving
     for name, model_class in model_classes("offloaded").items():
         for device in model_class.devices if published else ():
             profile = _offloaded(known_devices()[device].spec(), model_class)
             reference = profile_reference(profile)
-            yield Job(device, f"{name}{OFFLOADED}", profile, reference, published)
+            yield device, f"{name}{OFFLOADED}", profile, reference, published
 
 
 def _offloaded(device: DeviceSpec, model_class: ModelClass) -> Profile:
