@@ -3,9 +3,9 @@
 import triton
 
 from benchmarks.compiled.variant import Variant
+from sequoia_vllm.drafting import drafted_trees
 from sequoia_vllm.kernels import (
     begin_drafting,
-    children,
     continuations,
     draft_inputs,
     target_states,
@@ -108,7 +108,7 @@ def children_variants() -> list[Variant]:
 
 def _draw(dtype: str, branch: int, vocabulary: int) -> list[Variant]:
     """The launches of a level, of nodes with up to ``branch`` children."""
-    block, num_blocks = children._blocks(vocabulary, branch)
+    block, num_blocks = drafted_trees._blocks(vocabulary, branch)
     sizes = {"BLOCKS": triton.next_power_of_2(num_blocks), "BRANCH": branch}
     return [
         Variant(
@@ -120,8 +120,8 @@ def _draw(dtype: str, branch: int, vocabulary: int) -> list[Variant]:
         )
         for kernel, constexprs, num_warps in (
             (row_statistics_kernel, {"BLOCK": block}, 4),
-            (block_best_kernel, {"BLOCK": block, **sizes}, children._BEST_WARPS),
-            (merge_best_kernel, sizes, children._merge_warps(sizes["BLOCKS"] * branch)),
+            (block_best_kernel, {"BLOCK": block, **sizes}, drafted_trees._BEST_WARPS),
+            (merge_best_kernel, sizes, drafted_trees._merge_warps(sizes["BLOCKS"] * branch)),
         )
     ]
 

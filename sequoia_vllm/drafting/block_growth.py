@@ -119,17 +119,10 @@ class BlockGrowth(TreeGrowth):
     ) -> None:
         """One forward over every request's block, then the children of each level's nodes."""
         batch, width = self._batch, (self._levels or levels.tree.depth) + self._before
-        self._inputs.read_block(
-            requests=batch.slots[:num_reqs],
-            roots=batch.roots[:num_reqs],
-            all_token_ids=self._token_ids,
-            width=width,
-            mask_token=self._mask_token,
-            max_len=self._max_model_len,
-            longest=self._draft_max_len,
+        self._inputs.read_block(batch, num_reqs, width, self._mask_token)
+        states = self._forward(
+            batch.roots[:num_reqs], num_reqs * width, 0, width, self._sees_all, max_keys, None
         )
-        roots_at = batch.roots[:num_reqs]
-        states = self._forward_each(roots_at, 0, width, self._sees_all, max_keys, None)
         tokens = self._inputs.token_ids[: num_reqs * width].view(num_reqs, width)[:, :1]
         predicting = states.hidden.view(num_reqs, width, -1)[:, self._before :]
         logits = self._model.block_logits(predicting, roots.hidden, tokens)

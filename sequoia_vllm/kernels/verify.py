@@ -121,7 +121,7 @@ def verify_trees(
     A request in mode SAMPLED goes by Algorithm 2, whose decisions are those of
     `tests.oracles.verification`. Its emitted tokens have the law of sampling the target one token
     at a time. For that the children of each node must be the ordered draws without replacement
-    that `sequoia_vllm.kernels.children` makes. In the other modes the target's token after each
+    that `DraftedTrees.draw` makes. In the other modes the target's token after each
     node is given. It is emitted, and the walk goes on where a child carries it (nowhere, in mode
     SKIP).
 
