@@ -12,9 +12,7 @@ on nothing that only the device knows: a CUDA graph may hold the launches.
 """
 
 import math
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -43,8 +41,7 @@ _ROWS_OF_NODES = 16
 class TreeAttentionWorkspace:
     """Memory for the results of splits; one for all layers and trees of a stream.
 
-    It takes `size_in_bytes` for any batch and tree: contexts are only split where there are few
-    programs.
+    It serves any batch and tree: contexts are only split where there are few programs.
 
     Args:
         head_size: Largest of the layers that use it.
@@ -55,10 +52,12 @@ class TreeAttentionWorkspace:
         self, head_size: int, device: torch.device | str, processors: int | None = None
     ) -> None:
         device = torch.device(device)
-        # The compute capability is times ten.
-        self.processors, self.capability = _processors_and_capability(device)
-        if processors is not None:
-            self.processors = processors
+        own, self.capability = 1, HOPPER  # in Triton's interpreter
+        if device.type == "cuda":
+            own = torch.cuda.get_device_properties(device).multi_processor_count
+            major, minor = torch.cuda.get_device_capability(device)
+            self.capability = 10 * major + minor
+        self.processors = own if processors is None else processors
         size = self.size_in_bytes(head_size, self.processors)
         self._memory = torch.empty(size // 4, dtype=torch.float32, device=device)
 
@@ -72,14 +71,14 @@ class TreeAttentionWorkspace:
         return len(self._memory) // (head_size + 1)
 
     def partials(self, rows: int, head_size: int) -> tuple[Tensor, Tensor]:
-        """Views for outputs ``[rows, head_size]`` and log-sum-exps ``[rows]``.
+        """Outputs ``[rows, head_size]`` and log-sum-exps ``[rows]``, flat.
 
         Raises:
             ValueError: If they do not fit.
         """
-        outputs = rows * head_size
-        if outputs + rows > len(self._memory):
+        if rows > self.rows(head_size):
             raise ValueError(f"{rows} rows of head size {head_size} do not fit this workspace")
+        outputs = rows * head_size
         return self._memory[:outputs], self._memory[outputs : outputs + rows]
 
 
@@ -114,23 +113,21 @@ def tree_attention(
 
     Args:
         query: ``[T, Hq, D]``, bfloat16, float16 or float32.
-        key_cache, value_cache: ``[blocks, block_size, Hkv, D]`` with any strides but
-            D's, which is 1; of the query's dtype, or float8_e4m3fn (uint8 is taken
-            as that). The nodes' own keys and values are in it already. Or values are the
-            first channels of their keys, a view of them: all but `EXTRA_SIZES` (MLA).
+        key_cache, value_cache: ``[blocks, block_size, Hkv, D]`` with any strides but D's, which is
+            1; of the query's dtype, or float8_e4m3fn (uint8 is taken as that). The nodes' own keys
+            and values are in it already. Or values are the first channels of their keys, a view of
+            them: all but `EXTRA_SIZES` (MLA).
         block_table: int32 ``[R, max_blocks]``: position p of request r lies in block
-            ``block_table[r, p // block_size]``. Nobody sees positions past its columns:
-            rows of nodes there get numbers without meaning.
-        context_lens: int32 ``[R]``: committed tokens c before the root; node j is at
-            position c + j.
+            ``block_table[r, p // block_size]``. Nobody sees positions past its columns: rows of
+            nodes there get numbers without meaning.
+        context_lens: int32 ``[R]``: committed tokens c before the root; node j is at c + j.
         query_start_loc: int32 ``[R + 1]``.
-        mask: The tree's. Where it has a window, blocks that lie wholly before the root's
-            are not read.
+        mask: The tree's. Blocks wholly before its window, at the root, are not read.
         slots: int64 ``[R]``: request slot of each, -1 for padding.
         first_node: 0 for a whole tree; a level's first node where a level is drafted.
         scale: Softmax scale, positive.
-        key_scale, value_scale: Factors of what an fp8 cache holds, positive: two
-            floats, or two float32 tensors of one element. Not used for other caches.
+        key_scale, value_scale: Factors of what an fp8 cache holds, positive: two floats, or two
+            float32 tensors of one element. Not used for other caches.
         workspace: On the same device, and of no other stream.
         output: Like ``query``, as wide as values; its strides may differ.
         max_queries: Bound on a request's rows; N - first_node if not given.
@@ -158,12 +155,13 @@ def tree_attention(
         raise ValueError("key_scale and value_scale must be both tensors or both floats")
     if quantized and workspace.capability < _FP8_CAPABILITY:
         raise ValueError("an fp8 KV cache needs a GPU of compute capability 8.9 or higher")
-    tokens, heads, key_size = query.shape
-    head_size = output.shape[2]
+    (tokens, heads, key_size), head_size = query.shape, output.shape[2]
     if context_lse is not None:
-        _check_context_lse(context_lse, heads, tokens, quantized)
-        if mask.window is not None or soft_cap or sinks is not None:
-            raise ValueError("windows, soft caps and sinks are one kernel's: give no context_lse")
+        _check_context_lse(context_lse, [heads, tokens])
+        if quantized or mask.window is not None or soft_cap or sinks is not None:
+            raise ValueError(
+                "fp8, windows, soft caps and sinks are one kernel's: give no context_lse"
+            )
     if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
         raise ValueError(f"sinks are {list(sinks.shape)}; expected {[heads]}, contiguous")
     _, block_size, key_heads, _ = key_cache.shape
@@ -186,12 +184,10 @@ def tree_attention(
     max_positions = block_table.shape[1] * block_size
     if max_slots is not None:
         max_positions = min(max_positions, max_slots)
-    window, most_read = 0, max_positions
+    window, most_read = 0, max_positions if max_keys is None else min(max_positions, max_keys)
     if mask.window is not None:
         window = min(mask.window, max_positions + nodes)  # in 32 bits
-        most_read = min(max_positions, window + nodes + tile.keys)
-    if max_keys is not None:
-        most_read = min(most_read, max_keys)
+        most_read = min(most_read, window + nodes + tile.keys)
     splits = 1
     if context_lse is None:
         busy = units
@@ -224,54 +220,6 @@ def tree_attention(
             window, first_node, splits, row_tiles * tile.rows, output.stride(0), output.stride(1),
             SPLITS_AT_ONCE=_SPLITS_AT_ONCE, **shared, num_warps=4,
         )  # fmt: skip
-
-
-def attend_to_contexts(
-    flash_attn_varlen_func: Callable[..., Any],
-    version: int,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    context_lens: Tensor,
-    query_start_loc: Tensor,
-    *,
-    max_queries: int,
-    max_context: int,
-    scale: float,
-    output: Tensor,
-) -> Tensor:
-    """Writes the attention of every tree node over its context into its row of ``output``.
-
-    vLLM's FlashAttention computes it, and `tree_attention` goes on from there. All nodes of a
-    request see the same keys, so no mask is needed.
-
-    Args:
-        version: FlashAttention's: 2 or 3.
-        query, key_cache, value_cache, block_table, context_lens, query_start_loc, scale,
-            output: See `tree_attention`.
-        max_queries: No request has more rows.
-        max_context: Nor a longer context.
-
-    Returns:
-        Log-sum-exps, float32 ``[Hq, T]``: ``context_lse`` of `tree_attention`.
-    """
-    _, context_lse = flash_attn_varlen_func(
-        q=query,
-        k=key_cache,
-        v=value_cache,
-        out=output,
-        cu_seqlens_q=query_start_loc,
-        max_seqlen_q=max_queries,
-        seqused_k=context_lens,
-        max_seqlen_k=max_context,
-        softmax_scale=scale,
-        causal=False,
-        block_table=block_table,
-        return_softmax_lse=True,
-        fa_version=version,
-    )
-    return context_lse
 
 
 @cache
@@ -316,20 +264,11 @@ def _check_latents(key_cache: Tensor, value_cache: Tensor, extra: int) -> None:
         raise ValueError("values of another size than keys must be the keys' first channels")
 
 
-def _check_context_lse(context_lse: Tensor, heads: int, tokens: int, quantized: bool) -> None:
-    if quantized:
-        raise ValueError("an fp8 KV cache is read by one kernel: give no context_lse")
-    if context_lse.dtype != torch.float32 or context_lse.shape != (heads, tokens):
+def _check_context_lse(context_lse: Tensor, shape: list[int]) -> None:
+    if context_lse.dtype != torch.float32 or list(context_lse.shape) != shape:
         raise ValueError(
             f"context_lse is {context_lse.dtype} {list(context_lse.shape)}; "
-            f"expected float32 {[heads, tokens]}"
+            f"expected float32 {shape}"
         )
     if context_lse.stride(1) != 1:
         raise ValueError("a head's log-sum-exps must lie side by side (last stride 1)")
-
-
-def _processors_and_capability(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda":  # Triton's interpreter
-        return 1, HOPPER
-    major, minor = torch.cuda.get_device_capability(device)
-    return torch.cuda.get_device_properties(device).multi_processor_count, 10 * major + minor
