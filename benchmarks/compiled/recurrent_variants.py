@@ -7,7 +7,7 @@ from typing import Any
 import triton.language as tl
 
 from benchmarks.compiled.variant import Variant
-from sequoia_vllm.kernels import gdn_tree, mamba_tree, recurrent_tree, recurrent_tree_kernels
+from sequoia_vllm.kernels import recurrent_heads, recurrent_tree, recurrent_tree_kernels
 
 # Qwen3-Next's, and those of Granite 4 Small.
 _GDN = {"HEADS": 16, "VALUE_HEADS": 32, "KEY": 128, "VALUE": 128}
@@ -26,9 +26,9 @@ def recurrent_variants() -> list[Variant]:
                 "NODES": recurrent_tree._NODES, "CHANNELS": recurrent_tree._CHANNELS,
             },
         ),
-        *(_scoring("score nodes", gdn_tree.score_gdn_kernel, {}, _GDN, n) for n in (16, 64)),
+        *(_scoring("score nodes", recurrent_heads.score_gdn_kernel, {}, _GDN, n) for n in (16, 64)),
         *(
-            _scoring("score nodes of Mamba2", mamba_tree.score_mamba_kernel, mamba, _MAMBA, n)
+            _scoring("score nodes of Mamba2", recurrent_heads.score_mamba_kernel, mamba, _MAMBA, n)
             for n in (16, 64)
         ),
         Variant(
