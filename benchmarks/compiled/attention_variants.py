@@ -88,58 +88,48 @@ class _Shape:
                     bool(self.extra),
                 )  # fmt: skip
                 tiles.setdefault(tile, []).append(capability)
-        return [
-            Variant(
-                name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}"
-                f"{f' + {self.extra}' if self.extra else ''}/{self.group}, block "
-                f"{self.block_size}, {self.words} words:"
-                f" {tile.rows} x {tile.keys}{' in 255' if tile.max_registers else ''}"
-                f"{', only nodes' if self.only_nodes else ''}"
-                f"{', window' if self.windowed else ''}{', soft cap' if self.soft_capped else ''}"
-                f"{', sinks' if self.has_sinks else ''}",
-                kernel=tree_attention_kernel,
-                signature=_signature(self.query, self.cache),
-                constexprs={
-                    **tree_attention._shared_constants(
-                        self.group, self.head_size, tile.keys, self.windowed
-                    ),
-                    "BLOCK_SIZE": self.block_size,
-                    "WORDS": self.words,
-                    "QUANTIZED": quantized,
-                    "SCALES_IN_MEMORY": True,
-                    "ROWS": tile.rows,
-                    "ONLY_NODES": self.only_nodes,
-                    "SOFT_CAPPED": self.soft_capped,
-                    "HAS_SINKS": self.has_sinks,
-                    "EXTRA": self.extra,
-                },
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                max_registers=tile.max_registers,
-                capabilities=tuple(capabilities),
-            )
-            for tile, capabilities in tiles.items()
-        ]
+        return [self._variant(*each) for each in tiles.items()]
+
+    def _variant(self, tile: Tile, capabilities: list[int]) -> Variant:
+        extra = f" + {self.extra}" if self.extra else ""
+        features = {
+            " in 255": tile.max_registers, ", only nodes": self.only_nodes,
+            ", window": self.windowed, ", soft cap": self.soft_capped, ", sinks": self.has_sinks,
+        }  # fmt: skip
+        return Variant(
+            name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}{extra}"
+            f"/{self.group}, block {self.block_size}, {self.words} words: {tile.rows} x {tile.keys}"
+            + "".join(name for name, has in features.items() if has),
+            kernel=tree_attention_kernel,
+            signature=_signature(self.query, self.cache),
+            constexprs={
+                **tree_attention._shared_constants(
+                    self.group, self.head_size, tile.keys, self.windowed
+                ),
+                "BLOCK_SIZE": self.block_size, "WORDS": self.words,
+                "QUANTIZED": self.cache == "fp8e4nv", "SCALES_IN_MEMORY": True,
+                "ROWS": tile.rows, "ONLY_NODES": self.only_nodes,
+                "SOFT_CAPPED": self.soft_capped, "HAS_SINKS": self.has_sinks, "EXTRA": self.extra,
+            },
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            max_registers=tile.max_registers,
+            capabilities=tuple(capabilities),
+        )  # fmt: skip
 
 
 def _merge_variants() -> list[Variant]:
     return [
         Variant(
-            f"merge_splits head {head_size}{', window' if windowed else ''}",
+            f"merge_splits head {size}{', window' if windowed else ''}",
             merge_splits_kernel,
             _signature("bf16", "bf16"),
             {
-                **tree_attention._shared_constants(4, head_size, 64, windowed),
+                **tree_attention._shared_constants(4, size, 64, windowed),
                 "SPLITS_AT_ONCE": tree_attention._SPLITS_AT_ONCE,
             },
         )
-        for head_size, windowed in (
-            (64, False),
-            (128, True),
-            (128, False),
-            (256, False),
-            (512, False),
-        )
+        for size, windowed in ((64, False), (128, True), (128, False), (256, False), (512, False))
     ]
 
 
