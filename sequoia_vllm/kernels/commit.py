@@ -70,19 +70,9 @@ class CacheLayers:
         size = first.element_size()
         lengths = [size * length for length in (first.shape[3], *first.stride()[:3])]
         unit = reduce(gcd, (cache.data_ptr() for cache in unique), gcd(8, *lengths))
-        units, block_stride, head_stride, slot_stride = (length // unit for length in lengths)
-        addresses = [cache.data_ptr() for cache in unique]
-        return CacheLayers(
-            caches=unique,
-            addresses=torch.tensor(addresses, dtype=torch.int64, device=first.device),
-            unit=unit,
-            heads=first.shape[1],
-            units=units,
-            slots=first.shape[2],
-            block_stride=block_stride,
-            head_stride=head_stride,
-            slot_stride=slot_stride,
-        )
+        units, *strides = (length // unit for length in lengths)
+        addresses = torch.tensor([cache.data_ptr() for cache in unique]).to(first.device)
+        return CacheLayers(unique, addresses, unit, first.shape[1], units, first.shape[2], *strides)
 
 
 def _check_alike(cache: Tensor, first: Tensor) -> None:
