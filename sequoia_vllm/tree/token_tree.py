@@ -56,7 +56,7 @@ class TokenTree:
             elif node > 0 and not 0 <= parent < node:
                 must = f"a node's parent must come before it (0 to {node - 1})"
             elif node == 0 and parent != -1:
-                must = f"node 0 is the root: its parent must be -1, not {shortened(parent)}"
+                must = f"it is the root: its parent must be -1, not {shortened(parent)}"
             else:
                 continue
             raise TreeError(f"node {node} has parent {shortened(parent)}: {must}")
