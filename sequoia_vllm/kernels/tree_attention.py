@@ -13,6 +13,7 @@ on nothing that only the device knows: a CUDA graph may hold the launches.
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -86,30 +87,22 @@ def tree_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_table: Tensor,
-    context_lens: Tensor,
-    query_start_loc: Tensor,
+    tree: Any,
     mask: NodeMask,
     *,
-    slots: Tensor,
-    first_node: int,
     scale: float,
     key_scale: float | Tensor,
     value_scale: float | Tensor,
-    workspace: TreeAttentionWorkspace,
     output: Tensor,
-    max_queries: int | None = None,
-    max_slots: int | None = None,
-    max_keys: int | None = None,
     context_lse: Tensor | None = None,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
     """Writes the attention of every tree node into its row of ``output``.
 
-    Rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]`` are request r's nodes
-    ``first_node``, ``first_node + 1``, ... A request may have none: nothing of it is
-    read then. Rows that belong to no request stay as they are.
+    Rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]`` are request r's nodes ``first``,
+    ``first + 1``, ... A request may have none: nothing of it is read then. Rows that belong to no
+    request stay as they are.
 
     Args:
         query: ``[T, Hq, D]``, bfloat16, float16 or float32.
@@ -117,23 +110,16 @@ def tree_attention(
             1; of the query's dtype, or float8_e4m3fn (uint8 is taken as that). The nodes' own keys
             and values are in it already. Or values are the first channels of their keys, a view of
             them: all but `EXTRA_SIZES` (MLA).
-        block_table: int32 ``[R, max_blocks]``: position p of request r lies in block
+        tree: A `drafting.growth.NodeQueries`, whose ``max_keys`` sets the number of splits: speed
+            and rounding. Also ``workspace``, on the same device and of no other stream, and
+            ``block_table``, int32 ``[R, max_blocks]``: position p of request r lies in block
             ``block_table[r, p // block_size]``. Nobody sees positions past its columns: rows of
             nodes there get numbers without meaning.
-        context_lens: int32 ``[R]``: committed tokens c before the root; node j is at c + j.
-        query_start_loc: int32 ``[R + 1]``.
         mask: The tree's. Blocks wholly before its window, at the root, are not read.
-        slots: int64 ``[R]``: request slot of each, -1 for padding.
-        first_node: 0 for a whole tree; a level's first node where a level is drafted.
         scale: Softmax scale, positive.
         key_scale, value_scale: Factors of what an fp8 cache holds, positive: two floats, or two
             float32 tensors of one element. Not used for other caches.
-        workspace: On the same device, and of no other stream.
         output: Like ``query``, as wide as values; its strides may differ.
-        max_queries: Bound on a request's rows; N - first_node if not given.
-        max_slots: Nobody sees positions from this one on, either; None: all that have a block.
-        max_keys: Upper bound of the positions of any request, its nodes included; None: what
-            its blocks hold. It sets the number of splits: speed and rounding.
         context_lse: float32 ``[Hq, T]``, rows of any stride: ``output`` holds the attention
             of each row over its context alone, from another kernel, and this the natural
             log-sum-exp of its scores (-inf: it saw nothing). The tree's nodes are added.
@@ -153,6 +139,7 @@ def tree_attention(
     _check_tensors(query, key_cache, value_cache, output)
     if isinstance(key_scale, Tensor) != isinstance(value_scale, Tensor):
         raise ValueError("key_scale and value_scale must be both tensors or both floats")
+    workspace: TreeAttentionWorkspace = tree.workspace
     if quantized and workspace.capability < _FP8_CAPABILITY:
         raise ValueError("an fp8 KV cache needs a GPU of compute capability 8.9 or higher")
     (tokens, heads, key_size), head_size = query.shape, output.shape[2]
@@ -165,11 +152,9 @@ def tree_attention(
     if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
         raise ValueError(f"sinks are {list(sinks.shape)}; expected {[heads]}, contiguous")
     _, block_size, key_heads, _ = key_cache.shape
-    requests, group = len(context_lens), heads // key_heads
+    requests, group = len(tree.context_lens), heads // key_heads
     nodes, words = mask.words.shape[-2:]
-    queries = min(tokens, nodes - first_node)
-    if max_queries is not None:
-        queries = min(queries, max_queries)
+    queries = min(tokens, nodes - tree.first, tree.width)
     if requests == 0 or queries <= 0:
         return
     rows = queries * group
@@ -181,10 +166,10 @@ def tree_attention(
     )  # fmt: skip
     row_tiles = -(-queries * group // tile.rows)
     units = requests * key_heads * row_tiles
-    max_positions = block_table.shape[1] * block_size
-    if max_slots is not None:
-        max_positions = min(max_positions, max_slots)
-    window, most_read = 0, max_positions if max_keys is None else min(max_positions, max_keys)
+    max_positions = tree.block_table.shape[1] * block_size
+    if tree.max_slots is not None:
+        max_positions = min(max_positions, tree.max_slots)
+    window, most_read = 0, min(max_positions, tree.max_keys)
     if mask.window is not None:
         window = min(mask.window, max_positions + nodes)  # in 32 bits
         most_read = min(most_read, window + nodes + tile.keys)
@@ -199,13 +184,14 @@ def tree_attention(
     partial_output, partial_lse = workspace.partials(partial_rows, head_size)
     shared = _shared_constants(group, head_size, tile.keys, mask.window is not None)
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
-        query, key_cache, value_cache, block_table, context_lens, query_start_loc,
-        slots, mask.words, mask.depths, key_scale, value_scale, partial_output, partial_lse, output,
-        partial_lse if context_lse is None else context_lse, query if sinks is None else sinks,
-        scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, first_node,
+        query, key_cache, value_cache, tree.block_table, tree.context_lens, tree.query_start_loc,
+        tree.request_slots, mask.words, mask.depths, key_scale, value_scale, partial_output,
+        partial_lse, output, partial_lse if context_lse is None else context_lse,
+        query if sinks is None else sinks,
+        scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, tree.first,
         splits, row_tiles, max_positions,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
-        block_table.stride(0), rows_per_slot(mask.words, 2), mask.words.stride(-2),
+        tree.block_table.stride(0), rows_per_slot(mask.words, 2), mask.words.stride(-2),
         output.stride(0), output.stride(1),
         0 if context_lse is None else context_lse.stride(0),
         BLOCK_SIZE=block_size, WORDS=words, QUANTIZED=quantized,
@@ -216,8 +202,8 @@ def tree_attention(
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[(queries * group, key_heads, requests)](
-            partial_output, partial_lse, context_lens, query_start_loc, output,
-            window, first_node, splits, row_tiles * tile.rows, output.stride(0), output.stride(1),
+            partial_output, partial_lse, tree.context_lens, tree.query_start_loc, output,
+            window, tree.first, splits, row_tiles * tile.rows, output.stride(0), output.stride(1),
             SPLITS_AT_ONCE=_SPLITS_AT_ONCE, **shared, num_warps=4,
         )  # fmt: skip
 
