@@ -46,14 +46,12 @@ class CacheLayers:
         """Prepares the caches of one or more layers; waits for the device.
 
         Args:
-            caches: ``[blocks, heads, slots per block, width]`` of any dtype, all
-                alike, contiguous in the last dimension; ``width`` holds key and value
-                of a head one after the other. Caches that keep keys and values apart
-                are given as two each. A cache given twice is moved once.
+            caches: ``[blocks, heads, slots per block, width]`` of any dtype, all alike, contiguous
+                in the last dimension; ``width`` holds key and value of a head. Caches that keep
+                these apart are given as two each. A cache given twice is moved once.
 
         Raises:
-            ValueError: If there are none, they differ in anything but their
-                contents, or the layout is another.
+            ValueError: If there are none, they differ in more than contents, or in layout.
         """
         # By address: layers may share one cache, whose tokens must move once.
         unique = tuple({cache.data_ptr(): cache for cache in caches}.values())
@@ -140,11 +138,9 @@ def commit_accepted(
         ValueError: If there are not R rows of each.
     """
     requests, depth = accepted.shape
-    if len(block_table) != requests or len(context_lens) != requests:
-        raise ValueError(
-            f"paths of {requests} requests, {len(block_table)} block tables"
-            f" and {len(context_lens)} context lengths"
-        )
+    if {len(block_table), len(context_lens)} != {requests}:
+        others = f"{len(block_table)} block tables and {len(context_lens)} context lengths"
+        raise ValueError(f"paths of {requests} requests, {others}")
     if requests == 0 or depth == 0:
         return
     pieces = layers.heads * layers.units

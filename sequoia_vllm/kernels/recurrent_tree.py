@@ -130,8 +130,7 @@ class RecurrentStates:
     ) -> RecurrentStates:
         """Prepares the caches of one or more layers; waits for the device.
 
-        Raises:
-            ValueError: If there are none, or they differ in more than their contents.
+        Raises ValueError if there are none, or they differ in more than their contents.
         """
         for caches in (inputs, states or inputs):
             kinds = {(cache.dtype, cache.shape[1:], cache.stride()) for cache in caches}
@@ -177,8 +176,7 @@ def convolve_nodes(
         weights: ``[C, W]``, contiguous: the last column is for the node itself.
         bias: ``[C]``, or None.
         history: ``[blocks, W - 1, C]``, with any strides.
-        kept: Its inputs are written.
-        layer: Which of its layers this is.
+        kept: Its inputs are written, of this ``layer``.
         silu: Whether SiLU follows.
 
     Returns:
@@ -205,12 +203,10 @@ def score_heads(
     """Launches a kind's kernel, each program for one request, one head and a part of its values.
 
     Args:
-        kernel: Of the kind.
-        inputs: Its own arguments, which come first.
+        kernel, inputs: Of the kind, and its own arguments, which come first.
         nodes: The trees, of `MAX_NODES` nodes at most.
         states: ``[blocks, Hv, V, K]``, contiguous in a block.
-        kept: Its keys, updates and decays are written.
-        layer: Which of its layers this is.
+        kept: Its keys, updates and decays are written, of this ``layer``.
         output: ``[T, Hv, V]``, contiguous; padding's rows are left alone.
 
     Raises:
