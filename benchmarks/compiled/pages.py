@@ -11,9 +11,10 @@ from benchmarks.compiled.compiling import Resources
 
 _ROW = re.compile(
     r"^sm_(?P<capability>\d+) +(?P<name>\S.*?) +(?P<registers>\d+) registers"
-    r" +(?P<spilled_bytes>\d+) B spilled +(?P<shared_bytes>\d+) B shared$", re.M
-)  # fmt: skip
-_SOURCE = re.compile(r"^(\w+) +([0-9a-f]{16})$", re.M)
+    r" +(?P<spilled_bytes>\d+) B spilled +(?P<shared_bytes>\d+) B shared$",
+    re.MULTILINE,
+)
+_SOURCE = re.compile(r"^(\w+) +([0-9a-f]{16})$", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -93,13 +93,12 @@ def _draft_inputs() -> list[Variant]:
         "level": draft_inputs.level_inputs_kernel,
         "block": draft_inputs.block_inputs_kernel,
     }
+    signature, block = {"tokens_stride": "i32"}, {"BLOCK": draft_inputs._BLOCK}
     return [
-        Variant(
-            f"draft inputs, {name}, {groups} groups", kernel, {"tokens_stride": "i32"},
-            {"GROUPS": groups, "BLOCK": draft_inputs._BLOCK},
-        )
-        for name, kernel in kernels.items() for groups in (1, 2)
-    ]  # fmt: skip
+        Variant(f"draft inputs, {name}, {n} groups", kernel, signature, {"GROUPS": n, **block})
+        for name, kernel in kernels.items()
+        for n in (1, 2)
+    ]
 
 
 def _continuations() -> list[Variant]:
@@ -113,35 +112,28 @@ def _target_states() -> list[Variant]:
     """Three layers' states, as EAGLE-3 heads read them, and eight."""
     most, kernel = target_states._MOST_LAYERS, target_states.gather_target_states_kernel
     signature = dict.fromkeys((*(f"layer_{number}" for number in range(most)), "states"), "*bf16")
+    block = {"BLOCK": target_states._BLOCK}
     return [
-        Variant(
-            f"target states, {count} layers", kernel, signature,
-            {"LAYERS": count, "BLOCK": target_states._BLOCK},
-        )
+        Variant(f"target states, {count} layers", kernel, signature, {"LAYERS": count, **block})
         for count in (3, most)
-    ]  # fmt: skip
+    ]
 
 
 def _truncation() -> list[Variant]:
-    bins, block = {"BINS": truncation._BINS}, {"BLOCK": truncation._BLOCK}
-    counts = [
-        Variant(
-            f"nucleus counts {dtype}", truncation.count_bins_kernel, _draw_signature(dtype),
-            {**bins, **block}, num_warps=truncation._COUNTING_WARPS,
-        )
-        for dtype in ("bf16", "fp32")
-    ]  # fmt: skip
-    end = Variant(
-        "nucleus end, 151936 tokens", truncation.lowest_inside_kernel,
-        {**_draw_signature("bf16"), "num_blocks": "i32:16"}, {**bins, "BLOCKS": 32},
-        num_warps=truncation._MERGING_WARPS,
-    )  # fmt: skip
-    return [*counts, end]
+    count, end = truncation.count_bins_kernel, truncation.lowest_inside_kernel
+    blocks = {"BINS": truncation._BINS, "BLOCK": truncation._BLOCK}
+    bins, warps = {"BINS": truncation._BINS, "BLOCKS": 32}, truncation._COUNTING_WARPS
+    signature = {**_draw_signature("bf16"), "num_blocks": "i32:16"}
+    return [
+        Variant("nucleus counts bf16", count, _draw_signature("bf16"), blocks, warps),
+        Variant("nucleus counts fp32", count, _draw_signature("fp32"), blocks, warps),
+        Variant("nucleus end, 151936 tokens", end, signature, bins, truncation._MERGING_WARPS),
+    ]
 
 
 def _children() -> list[Variant]:
     """The launches of a level, of nodes with up to ``branch`` children."""
-    variants = []
+    kernels, variants = children_kernels, []
     for dtype, branch, vocabulary in (
         ("bf16", 4, 128256), ("fp32", 4, 128256), ("bf16", 64, 128256), ("bf16", 4, 151936),
         ("bf16", 64, 151936),
@@ -149,20 +141,15 @@ def _children() -> list[Variant]:
         block, num_blocks = drafted_trees._blocks(vocabulary, branch)
         sizes = {"BLOCKS": triton.next_power_of_2(num_blocks), "BRANCH": branch}
         merge_warps = drafted_trees._merge_warps(sizes["BLOCKS"] * branch)
+        what, signature = f"{dtype}, {vocabulary} tokens, {branch} children", _draw_signature(dtype)
         variants += [
-            Variant(
-                f"{kernel.fn.__name__} {dtype}, {vocabulary} tokens, {branch} children", kernel,
-                _draw_signature(dtype), constexprs, num_warps=num_warps,
+            Variant(f"{kernel.fn.__name__} {what}", kernel, signature, constexprs, warps)
+            for kernel, constexprs, warps in (
+                (kernels.row_statistics_kernel, {"BLOCK": block}, 4),
+                (kernels.block_best_kernel, {"BLOCK": block, **sizes}, drafted_trees._BEST_WARPS),
+                (kernels.merge_best_kernel, sizes, merge_warps),
             )
-            for kernel, constexprs, num_warps in (
-                (children_kernels.row_statistics_kernel, {"BLOCK": block}, 4),
-                (
-                    children_kernels.block_best_kernel, {"BLOCK": block, **sizes},
-                    drafted_trees._BEST_WARPS,
-                ),
-                (children_kernels.merge_best_kernel, sizes, merge_warps),
-            )
-        ]  # fmt: skip
+        ]
     return variants
 
 
@@ -223,21 +210,19 @@ def _named(target: str, draft: str, vocabulary: int, tree: tuple[int, int, int])
 
 def _verify() -> list[Variant]:
     """Vocabularies of models, in the dtypes of target and draft; and a large tree."""
-    return [
-        Variant(
-            f"verify {_named(target, draft, vocabulary, tree)}", verify_kernels.verify_kernel,
-            _verify_signature(target, draft),
-            {"BRANCHES": tree[1], **verify.lane_constants(vocabulary, columns=tree[2])},
-            num_warps=verify.NUM_WARPS,
-        )
-        for target, draft, vocabulary, tree in (
-            ("fp32", "bf16", 32000, _USUAL), ("bf16", "bf16", 32000, _USUAL),
-            ("bf16", "bf16", 32000, _LARGE), ("fp32", "bf16", 128256, _USUAL),
-            ("bf16", "bf16", 128256, _USUAL), ("bf16", "bf16", 128256, _LARGE),
-            ("fp32", "bf16", 151936, _USUAL), ("bf16", "bf16", 151936, _USUAL),
-            ("fp32", "fp16", 262144, _USUAL),
-        )
-    ]  # fmt: skip
+    variants = []
+    for target, draft, vocabulary, tree in (
+        ("fp32", "bf16", 32000, _USUAL), ("bf16", "bf16", 32000, _USUAL),
+        ("bf16", "bf16", 32000, _LARGE), ("fp32", "bf16", 128256, _USUAL),
+        ("bf16", "bf16", 128256, _USUAL), ("bf16", "bf16", 128256, _LARGE),
+        ("fp32", "bf16", 151936, _USUAL), ("bf16", "bf16", 151936, _USUAL),
+        ("fp32", "fp16", 262144, _USUAL),
+    ):  # fmt: skip
+        name = f"verify {_named(target, draft, vocabulary, tree)}"
+        constants = {"BRANCHES": tree[1], **verify.lane_constants(vocabulary, columns=tree[2])}
+        kernel, signature = verify_kernels.verify_kernel, _verify_signature(target, draft)
+        variants.append(Variant(name, kernel, signature, constants, verify.NUM_WARPS))
+    return variants
 
 
 def _traversal() -> list[Variant]:
@@ -249,21 +234,21 @@ def _traversal() -> list[Variant]:
     ):  # fmt: skip
         name = _named(target, draft, vocabulary, tree)
         parts = triton.next_power_of_2(triton.cdiv(vocabulary, traversal._PART))
-        path = {
-            "PARTS": parts, "NODES": tree[0], **verify.lane_constants(vocabulary, columns=tree[2])
-        }  # fmt: skip
+        lanes = verify.lane_constants(vocabulary, columns=tree[2])
+        path = {"PARTS": parts, "NODES": tree[0], **lanes}
         wave = {"PART": traversal._PART, **{key: path[key] for key in ("PARTS", "NODES", "BLOCKS")}}
         signature = {**_verify_signature(target, draft), "nodes": "i32", "states": "*fp64"}
+        kernels, warps = traversal_kernels, traversal._NUM_WARPS
         variants += [
+            Variant(f"traversal wave {name}", kernels.wave_kernel, signature, wave, warps),
             Variant(
-                f"traversal wave {name}", traversal_kernels.wave_kernel, signature, wave,
-                num_warps=traversal._NUM_WARPS,
+                f"verify by traversal {name}",
+                kernels.path_kernel,
+                signature,
+                path,
+                verify.NUM_WARPS,
             ),
-            Variant(
-                f"verify by traversal {name}", traversal_kernels.path_kernel, signature, path,
-                num_warps=verify.NUM_WARPS,
-            ),
-        ]  # fmt: skip
+        ]
     return variants
 
 
@@ -321,7 +306,6 @@ def _scoring(
     name: str, kernel: Any, inputs: dict[str, str], heads: dict[str, int], nodes: int
 ) -> Variant:
     part = dict.fromkeys(("PART", "KEY_PART"), 16 if nodes > 32 else recurrent_tree._KEY_PART)
-    return Variant(
-        f"{name} of trees of {nodes}", kernel, {**inputs, "states": "*fp32"},
-        {**heads, **part, "NODES": nodes}, num_warps=8 if nodes > 32 else 4, num_stages=1,
-    )  # fmt: skip
+    constants, signature = {**heads, **part, "NODES": nodes}, {**inputs, "states": "*fp32"}
+    warps = 8 if nodes > 32 else 4
+    return Variant(f"{name} of trees of {nodes}", kernel, signature, constants, warps, num_stages=1)
