@@ -42,10 +42,9 @@ def tree_attention_mask(
     """Additive attention mask for a batch of trees.
 
     Args:
-        context_lens: int64 ``[B]``: committed tokens c of each request; node 0
-            (the root) sits in slot c.
-        ancestors: bool ``[Q, M]``: ``ancestors[q, j]`` says that query node q
-            sees node j (itself or an ancestor); or ``[B, Q, M]``, of each request.
+        context_lens: int64 ``[B]``: committed tokens c of each request; the root is in slot c.
+        ancestors: bool ``[Q, M]``: ``ancestors[q, j]`` says that query node q sees node j (itself
+            or an ancestor); or ``[B, Q, M]``, of each request.
         num_keys: Slots L that the keys cover, from slot 0 of each request.
         dtype: Floating dtype of the queries.
         window: Tokens that a query sees, itself included; None: all before it.
@@ -94,13 +93,9 @@ def tree_attention(
     """
     if soft_cap or sinks is not None:
         return _attend_by_scores(query, key, value, mask, scale, soft_cap, sinks)
+    queries, gqa = query.transpose(1, 2), query.shape[2] != key.shape[1]
     output = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key,
-        value,
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=query.shape[2] != key.shape[1],
+        queries, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa
     )
     return output.transpose(1, 2)
 
