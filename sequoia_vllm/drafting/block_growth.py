@@ -81,8 +81,7 @@ class BlockGrowth(TreeGrowth):
     ) -> DraftStates:
         """See `TreeGrowth.read_committed`; keeps contexts, which attends to nothing.
 
-        Returns:
-            What the contexts were made from, ``num_rows`` rows.
+        Returns what the contexts were made from, ``num_rows`` rows.
         """
         inputs = self.committed_inputs(num_reqs, num_rows)
         states = self.combined_states(num_rows, target_states)

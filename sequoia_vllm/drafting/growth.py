@@ -155,8 +155,7 @@ class TreeGrowth:
             max_keys: No request has more committed tokens.
             target_states: ``[num_rows, A]``, in place of the buffer's.
 
-        Returns:
-            States of ``num_rows`` rows.
+        Returns states of ``num_rows`` rows.
         """
         self.committed_inputs(num_reqs, num_rows)
         path, longest = self._chains
@@ -228,8 +227,7 @@ class TreeGrowth:
         Args:
             recurrent_states: ``[R * m, F]``: what the level above left for them.
 
-        Returns:
-            States of these nodes, R * m rows.
+        Returns states of these nodes, R * m rows.
         """
         # The scheduler always trims a node past the model's length. Here it must only not write
         # outside the request's blocks.

@@ -149,8 +149,7 @@ class TreeShapes(TreeTables):
     def set(self, slot: int, tree: TokenTree) -> None:
         """Gives a slot another tree. `NodeMasks.repack` follows.
 
-        Raises:
-            ValueError: It has other sizes than the engine's. Nothing has changed.
+        Raises ValueError: it has other sizes than the engine's. Nothing has changed.
         """
         own = TreeTables(tree, self.ancestors.device)
         fits = tree.size == self.tree.size and all(

@@ -50,8 +50,7 @@ class CacheLayers:
                 in the last dimension; ``width`` holds key and value of a head. Caches that keep
                 these apart are given as two each. A cache given twice is moved once.
 
-        Raises:
-            ValueError: If there are none, they differ in more than contents, or in layout.
+        Raises ValueError if there are none, they differ in more than contents, or in layout.
         """
         # By address: layers may share one cache, whose tokens must move once.
         unique = tuple({cache.data_ptr(): cache for cache in caches}.values())
@@ -134,8 +133,7 @@ def commit_accepted(
             accepted node at depth 1, 2, ..., then -1. Indices rise, as a child's is
             above its parent's.
 
-    Raises:
-        ValueError: If there are not R rows of each.
+    Raises ValueError if there are not R rows of each.
     """
     requests, depth = accepted.shape
     if {len(block_table), len(context_lens)} != {requests}:

@@ -89,8 +89,7 @@ def target_noise(seed, position, token):
         position: Integer, scalar: of the input token that the logits come from.
         token: int32, block.
 
-    Returns:
-        float32, shape of ``token``.
+    Returns float32, shape of ``token``.
     """
     seed = seed.to(tl.int64)
     hashed = _murmur_block(_first_word(seed) ^ _first_word(seed), _first_word(seed))

@@ -50,8 +50,7 @@ _COMMITTED_CHANNELS, _COMMITTED_KEYS = 256, 64
 class RecurrentHeads:
     """Sizes of a layer's heads. Mamba2 calls C and B its queries and keys, and x its values.
 
-    Raises:
-        ValueError: If they are others.
+    Raises ValueError if they are others.
     """
 
     heads: int  # heads of queries and keys, H
@@ -179,8 +178,7 @@ def convolve_nodes(
         kept: Its inputs are written, of this ``layer``.
         silu: Whether SiLU follows.
 
-    Returns:
-        ``[T, C]``, in the dtype of the inputs.
+    Returns ``[T, C]``, in the dtype of the inputs.
     """
     channels, width = weights.shape
     convolved = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
@@ -209,8 +207,7 @@ def score_heads(
         kept: Its keys, updates and decays are written, of this ``layer``.
         output: ``[T, Hv, V]``, contiguous; padding's rows are left alone.
 
-    Raises:
-        ValueError: If trees have more nodes.
+    Raises ValueError if trees have more nodes.
     """
     if (most := nodes.ancestors.shape[-1]) > MAX_NODES:
         raise ValueError(f"trees of {most} nodes over recurrent layers: {MAX_NODES} at most")

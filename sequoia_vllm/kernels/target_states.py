@@ -40,8 +40,7 @@ def gather_target_states(
             requests, which have trees, by depth, then -1. None: none has.
         states: ``[rows, L * H]``, written.
 
-    Raises:
-        ValueError: The layers are too many, or not alike.
+    Raises ValueError: the layers are too many, or not alike.
     """
     if not 0 < len(layers) <= _MOST_LAYERS:
         raise ValueError(f"states of {len(layers)} layers: 1 to {_MOST_LAYERS} can be gathered")

@@ -74,8 +74,7 @@ class TreeAttentionWorkspace:
     def partials(self, rows: int, head_size: int) -> tuple[Tensor, Tensor]:
         """Outputs ``[rows, head_size]`` and log-sum-exps ``[rows]``, flat.
 
-        Raises:
-            ValueError: If they do not fit.
+        Raises ValueError if they do not fit.
         """
         if rows > self.rows(head_size):
             raise ValueError(f"{rows} rows of head size {head_size} do not fit this workspace")

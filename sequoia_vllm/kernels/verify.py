@@ -141,8 +141,7 @@ def verify_trees(
             or all are.
         most_nodes: No request has more rows; saves programs and launches.
 
-    Raises:
-        ValueError: See `TreesToVerify.check`.
+    Raises ValueError: see `TreesToVerify.check`.
     """
     looks = any_sampled and statistics.pays_off(len(trees.logits), trees.logits.device)
     walk(trees, looked_at=trees.most_nodes(most_nodes) if looks else 0)

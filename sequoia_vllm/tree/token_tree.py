@@ -39,8 +39,7 @@ class TreeError(SequoiaError, ValueError):
 class TokenTree:
     """An immutable tree of draft tokens, stored so that every prefix is a tree.
 
-    Raises:
-        TreeError: If ``parents`` is not a tree in this order; names the node.
+    Raises TreeError if ``parents`` is not a tree in this order; names the node.
     """
 
     parents: tuple[int, ...]
@@ -210,8 +209,7 @@ class TokenTree:
     def from_dict(cls, data: Any) -> TokenTree:
         """Reads what `to_dict` wrote, or its ``parents`` alone; other keys are ignored.
 
-        Raises:
-            TreeError: If the object is not a token tree of this schema.
+        Raises TreeError if the object is not a token tree of this schema.
         """
         if not isinstance(data, dict):
             what = _JSON_TYPES.get(type(data), _NOTHING)
@@ -240,8 +238,7 @@ class TokenTree:
     def load(cls, path: Path | str) -> TokenTree:
         """Reads a tree file.
 
-        Raises:
-            TreeError: If the file is missing, is not JSON, or is not a tree.
+        Raises TreeError if the file is missing, is not JSON, or is not a tree.
         """
         data = read_json(Path(path), "tree", TreeError)
         try:

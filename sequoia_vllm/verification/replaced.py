@@ -52,8 +52,7 @@ def verify_replaced(
         drawn, scored: int64 ``[B, N+1]``: tokens as they were drawn, and as the target scored them.
             Where they differ a node was replaced.
 
-    Raises:
-        ValueError: See `walk_tree`.
+    Raises ValueError: see `walk_tree`.
     """
     topology = topology_of(parents, scored)
     replaced = drawn != scored
@@ -140,8 +139,7 @@ def _extend(
         nodes: int64 ``[A, M]``: each column's node in the whole tree.
         result: In columns, of the A subtrees.
 
-    Returns:
-        int64 ``[A]`` each: the nodes at which paths end now, and the tokens after them.
+    Returns int64 ``[A]`` each: the nodes at which paths end now, and the tokens after them.
     """
     rows = torch.arange(len(requests), device=requests.device)
     before, count = paths.num_accepted[requests], result.num_accepted

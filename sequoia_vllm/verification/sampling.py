@@ -74,8 +74,7 @@ def draft_distribution(
         temperature: float32 ``[R]``, above 0.
         given: See `preferred`; None: no row has one.
 
-    Returns:
-        float32 ``[R, V]``; what is too small for a normal float32 is zero.
+    Returns float32 ``[R, V]``; what is too small for a normal float32 is zero.
     """
     # Subnormals become zero. Some devices flush them at the next operation, and then the sampler
     # and the verifier would disagree on what Q can still draw.
@@ -107,8 +106,7 @@ def draw_without_replacement(
         k: How many tokens, 0 to V.
         generator: One stream, on Q's device; None: torch's default one.
 
-    Returns:
-        int64 ``[R, k]``.
+    Returns int64 ``[R, k]``.
     """
     if draft.shape[1] < FEWEST_TOKENS or draft.numel() < FEWEST_ENTRIES:
         return _race(draft, k, generator)
@@ -182,8 +180,7 @@ def lower_outside(scaled: Tensor, truncation: Truncation) -> Tensor:
     Args:
         scaled: float32 ``[R, V]``: logits over temperature.
 
-    Returns:
-        float32 ``[R, V]``; ``scaled`` itself without any parameters.
+    Returns float32 ``[R, V]``; ``scaled`` itself without any parameters.
     """
     if not truncation:
         return scaled

@@ -63,8 +63,7 @@ class Topology:
                 are drafts in index order.
             device: Where it goes; the device of ``parents`` if None.
 
-        Raises:
-            ValueError: If a row is not a tree in this form; names the node.
+        Raises ValueError if a row is not a tree in this form; names the node.
         """
         host = parents.detach().to("cpu", torch.int64)
         _check_parents(host)
@@ -84,8 +83,7 @@ class Topology:
 def topology_of(parents: Tensor | Topology, tokens: Tensor) -> Topology:
     """The look-ups of these trees, on the device of ``tokens``.
 
-    Raises:
-        ValueError: If ``parents`` does not hold trees, or differs from ``tokens`` in shape.
+    Raises ValueError if ``parents`` does not hold trees, or differs from ``tokens`` in shape.
     """
     if isinstance(parents, Topology):
         topology = parents.to(tokens.device)

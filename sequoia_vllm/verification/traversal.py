@@ -46,8 +46,7 @@ def traverse_tree(
         target_at, draft_at, tokens, parents, generator: See `walk_tree`. Tensors are on the
             CPU. The distributions of any node may be asked for, each once.
 
-    Raises:
-        ValueError: See `walk_tree`; or the tensors are not on the CPU.
+    Raises ValueError: see `walk_tree`; or the tensors are not on the CPU.
     """
     if tokens.device.type != "cpu":
         raise ValueError(f"trees on {tokens.device}: this traversal is for tensors on the CPU")
