@@ -88,31 +88,15 @@ def tree_attention(
 
     Returns ``[B, Q, num_heads, head_size]`` in the query's dtype.
     """
-    if soft_cap or sinks is not None:
-        return _attend_by_scores(query, key, value, mask, scale, soft_cap, sinks)
-    queries, gqa = query.transpose(1, 2), query.shape[2] != key.shape[1]
-    output = F.scaled_dot_product_attention(
-        queries, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa
-    )
-    return output.transpose(1, 2)
-
-
-def _attend_by_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
-    soft_cap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """`tree_attention`, step by step in float32: soft caps and sinks, which torch's own function
-    lacks.
-    """
-    group = query.shape[2] // key.shape[1]
-    queries = query.transpose(1, 2).float()
+    queries, group = query.transpose(1, 2), query.shape[2] // key.shape[1]
+    if not soft_cap and sinks is None:
+        output = F.scaled_dot_product_attention(
+            queries, key, value, attn_mask=mask, scale=scale, enable_gqa=group != 1
+        )
+        return output.transpose(1, 2)
+    # Step by step in float32: torch's own function lacks soft caps and sinks.
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
-    scores = queries @ keys.transpose(2, 3) * scale
+    scores = queries.float() @ keys.transpose(2, 3) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores + mask
