@@ -261,7 +261,7 @@ def _commit() -> list[Variant]:
     """Eight heads of 128 in bfloat16, and one odd layout."""
     signature = {"table_stride": "i64", "accepted_stride": "i64", "block_stride": "i64:16"}
     odd = {**signature, "head_stride": "i64", "slot_stride": "i64"}
-    common = {"SLOTS": 16, "HEADS": 8}
+    common: dict[str, Any] = {"SLOTS": 16, "HEADS": 8}
     usual = {**common, "UNIT": tl.int64, "UNITS": 64, "BLOCK": 512}
     small = {**common, "UNIT": tl.int32, "UNITS": 18, "BLOCK": 256}
     return [
@@ -280,15 +280,15 @@ _MAMBA = {"HEADS": 1, "VALUE_HEADS": 128, "KEY": 128, "VALUE": 64}
 def _recurrent() -> list[Variant]:
     """Scoring of small and of large trees, and the commit of paths of up to 15 nodes."""
     gdn, mamba = recurrent_heads.score_gdn_kernel, recurrent_heads.score_mamba_kernel
-    convolve = {
+    convolve: dict[str, Any] = {
         "bias": None, "channel_stride": 1, "WIDTH": 4, "HAS_BIAS": False, "SILU": True,
         "NODES": recurrent_tree._NODES, "CHANNELS": recurrent_tree._CHANNELS,
     }  # fmt: skip
-    inputs = {
+    inputs: dict[str, Any] = {
         "channel_stride": 1, "TYPE": tl.bfloat16, "WIDTH": 4, "PATH": 16,
         "CHANNELS": recurrent_tree._COMMITTED_CHANNELS,
     }  # fmt: skip
-    states = {
+    states: dict[str, Any] = {
         **_GDN, "KEY_PART": recurrent_tree._COMMITTED_KEYS, "TYPE": tl.float32, "PATH": 16,
         "PART": 32,
     }  # fmt: skip

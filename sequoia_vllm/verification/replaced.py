@@ -100,15 +100,9 @@ def _subtrees(
 ) -> tuple[Tensor, Tensor]:
     """The parts of A trees that are verified at once: from a root down to replaced nodes.
 
-    Args:
-        roots: int64 ``[A]``.
-        parents: int64 ``[A, N+1]``, of the whole trees.
-        replaced: bool ``[A, N+1]``: nodes that are leaves, but for the roots.
-        depth: Edges to the deepest node, at least.
-
-    Returns:
-        int64 ``[A, M]`` each: the columns' nodes in the whole tree (in padding any), and parents
-        as of `walk_tree`, in columns.
+    ``parents`` and ``replaced`` are of the whole trees, ``[A, N+1]``, at most ``depth`` edges deep.
+    Returns int64 ``[A, M]`` each: the columns' nodes in the whole tree (in padding any), and
+    parents as of `walk_tree`, in columns.
     """
     nodes = torch.arange(parents.shape[1], device=parents.device)
     is_root = nodes == roots[:, None]
@@ -135,10 +129,7 @@ def _extend(
 ) -> tuple[Tensor, Tensor]:
     """Appends what was found in the subtrees of A requests, whose roots were accepted before.
 
-    Args:
-        nodes: int64 ``[A, M]``: each column's node in the whole tree.
-        result: In columns, of the A subtrees.
-
+    ``result`` is in columns, whose nodes in the whole trees are ``nodes``, int64 ``[A, M]``.
     Returns int64 ``[A]`` each: the nodes at which paths end now, and the tokens after them.
     """
     rows = torch.arange(len(requests), device=requests.device)

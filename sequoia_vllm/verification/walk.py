@@ -16,6 +16,8 @@ TokenAt = Callable[[Tensor, Tensor, int], Tensor]
 """``(requests[A], nodes[A], depth) -> int64 [A]``: the target's token after each node."""
 
 Choice = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+"""``(requests[A], nodes[A], depth) ->`` for each the accepted child (-1: the walk ends) and the
+emitted token, and the positions of those that accepted a child."""
 
 
 def walk_tree(
@@ -121,12 +123,7 @@ def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topolog
 
 
 def _walk(choose: Choice, topology: Topology, tokens: Tensor) -> VerifyResult:
-    """Walks from each root downwards, all requests one level at a time.
-
-    ``choose(requests, nodes, depth)`` gives, for the requests that stand at
-    ``nodes``: the accepted child (-1: the walk ends), the emitted token, and the
-    positions of those that accepted a child.
-    """
+    """Walks from each root downwards, all requests one level at a time, as `Choice` says."""
     batch, depths = tokens.shape[0], topology.max_depth + 1
     accepted_nodes = tokens.new_full((batch, depths), -1)
     output_tokens = tokens.new_full((batch, depths), -1)
