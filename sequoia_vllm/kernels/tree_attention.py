@@ -72,12 +72,7 @@ class TreeAttentionWorkspace:
         return len(self._memory) // (head_size + 1)
 
     def partials(self, rows: int, head_size: int) -> tuple[Tensor, Tensor]:
-        """Outputs ``[rows, head_size]`` and log-sum-exps ``[rows]``, flat.
-
-        Raises ValueError if they do not fit.
-        """
-        if rows > self.rows(head_size):
-            raise ValueError(f"{rows} rows of head size {head_size} do not fit this workspace")
+        """Outputs ``[rows, head_size]`` and log-sum-exps ``[rows]``, flat; at most `rows`."""
         outputs = rows * head_size
         return self._memory[:outputs], self._memory[outputs : outputs + rows]
 
@@ -128,8 +123,7 @@ def tree_attention(
 
     Raises:
         ValueError: For dtypes and shapes other than these; for fp8 on a device that cannot
-            convert it; for ``context_lse`` with fp8, a window, a soft cap or sinks; for a
-            workspace of a smaller head size.
+            convert it; for ``context_lse`` with fp8, a window, a soft cap or sinks.
     """
     if key_cache.dtype == torch.uint8:
         key_cache = key_cache.view(torch.float8_e4m3fn)
