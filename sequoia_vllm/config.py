@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -26,7 +27,7 @@ from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, read_json, shortene
 from sequoia_vllm.library.tree_library import NamedTree, find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
-from sequoia_vllm.verification.method_field import MethodName
+from sequoia_vllm.verification.methods import method_of
 
 METHOD = "sequoia"
 AUTO = "auto"
@@ -36,6 +37,7 @@ _BRANCH = re.compile(
     r"(TreeSpec|str|path|constrained-int)$|"
     r"(literal|list|json-or-python|is-instance|lax-or-strict)\[|function-"
 )
+MethodName = Annotated[str, AfterValidator(lambda name: method_of(name).name)]
 # (first batch size, last batch size, drafts of each request)
 Schedule = list[tuple[int, int, int]]
 

@@ -26,10 +26,7 @@ def load_library(source: Path, without: str) -> CDLL | None:
             code, extra_flags=("-ffp-contract=fast",), needs_vec_isa=True
         )
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
-        logger.warning(
-            "Sequoia: %s: install a C++ compiler (g++), as torch.compile needs one too. %s",
-            without,
-            str(error).strip().splitlines()[-1],
-        )
+        fix = "install a C++ compiler (g++), as torch.compile needs one too."
+        logger.warning("Sequoia: %s: %s %s", without, fix, str(error).strip().splitlines()[-1])
         return None
     return library

@@ -29,12 +29,9 @@ def pays_here() -> bool:
 
 def suits(weight: Tensor) -> bool:
     """Whether the kernel takes this weight."""
-    return (
-        weight.dtype == torch.bfloat16
-        and weight.ndim == 2
-        and weight.is_contiguous()
-        and weight.shape[0] % _OUTPUTS == weight.shape[1] % _LANES == 0
-    )
+    if weight.dtype != torch.bfloat16 or weight.ndim != 2 or not weight.is_contiguous():
+        return False
+    return weight.shape[0] % _OUTPUTS == weight.shape[1] % _LANES == 0
 
 
 @cache
@@ -77,11 +74,11 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
-def _shape_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 _OPERATORS = torch.library.Library("sequoia_vllm", "FRAGMENT")
 _OPERATORS.define("linear_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _OPERATORS.impl("linear_rows", linear_rows, "CPU")
-torch.library.register_fake("sequoia_vllm::linear_rows", _shape_of, lib=_OPERATORS)
+torch.library.register_fake(
+    "sequoia_vllm::linear_rows",
+    lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    lib=_OPERATORS,
+)

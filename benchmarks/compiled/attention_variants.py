@@ -13,49 +13,40 @@ def attention_variants() -> list[Variant]:
 
     Groups, block sizes and mask words, which matter less, alternate among the tiles.
     """
+    heads, nodes = (64, 128, 256), tree_attention._ROWS_OF_NODES
+    sizes = ((16, 4, 16, 1), (32, 8, 32, 2), (64, 4, 32, 4), (128, 8, 16, 24))
+    latents = ((512, "bf16"), (512, "fp8e4nv"), (256, "bf16"), (256, "fp8e4nv"))
+    features = (
+        (128, True, False, False), (256, True, True, False), (256, False, True, False),
+        (64, True, False, True), (64, False, False, True),
+    )  # fmt: skip
     shapes = [
-        _Shape("bf16", "bf16", head_size, rows, group, block_size, words)
-        for head_size in (64, 128, 256)
-        for rows, group, block_size, words in (
-            (16, 4, 16, 1), (32, 8, 32, 2), (64, 4, 32, 4), (128, 8, 16, 24),
-        )
-    ]  # fmt: skip
-    shapes += [
-        _Shape("bf16", "bf16", head_size, tree_attention._ROWS_OF_NODES, 4, 16, 2, only_nodes=True)
-        for head_size in (64, 128, 256)
-    ]
-    shapes += [
-        _Shape("bf16", "fp8e4nv", head_size, rows, 8, 16, 8)
-        for head_size in (64, 128, 256)
-        for rows in (16, 128)
-    ]
-    shapes += [
+        *(_Shape("bf16", "bf16", head, *size) for head in heads for size in sizes),
+        *(_Shape("bf16", "bf16", head, nodes, 4, 16, 2, only_nodes=True) for head in heads),
+        *(_Shape("bf16", "fp8e4nv", head, rows, 8, 16, 8) for head in heads for rows in (16, 128)),
         _Shape("bf16", "bf16", 96, 128, 4, 16, 8),  # padded
         _Shape("fp16", "fp16", 128, 64, 1, 16, 2),
-        *(_Shape("fp32", "fp32", head_size, 16, 4, 16, 2) for head_size in (64, 128, 256, 512)),
+        *(_Shape("fp32", "fp32", head, 16, 4, 16, 2) for head in (*heads, 512)),
+        # As Gemma 4's layers without a window.
+        *(
+            _Shape("bf16", cache, 512, rows, 8, 16, 2)
+            for cache in ("bf16", "fp8e4nv")
+            for rows in (16, 128)
+        ),
+        _Shape("bf16", "bf16", 512, nodes, 8, 16, 2, only_nodes=True),
+        # As MLA has it: latents of 512 channels (DeepSeek, Kimi, GLM) or 256 (Mistral), 64 more.
+        *(
+            _Shape("bf16", cache, head, rows, 16, 64, 2, extra=64)
+            for head, cache in latents
+            for rows in (16, 128)
+        ),
+        # As Mistral, Gemma 2 (heads of 256, windows in every other layer) and gpt-oss have it.
+        *(
+            _Shape("bf16", "bf16", head, rows, 4, 16, 2, False, *has)
+            for head, *has in features
+            for rows in (16, 128)
+        ),
     ]
-    # As Gemma 4's layers without a window.
-    shapes += [
-        _Shape("bf16", cache, 512, rows, 8, 16, 2)
-        for cache in ("bf16", "fp8e4nv")
-        for rows in (16, 128)
-    ]
-    shapes.append(_Shape("bf16", "bf16", 512, tree_attention._ROWS_OF_NODES, 8, 16, 2, True))
-    # As MLA has it: latents of 512 channels (DeepSeek, Kimi, GLM) or 256 (Mistral), and 64 more.
-    shapes += [
-        _Shape("bf16", cache, head_size, rows, 16, 64, 2, extra=64)
-        for head_size, cache in ((512, "bf16"), (512, "fp8e4nv"), (256, "bf16"), (256, "fp8e4nv"))
-        for rows in (16, 128)
-    ]
-    # As Mistral, Gemma 2 (heads of 256, windows in every other layer) and gpt-oss have it.
-    shapes += [
-        _Shape("bf16", "bf16", head_size, rows, 4, 16, 2, False, *features)
-        for head_size, *features in (
-            (128, True, False, False), (256, True, True, False), (256, False, True, False),
-            (64, True, False, True), (64, False, False, True),
-        )
-        for rows in (16, 128)
-    ]  # fmt: skip
     return [variant for shape in shapes for variant in shape.variants()] + _merge_variants()
 
 
@@ -88,58 +79,48 @@ class _Shape:
                     bool(self.extra),
                 )  # fmt: skip
                 tiles.setdefault(tile, []).append(capability)
-        return [
-            Variant(
-                name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}"
-                f"{f' + {self.extra}' if self.extra else ''}/{self.group}, block "
-                f"{self.block_size}, {self.words} words:"
-                f" {tile.rows} x {tile.keys}{' in 255' if tile.max_registers else ''}"
-                f"{', only nodes' if self.only_nodes else ''}"
-                f"{', window' if self.windowed else ''}{', soft cap' if self.soft_capped else ''}"
-                f"{', sinks' if self.has_sinks else ''}",
-                kernel=tree_attention_kernel,
-                signature=_signature(self.query, self.cache),
-                constexprs={
-                    **tree_attention._shared_constants(
-                        self.group, self.head_size, tile.keys, self.windowed
-                    ),
-                    "BLOCK_SIZE": self.block_size,
-                    "WORDS": self.words,
-                    "QUANTIZED": quantized,
-                    "SCALES_IN_MEMORY": True,
-                    "ROWS": tile.rows,
-                    "ONLY_NODES": self.only_nodes,
-                    "SOFT_CAPPED": self.soft_capped,
-                    "HAS_SINKS": self.has_sinks,
-                    "EXTRA": self.extra,
-                },
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                max_registers=tile.max_registers,
-                capabilities=tuple(capabilities),
-            )
-            for tile, capabilities in tiles.items()
-        ]
+        return [self._variant(*each) for each in tiles.items()]
+
+    def _variant(self, tile: Tile, capabilities: list[int]) -> Variant:
+        extra = f" + {self.extra}" if self.extra else ""
+        features = {
+            " in 255": tile.max_registers, ", only nodes": self.only_nodes,
+            ", window": self.windowed, ", soft cap": self.soft_capped, ", sinks": self.has_sinks,
+        }  # fmt: skip
+        return Variant(
+            name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}{extra}"
+            f"/{self.group}, block {self.block_size}, {self.words} words: {tile.rows} x {tile.keys}"
+            + "".join(name for name, has in features.items() if has),
+            kernel=tree_attention_kernel,
+            signature=_signature(self.query, self.cache),
+            constexprs={
+                **tree_attention._shared_constants(
+                    self.group, self.head_size, tile.keys, self.windowed
+                ),
+                "BLOCK_SIZE": self.block_size, "WORDS": self.words,
+                "QUANTIZED": self.cache == "fp8e4nv", "SCALES_IN_MEMORY": True,
+                "ROWS": tile.rows, "ONLY_NODES": self.only_nodes,
+                "SOFT_CAPPED": self.soft_capped, "HAS_SINKS": self.has_sinks, "EXTRA": self.extra,
+            },
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            max_registers=tile.max_registers,
+            capabilities=tuple(capabilities),
+        )  # fmt: skip
 
 
 def _merge_variants() -> list[Variant]:
     return [
         Variant(
-            f"merge_splits head {head_size}{', window' if windowed else ''}",
+            f"merge_splits head {size}{', window' if windowed else ''}",
             merge_splits_kernel,
             _signature("bf16", "bf16"),
             {
-                **tree_attention._shared_constants(4, head_size, 64, windowed),
+                **tree_attention._shared_constants(4, size, 64, windowed),
                 "SPLITS_AT_ONCE": tree_attention._SPLITS_AT_ONCE,
             },
         )
-        for head_size, windowed in (
-            (64, False),
-            (128, True),
-            (128, False),
-            (256, False),
-            (512, False),
-        )
+        for size, windowed in ((64, False), (128, True), (128, False), (256, False), (512, False))
     ]
 
 

@@ -17,17 +17,12 @@ _DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled variant takes.
-
-    Attributes:
-        capability: Compute capability times ten.
-        spilled_bytes: Local memory per thread; 0 if all fits into registers.
-    """
+    """What a compiled variant takes."""
 
     name: str
-    capability: int
+    capability: int  # compute capability times ten
     registers: int
-    spilled_bytes: int
+    spilled_bytes: int  # local memory per thread; 0 if all fits into registers
     shared_bytes: int
 
 
@@ -35,17 +30,12 @@ def compile_variant(variant: Variant, capability: int) -> Resources:
     """Compiles one variant down to machine code; ``capability`` is ten times the device's."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
-    source = ASTSource(variant.kernel, *_split_signature(variant))
-    options = {
-        "num_warps": variant.num_warps,
-        "num_stages": variant.num_stages,
-        "maxnreg": variant.max_registers,
-    }
-    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+    options: dict[str, Any] = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    options["maxnreg"] = variant.max_registers
+    compiled = triton.compile(_source(variant), GPUTarget("cuda", capability, 32), options)
     registers, spilled = _registers_and_spills(compiled.asm["cubin"])
     return Resources(variant.name, capability, registers, spilled, compiled.metadata.shared)
 
@@ -77,10 +67,10 @@ def _variants_by_name() -> dict[str, Variant]:
     return {variant.name: variant for variant in all_variants()}
 
 
-def _split_signature(
-    variant: Variant,
-) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
-    """Signature, constants and attributes as Triton's compiler takes them."""
+def _source(variant: Variant) -> Any:
+    """What Triton's compiler takes: the kernel with signature, constants and attributes."""
+    from triton.compiler import ASTSource
+
     signature, attributes = {}, {}
     for index, name in enumerate(variant.kernel.arg_names):
         written = variant.types.get(name, "constexpr")
@@ -88,7 +78,7 @@ def _split_signature(
         aligned = not variant.kernel.params[index].do_not_specialize_on_alignment
         if divisor == "16" or (signature[name].startswith("*") and aligned):
             attributes[(index,)] = _DIVISIBLE_BY_16
-    return signature, dict(variant.constexprs), attributes
+    return ASTSource(variant.kernel, signature, dict(variant.constexprs), attributes)
 
 
 def _registers_and_spills(cubin: bytes) -> tuple[int, int]:

@@ -10,36 +10,32 @@ from pathlib import Path
 from benchmarks.compiled.compiling import Resources
 
 _ROW = re.compile(
-    r"sm_(?P<capability>\d+) +(?P<name>\S.*?) +(?P<registers>\d+) registers"
-    r" +(?P<spilled_bytes>\d+) B spilled +(?P<shared_bytes>\d+) B shared"
+    r"^sm_(?P<capability>\d+) +(?P<name>\S.*?) +(?P<registers>\d+) registers"
+    r" +(?P<spilled_bytes>\d+) B spilled +(?P<shared_bytes>\d+) B shared$",
+    re.MULTILINE,
 )
-_SOURCE = re.compile(r"(?P<kernel>\w+) +(?P<hash>[0-9a-f]{16})")
+_SOURCE = re.compile(r"^(\w+) +([0-9a-f]{16})$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Page:
-    """What one Triton makes of the kernels.
-
-    Attributes:
-        sources: `source_hashes` of the kernels that were compiled.
-    """
+    """What one Triton makes of the kernels."""
 
     triton_version: str
     table: tuple[Resources, ...]
-    sources: Mapping[str, str]
+    sources: Mapping[str, str]  # `source_hashes` of the kernels that were compiled
 
     @staticmethod
     def read(folder: Path, triton_version: str) -> Page:
         """The page of a Triton; an empty one if there is none yet."""
         path = folder / f"triton-{triton_version}.md"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        rows = [match.groupdict() for line in lines if (match := _ROW.fullmatch(line))]
-        sources = [match for line in lines if (match := _SOURCE.fullmatch(line))]
-        return Page(
-            triton_version,
-            tuple(map(_resources, rows)),
-            {match["kernel"]: match["hash"] for match in sources},
-        )
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        rows = [match.groupdict() for match in _ROW.finditer(text)]
+        table = [
+            Resources(**{key: value if key == "name" else int(value) for key, value in row.items()})
+            for row in rows
+        ]
+        return Page(triton_version, tuple(table), dict(_SOURCE.findall(text)))
 
     def write(self, folder: Path) -> None:
         """To the Triton's page in ``folder``."""
@@ -82,8 +78,3 @@ def line(row: Resources) -> str:
         f"sm_{row.capability:<4} {row.name:77} {row.registers:4} registers"
         f" {row.spilled_bytes:5} B spilled {row.shared_bytes:7} B shared"
     )
-
-
-def _resources(row: Mapping[str, str]) -> Resources:
-    numbers = {key: int(value) for key, value in row.items() if key != "name"}
-    return Resources(row["name"], **numbers)

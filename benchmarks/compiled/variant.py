@@ -67,27 +67,21 @@ TYPES = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 @dataclass(frozen=True)
 class Variant:
-    """One way a kernel is compiled.
-
-    Attributes:
-        signature: Triton types of arguments where they are not those of `TYPES`, by name:
-            ``"*bf16"``, ``"fp32"``, ``"i32"``, ... With ``":16"`` at its end it is a
-            multiple of 16, as Triton finds for itself when a kernel is called;
-            pointers without it are taken to be aligned so, as torch's memory is,
-            unless the kernel is not specialised on that. Names that have a value in
-            ``constexprs`` are constants; others than the kernel's do nothing.
-        max_registers: Per thread, ``maxnreg`` of a launch.
-        capabilities: Devices that it is meant for, of `CAPABILITIES`.
-    """
+    """One way a kernel is compiled."""
 
     name: str
     kernel: Any
     signature: Mapping[str, str] = field(default_factory=dict)
+    """Triton types of arguments where they are not those of `TYPES`, by name: ``"*bf16"``,
+    ``"fp32"``, ``"i32"``, ... With ``":16"`` at its end it is a multiple of 16, as Triton finds for
+    itself when a kernel is called; pointers without it are taken to be aligned so, as torch's
+    memory is, unless the kernel is not specialised on that. Names that have a value in
+    ``constexprs`` are constants; others than the kernel's do nothing."""
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
-    max_registers: int | None = None
-    capabilities: tuple[int, ...] = CAPABILITIES
+    max_registers: int | None = None  # per thread, ``maxnreg`` of a launch
+    capabilities: tuple[int, ...] = CAPABILITIES  # devices that it is meant for
 
     @property
     def types(self) -> dict[str, str]:
@@ -98,12 +92,9 @@ class Variant:
     @property
     def launch(self) -> dict[str, Any]:
         """All but name and kernel: what the compiler is told, for hashing and comparing."""
-        types = {name: self.types.get(name) for name in self.kernel.arg_names}
+        told = ("num_warps", "num_stages", "max_registers", "capabilities")
         return {
-            "signature": types,
+            "signature": {name: self.types.get(name) for name in self.kernel.arg_names},
             "constexprs": {name: str(value) for name, value in sorted(self.constexprs.items())},
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "max_registers": self.max_registers,
-            "capabilities": self.capabilities,
+            **{name: getattr(self, name) for name in told},
         }

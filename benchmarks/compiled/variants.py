@@ -3,26 +3,34 @@
 import re
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
+
+import triton
+import triton.language as tl
 
 from benchmarks.compiled.attention_variants import attention_variants
-from benchmarks.compiled.drafting_variants import (
-    begin_drafting_variants,
-    children_variants,
-    continuation_variants,
-    draft_input_variants,
-    target_state_variants,
-    truncation_variants,
-)
-from benchmarks.compiled.recurrent_variants import recurrent_variants
 from benchmarks.compiled.variant import CAPABILITIES, Variant
-from benchmarks.compiled.verification_variants import (
-    commit_variants,
-    path_edit_variants,
-    scoring_input_variants,
-    target_statistics_variants,
-    traversal_variants,
-    verify_variants,
+from sequoia_vllm.drafting import drafted_trees
+from sequoia_vllm.kernels import (
+    begin_drafting,
+    children_kernels,
+    commit,
+    continuations,
+    draft_inputs,
+    path_edits,
+    recurrent_heads,
+    recurrent_tree,
+    recurrent_tree_kernels,
+    scoring_inputs,
+    target_states,
+    target_statistics,
+    traversal,
+    traversal_kernels,
+    truncation,
+    verify,
+    verify_kernels,
 )
+from sequoia_vllm.verification.retrieval import LONGEST, SHORTEST
 
 Task = tuple[Variant, int]
 """A variant and the compute capability (times ten) to compile it for."""
@@ -32,11 +40,9 @@ Task = tuple[Variant, int]
 def all_variants() -> tuple[Variant, ...]:
     """The variants of all kernels, in the order of the pages."""
     variants = (
-        *attention_variants(), *children_variants(), *commit_variants(), *path_edit_variants(),
-        *target_statistics_variants(), *verify_variants(), *traversal_variants(),
-        *begin_drafting_variants(), *truncation_variants(), *draft_input_variants(),
-        *target_state_variants(), *scoring_input_variants(), *continuation_variants(),
-        *recurrent_variants(),
+        *attention_variants(), *_children(), *_commit(), *_path_edits(), *_target_statistics(),
+        *_verify(), *_traversal(), *_begin_drafting(), *_truncation(), *_draft_inputs(),
+        *_target_states(), *_scoring_inputs(), *_continuations(), *_recurrent(),
     )  # fmt: skip
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
@@ -65,7 +71,241 @@ def all_tasks(capabilities: Sequence[int] = CAPABILITIES, pattern: str = "") -> 
 def sample_tasks() -> list[Task]:
     """Each kernel once, its first variant, for the capabilities turn about."""
     tasks = []
-    for number, variants in enumerate(variants_by_kernel().values()):
-        first = variants[0]
+    for number, (first, *_) in enumerate(variants_by_kernel().values()):
         tasks.append((first, first.capabilities[number % len(first.capabilities)]))
     return tasks
+
+
+# -- drafting: what engines with large vocabularies compile ----------------------------
+
+
+def _begin_drafting() -> list[Variant]:
+    signature = dict.fromkeys(("requests", "most_nodes", "rows"), "*i32")
+    constants = {"BLOCK": begin_drafting.REQUESTS_AT_ONCE}
+    kernel = begin_drafting.begin_drafting_kernel
+    return [Variant("begin drafting", kernel, signature, constants, num_warps=8)]
+
+
+def _draft_inputs() -> list[Variant]:
+    """One and two groups of cache layers."""
+    kernels = {
+        "committed": draft_inputs.committed_inputs_kernel,
+        "level": draft_inputs.level_inputs_kernel,
+        "block": draft_inputs.block_inputs_kernel,
+    }
+    signature, block = {"tokens_stride": "i32"}, {"BLOCK": draft_inputs._BLOCK}
+    return [
+        Variant(f"draft inputs, {name}, {n} groups", kernel, signature, {"GROUPS": n, **block})
+        for name, kernel in kernels.items()
+        for n in (1, 2)
+    ]
+
+
+def _continuations() -> list[Variant]:
+    block, warps = continuations._BLOCK, continuations._WARPS
+    constants = {"MOST": LONGEST, "LEAST": SHORTEST, "BLOCK": block, "COLUMNS": 8}
+    kernel = continuations.continuations_kernel
+    return [Variant("continuations", kernel, constexprs=constants, num_warps=warps)]
+
+
+def _target_states() -> list[Variant]:
+    """Three layers' states, as EAGLE-3 heads read them, and eight."""
+    most, kernel = target_states._MOST_LAYERS, target_states.gather_target_states_kernel
+    signature = dict.fromkeys((*(f"layer_{number}" for number in range(most)), "states"), "*bf16")
+    block = {"BLOCK": target_states._BLOCK}
+    return [
+        Variant(f"target states, {count} layers", kernel, signature, {"LAYERS": count, **block})
+        for count in (3, most)
+    ]
+
+
+def _truncation() -> list[Variant]:
+    count, end = truncation.count_bins_kernel, truncation.lowest_inside_kernel
+    blocks = {"BINS": truncation._BINS, "BLOCK": truncation._BLOCK}
+    bins, warps = {"BINS": truncation._BINS, "BLOCKS": 32}, truncation._COUNTING_WARPS
+    signature = {**_draw_signature("bf16"), "num_blocks": "i32:16"}
+    return [
+        Variant("nucleus counts bf16", count, _draw_signature("bf16"), blocks, warps),
+        Variant("nucleus counts fp32", count, _draw_signature("fp32"), blocks, warps),
+        Variant("nucleus end, 151936 tokens", end, signature, bins, truncation._MERGING_WARPS),
+    ]
+
+
+def _children() -> list[Variant]:
+    """The launches of a level, of nodes with up to ``branch`` children."""
+    kernels, variants = children_kernels, []
+    for dtype, branch, vocabulary in (
+        ("bf16", 4, 128256), ("fp32", 4, 128256), ("bf16", 64, 128256), ("bf16", 4, 151936),
+        ("bf16", 64, 151936),
+    ):  # fmt: skip
+        block, num_blocks = drafted_trees._blocks(vocabulary, branch)
+        sizes = {"BLOCKS": triton.next_power_of_2(num_blocks), "BRANCH": branch}
+        merge_warps = drafted_trees._merge_warps(sizes["BLOCKS"] * branch)
+        what, signature = f"{dtype}, {vocabulary} tokens, {branch} children", _draw_signature(dtype)
+        variants += [
+            Variant(f"{kernel.fn.__name__} {what}", kernel, signature, constexprs, warps)
+            for kernel, constexprs, warps in (
+                (kernels.row_statistics_kernel, {"BLOCK": block}, 4),
+                (kernels.block_best_kernel, {"BLOCK": block, **sizes}, drafted_trees._BEST_WARPS),
+                (kernels.merge_best_kernel, sizes, merge_warps),
+            )
+        ]
+    return variants
+
+
+def _draw_signature(dtype: str) -> dict[str, str]:
+    multiples = ("logits_stride", "draft_state_stride", "draft_inner_stride")
+    return {
+        **dict.fromkeys(("logits", "draft_logits"), f"*{dtype}"),
+        **dict.fromkeys(("positions", "columns"), "*i32"),
+        **dict.fromkeys(multiples, "i64:16"),
+        **dict.fromkeys(("stats_state_stride", "stats_inner_stride"), "i64"),
+        "vocabulary": "i32",
+    }
+
+
+# -- scoring inputs, verification, commit ------------------------------------------------
+
+
+def _scoring_inputs() -> list[Variant]:
+    place = scoring_inputs.place_nodes_kernel
+    gather = scoring_inputs.gather_for_verification_kernel
+    constants = {"BLOCK": 64, "NOTED": True}
+    return [
+        Variant("place nodes", place, constexprs=constants, num_warps=1),
+        Variant("gather for verification", gather, constexprs={"BLOCK": scoring_inputs._BLOCK}),
+    ]
+
+
+def _path_edits() -> list[Variant]:
+    """Edits of float32 logits: vLLM makes such a copy before it edits."""
+    penalise, exclude = path_edits.penalise_paths_kernel, path_edits.exclude_bad_words_kernel
+    signature = {"logits": "*fp32", "slots": "*i32", "tokens_stride": "i32"}
+    constants, warps = {"BLOCK": path_edits._BLOCK}, path_edits._NUM_WARPS
+    return [
+        Variant("penalise paths", penalise, signature, constants, num_warps=warps),
+        Variant("exclude bad words", exclude, signature, num_warps=1),
+    ]
+
+
+def _target_statistics() -> list[Variant]:
+    kernel, warps = target_statistics.target_statistics_kernel, target_statistics._NUM_WARPS
+    block = {"BLOCK": target_statistics._BLOCK.value}
+    return [
+        Variant(f"target statistics {dtype}", kernel, {"logits": f"*{dtype}"}, block, warps)
+        for dtype in ("bf16", "fp32")
+    ]
+
+
+# Powers of two that hold a tree: its nodes, children of a node, tokens that a path emits.
+_USUAL = (64, 16, 16)
+# Such as the paper's for offloading: 768 nodes, 18 deep, with up to 32 children.
+_LARGE = (1024, 32, 32)
+
+
+def _named(target: str, draft: str, vocabulary: int, tree: tuple[int, int, int]) -> str:
+    large = "" if tree == _USUAL else f", {tree[0]} nodes"
+    return f"{target} target, {draft} draft, {vocabulary} tokens{large}"
+
+
+def _verify() -> list[Variant]:
+    """Vocabularies of models, in the dtypes of target and draft; and a large tree."""
+    variants = []
+    for target, draft, vocabulary, tree in (
+        ("fp32", "bf16", 32000, _USUAL), ("bf16", "bf16", 32000, _USUAL),
+        ("bf16", "bf16", 32000, _LARGE), ("fp32", "bf16", 128256, _USUAL),
+        ("bf16", "bf16", 128256, _USUAL), ("bf16", "bf16", 128256, _LARGE),
+        ("fp32", "bf16", 151936, _USUAL), ("bf16", "bf16", 151936, _USUAL),
+        ("fp32", "fp16", 262144, _USUAL),
+    ):  # fmt: skip
+        name = f"verify {_named(target, draft, vocabulary, tree)}"
+        constants = {"BRANCHES": tree[1], **verify.lane_constants(vocabulary, columns=tree[2])}
+        kernel, signature = verify_kernels.verify_kernel, _verify_signature(target, draft)
+        variants.append(Variant(name, kernel, signature, constants, verify.NUM_WARPS))
+    return variants
+
+
+def _traversal() -> list[Variant]:
+    """A wave of nodes, and the token after the accepted path."""
+    variants = []
+    for target, draft, vocabulary, tree in (
+        ("fp32", "bf16", 32000, _USUAL), ("bf16", "bf16", 128256, _USUAL),
+        ("bf16", "bf16", 128256, _LARGE), ("fp32", "fp16", 262144, _USUAL),
+    ):  # fmt: skip
+        name = _named(target, draft, vocabulary, tree)
+        parts = triton.next_power_of_2(triton.cdiv(vocabulary, traversal._PART))
+        lanes = verify.lane_constants(vocabulary, columns=tree[2])
+        path = {"PARTS": parts, "NODES": tree[0], **lanes}
+        wave = {"PART": traversal._PART, **{key: path[key] for key in ("PARTS", "NODES", "BLOCKS")}}
+        signature = {**_verify_signature(target, draft), "nodes": "i32", "states": "*fp64"}
+        kernels, warps = traversal_kernels, traversal._NUM_WARPS
+        variants += [
+            Variant(f"traversal wave {name}", kernels.wave_kernel, signature, wave, warps),
+            Variant(
+                f"verify by traversal {name}",
+                kernels.path_kernel,
+                signature,
+                path,
+                verify.NUM_WARPS,
+            ),
+        ]
+    return variants
+
+
+def _verify_signature(target: str, draft: str) -> dict[str, str]:
+    dtypes = {"logits": f"*{target}", "draft_logits": f"*{draft}"}
+    return {**dtypes, "tokens": "*i32", "positions": "*i32"}
+
+
+def _commit() -> list[Variant]:
+    """Eight heads of 128 in bfloat16, and one odd layout."""
+    signature = {"table_stride": "i64", "accepted_stride": "i64", "block_stride": "i64:16"}
+    odd = {**signature, "head_stride": "i64", "slot_stride": "i64"}
+    common: dict[str, Any] = {"SLOTS": 16, "HEADS": 8}
+    usual = {**common, "UNIT": tl.int64, "UNITS": 64, "BLOCK": 512}
+    small = {**common, "UNIT": tl.int32, "UNITS": 18, "BLOCK": 256}
+    return [
+        Variant("commit bf16, head 128", commit.commit_kernel, signature, usual),
+        Variant("commit fp8, head 36", commit.commit_kernel, odd, small),
+    ]
+
+
+# -- recurrent layers, in bfloat16 -------------------------------------------------------
+
+# Heads of Qwen3-Next, and of Granite 4 Small.
+_GDN = {"HEADS": 16, "VALUE_HEADS": 32, "KEY": 128, "VALUE": 128}
+_MAMBA = {"HEADS": 1, "VALUE_HEADS": 128, "KEY": 128, "VALUE": 64}
+
+
+def _recurrent() -> list[Variant]:
+    """Scoring of small and of large trees, and the commit of paths of up to 15 nodes."""
+    gdn, mamba = recurrent_heads.score_gdn_kernel, recurrent_heads.score_mamba_kernel
+    convolve: dict[str, Any] = {
+        "bias": None, "channel_stride": 1, "WIDTH": 4, "HAS_BIAS": False, "SILU": True,
+        "NODES": recurrent_tree._NODES, "CHANNELS": recurrent_tree._CHANNELS,
+    }  # fmt: skip
+    inputs: dict[str, Any] = {
+        "channel_stride": 1, "TYPE": tl.bfloat16, "WIDTH": 4, "PATH": 16,
+        "CHANNELS": recurrent_tree._COMMITTED_CHANNELS,
+    }  # fmt: skip
+    states: dict[str, Any] = {
+        **_GDN, "KEY_PART": recurrent_tree._COMMITTED_KEYS, "TYPE": tl.float32, "PATH": 16,
+        "PART": 32,
+    }  # fmt: skip
+    kernels = recurrent_tree_kernels
+    return [
+        Variant("convolve nodes", kernels.convolve_nodes_kernel, constexprs=convolve),
+        *(_scoring("score nodes", gdn, {}, _GDN, n) for n in (16, 64)),
+        *(_scoring("score nodes of Mamba2", mamba, {"a": "*fp32"}, _MAMBA, n) for n in (16, 64)),
+        Variant("commit inputs", kernels.commit_inputs_kernel, constexprs=inputs),
+        Variant("commit states", kernels.commit_states_kernel, constexprs=states, num_stages=1),
+    ]
+
+
+def _scoring(
+    name: str, kernel: Any, inputs: dict[str, str], heads: dict[str, int], nodes: int
+) -> Variant:
+    part = dict.fromkeys(("PART", "KEY_PART"), 16 if nodes > 32 else recurrent_tree._KEY_PART)
+    constants, signature = {**heads, **part, "NODES": nodes}, {**inputs, "states": "*fp32"}
+    warps = 8 if nodes > 32 else 4
+    return Variant(f"{name} of trees of {nodes}", kernel, signature, constants, warps, num_stages=1)

@@ -28,8 +28,7 @@ def gather_context(kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tenso
     Args:
         block_table: int ``[B, blocks]``: the blocks to read, per request.
 
-    Returns:
-        Two ``[B, heads, blocks * block_size, head_size]`` copies.
+    Returns two ``[B, heads, blocks * block_size, head_size]`` copies.
     """
     batch, num_blocks = block_table.shape
     blocks = block_table.reshape(-1).long()

@@ -98,7 +98,10 @@ class TreeAttentionBatch:
         seen = max_keys if shape.window is None else min(max_keys, shape.window + queries)
         work = 2 * units * query_rows * seen * shape.head_size
         threads = 1 if work < _SERIAL_WORK else torch.get_num_threads()
-        splits = _splits(units, threads, -(-seen // shape.block_size))
+        # So many parts of each context that all threads have work.
+        most = -(-seen // shape.block_size) // _BLOCKS_PER_SPLIT
+        wanted = 1 if units >= 2 * threads else -(-2 * threads // units)
+        splits = max(1, min(wanted, most))
         partials = torch.empty(units * splits * query_rows * (shape.head_size + 2))
         # The structure holds addresses: the tensors must live as long.
         self._tensors = (
@@ -124,8 +127,8 @@ class TreeAttentionBatch:
         """Writes the attention of every node into its row of ``output``.
 
         Args:
-            query, output: ``[tokens, heads * head_size]`` or ``[tokens, heads,
-                head_size]``, contiguous within a token.
+            query, output: ``[tokens, heads * head_size]`` or ``[tokens, heads, head_size]``,
+                contiguous within a token.
             kv_cache: One layer's cache, contiguous, in the layout of `cpu_cache`.
             sinks: float32 ``[heads]``, contiguous: see `tree_attention`.
         """
@@ -153,31 +156,24 @@ class CacheGroup:
         self._addresses = (ctypes.c_void_p * len(self.kv_caches))(
             *(cache.data_ptr() for cache in self.kv_caches)
         )
-        if first.ndim == 3:
-            return
-        _, key_heads, block_size, twice_head_size = first.shape
-        self._shape = first.element_size(), key_heads, twice_head_size // 2, block_size
+        if first.ndim == 4:
+            _, key_heads, block_size, twice_head_size = first.shape
+            self._shape = first.element_size(), key_heads, twice_head_size // 2, block_size
 
     def move_tokens(self, source_slots: Tensor, target_slots: Tensor) -> None:
-        """`cpu_cache.move_tokens` in every layer, in place.
-
-        Args:
-            source_slots, target_slots: int64 ``[M]``, contiguous.
-        """
+        """`cpu_cache.move_tokens` in every layer, in place; slots are contiguous, too."""
         if self.kv_caches[0].ndim == 3:
             for latents in self.kv_caches:
                 rows = latents.flatten(0, 1)
                 rows[target_slots] = rows[source_slots]
-            return
-        kernels = load_kernels()
-        if kernels is None:
+        elif (kernels := load_kernels()) is None:
             for kv_cache in self.kv_caches:
                 move_tokens(kv_cache, source_slots, target_slots)
-            return
-        kernels.move_tokens(
-            self._addresses, len(self.kv_caches), *self._shape,
-            source_slots.data_ptr(), target_slots.data_ptr(), len(source_slots),
-        )  # fmt: skip
+        else:
+            kernels.move_tokens(
+                self._addresses, len(self.kv_caches), *self._shape,
+                source_slots.data_ptr(), target_slots.data_ptr(), len(source_slots),
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,10 +198,3 @@ def load_kernels() -> Kernels | None:
     move.argtypes = [pointer, *[number] * 5, pointer, pointer, number]
     attend.restype = move.restype = None
     return Kernels(attend, move)
-
-
-def _splits(units: int, threads: int, blocks: int) -> int:
-    """Parts to cut each context into, so that all threads have work."""
-    if units >= 2 * threads:
-        return 1
-    return max(1, min(-(-2 * threads // units), blocks // _BLOCKS_PER_SPLIT))

@@ -21,8 +21,7 @@ def within_window(ancestors: Tensor, window: int) -> tuple[Tensor, Tensor]:
             it: a block whose nodes see one another, each a position after the one before it.
         window: Tokens that a query sees, itself included; of a block as many to both sides.
 
-    Returns:
-        ``(depths, seen)``: int64 ``[..., Q]``, 0 for a root; bool ``[..., Q, M]``.
+    Returns ``(depths, seen)``: int64 ``[..., Q]``, 0 for a root; bool ``[..., Q, M]``.
     """
     # In the order of nodes a query's ancestors lie in the order of their depths.
     depth_of_ancestor = ancestors.long().cumsum(dim=-1) - 1
@@ -42,16 +41,14 @@ def tree_attention_mask(
     """Additive attention mask for a batch of trees.
 
     Args:
-        context_lens: int64 ``[B]``: committed tokens c of each request; node 0
-            (the root) sits in slot c.
-        ancestors: bool ``[Q, M]``: ``ancestors[q, j]`` says that query node q
-            sees node j (itself or an ancestor); or ``[B, Q, M]``, of each request.
+        context_lens: int64 ``[B]``: committed tokens c of each request; the root is in slot c.
+        ancestors: bool ``[Q, M]``: ``ancestors[q, j]`` says that query node q sees node j (itself
+            or an ancestor); or ``[B, Q, M]``, of each request.
         num_keys: Slots L that the keys cover, from slot 0 of each request.
         dtype: Floating dtype of the queries.
         window: Tokens that a query sees, itself included; None: all before it.
 
-    Returns:
-        ``[B, 1, Q, L]`` in ``dtype``: 0 where attended, -inf elsewhere.
+    Returns ``[B, 1, Q, L]`` in ``dtype``: 0 where attended, -inf elsewhere.
     """
     slots = torch.arange(num_keys, device=context_lens.device)
     node_of_slot = (slots - context_lens[:, None])[:, None]  # [B, 1, L]
@@ -89,38 +86,17 @@ def tree_attention(
         sinks: float32 ``[num_heads]``: a score of each head that takes its share of the
             softmax and adds nothing to the output.
 
-    Returns:
-        ``[B, Q, num_heads, head_size]`` in the query's dtype.
+    Returns ``[B, Q, num_heads, head_size]`` in the query's dtype.
     """
-    if soft_cap or sinks is not None:
-        return _attend_by_scores(query, key, value, mask, scale, soft_cap, sinks)
-    output = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key,
-        value,
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=query.shape[2] != key.shape[1],
-    )
-    return output.transpose(1, 2)
-
-
-def _attend_by_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
-    soft_cap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """`tree_attention`, step by step in float32: soft caps and sinks, which torch's own function
-    lacks.
-    """
-    group = query.shape[2] // key.shape[1]
-    queries = query.transpose(1, 2).float()
+    queries, group = query.transpose(1, 2), query.shape[2] // key.shape[1]
+    if not soft_cap and sinks is None:
+        output = F.scaled_dot_product_attention(
+            queries, key, value, attn_mask=mask, scale=scale, enable_gqa=group != 1
+        )
+        return output.transpose(1, 2)
+    # Step by step in float32: torch's own function lacks soft caps and sinks.
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
-    scores = queries @ keys.transpose(2, 3) * scale
+    scores = queries.float() @ keys.transpose(2, 3) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores + mask

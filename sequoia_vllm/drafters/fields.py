@@ -34,8 +34,7 @@ class Fields:
     def count(self, key: str, default: int | None = None) -> int:
         """A positive number.
 
-        Raises:
-            ShapeError: The field is missing and has no default, or is something else.
+        Raises ShapeError: the field is missing and has no default, or is something else.
         """
         found = self.value(key)
         found = default if found is None else found

@@ -67,8 +67,7 @@ def _recognised(kind: Drafter, sign: Sign, said: str, config: Fields) -> Recogni
 def target_differences(head: Fields, target: Fields) -> list[str]:
     """Lists how a head's configuration describes its target differently from this target.
 
-    Returns:
-        Each in words; empty if the head may have been made for it.
+    Returns each in words; empty if the head may have been made for it.
     """
     width = head.value("target_hidden_size")
     compared = (

@@ -144,8 +144,7 @@ class Drafter:
     def head_shape(self, config: Fields) -> HeadShape | None:
         """The parts of a head besides its layers; None for a draft model.
 
-        Raises:
-            ShapeError: The configuration says too little.
+        Raises ShapeError if the configuration says too little.
         """
         return None
 
@@ -168,13 +167,11 @@ AnyDrafter = TypeVar("AnyDrafter", bound=type[Drafter])
 def register(found: AnyDrafter) -> AnyDrafter:
     """Adds a kind of drafters; a decorator of its class.
 
-    Raises:
-        TypeError: The class does not have what the engine asks for; says what is missing or wrong.
+    Raises TypeError if the class does not have what the engine asks for: what is missing or wrong.
     """
     if problems := _problems(found):
         raise TypeError(f"drafter {found.__name__}: {'; '.join(problems)}")
-    DRAFTERS[found.kind] = found()
-    in_order = sorted(DRAFTERS.values(), key=lambda drafter: (drafter.rank, drafter.kind))
+    in_order = sorted([*DRAFTERS.values(), found()], key=lambda each: (each.rank, each.kind))
     DRAFTERS.clear()
     DRAFTERS.update({drafter.kind: drafter for drafter in in_order})
     return found
@@ -183,7 +180,8 @@ def register(found: AnyDrafter) -> AnyDrafter:
 def drafter(kind: str) -> Drafter:
     """The drafter of this kind; if there is none, raises ValueError, which lists the kinds."""
     if kind not in DRAFTERS:
-        raise ValueError(f"Input should be {_listed(list(DRAFTERS))}")
+        *others, last = map(repr, DRAFTERS)
+        raise ValueError(f"Input should be {', '.join(others)} or {last}")
     return DRAFTERS[kind]
 
 
@@ -199,16 +197,11 @@ def draft_option(draft: str) -> dict[str, str]:
 
 def known_for(target: str) -> list[tuple[Drafter, KnownDrafter]]:
     """Published drafters of a target, by its name, path or weights; the best first."""
-    return [
-        (kind, known) for kind in DRAFTERS.values() for known in kind.known if known.fits(target)
-    ]
+    every = [(kind, known) for kind in DRAFTERS.values() for known in kind.known]
+    return [(kind, known) for kind, known in every if known.fits(target)]
 
 
-def _known_kind(kind: str) -> str:
-    return drafter(kind).kind
-
-
-DrafterKind = Annotated[str, AfterValidator(_known_kind)]
+DrafterKind = Annotated[str, AfterValidator(lambda kind: drafter(kind).kind)]
 """Name of a registered kind; pydantic refuses others."""
 
 
@@ -276,8 +269,3 @@ def _problems(found: type[Drafter]) -> list[str]:
     for pattern in (*(s.pattern for s in found.signs), *(k.target for k in found.known)):
         re.compile(pattern)
     return sorted(problems)
-
-
-def _listed(names: list[str]) -> str:
-    *others, last = map(repr, names)
-    return f"{', '.join(others)} or {last}" if others else last

@@ -4,7 +4,8 @@ Some related drafters correct what the pass predicts by the tokens that were dra
 Then Q at a node depends on the node's token, too.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,34 +14,9 @@ from torch import Tensor
 from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth
 from sequoia_vllm.drafting.tree_tables import DraftLevels, picked
 
-
-class BlockLogits(ABC):
-    """Draft logits at the nodes of R requests' trees, computed from one pass over all levels."""
-
-    @abstractmethod
-    def at(self, depth: int, tokens: Tensor) -> Tensor:
-        """``[R * m, V]``: at the m nodes of a depth, request after request.
-
-        Args:
-            depth: Depth of the nodes; 0: the roots.
-            tokens: int ``[R, m]``: theirs.
-        """
-
-
-class IndependentLogits(BlockLogits):
-    """The same at all nodes of a level, whatever tokens lie above.
-
-    Args:
-        logits: ``[R, L, V]``: of each level.
-    """
-
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
-
-    def at(self, depth: int, tokens: Tensor) -> Tensor:
-        """See `BlockLogits.at`."""
-        shape = (*tokens.shape, self._logits.shape[2])
-        return self._logits[:, depth, None].expand(shape).reshape(-1, shape[2])
+LogitsAt = Callable[[int, Tensor], Tensor]
+"""Draft logits ``[R * m, V]`` at the m nodes of a depth (0: the roots) of R requests' trees, by the
+depth and the nodes' tokens int ``[R, m]``; request after request, from one pass over all levels."""
 
 
 class BlockModel(DraftModel):
@@ -59,7 +35,7 @@ class BlockModel(DraftModel):
         """
 
     @abstractmethod
-    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> BlockLogits:
+    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> LogitsAt:
         """Logits at the nodes of R requests' trees.
 
         Args:
@@ -74,7 +50,7 @@ class BlockGrowth(TreeGrowth):
     """Grows trees from one forward over a block of each request: its root, then masks.
 
     Q at a node is what the level's position predicts. Some drafters also take the node's own token
-    into account (`BlockLogits`). The children of each node are drawn independently: verification
+    into account (`LogitsAt`). The children of each node are drawn independently: verification
     assumes that Q at a node does not depend on what was drawn at others.
 
     Args:
@@ -105,8 +81,7 @@ class BlockGrowth(TreeGrowth):
     ) -> DraftStates:
         """See `TreeGrowth.read_committed`; keeps contexts, which attends to nothing.
 
-        Returns:
-            What the contexts were made from, ``num_rows`` rows.
+        Returns what the contexts were made from, ``num_rows`` rows.
         """
         inputs = self.committed_inputs(num_reqs, num_rows)
         states = self.combined_states(num_rows, target_states)
@@ -119,22 +94,15 @@ class BlockGrowth(TreeGrowth):
     ) -> None:
         """One forward over every request's block, then the children of each level's nodes."""
         batch, width = self._batch, (self._levels or levels.tree.depth) + self._before
-        self._inputs.read_block(
-            requests=batch.slots[:num_reqs],
-            roots=batch.roots[:num_reqs],
-            all_token_ids=self._token_ids,
-            width=width,
-            mask_token=self._mask_token,
-            max_len=self._max_model_len,
-            longest=self._draft_max_len,
+        self._inputs.read_block(batch, num_reqs, width, self._mask_token)
+        states = self._forward(
+            batch.roots[:num_reqs], num_reqs * width, 0, width, self._sees_all, max_keys, None
         )
-        roots_at = batch.roots[:num_reqs]
-        states = self._forward_each(roots_at, 0, width, self._sees_all, max_keys, None)
         tokens = self._inputs.token_ids[: num_reqs * width].view(num_reqs, width)[:, :1]
         predicting = states.hidden.view(num_reqs, width, -1)[:, self._before :]
-        logits = self._model.block_logits(predicting, roots.hidden, tokens)
+        logits_at = self._model.block_logits(predicting, roots.hidden, tokens)
         for level in levels.levels:
             if level.depth > 0:
                 slots = batch.slots[:num_reqs]
                 tokens = picked(self._drafted.tokens[:num_reqs], level.nodes, slots)
-            self._drafted.draw(batch, num_reqs, levels, level, logits.at(level.depth, tokens))
+            self._drafted.draw(batch, num_reqs, levels, level, logits_at(level.depth, tokens))

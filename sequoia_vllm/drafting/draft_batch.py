@@ -11,53 +11,29 @@ from sequoia_vllm.kernels.modes import SKIP
 
 
 class SlotStates(NamedTuple):
-    """What drafting knows of every request slot: tensors ``[S]``.
+    """What drafting knows of every request slot: tensors ``[S]``."""
 
-    Attributes:
-        computed: int32: tokens in the target's cache.
-        read: int32, written: tokens that the draft has read.
-        modes: int32, of `kernels.modes`.
-        most_nodes: int32: the request has no more nodes than this to verify.
-        temperature, top_k, top_p, min_p: float32, int32, float32 and float32, as vLLM keeps them.
-        seeds: int64.
-        drafted_nodes: int32, written: nodes of each tree to verify; 0 in slots without one, and
-            in those of requests that are not in the batch.
-        drafted_rows: int32, written for the batch's requests: their first row of draft logits.
-    """
-
-    computed: Tensor
-    read: Tensor
-    modes: Tensor
-    most_nodes: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seeds: Tensor
+    computed: Tensor  # int32: tokens in the target's cache
+    read: Tensor  # int32, written: tokens that the draft has read
+    modes: Tensor  # int32, of `kernels.modes`
+    most_nodes: Tensor  # int32: the request has no more nodes than this to verify
+    temperature: Tensor  # float32, as vLLM keeps it; so are the next three
+    top_k: Tensor  # int32
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    seeds: Tensor  # int64
     drafted_nodes: Tensor
-    drafted_rows: Tensor
+    """int32, written: nodes of each tree to verify, root included; 0 in slots without one, and in
+    those of requests that are not in the batch."""
+    drafted_rows: Tensor  # int32, written for the batch's requests: their first row of draft logits
 
 
 class DraftBatch:
-    """The requests of a drafting pass, in batch order.
+    """The requests of a drafting pass, in batch order: tensors ``[max_num_reqs]``.
 
-    Attributes:
-        slots: int64 ``[max_num_reqs]``: request slot; -1 beyond the batch.
-        starts: int32: first token that the draft has yet to read.
-        counts: int32: how many it reads in this pass.
-        first_rows: int32 ``[max_num_reqs + 1]``: where each request's rows of this pass start,
-            then the end.
-        last_rows: int64: the row of its last token; one of another request where it reads nothing.
-        computed_before: int32: tokens in the target's cache before the step.
-        roots: int32: position of the last committed token.
-        contexts: int32: tokens in the draft's cache before it.
-        modes: int32: see `kernels.modes`; SKIP beyond the batch.
-        temperature: float32.
-        top_k, top_p, min_p: int32, float32, float32.
-        seeds: int64.
+    Args:
         state_offset: 0 or 1: the draft reads a token at its position less this.
-        told: int64 ``[max_num_reqs, D]``: `continuations` of the requests' texts; -1: nothing.
-            D, the argument ``depth``, is 0 where texts are not looked at.
+        depth: D: tokens that are looked for in texts; 0 where these are not looked at.
     """
 
     def __init__(
@@ -66,18 +42,24 @@ class DraftBatch:
         def buffer(dtype: torch.dtype, value: float = 0, more: int = 0) -> Tensor:
             return torch.full((max_num_reqs + more,), value, dtype=dtype, device=device)
 
-        self.slots = buffer(torch.int64, -1)
         self.state_offset = state_offset
-        self.starts, self.counts, self.roots = (buffer(torch.int32) for _ in range(3))
-        self.first_rows, self.last_rows = buffer(torch.int32, more=1), buffer(torch.int64)
-        self.computed_before = buffer(torch.int32)
+        self.slots = buffer(torch.int64, -1)  # request slots; -1 beyond the batch
+        self.starts = buffer(torch.int32)  # first token that the draft has yet to read
+        self.counts = buffer(torch.int32)  # how many it reads in this pass
+        # Where each request's rows of this pass start, then the end.
+        self.first_rows = buffer(torch.int32, more=1)
+        # The row of its last token; one of another request where it reads nothing.
+        self.last_rows = buffer(torch.int64)
+        self.computed_before = buffer(torch.int32)  # tokens in the target's cache before the step
+        self.roots = buffer(torch.int32)  # position of the last committed token
+        # Tokens in the draft's cache before it.
         self.contexts = buffer(torch.int32) if state_offset else self.roots
-        self.modes = buffer(torch.int32, SKIP)
+        self.modes = buffer(torch.int32, SKIP)  # of `kernels.modes`; SKIP beyond the batch
         self.temperature = buffer(torch.float32)
         self.top_k = buffer(torch.int32, torch.iinfo(torch.int32).max)
-        self.top_p = buffer(torch.float32, 1.0)
-        self.min_p = buffer(torch.float32)
+        self.top_p, self.min_p = buffer(torch.float32, 1.0), buffer(torch.float32)
         self.seeds = buffer(torch.int64)
+        # ``[max_num_reqs, D]``: `continuations` of the requests' texts; -1: nothing.
         self.told = torch.full((max_num_reqs, depth), -1, device=device)
         self._places = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
         self._multiples: dict[int, Tensor] = {}
@@ -109,8 +91,12 @@ class DraftBatch:
         It does not wait for the device. `begin_drafting_kernel` says which requests get trees.
 
         Args:
-            requests, num_sampled, bounds, seq_lens: int32 ``[R]``.
-            query_start_loc: int32 ``[R + 1]``.
+            requests: int32 or int64 ``[R]``: slot of each, all different.
+            num_sampled: int32 ``[R]``: tokens that the step sampled; the last of them is
+                committed, but not in the target's cache.
+            bounds: int32 ``[R]``: most tokens to read.
+            seq_lens: int32 ``[R]``: tokens of each in the target's pass, contexts included.
+            query_start_loc: int32 ``[R + 1]``: first row of each in that pass, then the end.
             states: Of all request slots.
             levels: The trees.
             longest: No tree where the root's position reaches it.

@@ -15,8 +15,6 @@ from sequoia_vllm.tree import TokenTree
 # Rows in all, and requests, of captured passes that read prompts, too. Steps with a prompt wait for
 # the host: a pass without a graph took 4 ms on an H100, whatever its rows.
 _RAGGED_ROWS, _RAGGED_REQUESTS = (64, 128, 256, 512), (4, 16, 64, 256)
-
-
 MOST_RAGGED_ROWS = _RAGGED_ROWS[-1]
 
 
@@ -43,10 +41,8 @@ class DraftPlan:
         least_rows: int = 1,
         most_by_batch: Sequence[int] = (),
     ) -> None:
-        self._tree = tree
-        self._inner_rows = inner_rows(tree)
-        self._least_rows = least_rows
-        self._most_rows = most_rows
+        self._tree, self._inner_rows = tree, inner_rows(tree)
+        self._least_rows, self._most_rows = least_rows, most_rows
         self._largest_batch = len(drafts_by_batch)
         self._most_requests: dict[int, int] = {}  # asked in every step
         self._batches: dict[int, tuple[int, int]] = {}  # the smallest and the largest
@@ -65,15 +61,11 @@ class DraftPlan:
     @cached_property
     def logits_rows(self) -> int:
         """Rows of draft logits to keep, for all trees of a batch."""
-        return max(
-            (self._fitting(drafts) * self._rows_per_tree(drafts) for drafts in self.drafts),
-            default=inner_nodes(self._tree),
-        )
+        rows = (self._fitting(drafts) * self._rows_per_tree(drafts) for drafts in self.drafts)
+        return max(rows, default=inner_nodes(self._tree))
 
     def most_requests(self, drafts: int) -> int:
-        """Most requests that get trees of ``drafts`` drafts in one step. ``drafts`` need not be in
-        the schedule: tools that measure limit drafts.
-        """
+        """Most requests that get trees of ``drafts`` drafts in a step, in the schedule or not."""
         if drafts not in self._most_requests:
             keepable = self.logits_rows // self._rows_per_tree(drafts)
             self._most_requests[drafts] = min(self._fitting(drafts), keepable)
@@ -82,13 +74,8 @@ class DraftPlan:
     @property
     def widest_level(self) -> int:
         """Most nodes whose logits are computed at once, over all requests; at least 1."""
-        return max(
-            (
-                self.most_requests(drafts) * max(level_widths(self._trimmed(drafts)))
-                for drafts in self.drafts
-            ),
-            default=1,
-        )
+        widths = {drafts: max(level_widths(self._trimmed(drafts))) for drafts in self.drafts}
+        return max((self.most_requests(each) * width for each, width in widths.items()), default=1)
 
     @property
     def most_rows_read(self) -> int:
@@ -162,11 +149,8 @@ def inner_nodes(tree: TokenTree) -> int:
 
 def inner_rows(tree: TokenTree) -> list[int]:
     """For each node, its place among the nodes with children, in stored order; leaves: -1."""
-    rows, count = [], 0
-    for children in tree.children:
-        rows.append(count if children else -1)
-        count += bool(children)
-    return rows
+    has_children = np.array([bool(children) for children in tree.children])
+    return np.where(has_children, has_children.cumsum() - 1, -1).tolist()
 
 
 def rows_per_tree(prefix: TokenTree, rows: Sequence[int]) -> int:

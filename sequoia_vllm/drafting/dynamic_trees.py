@@ -20,10 +20,8 @@ MOST_CHILDREN = 12
 def inner_width(nodes: int, depth: int) -> int:
     """Nodes of each level that get children in trees of this size, root included, and depth.
 
-    Without the root, the draft reads fewer nodes than the tree has: they fit in its cache slots.
-
-    Returns:
-        0 if there is too little to choose from: such trees stay static.
+    0: there is too little to choose from, and such trees stay static. Without the root, the draft
+    reads fewer nodes than the tree has: they fit in its cache slots.
     """
     width = min((nodes - 1) // max(depth - 1, 1), MOST_CHILDREN)
     candidates = min(MOST_CHILDREN, nodes - 1) * (1 + (depth - 1) * width)
@@ -115,21 +113,15 @@ class DynamicGrowth:
     def best(self) -> tuple[Tensor, Tensor]:
         """The likeliest of all candidates, upper levels first where they are equally likely.
 
-        Returns:
-            int64 ``[B, nodes]`` each: tokens, the root's first, and parents.
+        int64 ``[B, nodes]`` each: tokens, the root's first, and parents.
         """
-        values, tokens, parents = (
-            torch.cat(part, dim=1) for part in zip(*self._found, strict=True)
-        )
+        values, tokens, parents = (torch.cat(part, 1) for part in zip(*self._found, strict=True))
         # A draft that gives NaN drafts anything. No child may come before its parent.
         values = values.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         order = values.sort(dim=1, descending=True, stable=True).indices[:, : self.nodes - 1]
         node_at = torch.zeros(len(values), values.shape[1] + 1, dtype=torch.int64)
         node_at.scatter_(1, order + 1, torch.arange(1, self.nodes).expand_as(order))
-        return (
-            torch.cat([self._roots, tokens.gather(1, order)], dim=1),
-            torch.cat(
-                [torch.full_like(self._roots, -1), node_at.gather(1, parents.gather(1, order))],
-                dim=1,
-            ),
-        )
+        above = node_at.gather(1, parents.gather(1, order))
+        no_parent = torch.full_like(self._roots, -1)
+        chosen = torch.cat([self._roots, tokens.gather(1, order)], dim=1)
+        return chosen, torch.cat([no_parent, above], dim=1)

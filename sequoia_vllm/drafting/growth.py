@@ -21,62 +21,40 @@ from sequoia_vllm.kernels.draft_inputs import DraftInputs
 
 @dataclass(frozen=True, kw_only=True)
 class NodeQueries:
-    """What nodes of R requests' trees attend to, in a pass of the draft or the target.
+    """What nodes of R requests' trees attend to, in a pass of the draft or the target."""
 
-    Attributes:
-        request_slots: int64 ``[R]``: of each, -1 for padding.
-        context_lens: int32 ``[R]``: tokens in the cache before node 0.
-        query_start_loc: int32 ``[R + 1]``: first row of each request, then the end.
-        first: Node of the first query. Node j lies in slot ``context_lens + j``.
-        width: Most queries of a request, one for each node from ``first`` on.
-        ancestors: bool ``[I, I]`` or ``[S, I, I]``: which nodes each of the tree's I nodes sees.
-        max_keys: Bound on the keys of a request.
-        max_slots: Bound on the slots of a request. Nodes behind it have none, and no query sees
-            them. None: all that have a block have a slot.
-            The keys of the others are undefined.
-    """
-
-    request_slots: Tensor
-    context_lens: Tensor
-    query_start_loc: Tensor
-    first: int
-    width: int
-    ancestors: Tensor
-    max_keys: int
+    request_slots: Tensor  # int64 ``[R]``: of each, -1 for padding
+    context_lens: Tensor  # int32 ``[R]``: tokens in the cache before node 0
+    query_start_loc: Tensor  # int32 ``[R + 1]``: first row of each request, then the end
+    first: int  # node of the first query; node j lies in slot ``context_lens + j``
+    width: int  # most queries of a request, one for each node from ``first`` on
+    ancestors: Tensor  # bool ``[I, I]`` or ``[S, I, I]``: which of the tree's nodes each sees
+    max_keys: int  # bound on the keys of a request
     max_slots: int | None = None
+    """Bound on the slots of a request. Nodes behind it have none, and no query sees them. None: all
+    that have a block have a slot. The keys of the others are undefined."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftQueries(NodeQueries):
-    """One forward pass of the draft over nodes of R requests' trees, or over committed tokens.
+    """One forward pass of the draft over nodes of R requests' trees, or over committed tokens."""
 
-    Attributes:
-        token_ids: int32 ``[rows]``, request after request.
-        positions: int64 ``[rows]``: for the model.
-        slots: int64 ``[groups, rows]``: where keys and values go, by group of cache layers; -1:
-            nowhere.
-        recurrent_states: ``[rows, F]``: what earlier passes left for these rows. For committed
-            tokens: `combine_hidden_states` of the target's states. None: nothing.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
+    token_ids: Tensor  # int32 ``[rows]``, request after request
+    positions: Tensor  # int64 ``[rows]``: for the model
     slots: Tensor
+    """int64 ``[groups, rows]``: where keys and values go, by group of cache layers; -1: nowhere."""
     recurrent_states: Tensor | None = None
+    """``[rows, F]``: what earlier passes left for these rows. For committed tokens:
+    `combine_hidden_states` of the target's states. None: nothing."""
 
 
 @dataclass(frozen=True)
 class DraftStates:
-    """The states that a forward pass leaves at its rows.
+    """The states that a forward pass leaves at its rows."""
 
-    Attributes:
-        hidden: ``[rows, H]``: logits are computed from them.
-        recurrent_states: ``[rows, F]``: read together with the tokens below a row's; None: nothing
-            is.
-    """
-
-    hidden: Tensor
+    hidden: Tensor  # ``[rows, H]``: logits are computed from them
     recurrent_states: Tensor | None = None
+    """``[rows, F]``: read together with the tokens below a row's; None: nothing is."""
 
     def new_zeros(self, count: int) -> DraftStates:
         """Zeros for ``count`` such rows."""
@@ -135,8 +113,6 @@ class TreeGrowth:
         drafted: Where tokens and Q are kept.
         model: The draft.
         inputs: Buffers for what it reads.
-        token_ids: int32 ``[slots, max_model_len]``: tokens of each request.
-        max_lens: Longest request of the engine, and of the draft.
         depth: Depth of the engine's tree.
         longest_chain: Most committed tokens of a request that `read_committed` takes.
         target_states: ``[rows, A]``: a buffer with the target's states of the committed tokens that
@@ -149,18 +125,11 @@ class TreeGrowth:
         drafted: DraftedTrees,
         model: DraftModel,
         inputs: DraftInputs,
-        token_ids: Tensor,
-        max_lens: tuple[int, int],
         depth: int,
         longest_chain: int,
         target_states: Tensor | None = None,
     ) -> None:
-        self._batch = batch
-        self._drafted = drafted
-        self._model = model
-        self._inputs = inputs
-        self._token_ids = token_ids
-        self._max_model_len, self._draft_max_len = max_lens
+        self._batch, self._drafted, self._model, self._inputs = batch, drafted, model, inputs
         self._target_states = target_states
         self._roots: DraftStates | None = None
         # New tokens are a tree without branches below what the draft has read: a path's, or more.
@@ -186,26 +155,20 @@ class TreeGrowth:
             max_keys: No request has more committed tokens.
             target_states: ``[num_rows, A]``, in place of the buffer's.
 
-        Returns:
-            States of ``num_rows`` rows.
+        Returns states of ``num_rows`` rows.
         """
-        batch = self._batch
         self.committed_inputs(num_reqs, num_rows)
         path, longest = self._chains
         return self._forward(
-            batch.starts[:num_reqs], batch.first_rows[: num_reqs + 1], num_rows, 0, most,
+            self._batch.starts[:num_reqs], num_rows, 0, most,
             path if most <= len(path) else longest, max_keys,
-            self.combined_states(num_rows, target_states),
+            self.combined_states(num_rows, target_states), self._batch.first_rows,
         )  # fmt: skip
 
     def keep_roots(self, states: DraftStates, num_reqs: int) -> None:
-        """Keeps the states of R roots for `grow`, each its request's last one.
+        """Keeps, of what was read, the states of R roots for `grow`: each its request's last one.
 
         The buffer is made once: a graph's first run, before it is captured, does so.
-
-        Args:
-            states: Of what was read.
-            num_reqs: R.
         """
         if self._roots is None:
             self._roots = states.new_zeros(len(self._batch.slots))
@@ -213,17 +176,7 @@ class TreeGrowth:
 
     def committed_inputs(self, num_reqs: int, num_rows: int) -> DraftInputs:
         """The draft's inputs, whose first rows are the committed tokens, see `read_committed`."""
-        batch = self._batch
-        self._inputs.read_committed(
-            requests=batch.slots[:num_reqs],
-            starts=batch.starts[:num_reqs],
-            first_rows=batch.first_rows[: num_reqs + 1],
-            computed_before=batch.computed_before[:num_reqs],
-            all_token_ids=self._token_ids,
-            num_rows=num_rows,
-            longest=self._draft_max_len,
-            state_offset=batch.state_offset,
-        )
+        self._inputs.read_committed(self._batch, num_reqs, num_rows)
         return self._inputs
 
     def combined_states(self, num_rows: int, target_states: Tensor | None) -> Tensor | None:
@@ -234,12 +187,9 @@ class TreeGrowth:
         return self._model.combine_hidden_states(states)
 
     def grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
-        """Grows trees below the roots whose states were kept.
+        """Grows the trees of R requests below the roots whose states were kept.
 
-        Args:
-            num_reqs: Requests of the batch, R.
-            levels: The tree to grow.
-            max_keys: No request has more committed tokens.
+        ``levels`` are the tree's. No request has more than ``max_keys`` committed tokens.
         """
         assert self._roots is not None, "committed tokens are read before trees grow"
         self.look_back(num_reqs)
@@ -251,7 +201,7 @@ class TreeGrowth:
             values[:num_reqs] for values in (self._batch.slots, self._batch.roots, self._batch.told)
         )
         if told.shape[1] > 0:
-            find_continuations(self._token_ids, slots, roots, told)
+            find_continuations(self._inputs.all_token_ids, slots, roots, told)
 
     def _grow_below(
         self, roots: DraftStates, num_reqs: int, levels: DraftLevels, max_keys: int
@@ -272,75 +222,50 @@ class TreeGrowth:
         max_keys: int,
         recurrent_states: Tensor | None = None,
     ) -> DraftStates:
-        """One forward pass over the nodes of a level below the roots, and their children.
+        """One forward pass over a level's m nodes of each request, and their children; see `grow`.
 
         Args:
-            num_reqs, levels, max_keys: See `grow`.
-            level: The level, of m nodes.
             recurrent_states: ``[R * m, F]``: what the level above left for them.
 
-        Returns:
-            States of these nodes, R * m rows.
+        Returns states of these nodes, R * m rows.
         """
-        contexts = self._batch.contexts[:num_reqs]
         # The scheduler always trims a node past the model's length. Here it must only not write
         # outside the request's blocks.
-        self._inputs.read_level(
-            requests=self._batch.slots[:num_reqs],
-            contexts=contexts,
-            tokens=self._drafted.tokens[:num_reqs],
-            nodes=level.nodes,
-            first=level.first,
-            depth=level.depth,
-            max_len=self._max_model_len,
-            longest=self._draft_max_len,
-        )
-        states = self._forward_each(
-            contexts, level.first, level.width, levels.ancestors, max_keys, recurrent_states
-        )
+        self._inputs.read_level(self._batch, num_reqs, level, self._drafted.tokens)
+        states = self._forward(
+            self._batch.contexts[:num_reqs], num_reqs * level.width, level.first, level.width,
+            levels.ancestors, max_keys, recurrent_states,
+        )  # fmt: skip
         logits = self._model.compute_logits(states.hidden)
         self._drafted.draw(self._batch, num_reqs, levels, level, logits)
         return states
 
-    def _forward_each(
-        self,
-        context_lens: Tensor,
-        first: int,
-        width: int,
-        ancestors: Tensor,
-        max_keys: int,
-        recurrent_states: Tensor | None,
-    ) -> DraftStates:
-        """The states of the ``R * width`` rows that `_inputs` holds."""
-        num_reqs = len(context_lens)
-        first_rows = self._batch.multiples(width)[: num_reqs + 1]
-        return self._forward(
-            context_lens, first_rows, num_reqs * width, first, width, ancestors, max_keys,
-            recurrent_states,
-        )  # fmt: skip
-
     def _forward(
         self,
         context_lens: Tensor,
-        first_rows: Tensor,
         rows: int,
         first: int,
         width: int,
         ancestors: Tensor,
         max_keys: int,
         recurrent_states: Tensor | None,
+        first_rows: Tensor | None = None,
     ) -> DraftStates:
-        """The states of the rows that `_inputs` holds, at most ``width`` of each request."""
-        inputs = self._inputs
+        """The states of the rows that `_inputs` holds, ``width`` of each request.
+
+        Where ``first_rows`` divide them, requests have at most as many.
+        """
+        inputs, batch, num_reqs = self._inputs, self._batch, len(context_lens)
+        first_rows = batch.multiples(width) if first_rows is None else first_rows
         queries = DraftQueries(
-            request_slots=self._batch.slots[: len(context_lens)],
+            request_slots=batch.slots[:num_reqs],
             context_lens=context_lens,
-            query_start_loc=first_rows,
+            query_start_loc=first_rows[: num_reqs + 1],
             first=first,
             width=width,
             ancestors=ancestors,
-            max_keys=min(max_keys + first + width, self._max_model_len),
-            max_slots=self._max_model_len,
+            max_keys=min(max_keys + first + width, inputs.max_len),
+            max_slots=inputs.max_len,
             token_ids=inputs.token_ids[:rows],
             positions=inputs.positions[:rows],
             slots=inputs.slots[:, :rows],

@@ -37,24 +37,15 @@ class Level:
 class DraftLevels:
     """The levels of a tree, in the form in which the draft grows them.
 
-    Attributes:
-        tree: The tree.
-        levels: From the root down.
-        depths: int64 ``[I]``: depth of each inner node in draft order, the root first.
-        ancestors: bool ``[I, I]``: which inner nodes each sees, itself included.
-        rows_per_tree: Rows from one request's first Q to the next one's.
+    Args:
+        tree: The engine's tree, or a prefix of it.
+        rows: Where the Q of each node of the engine's whole tree is kept.
+        device: Where they go.
     """
 
     def __init__(self, tree: TokenTree, rows: Sequence[int], device: torch.device) -> None:
-        """Makes the arrays.
-
-        Args:
-            tree: The engine's tree, or a prefix of it.
-            rows: Where the Q of each node of the engine's whole tree is kept.
-            device: Where they go.
-        """
         self.tree = tree
-        self.rows_per_tree = rows_per_tree(tree, rows)
+        self.rows_per_tree = rows_per_tree(tree, rows)  # from one request's first Q to the next's
         by_depth: list[list[int]] = [[] for _ in range(tree.depth)]
         for node, children in enumerate(tree.children):
             if children:
@@ -64,28 +55,27 @@ class DraftLevels:
         def tensor(values: object, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        self.levels = []
+        self.levels: list[Level] = []  # from the root down
         above, first = [0], 0
         for depth, nodes in enumerate(by_depth):
-            branch = max(len(tree.children[node]) for node in nodes)
-            columns = [
-                [*tree.children[node], *[0] * (branch - len(tree.children[node]))] for node in nodes
-            ]
+            below = [tree.children[node] for node in nodes]
+            branch = max(map(len, below))
+            parents = [above.index(max(tree.parents[node], 0)) for node in nodes]
             self.levels.append(
                 Level(
                     depth=depth,
                     first=first,
                     nodes=tensor(nodes),
-                    parents=tensor(
-                        [above.index(max(tree.parents[node], 0)) for node in nodes], torch.int64
-                    ),
-                    counts=tensor([len(tree.children[node]) for node in nodes]),
-                    columns=tensor(columns),
+                    parents=tensor(parents, torch.int64),
+                    counts=tensor([len(children) for children in below]),
+                    columns=tensor([[*children, *[0] * branch][:branch] for children in below]),
                     rows=tensor([rows[node] for node in nodes]),
                 )
             )
             above, first = nodes, first + len(nodes)
+        # int64 ``[I]``: depth of each inner node in draft order, the root first.
         self.depths = tensor(tree.depths[order].tolist(), torch.int64)
+        # bool ``[I, I]``: which inner nodes each sees, itself included.
         self.ancestors = torch.from_numpy(tree.ancestor_mask[np.ix_(order, order)]).to(device)
 
     @property
@@ -95,26 +85,21 @@ class DraftLevels:
 
 
 class TreeTables:
-    """The engine's tree, of N nodes; requests draft it or a prefix of it.
-
-    Attributes:
-        tree: The tree.
-        parents: int32 ``[N]``: each node's; -1 for the root.
-        shifts: int64 ``[N]``: depth of each node minus its index.
-        children: int32 ``[N, b]``: the nodes below each node in draft order, then -1.
-        inner_rows: int32 ``[N]``: row of each node's Q: its place among the nodes with
-            children, in stored order; leaves: -1. Prefixes keep the rows of the whole.
-        ancestors: bool ``[N, N]``: which nodes each sees, itself included.
-    """
+    """The engine's tree, of N nodes; requests draft it or a prefix of it."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         self.tree = tree
         parents = torch.from_numpy(tree.parents_array.copy())
-        self.parents = parents.to(device, torch.int32)
+        self.parents = parents.to(device, torch.int32)  # int32 ``[N]``: each node's; the root: -1
+        # int64 ``[N]``: depth of each node minus its index.
         self.shifts = torch.from_numpy(tree.depths - np.arange(tree.size)).to(device)
+        # int32 ``[N, b]``: the nodes below each node in draft order, then -1.
         self.children = Topology.from_parents(parents[None]).children[0].to(device, torch.int32)
+        # int32 ``[N]``: row of each node's Q: its place among the nodes with children, in stored
+        # order; leaves: -1. Prefixes keep the rows of the whole.
         self._inner_rows = inner_rows(tree)
         self.inner_rows = torch.tensor(self._inner_rows, dtype=torch.int32, device=device)
+        # bool ``[N, N]``: which nodes each sees, itself included.
         self.ancestors = torch.from_numpy(tree.ancestor_mask.copy()).to(device)
         self._levels: dict[int, DraftLevels] = {}
 
@@ -164,8 +149,7 @@ class TreeShapes(TreeTables):
     def set(self, slot: int, tree: TokenTree) -> None:
         """Gives a slot another tree. `NodeMasks.repack` follows.
 
-        Raises:
-            ValueError: It has other sizes than the engine's. Nothing has changed.
+        Raises ValueError: it has other sizes than the engine's. Nothing has changed.
         """
         own = TreeTables(tree, self.ancestors.device)
         fits = tree.size == self.tree.size and all(

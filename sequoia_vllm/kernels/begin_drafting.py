@@ -16,15 +16,10 @@ REQUESTS_AT_ONCE = 512
 
 @triton.jit(
     do_not_specialize=[
-        "num_requests",
-        "max_requests",
-        "tree_size",
-        "rows_per_tree",
-        "longest",
-        "max_trees",
+        "num_requests", "max_requests", "tree_size", "rows_per_tree", "longest", "max_trees",
         "state_offset",
     ]
-)
+)  # fmt: skip
 def begin_drafting_kernel(
     requests, computed, num_sampled, bounds, seq_lens, query_start_loc, all_modes, most_nodes,
     all_temperatures, all_top_k, all_top_p, all_min_p, all_seeds, read, num_nodes, rows,
@@ -39,34 +34,10 @@ def begin_drafting_kernel(
     after. Its mode, length and row must allow a tree, too. Rows from R on are padding: slot -1,
     mode SKIP, lengths 0. Grid: one program.
 
-    Args:
-        requests: int32 or int64 ``[R]``: slot of each, all different.
-        computed: int32 ``[S]``: tokens in the target's cache.
-        num_sampled: int32 ``[R]``: tokens that the step sampled; the last of them is
-            committed, but not in the target's cache.
-        bounds: int32 ``[R]``: most tokens to read.
-        seq_lens: int32 ``[R]``: tokens of each in the target's pass, contexts included.
-        query_start_loc: int32 ``[R + 1]``: first row of each in the target's pass, then the end.
-        all_modes: int32 ``[S]``, of `sequoia_vllm.kernels.modes`.
-        most_nodes: int32 ``[S]``: the request has no more nodes than this to verify.
-        all_temperatures: float32 ``[S]``.
-        all_top_k, all_top_p, all_min_p: int32, float32 and float32 ``[S]``.
-        all_seeds: int64 ``[S]``.
-        read: int32 ``[S]``, read and written: tokens that the draft has read.
-        num_nodes: int32 ``[S]``, 0, written for the requests of the batch: nodes of its tree to
-            verify, root included, or 0.
-        rows: int32 ``[S]``, written for the requests of the batch: the first of the rows
-            in which its draft logits are kept.
-        num_requests, max_requests: R and M.
-        tree_size: Nodes of the trees.
-        rows_per_tree: Rows of draft logits of each tree.
-        longest: No tree where the root's position reaches it.
-        max_trees: Nor in rows from this one on.
-        state_offset: 0 or 1, the hidden-state offset: the draft reads a token at its position
-            less this. With 1 the first token of a request is not read.
-        slots, starts, counts, first_rows, last_rows, computed_before, roots, contexts, modes,
-            temperatures, top_k, top_p, min_p, seeds: ``[M]``, written: the attributes of
-            `DraftBatch`; ``first_rows`` has M + 1. The last five for R requests only.
+    Read and written in batch order are the arguments of `DraftBatch.begin` and its attributes (of
+    the last five only R rows), and by request slot `SlotStates`, where ``num_nodes`` and ``rows``
+    are ``drafted_nodes``, all 0 before, and ``drafted_rows``. With a hidden-state offset of 1, the
+    ``state_offset``, the first token of a request is not read.
     """
     total = 0
     tl.store(first_rows, 0)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Q, and draws from it without replacement: kernels of `sequoia_vllm.kernels.children`.
+"""Q, and draws from it without replacement: the kernels of `DraftedTrees.draw`.
 
 `draft_probability` is the one definition of Q: it serves the draws and, from the statistics kept
 here, the verifier. A draw is a race: every token of a row gets a score, and the highest are its

@@ -46,14 +46,11 @@ class CacheLayers:
         """Prepares the caches of one or more layers; waits for the device.
 
         Args:
-            caches: ``[blocks, heads, slots per block, width]`` of any dtype, all
-                alike, contiguous in the last dimension; ``width`` holds key and value
-                of a head one after the other. Caches that keep keys and values apart
-                are given as two each. A cache given twice is moved once.
+            caches: ``[blocks, heads, slots per block, width]`` of any dtype, all alike, contiguous
+                in the last dimension; ``width`` holds key and value of a head. Caches that keep
+                these apart are given as two each. A cache given twice is moved once.
 
-        Raises:
-            ValueError: If there are none, they differ in anything but their
-                contents, or the layout is another.
+        Raises ValueError if there are none, they differ in more than contents, or in layout.
         """
         # By address: layers may share one cache, whose tokens must move once.
         unique = tuple({cache.data_ptr(): cache for cache in caches}.values())
@@ -70,19 +67,9 @@ class CacheLayers:
         size = first.element_size()
         lengths = [size * length for length in (first.shape[3], *first.stride()[:3])]
         unit = reduce(gcd, (cache.data_ptr() for cache in unique), gcd(8, *lengths))
-        units, block_stride, head_stride, slot_stride = (length // unit for length in lengths)
-        addresses = [cache.data_ptr() for cache in unique]
-        return CacheLayers(
-            caches=unique,
-            addresses=torch.tensor(addresses, dtype=torch.int64, device=first.device),
-            unit=unit,
-            heads=first.shape[1],
-            units=units,
-            slots=first.shape[2],
-            block_stride=block_stride,
-            head_stride=head_stride,
-            slot_stride=slot_stride,
-        )
+        units, *strides = (length // unit for length in lengths)
+        addresses = torch.tensor([cache.data_ptr() for cache in unique]).to(first.device)
+        return CacheLayers(unique, addresses, unit, first.shape[1], units, first.shape[2], *strides)
 
 
 def _check_alike(cache: Tensor, first: Tensor) -> None:
@@ -146,15 +133,12 @@ def commit_accepted(
             accepted node at depth 1, 2, ..., then -1. Indices rise, as a child's is
             above its parent's.
 
-    Raises:
-        ValueError: If there are not R rows of each.
+    Raises ValueError if there are not R rows of each.
     """
     requests, depth = accepted.shape
-    if len(block_table) != requests or len(context_lens) != requests:
-        raise ValueError(
-            f"paths of {requests} requests, {len(block_table)} block tables"
-            f" and {len(context_lens)} context lengths"
-        )
+    if {len(block_table), len(context_lens)} != {requests}:
+        others = f"{len(block_table)} block tables and {len(context_lens)} context lengths"
+        raise ValueError(f"paths of {requests} requests, {others}")
     if requests == 0 or depth == 0:
         return
     pieces = layers.heads * layers.units

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -76,140 +77,92 @@ class PagedTables:
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """Buffers for the rows of one forward; they stay in place, so CUDA graphs may hold them."""
+    """Buffers for the rows of one forward; they stay in place, so CUDA graphs may hold them.
+
+    Each method fills in the rows of the first R requests of a `DraftBatch`. Of requests that are
+    not there, whose slot is below 0, rows have no cache slot, and token 0 or a mask. A position for
+    the model is at most ``longest - 1``. Positions from ``max_len`` on have no cache slot.
+    """
 
     tables: PagedTables  # where requests have their cache blocks
+    all_token_ids: Tensor
+    """int32 ``[request slots, max_len]``, contiguous in its rows: committed tokens."""
+    longest: int  # positions that the model was made for
     token_ids: Tensor  # int32 ``[rows]``
-    positions: Tensor  # int64 ``[rows]``: for the model; at most the longest it was made for
+    positions: Tensor  # int64 ``[rows]``: for the model
     slots: Tensor  # int64 ``[groups, rows]``: where keys and values go; `NO_SLOT`: nowhere
 
     @staticmethod
-    def empty(tables: PagedTables, rows: int) -> DraftInputs:
+    def empty(tables: PagedTables, rows: int, all_token_ids: Tensor, longest: int) -> DraftInputs:
         """Room for forwards of up to so many rows."""
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=tables.layout.device)
 
-        return DraftInputs(
-            tables=tables,
-            token_ids=buffer(rows, dtype=torch.int32),
-            positions=buffer(rows),
-            # Every group's slots begin as aligned as the first's.
-            slots=buffer(len(tables.tables), aligned(rows)),
-        )
+        # Every group's slots begin as aligned as the first's.
+        slots = buffer(len(tables.tables), aligned(rows))
+        token_ids = buffer(rows, dtype=torch.int32)
+        return DraftInputs(tables, all_token_ids, longest, token_ids, buffer(rows), slots)
 
-    def read_committed(
-        self,
-        *,
-        requests: Tensor,
-        starts: Tensor,
-        first_rows: Tensor,
-        computed_before: Tensor,
-        all_token_ids: Tensor,
-        num_rows: int,
-        longest: int,
-        state_offset: int = 0,
-    ) -> None:
-        """Fills in rows for R requests: committed tokens of each that follow.
+    @property
+    def max_len(self) -> int:
+        """Longest request of the engine."""
+        return self.all_token_ids.shape[1]
+
+    def read_committed(self, batch: Any, num_reqs: int, num_rows: int) -> None:
+        """Committed tokens of each request that follow; rows up to ``num_rows`` are padding.
 
         Row ``first_rows[r] + j`` is position ``starts[r] + j``, with the token that is
-        ``state_offset`` positions further on. Rows that belong to no request are padding: token
-        0 at position 0 without a slot. Rows of absent requests have no token and no slot, either.
+        ``state_offset`` positions further on. Padding is token 0 at position 0 without a slot.
 
         Tokens that no later token's sliding window reaches have no slot in its group: vLLM frees a
         block when the target is past it, also where the draft has not read it yet. The block may
         already belong to another request.
-
-        Args:
-            requests: int64 ``[R]``: row of each in ``all_token_ids``; below 0: not there.
-            starts: int32 ``[R]``.
-            first_rows: int32 ``[R + 1]``: first row of each, then the end.
-            computed_before: int32 ``[R]``: tokens that the target had computed before this step.
-            all_token_ids: int32 ``[S, max_len]``, contiguous in its rows.
-            num_rows: Rows to fill in, padding included.
-            longest: Positions that the model was made for.
-            state_offset: The hidden-state offset, see `begin_drafting_kernel`.
         """
-        self._check(num_rows, len(requests))
-        committed_inputs_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-            requests, starts, first_rows, computed_before, all_token_ids, all_token_ids.stride(0),
-            all_token_ids.shape[1], len(requests), search_steps(len(requests)), num_rows, longest,
-            state_offset, self.tables.layout, self.token_ids, self.positions, self.slots,
-            self.slots.stride(0), GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
+        committed_inputs_kernel[self._grid(num_rows, num_reqs)](
+            batch.slots, batch.starts, batch.first_rows, batch.computed_before, self.all_token_ids,
+            self.all_token_ids.stride(0), self.max_len, num_reqs, search_steps(num_reqs), num_rows,
+            self.longest, batch.state_offset, *self._written, **self._constants,
         )  # fmt: skip
 
-    def read_level(
-        self,
-        *,
-        requests: Tensor,
-        contexts: Tensor,
-        tokens: Tensor,
-        nodes: Tensor,
-        first: int,
-        depth: int,
-        max_len: int,
-        longest: int,
-    ) -> None:
-        """Fills in m rows for each of R requests: the drafted nodes of one level.
+    def read_level(self, batch: Any, num_reqs: int, level: Any, tokens: Tensor) -> None:
+        """The m nodes of a `Level` of each request's tree.
+
+        The j-th of them belongs in the cache ``level.first + j`` after ``contexts``.
 
         Args:
-            requests: int64 ``[R]``: below 0: not there; its rows are token 0 without a slot.
-            contexts: int32 ``[R]``: where each root is in the draft's cache.
-            tokens: int64 ``[R, N]``, contiguous in its rows: drafted tokens by node.
-            nodes: int32 ``[m]``: columns of these in ``tokens``; or ``[S, m]``, by ``requests``.
-            first: Node j of the level belongs in the cache ``first + j`` after the root.
-            depth: Depth of all m nodes.
-            max_len: There are no cache slots from this position on.
-            longest: Positions that the model was made for.
+            tokens: int64 ``[>= R, N]``, contiguous in its rows: drafted tokens by node.
         """
-        width = nodes.shape[-1]
-        num_rows = len(requests) * width
-        self._check(num_rows, len(requests))
-        level_inputs_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-            requests, contexts, tokens, tokens.stride(0), nodes, rows_per_slot(nodes, 1), first,
-            depth, width, num_rows, max_len, longest,
-            self.tables.layout, self.token_ids, self.positions, self.slots, self.slots.stride(0),
-            GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
+        width, nodes = level.width, level.nodes
+        level_inputs_kernel[self._grid(num_reqs * width, num_reqs)](
+            batch.slots, batch.contexts, tokens, tokens.stride(0), nodes, rows_per_slot(nodes, 1),
+            level.first, level.depth, width, num_reqs * width, self.max_len, self.longest,
+            *self._written, **self._constants,
         )  # fmt: skip
 
-    def read_block(
-        self,
-        *,
-        requests: Tensor,
-        roots: Tensor,
-        all_token_ids: Tensor,
-        width: int,
-        mask_token: int,
-        max_len: int,
-        longest: int,
-    ) -> None:
-        """Fills in ``width`` rows for each of R requests: its root, then masks.
-
-        Args:
-            requests: int64 ``[R]``: row of each in ``all_token_ids``; below 0: not there; its
-                rows are masks without a slot.
-            roots: int32 ``[R]``: position of each root; others follow it.
-            all_token_ids: int32 ``[S, max_len]``, contiguous in its rows.
-            width: Rows per request.
-            mask_token: Token of all rows but the roots'.
-            max_len: There are no cache slots from this position on.
-            longest: Positions that the model was made for.
-        """
-        num_rows = len(requests) * width
-        self._check(num_rows, len(requests))
-        block_inputs_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-            requests, roots, all_token_ids, all_token_ids.stride(0), mask_token, width, num_rows,
-            max_len, longest,
-            self.tables.layout, self.token_ids, self.positions, self.slots, self.slots.stride(0),
-            GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
+    def read_block(self, batch: Any, num_reqs: int, width: int, mask_token: int) -> None:
+        """``width`` rows of each request: its root, from ``roots`` on, then masks."""
+        block_inputs_kernel[self._grid(num_reqs * width, num_reqs)](
+            batch.slots, batch.roots, self.all_token_ids, self.all_token_ids.stride(0), mask_token,
+            width, num_reqs * width, self.max_len, self.longest, *self._written, **self._constants,
         )  # fmt: skip
 
-    def _check(self, rows: int, requests: int) -> None:
+    def _grid(self, rows: int, requests: int) -> tuple[int]:
         if rows > len(self.token_ids):
             raise ValueError(
                 f"{rows} rows of {requests} requests do not fit buffers for"
                 f" {len(self.token_ids)} rows"
             )
+        return (triton.cdiv(rows, _BLOCK),)
+
+    @property
+    def _written(self) -> tuple[Any, ...]:
+        """The last arguments of each kernel."""
+        return self.tables.layout, self.token_ids, self.positions, self.slots, self.slots.stride(0)
+
+    @property
+    def _constants(self) -> dict[str, int]:
+        return {"GROUPS": len(self.slots), "BLOCK": _BLOCK, "num_warps": 4}
 
 
 @triton.jit

@@ -62,8 +62,7 @@ class NodeMask:
 
         Or the masks of ``[S, N, N]``.
 
-        Raises:
-            ValueError: See `pack_ancestors`.
+        Raises ValueError: see `pack_ancestors`.
         """
         if ancestors.ndim == 3:
             masks = [cls.of(tree, window) for tree in ancestors]

@@ -47,10 +47,8 @@ def random_words(seed, token, position, node, purpose):
 
 @triton.jit
 def uniform32(seed, token, position, node, purpose):
-    """Uniform float32 in (0, 1], with 24 significant bits down to 2**-32.
-
-    Below that the bits get fewer, and the smallest value is 2**-57. Arguments as
-    in `random_words`.
+    """Uniform float32 in (0, 1], with 24 significant bits down to 2**-32, fewer below; 2**-57 at
+    least. Arguments as in `random_words`.
     """
     high, low, _, _ = random_words(seed, token, position, node, purpose)
     # By halves, which float32 holds exactly. A plain conversion would drop the bits in which small
@@ -73,8 +71,7 @@ def uniform64(seed, token, position, node, purpose):
 def exponential(seed, token, position, node, purpose):
     """Exponential float32 of mean 1, above 0 and at most 16.7. Arguments as in `random_words`.
 
-    Made for races, where the smallest of many decides: small ones are as exact as
-    float32 can be.
+    In races the smallest of many decides: small ones are as exact as float32 can be.
     """
     return -_log_one_minus(uniform32(seed, token, position, node, purpose), _EXACT_TERMS)
 
@@ -92,8 +89,7 @@ def target_noise(seed, position, token):
         position: Integer, scalar: of the input token that the logits come from.
         token: int32, block.
 
-    Returns:
-        float32, shape of ``token``.
+    Returns float32, shape of ``token``.
     """
     seed = seed.to(tl.int64)
     hashed = _murmur_block(_first_word(seed) ^ _first_word(seed), _first_word(seed))

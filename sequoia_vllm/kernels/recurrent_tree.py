@@ -6,7 +6,7 @@ A head's state S has V rows and K columns. Along a path its form is
     S_i = e^{G_i} S0 + sum over j of e^{G_i - G_j} u_j k_j^T
 
 with S0 the state before the tree, G_i the sum of the tokens' log decays from the root to node i,
-and j over node i and its ancestors. The kinds of layers differ in u: `gdn_tree`, `mamba_tree`. So a
+and j over node i and its ancestors. The kinds of layers differ in u: `recurrent_heads`. So a
 pass reads S0 once, and writes k, u and G of each node. The commit reads those of the accepted path
 and writes one state. Nothing of a rejected node reaches a state.
 
@@ -50,8 +50,7 @@ _COMMITTED_CHANNELS, _COMMITTED_KEYS = 256, 64
 class RecurrentHeads:
     """Sizes of a layer's heads. Mamba2 calls C and B its queries and keys, and x its values.
 
-    Raises:
-        ValueError: If they are others.
+    Raises ValueError if they are others.
     """
 
     heads: int  # heads of queries and keys, H
@@ -60,7 +59,6 @@ class RecurrentHeads:
     value: int  # size of a value, V: a multiple of 16
 
     def __post_init__(self) -> None:
-        """Checks them."""
         is_odd = self.key < _LEAST or self.key & (self.key - 1) or self.value % _LEAST
         if is_odd or self.value_heads % self.heads:
             raise ValueError(
@@ -102,12 +100,10 @@ class KeptNodes:
             values = shape.value_heads
             sizes = [(shape.heads, shape.key), (values, shape.value), (values,)]
         inputs = torch.empty(layers, rows, channels, dtype=dtype, device=device)
-        return KeptNodes(
-            shape,
-            inputs,
-            *(torch.empty(layers, rows, *size, dtype=torch.float32, device=device)
-              for size in sizes),
-        )  # fmt: skip
+        others = [
+            torch.empty(layers, rows, *size, dtype=torch.float32, device=device) for size in sizes
+        ]
+        return KeptNodes(shape, inputs, *others)
 
     @property
     def size_in_bytes(self) -> int:
@@ -133,20 +129,16 @@ class RecurrentStates:
     ) -> RecurrentStates:
         """Prepares the caches of one or more layers; waits for the device.
 
-        Raises:
-            ValueError: If there are none, or they differ in more than their contents.
+        Raises ValueError if there are none, or they differ in more than their contents.
         """
         for caches in (inputs, states or inputs):
             kinds = {(cache.dtype, cache.shape[1:], cache.stride()) for cache in caches}
             if len(kinds) != 1:
                 raise ValueError(f"expected states of alike layers, got {sorted(map(str, kinds))}")
-        device = inputs[0].device
-        of_inputs, of_states = (
-            torch.tensor([each.data_ptr() for each in caches], dtype=torch.int64, device=device)
-            for caches in (inputs, states)
-        )
-        numbers = torch.tensor(places, dtype=torch.int32, device=device)
-        return RecurrentStates(tuple(inputs), tuple(states), of_inputs, of_states, numbers)
+        numbers = [[each.data_ptr() for each in caches] for caches in (inputs, states)]
+        addresses = [torch.tensor(of, dtype=torch.int64).to(inputs[0].device) for of in numbers]
+        of_layers = torch.tensor(places, dtype=torch.int32).to(inputs[0].device)
+        return RecurrentStates(tuple(inputs), tuple(states), *addresses, of_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,12 +175,10 @@ def convolve_nodes(
         weights: ``[C, W]``, contiguous: the last column is for the node itself.
         bias: ``[C]``, or None.
         history: ``[blocks, W - 1, C]``, with any strides.
-        kept: Its inputs are written.
-        layer: Which of its layers this is.
+        kept: Its inputs are written, of this ``layer``.
         silu: Whether SiLU follows.
 
-    Returns:
-        ``[T, C]``, in the dtype of the inputs.
+    Returns ``[T, C]``, in the dtype of the inputs.
     """
     channels, width = weights.shape
     convolved = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
@@ -211,16 +201,13 @@ def score_heads(
     """Launches a kind's kernel, each program for one request, one head and a part of its values.
 
     Args:
-        kernel: Of the kind.
-        inputs: Its own arguments, which come first.
+        kernel, inputs: Of the kind, and its own arguments, which come first.
         nodes: The trees, of `MAX_NODES` nodes at most.
         states: ``[blocks, Hv, V, K]``, contiguous in a block.
-        kept: Its keys, updates and decays are written.
-        layer: Which of its layers this is.
+        kept: Its keys, updates and decays are written, of this ``layer``.
         output: ``[T, Hv, V]``, contiguous; padding's rows are left alone.
 
-    Raises:
-        ValueError: If trees have more nodes.
+    Raises ValueError if trees have more nodes.
     """
     if (most := nodes.ancestors.shape[-1]) > MAX_NODES:
         raise ValueError(f"trees of {most} nodes over recurrent layers: {MAX_NODES} at most")

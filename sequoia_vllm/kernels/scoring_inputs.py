@@ -19,36 +19,28 @@ _BLOCK = 128
 
 
 def place_nodes(
-    *,
-    rows: Tensor,
-    cu_rows: Tensor,
-    slots: Tensor,
-    shifts: Tensor,
-    positions: Tensor,
-    noted: tuple[Tensor, Tensor] | None = None,
+    batch: Any, shifts: Tensor, positions: Tensor, noted: tuple[Tensor, Tensor] | None = None
 ) -> None:
     """Moves the nodes of R trees from positions in a row to positions by depth.
 
     Waits for nothing on the device.
 
     Args:
-        rows: int32 or int64 ``[T]``: where each node's position is.
-        cu_rows: int32 ``[R + 1]``: nodes ``cu_rows[r]`` to ``cu_rows[r + 1]`` are
-            request r's, in stored order, at most N.
-        slots: int32 or int64 ``[R]``: request slot of each.
+        batch: See `gather_for_verification`; here a request's rows are its tree's N nodes at most.
         shifts: int64 ``[N]``, or ``[S, N]`` by slot: depth of each node minus its index.
         positions: int64 ``[tokens]``, or ``[axes, tokens]`` contiguous in its rows: those of
             M-RoPE, which advance together in decoding. Changed in place.
         noted: int32 and int64 ``[>= R]``, written: position of each root, and the slots; left alone
             for requests without nodes. Only for positions of one axis.
     """
+    rows, cu_rows = batch.logits_indices, batch.cu_num_logits
     requests, max_nodes = len(cu_rows) - 1, shifts.shape[-1]
     if requests == 0:
         return
     axes = positions.view(-1, positions.shape[-1])
     context_lens, noted_slots = noted or (rows, rows)  # not read
     place_nodes_kernel[(requests, len(axes))](
-        rows, cu_rows, slots, shifts, rows_per_slot(shifts, 1), max_nodes, positions,
+        rows, cu_rows, batch.idx_mapping, shifts, rows_per_slot(shifts, 1), max_nodes, positions,
         axes.stride(0), context_lens, noted_slots, NOTED=noted is not None,
         BLOCK=min(1024, triton.next_power_of_2(max_nodes)), num_warps=1,
     )  # fmt: skip
@@ -100,30 +92,18 @@ class VerifierInputs:
         # Rows of one piece of memory begin where it is aligned.
         int64 = torch.empty(3, aligned(max(rows, requests)), dtype=torch.int64, device=device)
         int32 = torch.empty(5, int64.shape[1], dtype=torch.int32, device=device)
-        tokens, positions, seeds = int64
-        token_ids, modes, root_positions, state_rows, temperatures = int32
+        tokens, positions = int64[:2, :rows]
+        modes, root_positions, state_rows, temperatures = int32[1:, :requests]
         return VerifierInputs(
-            tokens=tokens[:rows],
-            token_ids=token_ids[:rows],
-            positions=positions[:rows],
-            modes=modes[:requests],
-            root_positions=root_positions[:requests],
-            state_rows=state_rows[:requests],
-            temperatures=temperatures[:requests].view(torch.float32),
-            seeds=seeds[:requests],
-            slots=slots,
-        )
+            tokens, int32[0, :rows], positions, modes, root_positions, state_rows,
+            temperatures.view(torch.float32), int64[2, :requests], slots,
+        )  # fmt: skip
 
     def part(self, requests: slice, rows: slice) -> VerifierInputs:
         """Inputs of these requests, which have these rows, as views."""
-        by_row = (self.tokens, self.token_ids, self.positions)
-        by_request = (
-            self.modes, self.root_positions, self.state_rows, self.temperatures, self.seeds,
-            self.slots,
-        )  # fmt: skip
-        return VerifierInputs(
-            *(values[rows] for values in by_row), *(values[requests] for values in by_request)
-        )
+        by_row = ("tokens", "token_ids", "positions")
+        own = {name: of[rows if name in by_row else requests] for name, of in vars(self).items()}
+        return VerifierInputs(**own)
 
 
 def gather_for_verification(
@@ -147,9 +127,7 @@ def gather_for_verification(
             and its index in the tree; ``idx_mapping`` ``[R]`` and ``cu_num_logits`` ``[R + 1]``,
             slot and first of the T rows of each request; ``input_ids`` and ``positions``.
         num_nodes: int32 ``[S]``: nodes that were drafted, by request slot; 0: none.
-        state_rows, modes: int32 ``[S]``.
-        temperatures: float32 ``[S]``.
-        seeds: int64 ``[S]``.
+        state_rows, modes, temperatures, seeds: int32, int32, float32 and int64 ``[S]``.
         invalid: bool ``[T]``: rows whose token must not be accepted; or None.
         scored: int32 ``[R]`` with any stride, written: nodes that were drafted and scored.
     """

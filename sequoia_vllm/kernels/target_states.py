@@ -33,17 +33,14 @@ def gather_target_states(
     Tokens past the accepted ones get the root's states. Rows of no request get the first row's.
 
     Args:
-        layers: ``[T, H]`` of each of L layers, contiguous in their rows: the target's states
-            at all rows of the step.
-        query_start_loc: int32 ``[R + 1]``: first row of each request.
+        layers: ``[T, H]`` of each of L layers, contiguous in their rows: the target's states.
+        query_start_loc, first_rows: int32 ``[R + 1]``: first row of each request in T, and among
+            those of ``states``, then the end.
         accepted: int32 ``[R', D]``, contiguous in its rows: accepted nodes of the first R'
             requests, which have trees, by depth, then -1. None: none has.
-        first_rows: int32 ``[R + 1]``: first row of each request among those of ``states``, then
-            the end.
         states: ``[rows, L * H]``, written.
 
-    Raises:
-        ValueError: The layers are too many, or not alike.
+    Raises ValueError: the layers are too many, or not alike.
     """
     if not 0 < len(layers) <= _MOST_LAYERS:
         raise ValueError(f"states of {len(layers)} layers: 1 to {_MOST_LAYERS} can be gathered")

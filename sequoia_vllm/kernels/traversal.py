@@ -11,10 +11,9 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_vllm.kernels import target_statistics as statistics
 from sequoia_vllm.kernels.traversal_kernels import NEVER, NUM_STATES, path_kernel, wave_kernel
 from sequoia_vllm.kernels.tree_shapes import only_shape
-from sequoia_vllm.kernels.verify import NUM_WARPS, TreesToVerify, lane_constants, match_trees
+from sequoia_vllm.kernels.verify import NUM_WARPS, TreesToVerify, lane_constants, walk
 
 # Tokens of the vocabulary that one program of a wave reads.
 _PART = 4096
@@ -101,13 +100,12 @@ def traverse_trees(
         trees, any_sampled, any_matched, most_nodes: See `verify_trees`.
         order: The order of the tree of ``trees.children``.
 
-    Raises:
-        ValueError: See `TreesToVerify.check`; or requests have trees of their own.
+    Raises ValueError: see `TreesToVerify.check`; or requests have trees of their own.
     """
     trees.check()
     only_shape(trees.children, 2, "verification by traversal")
     if any_matched:
-        match_trees(trees)
+        walk(trees, walks_sampled=False)
     if any_sampled and len(trees.num_sampled) > 0:
         _traverse(trees, order, trees.most_nodes(most_nodes))
 
@@ -117,9 +115,7 @@ def _traverse(trees: TreesToVerify, order: TraversalOrder, most_nodes: int) -> N
     requests, vocabulary, device = len(trees.num_sampled), trees.vocabulary, trees.logits.device
     lanes = lane_constants(vocabulary, trees.sampled_tokens.shape[1])
     nodes, num_parts = len(order.nodes), triton.cdiv(vocabulary, _PART)
-    found = statistics.target_statistics(
-        trees.logits, trees.target_temperatures, trees.modes, trees.cu_num_logits, most_nodes
-    )
+    found = trees.target_statistics(most_nodes)
     states = torch.empty(requests, nodes, NUM_STATES.value, dtype=torch.float64, device=device)
     partials = torch.empty(requests, nodes, num_parts, 2, dtype=torch.float32, device=device)
     decisions = torch.empty(requests, 2, nodes, dtype=torch.int32, device=device)

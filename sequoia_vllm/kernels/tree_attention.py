@@ -12,7 +12,6 @@ on nothing that only the device knows: a CUDA graph may hold the launches.
 """
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -43,8 +42,7 @@ _ROWS_OF_NODES = 16
 class TreeAttentionWorkspace:
     """Memory for the results of splits; one for all layers and trees of a stream.
 
-    It takes `size_in_bytes` for any batch and tree: contexts are only split where there are few
-    programs.
+    It serves any batch and tree: contexts are only split where there are few programs.
 
     Args:
         head_size: Largest of the layers that use it.
@@ -55,10 +53,12 @@ class TreeAttentionWorkspace:
         self, head_size: int, device: torch.device | str, processors: int | None = None
     ) -> None:
         device = torch.device(device)
-        # The compute capability is times ten.
-        self.processors, self.capability = _processors_and_capability(device)
-        if processors is not None:
-            self.processors = processors
+        own, self.capability = 1, HOPPER  # in Triton's interpreter
+        if device.type == "cuda":
+            own = torch.cuda.get_device_properties(device).multi_processor_count
+            major, minor = torch.cuda.get_device_capability(device)
+            self.capability = 10 * major + minor
+        self.processors = own if processors is None else processors
         size = self.size_in_bytes(head_size, self.processors)
         self._memory = torch.empty(size // 4, dtype=torch.float32, device=device)
 
@@ -72,14 +72,8 @@ class TreeAttentionWorkspace:
         return len(self._memory) // (head_size + 1)
 
     def partials(self, rows: int, head_size: int) -> tuple[Tensor, Tensor]:
-        """Views for outputs ``[rows, head_size]`` and log-sum-exps ``[rows]``.
-
-        Raises:
-            ValueError: If they do not fit.
-        """
+        """Outputs ``[rows, head_size]`` and log-sum-exps ``[rows]``, flat; at most `rows`."""
         outputs = rows * head_size
-        if outputs + rows > len(self._memory):
-            raise ValueError(f"{rows} rows of head size {head_size} do not fit this workspace")
         return self._memory[:outputs], self._memory[outputs : outputs + rows]
 
 
@@ -87,56 +81,39 @@ def tree_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_table: Tensor,
-    context_lens: Tensor,
-    query_start_loc: Tensor,
+    tree: Any,
     mask: NodeMask,
     *,
-    slots: Tensor,
-    first_node: int,
     scale: float,
     key_scale: float | Tensor,
     value_scale: float | Tensor,
-    workspace: TreeAttentionWorkspace,
     output: Tensor,
-    max_queries: int | None = None,
-    max_slots: int | None = None,
-    max_keys: int | None = None,
     context_lse: Tensor | None = None,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
     """Writes the attention of every tree node into its row of ``output``.
 
-    Rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]`` are request r's nodes
-    ``first_node``, ``first_node + 1``, ... A request may have none: nothing of it is
-    read then. Rows that belong to no request stay as they are.
+    Rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]`` are request r's nodes ``first``,
+    ``first + 1``, ... A request may have none: nothing of it is read then. Rows that belong to no
+    request stay as they are.
 
     Args:
         query: ``[T, Hq, D]``, bfloat16, float16 or float32.
-        key_cache, value_cache: ``[blocks, block_size, Hkv, D]`` with any strides but
-            D's, which is 1; of the query's dtype, or float8_e4m3fn (uint8 is taken
-            as that). The nodes' own keys and values are in it already. Or values are the
-            first channels of their keys, a view of them: all but `EXTRA_SIZES` (MLA).
-        block_table: int32 ``[R, max_blocks]``: position p of request r lies in block
-            ``block_table[r, p // block_size]``. Nobody sees positions past its columns:
-            rows of nodes there get numbers without meaning.
-        context_lens: int32 ``[R]``: committed tokens c before the root; node j is at
-            position c + j.
-        query_start_loc: int32 ``[R + 1]``.
-        mask: The tree's. Where it has a window, blocks that lie wholly before the root's
-            are not read.
-        slots: int64 ``[R]``: request slot of each, -1 for padding.
-        first_node: 0 for a whole tree; a level's first node where a level is drafted.
+        key_cache, value_cache: ``[blocks, block_size, Hkv, D]`` with any strides but D's, which is
+            1; of the query's dtype, or float8_e4m3fn (uint8 is taken as that). The nodes' own keys
+            and values are in it already. Or values are the first channels of their keys, a view of
+            them: all but `EXTRA_SIZES` (MLA).
+        tree: A `drafting.growth.NodeQueries`, whose ``max_keys`` sets the number of splits: speed
+            and rounding. Also ``workspace``, on the same device and of no other stream, and
+            ``block_table``, int32 ``[R, max_blocks]``: position p of request r lies in block
+            ``block_table[r, p // block_size]``. Nobody sees positions past its columns: rows of
+            nodes there get numbers without meaning.
+        mask: The tree's. Blocks wholly before its window, at the root, are not read.
         scale: Softmax scale, positive.
-        key_scale, value_scale: Factors of what an fp8 cache holds, positive: two
-            floats, or two float32 tensors of one element. Not used for other caches.
-        workspace: On the same device, and of no other stream.
+        key_scale, value_scale: Factors of what an fp8 cache holds, positive: two floats, or two
+            float32 tensors of one element. Not used for other caches.
         output: Like ``query``, as wide as values; its strides may differ.
-        max_queries: Bound on a request's rows; N - first_node if not given.
-        max_slots: Nobody sees positions from this one on, either; None: all that have a block.
-        max_keys: Upper bound of the positions of any request, its nodes included; None: what
-            its blocks hold. It sets the number of splits: speed and rounding.
         context_lse: float32 ``[Hq, T]``, rows of any stride: ``output`` holds the attention
             of each row over its context alone, from another kernel, and this the natural
             log-sum-exp of its scores (-inf: it saw nothing). The tree's nodes are added.
@@ -146,8 +123,7 @@ def tree_attention(
 
     Raises:
         ValueError: For dtypes and shapes other than these; for fp8 on a device that cannot
-            convert it; for ``context_lse`` with fp8, a window, a soft cap or sinks; for a
-            workspace of a smaller head size.
+            convert it; for ``context_lse`` with fp8, a window, a soft cap or sinks.
     """
     if key_cache.dtype == torch.uint8:
         key_cache = key_cache.view(torch.float8_e4m3fn)
@@ -156,22 +132,22 @@ def tree_attention(
     _check_tensors(query, key_cache, value_cache, output)
     if isinstance(key_scale, Tensor) != isinstance(value_scale, Tensor):
         raise ValueError("key_scale and value_scale must be both tensors or both floats")
+    workspace: TreeAttentionWorkspace = tree.workspace
     if quantized and workspace.capability < _FP8_CAPABILITY:
         raise ValueError("an fp8 KV cache needs a GPU of compute capability 8.9 or higher")
-    tokens, heads, key_size = query.shape
-    head_size = output.shape[2]
+    (tokens, heads, key_size), head_size = query.shape, output.shape[2]
     if context_lse is not None:
-        _check_context_lse(context_lse, heads, tokens, quantized)
-        if mask.window is not None or soft_cap or sinks is not None:
-            raise ValueError("windows, soft caps and sinks are one kernel's: give no context_lse")
+        _check_context_lse(context_lse, [heads, tokens])
+        if quantized or mask.window is not None or soft_cap or sinks is not None:
+            raise ValueError(
+                "fp8, windows, soft caps and sinks are one kernel's: give no context_lse"
+            )
     if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
         raise ValueError(f"sinks are {list(sinks.shape)}; expected {[heads]}, contiguous")
     _, block_size, key_heads, _ = key_cache.shape
-    requests, group = len(context_lens), heads // key_heads
+    requests, group = len(tree.context_lens), heads // key_heads
     nodes, words = mask.words.shape[-2:]
-    queries = min(tokens, nodes - first_node)
-    if max_queries is not None:
-        queries = min(queries, max_queries)
+    queries = min(tokens, nodes - tree.first, tree.width)
     if requests == 0 or queries <= 0:
         return
     rows = queries * group
@@ -183,15 +159,13 @@ def tree_attention(
     )  # fmt: skip
     row_tiles = -(-queries * group // tile.rows)
     units = requests * key_heads * row_tiles
-    max_positions = block_table.shape[1] * block_size
-    if max_slots is not None:
-        max_positions = min(max_positions, max_slots)
-    window, most_read = 0, max_positions
+    max_positions = tree.block_table.shape[1] * block_size
+    if tree.max_slots is not None:
+        max_positions = min(max_positions, tree.max_slots)
+    window, most_read = 0, min(max_positions, tree.max_keys)
     if mask.window is not None:
         window = min(mask.window, max_positions + nodes)  # in 32 bits
-        most_read = min(max_positions, window + nodes + tile.keys)
-    if max_keys is not None:
-        most_read = min(most_read, max_keys)
+        most_read = min(most_read, window + nodes + tile.keys)
     splits = 1
     if context_lse is None:
         busy = units
@@ -203,13 +177,14 @@ def tree_attention(
     partial_output, partial_lse = workspace.partials(partial_rows, head_size)
     shared = _shared_constants(group, head_size, tile.keys, mask.window is not None)
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
-        query, key_cache, value_cache, block_table, context_lens, query_start_loc,
-        slots, mask.words, mask.depths, key_scale, value_scale, partial_output, partial_lse, output,
-        partial_lse if context_lse is None else context_lse, query if sinks is None else sinks,
-        scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, first_node,
+        query, key_cache, value_cache, tree.block_table, tree.context_lens, tree.query_start_loc,
+        tree.request_slots, mask.words, mask.depths, key_scale, value_scale, partial_output,
+        partial_lse, output, partial_lse if context_lse is None else context_lse,
+        query if sinks is None else sinks,
+        scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, tree.first,
         splits, row_tiles, max_positions,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
-        block_table.stride(0), rows_per_slot(mask.words, 2), mask.words.stride(-2),
+        tree.block_table.stride(0), rows_per_slot(mask.words, 2), mask.words.stride(-2),
         output.stride(0), output.stride(1),
         0 if context_lse is None else context_lse.stride(0),
         BLOCK_SIZE=block_size, WORDS=words, QUANTIZED=quantized,
@@ -220,58 +195,10 @@ def tree_attention(
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[(queries * group, key_heads, requests)](
-            partial_output, partial_lse, context_lens, query_start_loc, output,
-            window, first_node, splits, row_tiles * tile.rows, output.stride(0), output.stride(1),
+            partial_output, partial_lse, tree.context_lens, tree.query_start_loc, output,
+            window, tree.first, splits, row_tiles * tile.rows, output.stride(0), output.stride(1),
             SPLITS_AT_ONCE=_SPLITS_AT_ONCE, **shared, num_warps=4,
         )  # fmt: skip
-
-
-def attend_to_contexts(
-    flash_attn_varlen_func: Callable[..., Any],
-    version: int,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    context_lens: Tensor,
-    query_start_loc: Tensor,
-    *,
-    max_queries: int,
-    max_context: int,
-    scale: float,
-    output: Tensor,
-) -> Tensor:
-    """Writes the attention of every tree node over its context into its row of ``output``.
-
-    vLLM's FlashAttention computes it, and `tree_attention` goes on from there. All nodes of a
-    request see the same keys, so no mask is needed.
-
-    Args:
-        version: FlashAttention's: 2 or 3.
-        query, key_cache, value_cache, block_table, context_lens, query_start_loc, scale,
-            output: See `tree_attention`.
-        max_queries: No request has more rows.
-        max_context: Nor a longer context.
-
-    Returns:
-        Log-sum-exps, float32 ``[Hq, T]``: ``context_lse`` of `tree_attention`.
-    """
-    _, context_lse = flash_attn_varlen_func(
-        q=query,
-        k=key_cache,
-        v=value_cache,
-        out=output,
-        cu_seqlens_q=query_start_loc,
-        max_seqlen_q=max_queries,
-        seqused_k=context_lens,
-        max_seqlen_k=max_context,
-        softmax_scale=scale,
-        causal=False,
-        block_table=block_table,
-        return_softmax_lse=True,
-        fa_version=version,
-    )
-    return context_lse
 
 
 @cache
@@ -316,20 +243,11 @@ def _check_latents(key_cache: Tensor, value_cache: Tensor, extra: int) -> None:
         raise ValueError("values of another size than keys must be the keys' first channels")
 
 
-def _check_context_lse(context_lse: Tensor, heads: int, tokens: int, quantized: bool) -> None:
-    if quantized:
-        raise ValueError("an fp8 KV cache is read by one kernel: give no context_lse")
-    if context_lse.dtype != torch.float32 or context_lse.shape != (heads, tokens):
+def _check_context_lse(context_lse: Tensor, shape: list[int]) -> None:
+    if context_lse.dtype != torch.float32 or list(context_lse.shape) != shape:
         raise ValueError(
             f"context_lse is {context_lse.dtype} {list(context_lse.shape)}; "
-            f"expected float32 {[heads, tokens]}"
+            f"expected float32 {shape}"
         )
     if context_lse.stride(1) != 1:
         raise ValueError("a head's log-sum-exps must lie side by side (last stride 1)")
-
-
-def _processors_and_capability(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda":  # Triton's interpreter
-        return 1, HOPPER
-    major, minor = torch.cuda.get_device_capability(device)
-    return torch.cuda.get_device_properties(device).multi_processor_count, 10 * major + minor

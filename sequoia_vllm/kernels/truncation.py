@@ -45,19 +45,15 @@ def lowest_inside(
 ) -> None:
     """The lowest raw logit in the nucleus of each of m rows of R requests.
 
-    Waits for nothing on the device; programs of a request without such parameters end
-    after reading them.
+    Waits for nothing on the device. Programs of a request without such parameters end early.
 
     Args:
         logits: ``[R * m, V]``, float32, bfloat16 or float16, contiguous in its rows; the m
             rows of a request follow one another.
         temperature: float32 ``[R]``; above 0 where SAMPLED or SEEDED.
-        top_k: int32 ``[R]``; V or more: not used.
-        top_p: float32 ``[R]``; 1: not used.
-        min_p: float32 ``[R]``; 0: not used.
+        top_k, top_p, min_p: int32, float32, float32 ``[R]``; V or more, 1 and 0: not used.
         modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
-        found: float32 ``[R * m]``, written: -inf where all is inside, and where a request
-            is neither SAMPLED nor SEEDED.
+        found: float32 ``[R * m]``, written: -inf where all is inside, and in other modes.
         workspace: int32, `workspace_size` of it.
     """
     rows, vocabulary = logits.shape

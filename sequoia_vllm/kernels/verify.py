@@ -87,17 +87,19 @@ class TreesToVerify:
         all_nodes = self.children.shape[-2]
         return min(most or all_nodes, all_nodes)
 
-    def check(self) -> None:
-        """Whether they fit together.
+    def target_statistics(self, most_nodes: int) -> Tensor:
+        """Of the target's rows, as many of each request at most: see `target_statistics`."""
+        return statistics.target_statistics(
+            self.logits, self.target_temperatures, self.modes, self.cu_num_logits, most_nodes
+        )
 
-        Raises:
-            ValueError: If the vocabularies of target and draft differ, a row of logits
-                is not contiguous, or ``sampled_tokens`` has no room for the last token.
+    def check(self) -> None:
+        """Raises ValueError if the vocabularies of target and draft differ, a row of logits is not
+        contiguous, or ``sampled_tokens`` has no room for the last token.
         """
-        if self.vocabulary != self.draft_logits.shape[2]:
+        if self.vocabulary != (drafted := self.draft_logits.shape[2]):
             raise ValueError(
-                f"the target has {self.vocabulary} logits per row, the draft "
-                f"{self.draft_logits.shape[2]}"
+                f"the target has {self.vocabulary} logits per row, the draft {drafted}"
             )
         if self.logits.stride(1) != 1 or self.draft_logits.stride(2) != 1:
             raise ValueError("a row of logits must lie side by side (last stride 1)")
@@ -121,9 +123,8 @@ def verify_trees(
     A request in mode SAMPLED goes by Algorithm 2, whose decisions are those of
     `tests.oracles.verification`. Its emitted tokens have the law of sampling the target one token
     at a time. For that the children of each node must be the ordered draws without replacement
-    that `sequoia_vllm.kernels.children` makes. In the other modes the target's token after each
-    node is given. It is emitted, and the walk goes on where a child carries it (nowhere, in mode
-    SKIP).
+    that `DraftedTrees.draw` makes. In the other modes the target's token after each node is given.
+    It is emitted, and the walk goes on where a child carries it (nowhere, in mode SKIP).
 
     Launchers of other methods (`sequoia_vllm.verification.methods`) are called alike.
 
@@ -140,28 +141,21 @@ def verify_trees(
             or all are.
         most_nodes: No request has more rows; saves programs and launches.
 
-    Raises:
-        ValueError: See `TreesToVerify.check`.
+    Raises ValueError: see `TreesToVerify.check`.
     """
     looks = any_sampled and statistics.pays_off(len(trees.logits), trees.logits.device)
-    _walk(trees, trees.most_nodes(most_nodes) if looks else 0, walks_sampled=True)
+    walk(trees, looked_at=trees.most_nodes(most_nodes) if looks else 0)
 
 
-def match_trees(trees: TreesToVerify) -> None:
-    """`verify_trees` without requests in mode SAMPLED: these accept and emit nothing."""
-    _walk(trees, 0, walks_sampled=False)
+def walk(trees: TreesToVerify, looked_at: int = 0, walks_sampled: bool = True) -> None:
+    """Launches the walk, after a look at so many rows of each request at most, unless 0.
 
-
-def _walk(trees: TreesToVerify, looked_at: int, walks_sampled: bool) -> None:
-    """Launches the walk, after a look at so many rows of each request at most, unless 0."""
+    Without ``walks_sampled`` requests in mode SAMPLED accept and emit nothing.
+    """
     trees.check()
     if len(trees.num_sampled) == 0:
         return
-    found = trees.draft_stats  # not read
-    if looked_at:
-        found = statistics.target_statistics(
-            trees.logits, trees.target_temperatures, trees.modes, trees.cu_num_logits, looked_at
-        )  # fmt: skip
+    found = trees.target_statistics(looked_at) if looked_at else trees.draft_stats  # not read
     verify_kernel[(len(trees.num_sampled),)](
         trees.logits, trees.target_temperatures, found, int(looked_at > 0), int(walks_sampled),
         trees.tokens, trees.target_tokens, trees.cu_num_logits, trees.modes, trees.positions,

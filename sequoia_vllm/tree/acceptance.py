@@ -32,9 +32,8 @@ class Acceptance:
     def of(cls, values: Acceptance | ArrayLike) -> Acceptance:
         """Checks ``p[k]`` or ``p[d][k]``; entry 0 is the first child.
 
-        Raises:
-            AcceptanceError: On an empty, ragged, negative, NaN or non-numeric
-                vector, or one whose row sums to more than 1.
+        Raises AcceptanceError if it is empty, ragged, negative, NaN or not of numbers, or a row
+        sums to more than 1.
         """
         if isinstance(values, Acceptance):
             return values
@@ -57,9 +56,8 @@ class Acceptance:
         ):
             if wrong.any():
                 depth, child = np.argwhere(wrong)[0]
-                raise AcceptanceError(
-                    f"p of child {child} at depth {depth} is {what}: {table[depth, child]}"
-                )
+                of = f"p of child {child} at depth {depth}"
+                raise AcceptanceError(f"{of} is {what}: {table[depth, child]}")
         sums = table.sum(axis=1)
         # Published vectors are rounded to six digits; their sums may be off by that.
         if (sums > 1 + 1e-4).any():
@@ -90,18 +88,13 @@ class Acceptance:
 
     @classmethod
     def load(cls, path: Path | str) -> Acceptance:
-        """Reads ``{"acceptance": [...]}`` or a bare list.
-
-        Raises:
-            AcceptanceError: If the file is missing, is not JSON, or holds no vector.
-        """
+        """Reads ``{"acceptance": [...]}`` or a bare list; AcceptanceError if there is none."""
         data: Any = read_json(Path(path), "acceptance", AcceptanceError)
         if isinstance(data, dict):
             if "acceptance" not in data:
-                raise AcceptanceError(
-                    f'acceptance file {path} has no "acceptance" key; it holds '
-                    f"{', '.join(sorted(map(key_name, data))[:8]) or 'nothing'}"
-                )
+                holds = ", ".join(sorted(map(key_name, data))[:8]) or "nothing"
+                no_key = f'acceptance file {path} has no "acceptance" key'
+                raise AcceptanceError(f"{no_key}; it holds {holds}")
             data = data["acceptance"]
         if not isinstance(data, Sequence) or isinstance(data, str):
             raise AcceptanceError(f"acceptance file {path} holds no list of probabilities")

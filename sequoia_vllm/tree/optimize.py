@@ -69,9 +69,7 @@ def optimize_tree(
     else:  # one state per level; the children of the last level are leaves
         rows = np.minimum(np.arange(max_depth), len(acceptance.table) - 1)
         p, following = acceptance.table[rows, :max_branch], np.arange(max_depth) + 1
-    states = _States(p, following, np.array([0]))
-    table = _solve(states, size, progress)
-    parents = _trace(states, table, states.roots[-1], size)
+    parents = _Solution.of(p, following, size, progress).parents(0, size)
     return TokenTree(parents).sorted_by_value(acceptance)
 
 
@@ -84,8 +82,8 @@ class Frontier:
     """float64, shape ``[max_size + 1, max_depth + 1]``: ``G[n, d]`` is the best expectation of a
     tree of at most n nodes, root included, and at most d edges deep. Row 0 is 0 (no tree); ``G[n,
     0]`` is 1 (root only)."""
-    _states: _States
-    _table: _Table
+    _solution: _Solution
+    _roots: list[int]  # states that a whole tree may start in, by depth from 1 on
     _made: dict[tuple[int, int], TokenTree] = field(default_factory=dict)
 
     @classmethod
@@ -101,42 +99,32 @@ class Frontier:
         _check_limits(max_size=max_size, max_depth=max_depth, max_branch=max_branch)
         # A tree of n nodes is at most n - 1 deep: deeper columns repeat the last one.
         depth = max(1, min(max_depth, max_size - 1))
-        states = _all_depths(acceptance, depth, max_branch)
-        table = _solve(states, max_size)
+        p, following, roots = _all_depths(acceptance, depth, max_branch)
+        solution = _Solution.of(p, following, max_size)
         best = np.zeros((max_size + 1, max_depth + 1))
         best[1:, 0] = 1.0
-        exact = table.gain[states.roots, 1:].T
+        exact = solution.gain[roots, 1:].T
         # Sizes the limits leave no room for keep the value of the largest tree that fits.
         best[1:, 1 : depth + 1] = np.maximum.accumulate(exact, axis=0)
         best[:, depth + 1 :] = best[:, depth : depth + 1]
         best.setflags(write=False)
-        return cls(acceptance, best, states, table)
+        return cls(acceptance, best, solution, roots)
 
     def tree(self, size: int, depth: int) -> TokenTree:
         """The tree behind ``expected_tokens[size, depth]``, in value order."""
         if depth == 0 or size == 1:
             return TokenTree((-1,))
         if (size, depth) not in self._made:
-            root = self._states.roots[min(depth, len(self._states.roots)) - 1]
-            parents = _trace(self._states, self._table, root, size)
+            root = self._roots[min(depth, len(self._roots)) - 1]
+            parents = self._solution.parents(root, size)
             self._made[size, depth] = TokenTree(parents).sorted_by_value(self.acceptance)
         return self._made[size, depth]
 
 
-# -- states --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _States:
-    """What a node's subtree may look like."""
-
-    p: NDArray[np.float64]  # float64 ``[S, B]``, acceptance of a node's children in state s
-    next: NDArray[np.int64]  # int64 ``[S]``, the state of those children; S means "a leaf"
-    roots: NDArray[np.int64]  # int64, states a whole tree may start in, shallowest budget first
-
-
-def _all_depths(acceptance: Acceptance, max_depth: int, max_branch: int | None) -> _States:
-    """States (row of p, depth left), shared between the budgets of the root.
+def _all_depths(
+    acceptance: Acceptance, max_depth: int, max_branch: int | None
+) -> tuple[NDArray[np.float64], NDArray[np.int64], list[int]]:
+    """States (row of p, depth left), shared between the budgets of the root; and roots.
 
     With one row this is one state per depth; with more rows a node's level and
     the depth left below it vary apart.
@@ -151,17 +139,14 @@ def _all_depths(acceptance: Acceptance, max_depth: int, max_branch: int | None) 
     leaf = len(keys)
     following = [index.get((min(row + 1, last_row), left - 1), leaf) for row, left in keys]
     p = acceptance.table[[row for row, _ in keys], :max_branch]
-    roots = [index[0, left] for left in range(1, max_depth + 1)]
-    return _States(p, np.array(following), np.array(roots))
-
-
-# -- the DP --------------------------------------------------------------------
+    return p, np.array(following), [index[0, left] for left in range(1, max_depth + 1)]
 
 
 @dataclass(frozen=True)
-class _Table:
-    """What `_solve` found."""
+class _Solution:
+    """What the DP found: S states, of nodes with up to B children."""
 
+    next: NDArray[np.int64]  # ``[S]``, the state of a node's children; S means "a leaf"
     gain: NDArray[np.float64]
     """``[S + 1, size + 1]``, best value of exactly n nodes; -inf where the limits leave no room;
     the last row is the leaf."""
@@ -170,59 +155,60 @@ class _Table:
     """``[S, B + 1, size]``, see the module; n nodes at index size - 1 - n, so that the sums below
     read both tables forwards."""
 
-
-def _solve(states: _States, size: int, progress: Progress | None = None) -> _Table:
-    count, branches = states.p.shape
-    if count * branches * size > _MAX_CELLS:
-        raise TreeError(
-            f"size {size} with {branches} branches and {count} depth levels needs more than "
-            "4 GiB: give a smaller size, max_depth or max_branch"
-        )
-    gain = np.full((count + 1, size + 1), -np.inf)
-    gain[:, 1] = 1.0
-    branch = np.empty((count, branches, size - 1))
-    forest = np.full((count, branches + 1, size), -np.inf)
-    forest[:, :, -1] = 0.0
-    for n in range(1, size):
-        subtree = gain[states.next, n][:, None]
-        with np.errstate(invalid="ignore"):  # 0 * -inf: no room, whatever p is
-            branch[:, :, n - 1] = np.where(np.isneginf(subtree), -np.inf, states.p * subtree)
-        step = max(1, _CHUNK // (branches * n))
-        for start in range(0, count, step):
-            chunk = slice(start, start + step)
-            sums = branch[chunk, :, :n] + forest[chunk, 1:, size - n :]
-            forest[chunk, :-1, size - 1 - n] = sums.max(axis=-1)
-        gain[:-1, n + 1] = 1.0 + forest[:, 0, size - 1 - n]
-        if progress is not None and n % 16 == 0:
-            progress(n, size)
-    if progress is not None:
-        progress(size, size)
-    return _Table(gain, branch, forest)
-
-
-def _trace(states: _States, table: _Table, root: int, size: int) -> tuple[int, ...]:
-    """Parents of the best tree of ``size`` nodes, or of the most that fit."""
-    leaf = len(states.next)
-    fitting = int(np.flatnonzero(np.isfinite(table.gain[root, : size + 1]))[-1])
-    width = table.forest.shape[2]
-    parents = [-1]
-    todo = [(0, int(root), fitting)]
-    while todo:
-        node, state, nodes = todo.pop()
-        left = nodes - 1
-        child = 0
-        while left and state != leaf:
-            sums = (
-                table.branch[state, child, :left]
-                + table.forest[state, child + 1, width - left : width]
+    @classmethod
+    def of(
+        cls,
+        p: NDArray[np.float64],
+        following: NDArray[np.int64],
+        size: int,
+        progress: Progress | None = None,
+    ) -> _Solution:
+        """Runs the DP; ``p`` is ``[S, B]``, the acceptance of a node's children in each state."""
+        count, branches = p.shape
+        if count * branches * size > _MAX_CELLS:
+            raise TreeError(
+                f"size {size} with {branches} branches and {count} depth levels needs more than "
+                "4 GiB: give a smaller size, max_depth or max_branch"
             )
-            # The first maximum is the smallest subtree: ties do not depend on the platform.
-            taken = int(np.argmax(sums)) + 1
-            parents.append(node)
-            todo.append((len(parents) - 1, int(states.next[state]), taken))
-            left -= taken
-            child += 1
-    return tuple(parents)
+        gain = np.full((count + 1, size + 1), -np.inf)
+        gain[:, 1] = 1.0
+        branch = np.empty((count, branches, size - 1))
+        forest = np.full((count, branches + 1, size), -np.inf)
+        forest[:, :, -1] = 0.0
+        for n in range(1, size):
+            subtree = gain[following, n][:, None]
+            with np.errstate(invalid="ignore"):  # 0 * -inf: no room, whatever p is
+                branch[:, :, n - 1] = np.where(np.isneginf(subtree), -np.inf, p * subtree)
+            step = max(1, _CHUNK // (branches * n))
+            for start in range(0, count, step):
+                chunk = slice(start, start + step)
+                sums = branch[chunk, :, :n] + forest[chunk, 1:, size - n :]
+                forest[chunk, :-1, size - 1 - n] = sums.max(axis=-1)
+            gain[:-1, n + 1] = 1.0 + forest[:, 0, size - 1 - n]
+            if progress is not None and n % 16 == 0:
+                progress(n, size)
+        if progress is not None:
+            progress(size, size)
+        return cls(following, gain, branch, forest)
+
+    def parents(self, root: int, size: int) -> tuple[int, ...]:
+        """Parents of the best tree of ``size`` nodes, or of the most that fit."""
+        leaf, width = len(self.next), self.forest.shape[2]
+        fitting = int(np.flatnonzero(np.isfinite(self.gain[root, : size + 1]))[-1])
+        parents = [-1]
+        todo = [(0, root, fitting)]
+        while todo:
+            node, state, nodes = todo.pop()
+            left, child = nodes - 1, 0
+            while left and state != leaf:
+                rest = self.forest[state, child + 1, width - left : width]
+                # The first maximum is the smallest subtree: ties do not depend on the platform.
+                taken = int(np.argmax(self.branch[state, child, :left] + rest)) + 1
+                parents.append(node)
+                todo.append((len(parents) - 1, int(self.next[state]), taken))
+                left -= taken
+                child += 1
+        return tuple(parents)
 
 
 def _check_limits(**limits: int | None) -> None:

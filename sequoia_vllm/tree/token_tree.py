@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +24,11 @@ from sequoia_vllm.tree.acceptance import Acceptance
 SCHEMA = "sequoia-vllm/token-tree/v1"
 MOST_NODES = 1024
 """Size of the largest tree that a configuration or a file may have, root included."""
+_JSON_TYPES: dict[type, str] = {
+    dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number",
+    float: "a number",
+}  # fmt: skip
+_NOTHING = "nothing (null)"
 
 
 class TreeError(SequoiaError, ValueError):
@@ -35,8 +39,7 @@ class TreeError(SequoiaError, ValueError):
 class TokenTree:
     """An immutable tree of draft tokens, stored so that every prefix is a tree.
 
-    Raises:
-        TreeError: If ``parents`` is not a tree in this order; names the node.
+    Raises TreeError if ``parents`` is not a tree in this order; names the node.
     """
 
     parents: tuple[int, ...]
@@ -44,27 +47,24 @@ class TokenTree:
     k-th child of a node, in index order, is its k-th draft (the acceptance vector's p[k])."""
 
     def __post_init__(self) -> None:
-        parents = tuple(_checked_index(i, parent) for i, parent in enumerate(self.parents))
-        object.__setattr__(self, "parents", parents)
-        if not parents:
+        if not self.parents:
             raise TreeError("a tree needs at least its root: parents is empty")
-        if parents[0] != -1:
-            raise TreeError(
-                f"node 0 is the root: its parent must be -1, not {shortened(parents[0])}"
-            )
-        for node, parent in enumerate(parents[1:], start=1):
-            if not 0 <= parent < node:
-                raise TreeError(
-                    f"node {node} has parent {shortened(parent)}: a node's parent must come before "
-                    f"it (0 to {node - 1})"
-                )
+        for node, parent in enumerate(self.parents):
+            if isinstance(parent, bool) or not isinstance(parent, (int, np.integer)):
+                must = "a parent is a node number"
+            elif node > 0 and not 0 <= parent < node:
+                must = f"a node's parent must come before it (0 to {node - 1})"
+            elif node == 0 and parent != -1:
+                must = f"it is the root: its parent must be -1, not {shortened(parent)}"
+            else:
+                continue
+            raise TreeError(f"node {node} has parent {shortened(parent)}: {must}")
+        object.__setattr__(self, "parents", tuple(map(int, self.parents)))
 
     @classmethod
     def chain(cls, num_tokens: int) -> TokenTree:
         """A chain of ``num_tokens`` drafts: plain speculative decoding's shape."""
         return cls(tuple(range(-1, num_tokens)))
-
-    # -- sizes -----------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -80,8 +80,6 @@ class TokenTree:
     def depth(self) -> int:
         """Depth of the deepest node, in edges."""
         return int(self.depths.max())
-
-    # -- topology --------------------------------------------------------------
 
     @cached_property
     def checksum(self) -> int:
@@ -155,19 +153,13 @@ class TokenTree:
     def values(self, acceptance: Acceptance) -> NDArray[np.float64]:
         """Probability that each node is reached and accepted (paper, Definition 3.2).
 
-        Args:
-            acceptance: p[k], or p[d][k] by the depth d of the parent; see
-                `Acceptance`. A child beyond the vector's end is never accepted.
-
-        Returns:
-            float64, shape ``[size]``; the root's value is 1 (the bonus token).
+        float64, shape ``[size]``; the root's value is 1 (the bonus token). A child beyond the
+        vector's end is never accepted.
         """
         values = np.ones(self.size)
-        for node in range(1, self.size):
-            parent = self.parents[node]
-            values[node] = values[parent] * acceptance.probability(
-                int(self.child_ranks[node]), int(self.depths[parent])
-            )
+        for node, parent in enumerate(self.parents[1:], start=1):
+            rank, depth = int(self.child_ranks[node]), int(self.depths[parent])
+            values[node] = values[parent] * acceptance.probability(rank, depth)
         return values
 
     def expected_tokens(self, acceptance: Acceptance) -> float:
@@ -195,19 +187,13 @@ class TokenTree:
             if node != 0:
                 siblings = self.children[self.parents[node]]
                 candidates += siblings[self.child_ranks[node] + 1 :][:1]
-            for candidate in candidates:
-                heapq.heappush(
-                    frontier, (-values[candidate], int(self.depths[candidate]), candidate)
-                )
+            for after in candidates:
+                heapq.heappush(frontier, (-values[after], int(self.depths[after]), after))
         new_index = {node: index for index, node in enumerate(order)}
         return TokenTree((-1, *(new_index[self.parents[node]] for node in order[1:])))
 
     def trim(self, size: int) -> TokenTree:
-        """The tree of the first ``size`` nodes, root included.
-
-        Raises:
-            TreeError: If ``size`` is below 1.
-        """
+        """The tree of the first ``size`` nodes, root included; TreeError if ``size`` is below 1."""
         if size < 1:
             raise TreeError(f"cannot trim a tree to {size} nodes: the root always stays")
         return self if size >= self.size else TokenTree(self.parents[:size])
@@ -216,39 +202,32 @@ class TokenTree:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object of this tree, with its ``schema`` key."""
-        return {
-            "schema": SCHEMA,
-            "size": self.size,
-            "depth": self.depth,
-            "parents": list(self.parents),
-        }
+        sizes = {"size": self.size, "depth": self.depth}
+        return {"schema": SCHEMA, **sizes, "parents": list(self.parents)}
 
     @classmethod
     def from_dict(cls, data: Any) -> TokenTree:
         """Reads what `to_dict` wrote, or its ``parents`` alone; other keys are ignored.
 
-        Raises:
-            TreeError: If the object is not a token tree of this schema.
+        Raises TreeError if the object is not a token tree of this schema.
         """
         if not isinstance(data, dict):
-            raise TreeError(f"a tree file holds one JSON object, not {_json_type(data)}")
+            what = _JSON_TYPES.get(type(data), _NOTHING)
+            raise TreeError(f"a tree file holds one JSON object, not {what}")
         schema = data.get("schema", SCHEMA)
         if schema != SCHEMA:
             raise TreeError(f'"schema" is {shortened(schema)}; this version reads {SCHEMA!r}')
         parents = data.get("parents")
         if not isinstance(parents, list):
-            raise TreeError(f'"parents" must be a list of node numbers, not {_json_type(parents)}')
-        if len(parents) > MOST_NODES:
-            raise TreeError(
-                f"the tree has {len(parents)} nodes: engines take at most {MOST_NODES:,}, keep the "
-                "first of them"
-            )
+            what = _JSON_TYPES.get(type(parents), _NOTHING)
+            raise TreeError(f'"parents" must be a list of node numbers, not {what}')
+        if (size := len(parents)) > MOST_NODES:
+            most = f"engines take at most {MOST_NODES:,}, keep the first of them"
+            raise TreeError(f"the tree has {size} nodes: {most}")
         tree = cls(tuple(parents))
         for key, value in (("size", tree.size), ("depth", tree.depth)):
-            if key in data and data[key] != value:
-                raise TreeError(
-                    f'"{key}" says {shortened(data[key])} but "parents" make it {value}'
-                )
+            if (said := data.get(key, value)) != value:
+                raise TreeError(f'"{key}" says {shortened(said)} but "parents" make it {value}')
         return tree
 
     def save(self, path: Path | str) -> None:
@@ -259,28 +238,13 @@ class TokenTree:
     def load(cls, path: Path | str) -> TokenTree:
         """Reads a tree file.
 
-        Raises:
-            TreeError: If the file is missing, is not JSON, or is not a tree.
+        Raises TreeError if the file is missing, is not JSON, or is not a tree.
         """
         data = read_json(Path(path), "tree", TreeError)
         try:
             return cls.from_dict(data)
         except TreeError as error:
             raise TreeError(f"tree file {path}: {error}") from error
-
-
-def _checked_index(node: int, parent: Any) -> int:
-    if isinstance(parent, bool) or not isinstance(parent, (int, np.integer)):
-        raise TreeError(f"node {node} has parent {shortened(parent)}: a parent is a node number")
-    return int(parent)
-
-
-def _json_type(value: Any) -> str:
-    names: Sequence[tuple[type, str]] = (
-        (dict, "an object"), (list, "a list"), (str, "a string"), (bool, "a boolean"),
-        (int, "a number"), (float, "a number"),
-    )  # fmt: skip
-    return next((name for kind, name in names if isinstance(value, kind)), "nothing (null)")
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:

@@ -26,28 +26,38 @@ class VerificationMethod:
 
     def host_function(self) -> Callable[..., Any]:
         """The function that verifies on the host."""
-        return _imported(self.host)
+        return resolve_name(self.host)
 
     def kernel_launcher(self) -> Callable[..., None]:
         """The function that launches the kernels; importing it needs Triton."""
-        return _imported(self.kernel)
+        return resolve_name(self.kernel)
 
     def compile_host(self) -> None:
         """Compiles now what `host_function` would compile in its first step."""
         if self.compiled is not None:
-            _imported(self.compiled)()
+            resolve_name(self.compiled)()
 
     def tree_tables(self, parents: Sequence[int], device: Any) -> Any:
         """What `kernel_launcher` needs of a tree, or None."""
-        return None if self.tables is None else _imported(self.tables)(parents, device)
+        return None if self.tables is None else resolve_name(self.tables)(parents, device)
 
 
-def _imported(code: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = resolve_name(code)
-    return found
-
-
-_METHODS: dict[str, VerificationMethod] = {}
+DEFAULT_METHOD = "sequoia"
+"""The paper's: Algorithm 2 of arXiv 2402.12374."""
+_SEQUOIA = VerificationMethod(
+    DEFAULT_METHOD,
+    host="sequoia_vllm.verification.walk:walk_tree",
+    kernel="sequoia_vllm.kernels.verify:verify_trees",
+    ran_on="an H100",
+)
+_TRAVERSAL = VerificationMethod(
+    "traversal",  # arXiv 2505.12398
+    host="sequoia_vllm.verification.traversal:traverse_tree",
+    kernel="sequoia_vllm.kernels.traversal:traverse_trees",
+    compiled="sequoia_vllm.verification.traversal:load_traversal",
+    tables="sequoia_vllm.kernels.traversal:TraversalOrder.of",
+)
+_METHODS = {method.name: method for method in (_SEQUOIA, _TRAVERSAL)}
 
 
 def register(method: VerificationMethod) -> None:
@@ -62,18 +72,10 @@ def method_names() -> tuple[str, ...]:
 
 
 def method_of(name: str) -> VerificationMethod:
-    """The record of a method.
-
-    Raises:
-        ValueError: There is no such method; names those that there are.
-    """
+    """The record of a method; if there is none, raises ValueError, which names those there are."""
     if name not in _METHODS:
         raise ValueError(f"there is no method {name!r}: give one of {', '.join(_METHODS)}")
     return _METHODS[name]
-
-
-DEFAULT_METHOD = "sequoia"
-"""The paper's: Algorithm 2 of arXiv 2402.12374."""
 
 
 def usual_method(on_cpu: bool) -> str:
@@ -83,23 +85,3 @@ def usual_method(on_cpu: bool) -> str:
     On CPUs it costs about what it gains.
     """
     return "traversal" if method_of("traversal").ran_on and not on_cpu else DEFAULT_METHOD
-
-
-register(
-    VerificationMethod(
-        DEFAULT_METHOD,
-        host="sequoia_vllm.verification.walk:walk_tree",
-        kernel="sequoia_vllm.kernels.verify:verify_trees",
-        ran_on="an H100",
-    )
-)
-# Traversal verification, arXiv 2505.12398.
-register(
-    VerificationMethod(
-        "traversal",
-        host="sequoia_vllm.verification.traversal:traverse_tree",
-        kernel="sequoia_vllm.kernels.traversal:traverse_trees",
-        compiled="sequoia_vllm.verification.traversal:load_traversal",
-        tables="sequoia_vllm.kernels.traversal:TraversalOrder.of",
-    )
-)

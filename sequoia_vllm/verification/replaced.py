@@ -14,7 +14,6 @@ different children.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,36 +46,36 @@ def verify_replaced(
 
     Args:
         verify: The host function of a method (`methods`).
-        target_at: P, as of `walk_tree`: after the path of scored tokens.
-        draft_at: Q, as of `walk_tree`: what a node's children were drawn from.
-        drawn: int64 ``[B, N+1]``: tokens as they were drawn.
-        scored: int64 ``[B, N+1]``: tokens as the target scored them. Where they differ a node
-            was replaced.
-        parents: See `walk_tree`.
-        generator: See `walk_tree`. How much is taken from it does not depend on what is decided:
-            ranks that share a seed stay in step.
+        target_at, draft_at, parents, generator: See `walk_tree`. P is after the path of scored
+            tokens. How much is taken from the generator does not depend on what is decided: ranks
+            that share a seed stay in step.
+        drawn, scored: int64 ``[B, N+1]``: tokens as they were drawn, and as the target scored them.
+            Where they differ a node was replaced.
 
-    Raises:
-        ValueError: See `walk_tree`.
+    Raises ValueError: see `walk_tree`.
     """
     topology = topology_of(parents, scored)
     replaced = drawn != scored
     later = _seeded_from(generator, scored.device)
     requests = torch.arange(len(scored), device=scored.device)
     roots = torch.zeros_like(requests)
-    paths = _Paths.none(scored, topology.max_depth)
+    found = VerifyResult(
+        accepted_nodes=scored.new_full((len(scored), topology.max_depth), -1),
+        output_tokens=scored.new_full((len(scored), topology.max_depth + 1), -1),
+        num_accepted=scored.new_zeros(len(scored)),
+    )
     while requests.numel():
-        trees = _Subtrees.below(
+        nodes, below = _subtrees(
             roots, topology.parents[requests], replaced[requests], topology.max_depth
         )
         result = verify(
-            trees.ask(target_at, requests),
-            trees.ask(draft_at, requests),
-            drawn[requests].gather(1, trees.nodes),
-            trees.parents,
+            _by_column(target_at, requests, nodes),
+            _by_column(draft_at, requests, nodes),
+            drawn[requests].gather(1, nodes),
+            below,
             generator,
         )
-        ends, last_tokens = paths.extend(requests, trees.nodes, result)
+        ends, last_tokens = _extend(found, requests, nodes, result)
         children = topology.children[requests, ends]
         own = requests[:, None]
         follows = (children >= 0) & replaced[own, children]
@@ -84,9 +83,10 @@ def verify_replaced(
         going = true_indices(follows.any(dim=1))
         ranks = follows[going].int().argmax(dim=1)
         requests, roots = requests[going], children[going, ranks]
-        paths.accept(requests, roots)
+        found.accepted_nodes[requests, found.num_accepted[requests]] = roots
+        found.num_accepted[requests] += 1
         generator = later
-    return paths.result()
+    return found
 
 
 def _seeded_from(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
@@ -95,95 +95,52 @@ def _seeded_from(generator: torch.Generator | None, device: torch.device) -> tor
     return torch.Generator(device).manual_seed(int(seed))
 
 
-@dataclass(frozen=True)
-class _Subtrees:
-    """The parts of A trees that are verified at once: from a root down to replaced nodes."""
+def _subtrees(
+    roots: Tensor, parents: Tensor, replaced: Tensor, depth: int
+) -> tuple[Tensor, Tensor]:
+    """The parts of A trees that are verified at once: from a root down to replaced nodes.
 
-    nodes: Tensor  # int64 ``[A, M]``: each column's node in the whole tree; in padding anything
-    parents: Tensor  # int64 ``[A, M]``: as of `walk_tree`, in columns
-
-    @classmethod
-    def below(cls, roots: Tensor, parents: Tensor, replaced: Tensor, depth: int) -> _Subtrees:
-        """The subtrees of these nodes.
-
-        Args:
-            roots: int64 ``[A]``.
-            parents: int64 ``[A, N+1]``, of the whole trees.
-            replaced: bool ``[A, N+1]``: nodes that are leaves, but for the roots.
-            depth: Edges to the deepest node, at least.
-        """
-        nodes = torch.arange(parents.shape[1], device=parents.device)
-        is_root = nodes == roots[:, None]
-        above, opens = parents.clamp(min=0), is_root | ~replaced
-        inside = is_root
-        for _ in range(depth):  # a level further down
-            inside = is_root | ((inside & opens).gather(1, above) & (parents >= 0))
-        columns = inside.cumsum(dim=1) - 1
-        own_parents = columns.gather(1, above).masked_fill(is_root, ROOT)
-        width = int(inside.sum(dim=1).max())
-        # Stable: what belongs to the subtree keeps its order.
-        order = (~inside).byte().argsort(dim=1, stable=True)[:, :width]
-        there = inside.gather(1, order)
-        return cls(order, own_parents.gather(1, order).masked_fill(~there, PADDING))
-
-    def ask(self, distribution_at: DistributionAt, requests: Tensor) -> DistributionAt:
-        """The distributions by column of these subtrees; row i is the tree of ``requests[i]``."""
-
-        def at(rows: Tensor, columns: Tensor) -> Tensor:
-            return distribution_at(requests[rows], self.nodes[rows, columns])
-
-        return at
+    ``parents`` and ``replaced`` are of the whole trees, ``[A, N+1]``, at most ``depth`` edges deep.
+    Returns int64 ``[A, M]`` each: the columns' nodes in the whole tree (in padding any), and
+    parents as of `walk_tree`, in columns.
+    """
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    is_root = nodes == roots[:, None]
+    above, opens = parents.clamp(min=0), is_root | ~replaced
+    inside = is_root
+    for _ in range(depth):  # a level further down
+        inside = is_root | ((inside & opens).gather(1, above) & (parents >= 0))
+    columns = inside.cumsum(dim=1) - 1
+    own_parents = columns.gather(1, above).masked_fill(is_root, ROOT)
+    width = int(inside.sum(dim=1).max())
+    # Stable: what belongs to the subtree keeps its order.
+    order = (~inside).byte().argsort(dim=1, stable=True)[:, :width]
+    there = inside.gather(1, order)
+    return order, own_parents.gather(1, order).masked_fill(~there, PADDING)
 
 
-@dataclass
-class _Paths:
-    """Collects a `VerifyResult`."""
+def _by_column(distribution_at: DistributionAt, requests: Tensor, nodes: Tensor) -> DistributionAt:
+    """The distributions at the columns' nodes; row i is the tree of ``requests[i]``."""
+    return lambda rows, columns: distribution_at(requests[rows], nodes[rows, columns])
 
-    accepted_nodes: Tensor
-    output_tokens: Tensor
-    num_accepted: Tensor
 
-    @classmethod
-    def none(cls, tokens: Tensor, depth: int) -> _Paths:
-        """Starts paths on which nothing is accepted yet."""
-        batch = len(tokens)
-        return cls(
-            tokens.new_full((batch, depth), -1),
-            tokens.new_full((batch, depth + 1), -1),
-            tokens.new_zeros(batch),
-        )
+def _extend(
+    paths: VerifyResult, requests: Tensor, nodes: Tensor, result: VerifyResult
+) -> tuple[Tensor, Tensor]:
+    """Appends what was found in the subtrees of A requests, whose roots were accepted before.
 
-    def extend(
-        self, requests: Tensor, nodes: Tensor, result: VerifyResult
-    ) -> tuple[Tensor, Tensor]:
-        """Appends what was found in subtrees whose roots were accepted before.
-
-        Args:
-            requests: int64 ``[A]``.
-            nodes: int64 ``[A, M]``: each column's node in the whole tree.
-            result: In columns, of the A subtrees.
-
-        Returns:
-            int64 ``[A]`` each: the nodes at which paths end now, and the tokens after them.
-        """
-        rows = torch.arange(len(requests), device=requests.device)
-        before, count = self.num_accepted[requests], result.num_accepted
-        for step in range(result.accepted_nodes.shape[1]):
-            there = true_indices(count > step)
-            at = requests[there], before[there] + step
-            self.accepted_nodes[at] = nodes[there, result.accepted_nodes[there, step]]
-            self.output_tokens[at] = result.output_tokens[there, step]
-        last_tokens = result.output_tokens[rows, count]
-        self.output_tokens[requests, before + count] = last_tokens
-        self.num_accepted[requests] = before + count
-        columns = torch.cat([torch.zeros_like(rows)[:, None], result.accepted_nodes], dim=1)
-        return nodes[rows, columns[rows, count]], last_tokens
-
-    def accept(self, requests: Tensor, nodes: Tensor) -> None:
-        """Appends nodes whose tokens were emitted last."""
-        self.accepted_nodes[requests, self.num_accepted[requests]] = nodes
-        self.num_accepted[requests] += 1
-
-    def result(self) -> VerifyResult:
-        """The accepted nodes and the emitted tokens."""
-        return VerifyResult(self.accepted_nodes, self.output_tokens, self.num_accepted)
+    ``result`` is in columns, whose nodes in the whole trees are ``nodes``, int64 ``[A, M]``.
+    Returns int64 ``[A]`` each: the nodes at which paths end now, and the tokens after them.
+    """
+    rows = torch.arange(len(requests), device=requests.device)
+    before, count = paths.num_accepted[requests], result.num_accepted
+    for step in range(result.accepted_nodes.shape[1]):
+        there = true_indices(count > step)
+        at = requests[there], before[there] + step
+        paths.accepted_nodes[at] = nodes[there, result.accepted_nodes[there, step]]
+        paths.output_tokens[at] = result.output_tokens[there, step]
+    last_tokens = result.output_tokens[rows, count]
+    paths.output_tokens[requests, before + count] = last_tokens
+    paths.num_accepted[requests] = before + count
+    columns = torch.cat([torch.zeros_like(rows)[:, None], result.accepted_nodes], dim=1)
+    return nodes[rows, columns[rows, count]], last_tokens

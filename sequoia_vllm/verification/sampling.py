@@ -48,15 +48,12 @@ class Truncation:
     min_p: Tensor | None = None  # float32 ``[R]``, 0 likewise
 
     def __bool__(self) -> bool:
-        return not (self.top_k is None and self.top_p is None and self.min_p is None)
+        return any(values is not None for values in (self.top_k, self.top_p, self.min_p))
 
     def of(self, rows: Tensor) -> Truncation:
         """The parameters of these rows, int64 ``[A]``, which may repeat."""
-        return Truncation(
-            None if self.top_k is None else self.top_k[rows],
-            None if self.top_p is None else self.top_p[rows],
-            None if self.min_p is None else self.min_p[rows],
-        )
+        given = (self.top_k, self.top_p, self.min_p)
+        return Truncation(*(None if values is None else values[rows] for values in given))
 
 
 NOTHING_CUT = Truncation()
@@ -77,8 +74,7 @@ def draft_distribution(
         temperature: float32 ``[R]``, above 0.
         given: See `preferred`; None: no row has one.
 
-    Returns:
-        float32 ``[R, V]``; what is too small for a normal float32 is zero.
+    Returns float32 ``[R, V]``; what is too small for a normal float32 is zero.
     """
     # Subnormals become zero. Some devices flush them at the next operation, and then the sampler
     # and the verifier would disagree on what Q can still draw.
@@ -110,8 +106,7 @@ def draw_without_replacement(
         k: How many tokens, 0 to V.
         generator: One stream, on Q's device; None: torch's default one.
 
-    Returns:
-        int64 ``[R, k]``.
+    Returns int64 ``[R, k]``.
     """
     if draft.shape[1] < FEWEST_TOKENS or draft.numel() < FEWEST_ENTRIES:
         return _race(draft, k, generator)
@@ -122,9 +117,7 @@ def draw_without_replacement(
 
 
 def _race(draft: Tensor, k: int, generator: torch.Generator | None) -> Tensor:
-    """Draws by times of arrival.
-
-    Token x arrives at time E[x] / Q[x], with E exponential. The order of arrival is the order of
+    """Token x arrives at time E[x] / Q[x], with E exponential. The order of arrival is the order of
     draws (the Gumbel-top-k trick without its logarithms). Tokens with Q[x] = 0 come after all
     others, in the order of E alone.
     """
@@ -137,11 +130,8 @@ def _draw_by_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Draws a block of tokens by its weight, then a token of the block, k times.
 
-    Noise for all of a vocabulary would take longer than the draft's pass.
-
-    Returns:
-        int64 ``[R, k]``, and float64 ``[R, 1]``: the weight before the last draw. Where it is 0
-        the row means nothing.
+    Noise for all of a vocabulary would take longer than the draft's pass. Also returns the weight
+    before the last draw, float64 ``[R, 1]``: where it is 0 the row means nothing.
     """
     rows, vocabulary = draft.shape
     count = vocabulary // BLOCK
@@ -149,9 +139,8 @@ def _draw_by_blocks(
     parts = whole.unflatten(1, (count, BLOCK)).sum(dim=2), rest.sum(dim=1, keepdim=True)
     weights = torch.cat(parts, dim=1).double()
     places = torch.arange(BLOCK, device=draft.device)
-    uniforms = torch.rand(
-        k, 2, rows, 1, dtype=torch.float64, device=draft.device, generator=generator
-    )
+    shape = k, 2, rows, 1
+    uniforms = torch.rand(shape, dtype=torch.float64, device=draft.device, generator=generator)
     drawn = torch.full((rows, k), -1, dtype=torch.int64, device=draft.device)
     left = torch.ones_like(weights[:, :1])
     for draw, (of_block, of_token) in enumerate(uniforms):
@@ -191,8 +180,7 @@ def lower_outside(scaled: Tensor, truncation: Truncation) -> Tensor:
     Args:
         scaled: float32 ``[R, V]``: logits over temperature.
 
-    Returns:
-        float32 ``[R, V]``; ``scaled`` itself without any parameters.
+    Returns float32 ``[R, V]``; ``scaled`` itself without any parameters.
     """
     if not truncation:
         return scaled

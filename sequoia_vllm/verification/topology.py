@@ -42,10 +42,9 @@ class Topology:
 
     @cached_property
     def ancestors_up(self) -> tuple[Tensor, ...]:
-        """int64 ``[B, N+1]`` each: the ancestor 1, 2, 4, ... edges up, or the root where there is
-        none.
+        """int64 ``[B, N+1]`` each: the ancestor 1, 2, 4, ... edges up, or the root; at least one.
 
-        There are as many as reach the root from the deepest node, and at least one.
+        There are as many as reach the root from the deepest node.
         """
         up = [self.parents.clamp(min=0)]
         while 1 << len(up) <= self.max_depth:
@@ -56,28 +55,22 @@ class Topology:
     def from_parents(cls, parents: Tensor, device: torch.device | None = None) -> Topology:
         """Builds the look-ups, on the host: one copy down and one up.
 
-        An engine whose trees stay the same builds this once, and passes it
-        wherever ``parents`` is asked for.
+        An engine whose trees stay the same builds this once, and passes it for ``parents``.
 
         Args:
-            parents: Integer ``[B, N+1]``; -1 for the root (node 0), -2 for
-                padding (after the tree's last node), else the parent's index,
-                which is below the node's own. Siblings are drafts in index order.
-            device: Where ``children`` goes; the device of ``parents`` if None.
+            parents: Integer ``[B, N+1]``; -1 for the root (node 0), -2 for padding (after the
+                tree's last node), else the parent's index, which is below the node's own. Siblings
+                are drafts in index order.
+            device: Where it goes; the device of ``parents`` if None.
 
-        Raises:
-            ValueError: If a row is not a tree in this form; names the node.
+        Raises ValueError if a row is not a tree in this form; names the node.
         """
         host = parents.detach().to("cpu", torch.int64)
         _check_parents(host)
         children, depths = _child_table(host), _depths(host)
-        topology = cls(
-            parents=host,
-            depths=depths,
-            children=children,
-            branches=_branches_by_depth(children, depths),
-        )
-        return topology.to(device or parents.device)
+        counts, deepest = (children >= 0).sum(dim=2), int(depths.max()) if depths.numel() else 0
+        most = (counts[depths == depth].max() if len(host) else 0 for depth in range(deepest + 1))
+        return cls(host, depths, children, tuple(map(int, most))).to(device or parents.device)
 
     def to(self, device: torch.device) -> Topology:
         """This topology with its tensors on ``device``."""
@@ -90,8 +83,7 @@ class Topology:
 def topology_of(parents: Tensor | Topology, tokens: Tensor) -> Topology:
     """The look-ups of these trees, on the device of ``tokens``.
 
-    Raises:
-        ValueError: If ``parents`` does not hold trees, or differs from ``tokens`` in shape.
+    Raises ValueError if ``parents`` does not hold trees, or differs from ``tokens`` in shape.
     """
     if isinstance(parents, Topology):
         topology = parents.to(tokens.device)
@@ -153,11 +145,3 @@ def _depths(parents: Tensor) -> Tensor:
         above = parents.gather(1, ancestors.clamp(min=0))
         ancestors = torch.where(ancestors >= 0, above, ancestors)
     return depths
-
-
-def _branches_by_depth(children: Tensor, depths: Tensor) -> tuple[int, ...]:
-    counts = (children >= 0).sum(dim=2)
-    deepest = int(depths.max()) if depths.numel() else 0
-    return tuple(
-        int(counts[depths == depth].max()) if depths.numel() else 0 for depth in range(deepest + 1)
-    )

@@ -46,8 +46,7 @@ def traverse_tree(
         target_at, draft_at, tokens, parents, generator: See `walk_tree`. Tensors are on the
             CPU. The distributions of any node may be asked for, each once.
 
-    Raises:
-        ValueError: See `walk_tree`; or the tensors are not on the CPU.
+    Raises ValueError: see `walk_tree`; or the tensors are not on the CPU.
     """
     if tokens.device.type != "cpu":
         raise ValueError(f"trees on {tokens.device}: this traversal is for tensors on the CPU")
@@ -59,45 +58,28 @@ def traverse_tree(
     accepted, last_tokens = torch.empty(2, len(tokens), dtype=torch.int64)
     has_children = (topology.children >= 0).any(dim=2)
     for requests in torch.arange(len(tokens)).split(max(1, _MOST_ROWS // tokens.shape[1])):
-        accepted[requests], last_tokens[requests] = _traverse(
-            traverse, target_at, draft_at, requests, tokens, topology, has_children, uniforms
-        )
+        inner = has_children[requests]
+        owner, nodes = inner.nonzero(as_tuple=True)
+        ends, weights = torch.zeros_like(requests), None
+        if nodes.numel():
+            ends, weights = traverse_rows(
+                traverse,
+                target=target_at(requests[owner], nodes),
+                draft=draft_at(requests[owner], nodes),
+                rows=(inner.flatten().cumsum(0) - 1).view(inner.shape),
+                tokens=tokens[requests],
+                children=topology.children[requests],
+                uniforms=uniforms[requests],
+            )
+        leaves = true_indices(~has_children[requests, ends])
+        if leaves.numel():
+            untouched = target_at(requests[leaves], ends[leaves])
+            if weights is None:
+                weights = untouched.new_empty(len(requests), untouched.shape[1])
+            weights[leaves] = untouched
+        accepted[requests] = ends
+        last_tokens[requests] = sample_rows(weights, uniforms[requests, 0])
     return _result(topology, tokens, accepted, last_tokens)
-
-
-def _traverse(
-    traverse: Traverse,
-    target_at: DistributionAt,
-    draft_at: DistributionAt,
-    requests: Tensor,
-    tokens: Tensor,
-    topology: Topology,
-    has_children: Tensor,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The last nodes that these requests accept, and the target's tokens after them."""
-    inner = has_children[requests]
-    owner, nodes = inner.nonzero(as_tuple=True)
-    accepted = torch.zeros_like(requests)
-    weights = None
-    if nodes.numel():
-        accepted, weights = traverse_rows(
-            traverse,
-            target=target_at(requests[owner], nodes),
-            draft=draft_at(requests[owner], nodes),
-            rows=(inner.flatten().cumsum(0) - 1).view(inner.shape),
-            tokens=tokens[requests],
-            children=topology.children[requests],
-            uniforms=uniforms[requests],
-        )
-    leaves = true_indices(~has_children[requests, accepted])
-    if leaves.numel():
-        untouched = target_at(requests[leaves], accepted[leaves])
-        weights = (
-            untouched.new_empty(len(requests), untouched.shape[1]) if weights is None else weights
-        )
-        weights[leaves] = untouched
-    return accepted, sample_rows(weights, uniforms[requests, 0])
 
 
 def _result(

@@ -6,7 +6,6 @@ the target's distribution P; ``draft`` is D, which starts as the draft's Q;
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +16,8 @@ TokenAt = Callable[[Tensor, Tensor, int], Tensor]
 """``(requests[A], nodes[A], depth) -> int64 [A]``: the target's token after each node."""
 
 Choice = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+"""``(requests[A], nodes[A], depth) ->`` for each the accepted child (-1: the walk ends) and the
+emitted token, and the positions of those that accepted a child."""
 
 
 def walk_tree(
@@ -36,19 +37,14 @@ def walk_tree(
     picks the token that ends the walk; the i-th after it (from 1) decides node i.
 
     Args:
-        target_at: P at ``nodes[j]`` of ``requests[j]``, float32 ``[A, V]``, each
-            row a distribution. Called once per depth, for every request still
-            walking. Must return a fresh tensor: it is overwritten.
+        target_at: P at ``nodes[j]`` of ``requests[j]``, float32 ``[A, V]``. Called once per depth,
+            for every request still walking. Must return a fresh tensor: it is overwritten.
         draft_at: Q in the same form; called for those whose node has children.
-        tokens: int64 ``[B, N+1]``; the root's is not read. In padding anything
-            within the vocabulary.
-        parents: int ``[B, N+1]`` (-1 the root, -2 padding), or the `Topology`
-            made from it.
+        tokens: int64 ``[B, N+1]``; the root's is not read. In padding anything in the vocabulary.
+        parents: int ``[B, N+1]`` (-1 the root, -2 padding), or the `Topology` made from it.
         generator: See `node_uniforms`.
 
-    Raises:
-        ValueError: If ``parents`` does not hold trees, or differs from
-            ``tokens`` in shape.
+    Raises ValueError if ``parents`` does not hold trees, or differs from ``tokens`` in shape.
     """
     topology = topology_of(parents, tokens)
     uniforms = node_uniforms(tokens, generator)
@@ -59,13 +55,9 @@ def walk_tree(
         accepted = torch.full_like(requests, -1)
         inner = true_indices((children >= 0).any(dim=1))
         if inner.numel():
-            siblings = _Siblings(
-                nodes=children[inner],
-                tokens=tokens[requests[inner, None], children[inner]],
-                uniforms=uniforms[requests[inner, None], children[inner]],
-            )
-            draft = draft_at(requests[inner], nodes[inner])
-            accepted[inner] = _accept_child(residual, draft, inner, siblings)
+            draft, places = draft_at(requests[inner], nodes[inner]), children[inner]
+            siblings = places, *(of[requests[inner, None], places] for of in (tokens, uniforms))
+            accepted[inner] = _accept_child(residual, draft, inner, *siblings)
         moving, stopped = _partition(accepted >= 0)
         emitted = tokens[requests, accepted]  # has no meaning for those that stopped
         if stopped.numel():
@@ -88,8 +80,7 @@ def match_tree(
             int64 ``[A]``; called once per depth, for the requests still walking.
         tokens, parents: See `walk_tree`.
 
-    Raises:
-        ValueError: See `walk_tree`.
+    Raises ValueError: see `walk_tree`.
     """
     topology = topology_of(parents, tokens)
 
@@ -115,8 +106,7 @@ def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topolog
         target_tokens: int64 ``[B, N+1]``: the target's token after each node.
         tokens, parents: See `walk_tree`.
 
-    Raises:
-        ValueError: See `walk_tree`.
+    Raises ValueError: see `walk_tree`.
     """
     topology = topology_of(parents, tokens)
     accepted = (tokens == target_tokens.gather(1, topology.ancestors_up[0])) & topology.is_child
@@ -133,12 +123,7 @@ def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topolog
 
 
 def _walk(choose: Choice, topology: Topology, tokens: Tensor) -> VerifyResult:
-    """Walks from each root downwards, all requests one level at a time.
-
-    ``choose(requests, nodes, depth)`` gives, for the requests that stand at
-    ``nodes``: the accepted child (-1: the walk ends), the emitted token, and the
-    positions of those that accepted a child.
-    """
+    """Walks from each root downwards, all requests one level at a time, as `Choice` says."""
     batch, depths = tokens.shape[0], topology.max_depth + 1
     accepted_nodes = tokens.new_full((batch, depths), -1)
     output_tokens = tokens.new_full((batch, depths), -1)
@@ -155,42 +140,33 @@ def _walk(choose: Choice, topology: Topology, tokens: Tensor) -> VerifyResult:
     return VerifyResult(accepted_nodes[:, :-1], output_tokens, (accepted_nodes >= 0).sum(dim=1))
 
 
-@dataclass(frozen=True)
-class _Siblings:
-    """The children of A nodes in draft order, ``[A, b]`` each; no child: node -1."""
-
-    nodes: Tensor
-    tokens: Tensor
-    uniforms: Tensor
-
-
-def _accept_child(residual: Tensor, draft: Tensor, rows: Tensor, siblings: _Siblings) -> Tensor:
-    """Algorithm 2's inner loop: tries the children of each node in turn.
+def _accept_child(
+    residual: Tensor, draft: Tensor, rows: Tensor, nodes: Tensor, tokens: Tensor, uniforms: Tensor
+) -> Tensor:
+    """Algorithm 2's inner loop: tries the children of each of A nodes in turn.
 
     Args:
         residual: R, float32 ``[W, V]``. Row ``rows[j]`` belongs to node j; where
             no child is accepted it becomes what the next token is drawn from.
         draft: D, float32 ``[A, V]``; overwritten.
         rows: int64 ``[A]``, increasing.
-        siblings: The children of each of the A nodes.
+        nodes, tokens, uniforms: ``[A, b]``: children in draft order; no child: node -1.
 
-    Returns:
-        int64 ``[A]``: the accepted child of each node, or -1.
+    Returns int64 ``[A]``: the accepted child of each node, or -1.
     """
     accepted = torch.full_like(rows, -1)
     # Positions in `rows`. `target` and `draft` keep the rows of the undecided
     # only, so that one request's rejections cost the others nothing.
     undecided = torch.arange(rows.numel(), device=rows.device)
     target = take_rows(residual, rows)
-    branches = siblings.nodes.shape[1]
-    for rank in range(branches):
-        child, token = siblings.nodes[undecided, rank], siblings.tokens[undecided, rank]
+    for rank in range(branches := nodes.shape[1]):
+        child, token = nodes[undecided, rank], tokens[undecided, rank]
         target_at_token = probability_of(target, token)
         draft_at_token = probability_of(draft, token)
         waiting = (child >= 0) & (accepted[undecided] < 0)
         # u < R[x] / D[x], without dividing by zero. A u below 1 in float64 times a float32 D[x]
         # stays below D[x], so R[x] = D[x] > 0 always accepts.
-        accept = waiting & (siblings.uniforms[undecided, rank] * draft_at_token < target_at_token)
+        accept = waiting & (uniforms[undecided, rank] * draft_at_token < target_at_token)
         accepted[undecided] = torch.where(accept, child, accepted[undecided])
 
         rejecting = true_indices(waiting & ~accept)
@@ -206,7 +182,7 @@ def _accept_child(residual: Tensor, draft: Tensor, rows: Tensor, siblings: _Sibl
         accepted[undecided] = torch.where(certain, child, accepted[undecided])
 
         if rank + 1 < branches:
-            draft = without_token(draft, token, siblings.tokens[undecided, : rank + 1])
+            draft = without_token(draft, token, tokens[undecided, : rank + 1])
     return accepted
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,12 @@ class Vocabulary:
     def within(self, size: int) -> Vocabulary:
         """Without the tokens from this number on: the model has no rows for them."""
 
-        def kept(number: int | None) -> int | None:
-            return number if number is not None and number < size else None
-
+        roles = (self.end, self.begin, self.unknown)
         return Vocabulary(
             {number: text for number, text in self.texts.items() if number < size},
             frozenset(number for number in self.byte_pieces if number < size),
             {number: name for number, name in self.controls.items() if number < size},
-            kept(self.end),
-            kept(self.begin),
-            kept(self.unknown),
+            *(None if number is None or number >= size else number for number in roles),
         )
 
     def by_text(self) -> dict[bytes, int]:
@@ -100,7 +96,7 @@ def read_vocabulary(tokenizer: Any) -> Vocabulary | None:
     written = {number: one.content for number, one in added.items() if not one.special}
     texts = token_texts(tokens) | {number: text.encode() for number, text in written.items()}
     controls = {number: one.content for number, one in added.items() if one.special}
-    pieces = frozenset(number for number, token in tokens.items() if is_byte_piece(token))
+    pieces = frozenset(number for number, token in tokens.items() if _BYTE.fullmatch(token))
     return Vocabulary(texts, pieces, controls, *roles)
 
 
@@ -149,28 +145,13 @@ def piece_text(token: str) -> bytes:
     return token.replace(_SPACE, " ").encode("utf-8", errors="surrogatepass")
 
 
-def is_byte_piece(token: str) -> bool:
-    """Whether SentencePiece uses this token only where no other has the byte."""
-    return _BYTE.fullmatch(token) is not None
-
-
-def is_byte_level(tokens: Iterable[str]) -> bool:
-    """Whether a vocabulary with these ordinary tokens is one of byte-level BPE."""
-    listed = list(tokens)
-    if not any("Ġ" in token for token in listed):
-        return False
-    fitting = sum(byte_level_text(token) is not None for token in listed)
-    return fitting >= _BYTE_LEVEL_SHARE * len(listed)
-
-
 def token_texts(tokens: Mapping[int, str]) -> dict[int, bytes]:
-    """The text of each ordinary token of a vocabulary, by number.
-
-    A token's text need not be whole characters.
-    """
-    if not is_byte_level(tokens.values()):
-        return {number: piece_text(token) for number, token in tokens.items()}
+    """The text of each ordinary token of a vocabulary, by number; perhaps no whole characters."""
     found = {number: byte_level_text(token) for number, token in tokens.items()}
+    fitting = sum(text is not None for text in found.values())
+    has_spaces = any("Ġ" in token for token in tokens.values())
+    if not has_spaces or fitting < _BYTE_LEVEL_SHARE * len(tokens):  # not byte-level BPE
+        return {number: piece_text(token) for number, token in tokens.items()}
     return {
         number: tokens[number].encode("utf-8", errors="surrogatepass") if text is None else text
         for number, text in found.items()

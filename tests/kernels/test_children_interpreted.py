@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sequoia_vllm.kernels import children, children_kernels
-from sequoia_vllm.kernels.children import DrawWorkspace
+from sequoia_vllm.drafting import drafted_trees
+from sequoia_vllm.kernels import children_kernels
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.verification.retrieval import TOLD_SHARE
 from tests.oracles.laws import assert_same_law, plackett_luce
@@ -133,7 +133,7 @@ def test_cutting_the_vocabulary_otherwise_changes_nothing(monkeypatch):
     logits = torch.randn(3 * 2, 1000)
     modes = torch.tensor([GREEDY, SAMPLED, SEEDED])
     whole = draw(logits, modes, [4, 8])
-    monkeypatch.setattr(children, "_MIN_BLOCK", 64)
+    monkeypatch.setattr(drafted_trees, "_MIN_BLOCK", 64)
     assert torch.equal(draw(logits, modes, [4, 8]).tokens, whole.tokens)
 
 
@@ -141,7 +141,7 @@ def test_cutting_the_vocabulary_otherwise_changes_nothing(monkeypatch):
 
 
 def test_children_have_the_law_of_draws_without_replacement(monkeypatch):
-    monkeypatch.setattr(children, "_MIN_BLOCK", 8)  # interpreted blocks cost what they hold
+    monkeypatch.setattr(drafted_trees, "_MIN_BLOCK", 8)  # interpreted blocks cost what they hold
     draft = np.array([0.45, 0.25, 0.15, 0.1, 0.05])
     requests, width, count = 75, 4, 3
     temperature = 0.7
@@ -262,7 +262,7 @@ def test_q_has_no_subnormals_and_no_nan():
 
 def test_underflowing_tokens_are_drawn_after_the_others(monkeypatch):
     """By the definition of Q, not by their logits: -88 and -300 have equal chances."""
-    monkeypatch.setattr(children, "_MIN_BLOCK", 8)
+    monkeypatch.setattr(drafted_trees, "_MIN_BLOCK", 8)
     logits = torch.tensor([-300.0, 0.0, -88.0, -1.0, -torch.inf])
     requests = 60
     drawn = draw(logits.expand(requests, -1).contiguous(), SAMPLED, [5])
@@ -350,26 +350,27 @@ def test_wide_branches_strided_rows_and_int32_tokens():
 
 def test_blocks_leave_few_candidates():
     for vocabulary, branch in itertools.product((1, 32_000, 152_064, 262_144), (1, 16, 64)):
-        block, blocks = children._blocks(vocabulary, branch)
+        block, blocks = drafted_trees._blocks(vocabulary, branch)
         assert (blocks - 1) * block < vocabulary <= blocks * block
-        assert triton.next_power_of_2(blocks) * branch <= children._MAX_CANDIDATES
+        assert triton.next_power_of_2(blocks) * branch <= drafted_trees._MAX_CANDIDATES
 
 
 def test_workspace_serves_all_and_never_frees():
     """A CUDA graph that was captured before it grew still writes to the old memory."""
-    workspace = DrawWorkspace()
+    workspaces = []
     torch.manual_seed(10)
     logits = torch.randn(6, 1500)
-    small = draw(logits[:1], SAMPLED, [2], workspace=workspace)
-    before = workspace.take(1, logits.device)
-    large = draw(logits, SAMPLED, [2], workspace=workspace)
+    small = draw(logits[:1], SAMPLED, [2], workspaces=workspaces)
+    [before] = workspaces
+    large = draw(logits, SAMPLED, [2], workspaces=workspaces)
     assert torch.equal(large.tokens[0], small.tokens[0])
-    after = workspace.take(1, logits.device)
+    kept, after = workspaces
+    assert kept is before
     assert after.data_ptr() != before.data_ptr()
-    assert any(before.data_ptr() == buffer.data_ptr() for buffer in workspace._buffers)
-    assert workspace.size_in_bytes >= 6 * 2 * 3 * 8
-    assert draw(logits, SAMPLED, [2], workspace=workspace).children(0, 0) == small.children(0, 0)
-    assert workspace.take(1, logits.device).data_ptr() == after.data_ptr()
+    assert len(after) >= 2 * len(before)
+    again = draw(logits, SAMPLED, [2], workspaces=workspaces)
+    assert again.children(0, 0) == small.children(0, 0)
+    assert workspaces[2:] == []
 
 
 def test_what_does_not_fit_together_is_refused():

@@ -1,5 +1,7 @@
 """What the draft model reads against plain loops: padding, ends of the model, several groups."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -23,8 +25,9 @@ def tables_of(block_sizes, requests=5, windows=None):
     return PagedTables.of(tables, block_sizes, windows)
 
 
-def untouched_inputs(tables, rows):
-    inputs = DraftInputs.empty(tables, rows)
+def untouched_inputs(tables, rows, token_ids=None, longest=MAX_LEN):
+    token_ids = torch.zeros(5, MAX_LEN, dtype=torch.int32) if token_ids is None else token_ids
+    inputs = DraftInputs.empty(tables, rows, token_ids, longest)
     for buffer in (inputs.token_ids, inputs.positions, inputs.slots):
         buffer.fill_(UNTOUCHED)
     return inputs
@@ -58,15 +61,16 @@ WINDOWS, COMPUTED_BEFORE = {0: 3}, torch.tensor([0, 0, 34, 9, 60], dtype=torch.i
 @pytest.mark.parametrize("block_sizes", [(16,), (32,), (16, 32), (32, 16, 64)])
 def test_committed_tokens(block_sizes, state_offset, windows):
     """Of requests that read something, nothing, or more than the model holds; then padding."""
-    inputs = untouched_inputs(tables_of(block_sizes, windows=windows), rows=40)
     starts = torch.tensor([0, 15, 31, 9, MAX_LEN - 2], dtype=torch.int32)
     first_rows = torch.tensor([0, 4, 4, 6, 10, 13], dtype=torch.int32)
     token_ids = torch.arange(5 * (MAX_LEN + 3), dtype=torch.int32).view(5, MAX_LEN + 3)[:, :MAX_LEN]
     longest = 33
-    inputs.read_committed(
-        requests=REQUESTS, starts=starts, first_rows=first_rows, computed_before=COMPUTED_BEFORE,
-        all_token_ids=token_ids, num_rows=16, longest=longest, state_offset=state_offset,
+    inputs = untouched_inputs(tables_of(block_sizes, windows=windows), 40, token_ids, longest)
+    batch = SimpleNamespace(
+        slots=REQUESTS, starts=starts, first_rows=first_rows, computed_before=COMPUTED_BEFORE,
+        state_offset=state_offset,
     )  # fmt: skip
+    inputs.read_committed(batch, 5, num_rows=16)
     expected, before_windows = [], []
     for request, slot in enumerate(REQUESTS.tolist()):
         for offset in range(first_rows[request + 1] - first_rows[request]):
@@ -95,19 +99,26 @@ def test_each_row_finds_its_request(requests):
     counts = torch.randint(-3, 4, (requests,), generator=generator).clamp(min=0)
     first_rows = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     rows = int(first_rows[-1]) + 2
-    inputs = untouched_inputs(tables_of((16,), requests), rows)
-    inputs.read_committed(
-        requests=torch.arange(requests), starts=torch.full((requests,), 5, dtype=torch.int32),
+    token_ids = torch.arange(requests * 8, dtype=torch.int32).view(requests, 8)
+    inputs = untouched_inputs(tables_of((16,), requests), rows, token_ids)
+    batch = SimpleNamespace(
+        slots=torch.arange(requests), starts=torch.full((requests,), 5, dtype=torch.int32),
         first_rows=first_rows, computed_before=torch.zeros(requests, dtype=torch.int32),
-        all_token_ids=torch.arange(requests * 8, dtype=torch.int32).view(requests, 8),
-        num_rows=rows, longest=MAX_LEN,
+        state_offset=0,
     )  # fmt: skip
+    inputs.read_committed(batch, requests, rows)
     expected = [
         (request * 8 + 5 + offset, 5 + offset, 5 + offset, request)
         for request, count in enumerate(counts.tolist())
         for offset in range(count)
     ]
     check_rows(inputs, [*expected, *[(0, 0, None, 0)] * 2], (16,))
+
+
+def read_level(inputs, requests, contexts, tokens, nodes, first, depth):
+    batch = SimpleNamespace(slots=requests, contexts=contexts)
+    level = SimpleNamespace(nodes=nodes, width=nodes.shape[-1], first=first, depth=depth)
+    inputs.read_level(batch, len(requests), level, tokens)
 
 
 # Columns of a level's nodes, for each request slot.
@@ -117,14 +128,11 @@ OWN_NODES = torch.tensor([[2, 3, 5], [0, 0, 0], [1, 4, 8], [7, 8, 1], [3, 2, 6]]
 @pytest.mark.parametrize("by_slot", [OWN_NODES[2], OWN_NODES], ids=["one", "own"])
 @pytest.mark.parametrize("block_sizes", [(16,), (32,), (16, 32), (32, 16, 64)])
 def test_nodes_of_a_level(block_sizes, by_slot):
-    inputs = untouched_inputs(tables_of(block_sizes), rows=33)
     roots = torch.tensor([0, 14, 30, 0, MAX_LEN - 6], dtype=torch.int32)
     tokens = torch.arange(5 * 12).view(5, 12)[:, :9]
     first, depth, longest = 4, 2, 32
-    inputs.read_level(
-        requests=REQUESTS, contexts=roots, tokens=tokens, nodes=by_slot, first=first, depth=depth,
-        max_len=MAX_LEN, longest=longest,
-    )  # fmt: skip
+    inputs = untouched_inputs(tables_of(block_sizes), rows=33, longest=longest)
+    read_level(inputs, REQUESTS, roots, tokens, by_slot, first, depth)
     expected = []
     for request, slot in enumerate(REQUESTS.tolist()):
         for place, node in enumerate(by_slot.expand(5, 3)[slot].tolist()):
@@ -144,14 +152,11 @@ def test_nodes_of_a_level(block_sizes, by_slot):
 
 @pytest.mark.parametrize("block_sizes", [(16,), (32, 16)])
 def test_roots_and_masks(block_sizes):
-    inputs = untouched_inputs(tables_of(block_sizes), rows=22)
     roots = torch.tensor([0, 14, 30, 9, MAX_LEN - 3], dtype=torch.int32)
     token_ids = torch.arange(5 * (MAX_LEN + 3), dtype=torch.int32).view(5, MAX_LEN + 3)[:, :MAX_LEN]
     width, mask, longest = 4, 777, 32
-    inputs.read_block(
-        requests=REQUESTS, roots=roots, all_token_ids=token_ids, width=width, mask_token=mask,
-        max_len=MAX_LEN, longest=longest,
-    )  # fmt: skip
+    inputs = untouched_inputs(tables_of(block_sizes), 22, token_ids, longest)
+    inputs.read_block(SimpleNamespace(slots=REQUESTS, roots=roots), 5, width, mask)
     expected = [
         (
             int(token_ids[slot, root]) if slot >= 0 and offset == 0 else mask,
@@ -169,11 +174,8 @@ def test_roots_and_masks(block_sizes):
 def test_more_rows_than_one_program_has():
     inputs = untouched_inputs(tables_of((16,), requests=40), rows=400)
     roots = torch.arange(40, dtype=torch.int32)
-    inputs.read_level(
-        requests=torch.arange(40).flip(0), contexts=roots, tokens=torch.arange(40 * 9).view(40, 9),
-        nodes=torch.arange(1, 8, dtype=torch.int32), first=2, depth=1, max_len=MAX_LEN,
-        longest=MAX_LEN,
-    )  # fmt: skip
+    nodes, tokens = torch.arange(1, 8, dtype=torch.int32), torch.arange(40 * 9).view(40, 9)
+    read_level(inputs, torch.arange(40).flip(0), roots, tokens, nodes, first=2, depth=1)
     expected = [
         (request * 9 + node, request + 1, request + 1 + node, request)
         for request in range(40)
@@ -185,13 +187,11 @@ def test_more_rows_than_one_program_has():
 def test_no_entry_beyond_a_table_is_read():
     """A position that the table has no block for has no slot, even if the model goes so far."""
     table = torch.tensor([[5, POISON, POISON]], dtype=torch.int32)[:, :1]
-    inputs = untouched_inputs(PagedTables.of([table], [16]), rows=8)
-    inputs.read_level(
-        requests=torch.tensor([0]), contexts=torch.tensor([14], dtype=torch.int32),
-        tokens=torch.zeros(1, 4, dtype=torch.int64),
-        nodes=torch.tensor([1, 2, 3], dtype=torch.int32), first=0, depth=1, max_len=1024,
-        longest=1024,
-    )  # fmt: skip
+    token_ids = torch.zeros(1, 1024, dtype=torch.int32)
+    inputs = untouched_inputs(PagedTables.of([table], [16]), 8, token_ids, longest=1024)
+    nodes, context = torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([14]).int()
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    read_level(inputs, torch.tensor([0]), context, tokens, nodes, first=0, depth=1)
     assert inputs.slots[0, :3].tolist() == [5 * 16 + 14, 5 * 16 + 15, NO_SLOT]
 
 
@@ -208,9 +208,4 @@ def test_tables_that_do_not_fit_are_refused():
 def test_batches_that_do_not_fit_are_refused():
     inputs = untouched_inputs(tables_of((16,)), rows=9)
     with pytest.raises(ValueError, match="10 rows of 5 requests"):
-        inputs.read_committed(
-            requests=REQUESTS, starts=torch.zeros(5, dtype=torch.int32),
-            first_rows=torch.zeros(6, dtype=torch.int32),
-            computed_before=torch.zeros(5, dtype=torch.int32),
-            all_token_ids=torch.zeros(5, 8, dtype=torch.int32), num_rows=10, longest=8,
-        )  # fmt: skip
+        inputs.read_committed(None, 5, num_rows=10)

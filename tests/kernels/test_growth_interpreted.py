@@ -80,9 +80,12 @@ def grown(shapes, mode):
         batch=batch,
         drafted=drafted,
         model=PathModel(),
-        inputs=DraftInputs.empty(PagedTables.of([blocks], [MAX_LEN // 2]), 16),
-        token_ids=torch.zeros(4, MAX_LEN, dtype=torch.int32),
-        max_lens=(MAX_LEN, MAX_LEN),
+        inputs=DraftInputs.empty(
+            PagedTables.of([blocks], [MAX_LEN // 2]),
+            rows=16,
+            all_token_ids=torch.zeros(4, MAX_LEN, dtype=torch.int32),
+            longest=MAX_LEN,
+        ),
         depth=DEPTH,
         longest_chain=8,
     )

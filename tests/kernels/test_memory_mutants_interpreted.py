@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sequoia_vllm.drafting import drafted_trees
 from sequoia_vllm.kernels import (
-    children,
     children_kernels,
     commit,
     tree_attention,
@@ -92,7 +92,7 @@ MUTANTS = {
         "conflict of the storage|outside of the storage",
     ),
     "all requests draw into one row": (
-        draw_two, children_kernels, children, "merge_best_kernel",
+        draw_two, children_kernels, drafted_trees, "merge_best_kernel",
         "own_tokens = tokens + request.to(tl.int64) * tokens_stride", "own_tokens = tokens",
         "write conflict of tokens",
     ),

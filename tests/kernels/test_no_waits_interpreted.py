@@ -12,7 +12,6 @@ from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels import commit, target_statistics, traversal, verify
-from sequoia_vllm.kernels.children import DrawWorkspace
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
 from sequoia_vllm.tree import TokenTree
 from tests.support import attending, committing, drawing, verifying
@@ -70,9 +69,9 @@ def test_trees_are_begun_and_drawn(without_waits, monkeypatch):
     logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
     without_waits(drafted.draw)(batch, 2, levels, levels.levels[0], logits)
     logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(drawing, "draw_children", without_waits(drawing.draw_children))
+    monkeypatch.setattr(DraftedTrees, "draw", without_waits(DraftedTrees.draw))
     for mode in (0, 1, 2, 3):
-        drawing.draw(logits, modes=mode, counts=[2, 1], workspace=DrawWorkspace())
+        drawing.draw(logits, modes=mode, counts=[2, 1])
 
 
 @pytest.mark.parametrize("few", [True, False])

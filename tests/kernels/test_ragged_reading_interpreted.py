@@ -47,8 +47,8 @@ def reading(counts, rows, most):
     token_ids = torch.arange(requests * MAX_LEN, dtype=torch.int32).view(requests, MAX_LEN)
     growth = TreeGrowth(
         batch=batch, drafted=None, model=Reader(),
-        inputs=DraftInputs.empty(PagedTables.of([blocks], [BLOCK]), rows), token_ids=token_ids,
-        max_lens=(MAX_LEN, MAX_LEN), depth=3, longest_chain=32,
+        inputs=DraftInputs.empty(PagedTables.of([blocks], [BLOCK]), rows, token_ids, MAX_LEN),
+        depth=3, longest_chain=32,
     )  # fmt: skip
     growth.keep_roots(growth.read_committed(requests, rows, most, MAX_LEN), requests)
     return growth._model.queries, growth._roots.hidden[:, 0].tolist()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sequoia_vllm.kernels import children, target_statistics, verify
+from sequoia_vllm.drafting import drafted_trees
+from sequoia_vllm.kernels import target_statistics, verify
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
 from tests.support.drawing import draw, greedy_reference, sampled_reference
 from tests.support.verifying import Tree, expected_walk, kernel_uniforms, random_request, run
@@ -47,7 +48,7 @@ def test_trees_are_verified(few, vocabulary, monkeypatch):
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED])
 def test_children_are_drawn(mode, vocabulary, monkeypatch):
     if mode == SAMPLED:  # random numbers take the interpreter as long for small blocks
-        monkeypatch.setattr(children, "_MIN_BLOCK", 8192)
+        monkeypatch.setattr(drafted_trees, "_MIN_BLOCK", 8192)
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (torch.randn(2, vocabulary, generator=generator) * 2).bfloat16()
     logits[0, -1] = logits[1, 70_000] = 20.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sequoia_vllm.kernels import gdn_tree, mamba_tree
+from sequoia_vllm.kernels.recurrent_heads import score_gdn, score_mamba
 from sequoia_vllm.kernels.recurrent_tree import (
     MAX_NODES,
     KeptNodes,
@@ -120,12 +120,12 @@ class Batch:
             else:
                 more |= {"states": self.states[place], "output": output}
             if self.kind == "gdn":
-                gdn_tree.score_nodes(mixed, *self.gates[place], layer.log_a, layer.dt_bias, **more)
+                score_gdn(mixed, *self.gates[place], layer.log_a, layer.dt_bias, **more)
             elif self.kind == "mamba":
                 beside = torch.zeros(self.rows, 3)  # of one projection
                 [dt] = self.gates[place]
                 dt = torch.cat([beside, dt, beside], dim=1)[:, 3:-3]
-                mamba_tree.score_nodes(mixed, dt, layer.a, layer.d, layer.dt_bias, **more)
+                score_mamba(mixed, dt, layer.a, layer.d, layer.dt_bias, **more)
             outputs.append(output)
         return outputs
 

@@ -24,6 +24,10 @@ OWN_SHIFTS = torch.tensor(
 )
 
 
+def batch_of(rows=ROWS, cu_rows=CU_ROWS, slots=SLOTS):
+    return SimpleNamespace(logits_indices=rows, cu_num_logits=cu_rows, idx_mapping=slots)
+
+
 @pytest.mark.parametrize("shifts", [SHIFTS, OWN_SHIFTS], ids=["one", "own"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_nodes_are_placed_by_depth(dtype, shifts):
@@ -38,10 +42,8 @@ def test_nodes_are_placed_by_depth(dtype, shifts):
             expected[row] += int(own[node])
         if rows:
             contexts[request], slots[request] = 100 + rows[0], int(SLOTS[request])
-    place_nodes(
-        rows=ROWS.to(dtype), cu_rows=CU_ROWS, slots=SLOTS.to(dtype), shifts=shifts,
-        positions=positions, noted=(context_lens, noted_slots),
-    )  # fmt: skip
+    batch = batch_of(ROWS.to(dtype), slots=SLOTS.to(dtype))
+    place_nodes(batch, shifts, positions, (context_lens, noted_slots))
     assert positions.tolist() == expected
     assert context_lens.tolist() == contexts
     assert noted_slots.tolist() == slots
@@ -55,7 +57,7 @@ def test_nodes_are_shifted_on_every_axis(shifts):
     axes = (starts[:, None] + torch.arange(19))[:, :18]
     one = torch.arange(18)
     for positions in (one, axes):
-        place_nodes(rows=ROWS, cu_rows=CU_ROWS, slots=SLOTS, shifts=shifts, positions=positions)
+        place_nodes(batch_of(), shifts, positions)
     assert torch.equal(axes, starts[:, None] + one)
 
 
@@ -65,10 +67,8 @@ def test_a_large_tree_is_placed():
     shifts = torch.arange(size) // 2 * -1
     positions = torch.arange(size) + 7
     context_lens, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    place_nodes(
-        rows=torch.arange(size), cu_rows=torch.tensor([0, size], dtype=torch.int32), slots=zero,
-        shifts=shifts, positions=positions, noted=(context_lens, zero),
-    )  # fmt: skip
+    batch = batch_of(torch.arange(size), torch.tensor([0, size], dtype=torch.int32), zero)
+    place_nodes(batch, shifts, positions, (context_lens, zero))
     assert torch.equal(positions, torch.arange(size) + 7 + shifts)
     assert context_lens.tolist() == [7]
 
@@ -76,7 +76,7 @@ def test_a_large_tree_is_placed():
 def test_no_trees_are_placed():
     positions = torch.arange(3)
     nothing, cu_rows = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    place_nodes(rows=nothing, cu_rows=cu_rows, slots=nothing, shifts=SHIFTS, positions=positions)
+    place_nodes(batch_of(nothing, cu_rows, nothing), SHIFTS, positions)
     assert positions.tolist() == [0, 1, 2]
 
 

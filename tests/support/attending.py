@@ -1,5 +1,7 @@
 """Calls `tree_attention` for batches of random requests in a paged cache."""
 
+from types import SimpleNamespace
+
 import torch
 
 from sequoia_vllm.kernels.node_masks import NodeMask
@@ -76,7 +78,10 @@ class Batch:
             output[rows] = attended.to(output.dtype)
         return output, lse
 
-    def run(self, processors=1, ancestors=None, continued=False, window=None, **arguments):
+    def run(
+        self, processors=1, ancestors=None, continued=False, window=None, max_queries=1 << 20,
+        max_slots=None, max_keys=1 << 40, **arguments,
+    ):  # fmt: skip
         value_size = self.values.shape[3]
         output = torch.full_like(self.query[..., :value_size], UNTOUCHED)
         if continued:
@@ -84,12 +89,15 @@ class Batch:
         workspace = TreeAttentionWorkspace(value_size, "cpu", processors)
         workspace._memory.fill_(float("nan"))  # what no split wrote must not be read
         mask = NodeMask.of(self.ancestors if ancestors is None else ancestors, window)
-        scales = {"key_scale": 1.0, "value_scale": 1.0}
-        tree_attention(
-            self.query, self.keys, self.values, self.table, self.contexts, self.starts, mask,
-            slots=self.slots, first_node=self.first_node, scale=self.scale, workspace=workspace,
-            output=output, **{**scales, **arguments},
+        tree = SimpleNamespace(
+            request_slots=self.slots, context_lens=self.contexts, query_start_loc=self.starts,
+            first=self.first_node, width=max_queries, max_keys=max_keys, max_slots=max_slots,
+            block_table=self.table, workspace=workspace,
         )  # fmt: skip
+        scales = {"scale": self.scale, "key_scale": 1.0, "value_scale": 1.0}
+        tree_attention(
+            self.query, self.keys, self.values, tree, mask, output=output, **{**scales, **arguments}
+        )
         return output.float()
 
     def drop_blocks_before(self, window):

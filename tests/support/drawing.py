@@ -1,15 +1,17 @@
-"""Calls `draw_children` for one level of a tree, with buffers of known contents around it.
+"""Calls `DraftedTrees.draw` for one level of a tree, with buffers of known contents around it.
 
 And what it should draw.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
+from sequoia_vllm.drafting.drafted_trees import DraftedTrees
+from sequoia_vllm.drafting.tree_tables import Level
 from tests.oracles.random_numbers import exponential, race_scores
 
 UNTOUCHED = -99
@@ -19,7 +21,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass
 class Drawn:
-    """What `draw_children` wrote.
+    """What `DraftedTrees.draw` wrote.
 
     Attributes:
         tokens: ``[R, 1 + all children + 1]``: the first and last column are no child's.
@@ -43,7 +45,7 @@ class Drawn:
 def draw(
     logits, modes, counts, *, temperature=1.0, top_k=2**31 - 1, top_p=1.0, min_p=0.0, seeds=None,
     positions=None, depth=2, nodes=None, state_rows=None, inner_rows=None, num_states=None,
-    tokens_dtype=torch.int64, workspace=None, max_children=None, told=None,
+    tokens_dtype=torch.int64, workspaces=None, max_children=None, told=None,
     node_tokens=(),
 ):  # fmt: skip
     """Draws ``counts[j]`` children of node j of every request.
@@ -77,28 +79,36 @@ def draw(
     )
     for node, token in enumerate(node_tokens):
         drawn.tokens[:, node] = token
-    draw_children(
-        logits=logits,
+    batch = SimpleNamespace(
         temperature=torch.zeros(requests) + temperature,
         top_k=torch.zeros(requests, dtype=torch.int32) + torch.as_tensor(top_k, dtype=torch.int32),
         top_p=torch.zeros(requests) + top_p,
         min_p=torch.zeros(requests) + min_p,
         seeds=every if seeds is None else seeds,
         modes=torch.zeros(requests, dtype=torch.int32) + torch.as_tensor(modes, dtype=torch.int32),
-        positions=every.int() if positions is None else positions,
-        depth=depth,
+        roots=every.int() if positions is None else positions,
         slots=every,
+        told=torch.zeros(requests, 0, dtype=torch.int64) if told is None else told,
+        multiples=lambda step: state_rows.int(),
+    )
+    level = Level(
+        depth=depth,
+        first=0,
         nodes=torch.arange(3, 3 + width, dtype=torch.int32) if nodes is None else nodes,
+        parents=None,
         counts=torch.tensor(counts, dtype=torch.int32),
         columns=columns,
-        tokens=drawn.tokens,
-        draft_logits=drawn.draft_logits,
-        draft_stats=drawn.draft_stats,
-        state_rows=state_rows.int(),
-        inner_rows=inner_rows.int(),
-        told=torch.zeros(requests, 0, dtype=torch.int64) if told is None else told,
-        workspace=DrawWorkspace() if workspace is None else workspace,
+        rows=inner_rows.int(),
     )
+    trees = DraftedTrees(
+        None,
+        None,
+        drawn.draft_logits,
+        drawn.draft_stats,
+        drawn.tokens,
+        [] if workspaces is None else workspaces,
+    )
+    trees.draw(batch, requests, SimpleNamespace(rows_per_tree=1), level, logits)
     outside = [kept[0], kept[-1], kept_stats[0], kept_stats[-1]]
     drawn.around = torch.cat([rows.float().flatten() for rows in outside])
     return drawn

@@ -176,14 +176,14 @@ def test_a_replaced_token_is_no_draw(method, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_drawn_token_was_a_draw(method, shape, monkeypatch):
     """Leaving it out of the tree gives others than it the chance that it had."""
-    below = replaced._Subtrees.below
+    subtrees = replaced._subtrees
 
     def forgetful(roots, parents, is_replaced, depth):
         nodes = torch.arange(parents.shape[1])
         forgotten = is_replaced & (nodes != roots[:, None])
-        return below(roots, parents.masked_fill(forgotten, -2), is_replaced, depth)
+        return subtrees(roots, parents.masked_fill(forgotten, -2), is_replaced, depth)
 
-    monkeypatch.setattr(replaced._Subtrees, "below", forgetful)
+    monkeypatch.setattr(replaced, "_subtrees", forgetful)
     parents = SHAPES[shape]
     target, draft = following_a_grammar("dense")
     length = depth_of(parents) + 1

@@ -5,6 +5,7 @@ Plain tokens are those of vLLM's TRITON_ATTN in the same process.
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -102,17 +103,13 @@ def slots_of_a_level() -> dict[str, list[list[int]]]:
     requests = torch.tensor([2, 0, -1, 3])  # the third is a graph's padding
     tables.gather_block_tables(requests.clamp(min=0).int(), 4)
     roots = torch.tensor([13, 30, 0, 60], dtype=torch.int32)
-    inputs = DraftInputs.empty(PagedTables.of(tables.input_block_tables, [16, 32]), 12)
-    inputs.read_level(
-        requests=requests,
-        contexts=roots,
-        tokens=torch.zeros(4, 8, dtype=torch.int64),
-        nodes=torch.tensor([1, 2, 5], dtype=torch.int32),
-        first=1,
-        depth=1,
-        max_len=96,
-        longest=96,
-    )
+    all_token_ids = torch.zeros(4, 96, dtype=torch.int32)
+    paged = PagedTables.of(tables.input_block_tables, [16, 32])
+    inputs = DraftInputs.empty(paged, 12, all_token_ids, longest=96)
+    nodes = torch.tensor([1, 2, 5], dtype=torch.int32)
+    level = SimpleNamespace(nodes=nodes, width=3, first=1, depth=1)
+    batch = SimpleNamespace(slots=requests, contexts=roots)
+    inputs.read_level(batch, 4, level, tokens=torch.zeros(4, 8, dtype=torch.int64))
     expected = tables.compute_slot_mappings(
         requests.int(),
         torch.arange(0, 15, 3, dtype=torch.int32),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -162,14 +163,12 @@ def _worst_row(run: KernelRun, case: Case) -> float:
         sinks = torch.empty(heads.heads, dtype=case.dtype, device=device)
         sinks.normal_(0, 3, generator=generator)
     tree_attention(
-        query, keys, values, cache.block_table, contexts, query_start_loc,
+        query, keys, values,
+        _tree(cache, heads.head_size, contexts, query_start_loc, len(ancestors), case.first_node),
         NodeMask.of(ancestors, case.window),
-        slots=torch.arange(len(contexts), device=device),
-        first_node=case.first_node,
         scale=scale,
         key_scale=torch.tensor(scales[0], device=device),
         value_scale=torch.tensor(scales[1], device=device),
-        workspace=TreeAttentionWorkspace(heads.head_size, device),
         output=output,
         soft_cap=case.soft_cap,
         sinks=sinks,
@@ -179,6 +178,18 @@ def _worst_row(run: KernelRun, case: Case) -> float:
         case.first_node, scale, *scales, window=case.window, soft_cap=case.soft_cap, sinks=sinks,
     )  # fmt: skip
     return float(((output.float() - expected).norm(dim=2) / expected.norm(dim=2)).max())
+
+
+def _tree(
+    cache: PagedCache, head_size: int, contexts: Tensor, starts: Tensor, nodes: int, first: int = 0
+) -> SimpleNamespace:
+    """What `tree_attention` needs of trees with so many nodes."""
+    return SimpleNamespace(
+        request_slots=torch.arange(len(contexts), device=contexts.device), context_lens=contexts,
+        query_start_loc=starts, first=first, width=nodes - first, max_slots=None,
+        max_keys=cache.positions,
+        block_table=cache.block_table, workspace=TreeAttentionWorkspace(head_size, contexts.device),
+    )  # fmt: skip
 
 
 # -- times --------------------------------------------------------------------------
@@ -260,16 +271,14 @@ def _time_shape(run: KernelRun, shape: TimedShape, copy_rate: float) -> None:
     )
     starts = torch.arange(shape.batch_size + 1, dtype=torch.int32).to(device) * shape.nodes
     mask = NodeMask.of(some_ancestors(shape.nodes).to(device))
-    slots = torch.arange(shape.batch_size, device=device)
-    workspace = TreeAttentionWorkspace(heads.head_size, device)
+    tree = _tree(cache, heads.head_size, context_lens, starts, shape.nodes)
     scale = heads.head_size**-0.5
 
     def attend(layer: int) -> None:
         keys, values = cache.keys_and_values(layer)
         tree_attention(
-            query, keys, values, cache.block_table, context_lens, starts, mask,
-            slots=slots, first_node=0, scale=scale, key_scale=1.0, value_scale=1.0,
-            workspace=workspace, output=output,
+            query, keys, values, tree, mask, scale=scale, key_scale=1.0, value_scale=1.0,
+            output=output,
         )  # fmt: skip
 
     works = [partial(attend, layer) for layer in range(layers)]

@@ -7,24 +7,9 @@ them.
 from types import MappingProxyType
 from typing import Any
 
+from sequoia_vllm.drafters import known_heads as targets
 from sequoia_vllm.drafters.fields import Fields
-from sequoia_vllm.drafters.known_heads import (
-    GEMMA_4,
-    GPT_OSS,
-    HUB,
-    KIMI,
-    LLAMA_3_1_8B,
-    MINIMAX,
-    QWEN3,
-    QWEN3_5,
-    QWEN3_6,
-    QWEN3_2507,
-    QWEN3_CODER,
-    QWEN3_CODER_NEXT,
-    SPECULATORS,
-    Publisher,
-    known_heads,
-)
+from sequoia_vllm.drafters.known_heads import HUB, SPECULATORS, Publisher, known_heads
 from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
 
 _PUBLISHERS = {
@@ -107,40 +92,42 @@ class DFlash(BlockHead):
         Sign("field", "dflash_config"),
     )  # fmt: skip
     known = known_heads(_PUBLISHERS, {
-        LLAMA_3_1_8B: ["z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"],
-        QWEN3.format("4B"): [
+        targets.LLAMA_3_1_8B: ["z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"],
+        targets.QWEN3.format("4B"): [
             "z-lab/Qwen3-4B-DFlash-b16", "RedHatAI/Qwen3-4B-speculator.dflash2",
         ],
-        QWEN3.format("8B"): [
+        targets.QWEN3.format("8B"): [
             "RedHatAI/Qwen3-8B-speculator.dflash", "z-lab/Qwen3-8B-DFlash-b16",
             "RedHatAI/Qwen3-8B-speculator.dflash2", "JetSpec/jetspec-qwen3-8b",
         ],
-        QWEN3.format("30B-A3B"): [
+        targets.QWEN3.format("30B-A3B"): [
             "RedHatAI/Qwen3-30B-A3B-speculator.dflash", "JetSpec/jetspec-qwen3-30b-a3b",
         ],
-        QWEN3_CODER_NEXT: ["z-lab/Qwen3-Coder-Next-DFlash"],
-        QWEN3_5.format("4B"): ["z-lab/Qwen3.5-4B-DFlash"],
-        QWEN3_5.format("9B"): ["z-lab/Qwen3.5-9B-DFlash"],
-        QWEN3_5.format("27B"): ["z-lab/Qwen3.5-27B-DFlash"],
-        QWEN3_5.format("35B-A3B"): ["z-lab/Qwen3.5-35B-A3B-DFlash"],
-        QWEN3_5.format("122B-A10B"): ["z-lab/Qwen3.5-122B-A10B-DFlash"],
-        QWEN3_6.format("27B"): ["z-lab/Qwen3.6-27B-DFlash"],
-        QWEN3_6.format("35B-A3B"): [
+        targets.QWEN3_CODER_NEXT: ["z-lab/Qwen3-Coder-Next-DFlash"],
+        targets.QWEN3_5.format("4B"): ["z-lab/Qwen3.5-4B-DFlash"],
+        targets.QWEN3_5.format("9B"): ["z-lab/Qwen3.5-9B-DFlash"],
+        targets.QWEN3_5.format("27B"): ["z-lab/Qwen3.5-27B-DFlash"],
+        targets.QWEN3_5.format("35B-A3B"): ["z-lab/Qwen3.5-35B-A3B-DFlash"],
+        targets.QWEN3_5.format("122B-A10B"): ["z-lab/Qwen3.5-122B-A10B-DFlash"],
+        targets.QWEN3_6.format("27B"): ["z-lab/Qwen3.6-27B-DFlash"],
+        targets.QWEN3_6.format("35B-A3B"): [
             "z-lab/Qwen3.6-35B-A3B-DFlash", "JetSpec/jetspec-Qwen3.6-35B-A3B",
         ],
         r"(.*/)?Qwen3\.8-27B(-.*)?": ["z-lab/Qwen3.8-27B-DFlash2"],
-        GEMMA_4.format("26B-A4B"): [
+        targets.GEMMA_4.format("26B-A4B"): [
             "z-lab/gemma-4-26B-A4B-it-DFlash", "JetSpec/jetspec-gemma4-26B-A4B0-it",
         ],
-        GEMMA_4.format("31B"): [
+        targets.GEMMA_4.format("31B"): [
             "z-lab/gemma-4-31B-it-DFlash", "RedHatAI/gemma-4-31B-it-speculator.dflash2",
         ],
-        MINIMAX.format("2.5"): ["z-lab/MiniMax-M2.5-DFlash"],
-        KIMI.format(r"2\.5"): ["z-lab/Kimi-K2.5-DFlash"],
-        QWEN3_2507.format("30B-A3B"): ["RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash"],
-        QWEN3_CODER.format("30B-A3B"): ["z-lab/Qwen3-Coder-30B-A3B-DFlash"],
-        GPT_OSS.format("20b"): ["z-lab/gpt-oss-20b-DFlash", "JetSpec/jetspec-gpt-oss-20b"],
-        GPT_OSS.format("120b"): ["z-lab/gpt-oss-120b-DFlash"],
+        targets.MINIMAX.format("2.5"): ["z-lab/MiniMax-M2.5-DFlash"],
+        targets.KIMI.format(r"2\.5"): ["z-lab/Kimi-K2.5-DFlash"],
+        targets.QWEN3_2507.format("30B-A3B"): [
+            "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash",
+        ],
+        targets.QWEN3_CODER.format("30B-A3B"): ["z-lab/Qwen3-Coder-30B-A3B-DFlash"],
+        targets.GPT_OSS.format("20b"): ["z-lab/gpt-oss-20b-DFlash", "JetSpec/jetspec-gpt-oss-20b"],
+        targets.GPT_OSS.format("120b"): ["z-lab/gpt-oss-120b-DFlash"],
     })  # fmt: skip
 
     def look_alike(self, config: Fields) -> tuple[Sign, str] | None:

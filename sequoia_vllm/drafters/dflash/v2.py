@@ -5,17 +5,13 @@ the node's own token: Q at the node is what the chain would draw its next token 
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sequoia_vllm.drafting.block_growth import (
-    BlockGrowth,
-    BlockLogits,
-    BlockModel,
-    IndependentLogits,
-)
+from sequoia_vllm.drafting.block_growth import BlockGrowth, BlockModel, LogitsAt
 from sequoia_vllm.drafting.growth import DraftQueries, DraftStates, TreeGrowth
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, HeadDrafter
@@ -67,10 +63,16 @@ class BlockDrafter(HeadDrafter, BlockModel):
         return {**super().metadata_of(queries, block), **super().metadata_of(as_chain, chain)}
 
     @torch.inference_mode()
-    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> BlockLogits:
+    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> LogitsAt:
         """See `BlockModel.block_logits`."""
-        logits = self.compute_logits(hidden.flatten(0, 1))
-        return IndependentLogits(logits.view(*hidden.shape[:2], -1))
+        logits = self.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+
+        def of_level(depth: int, tokens: Tensor) -> Tensor:
+            """The same at all nodes of a level, whatever tokens lie above."""
+            shape = (*tokens.shape, logits.shape[2])
+            return logits[:, depth, None].expand(shape).reshape(-1, shape[2])
+
+        return of_level
 
     @torch.inference_mode()
     def store_context(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
@@ -89,8 +91,10 @@ class BlockDrafter(HeadDrafter, BlockModel):
         return DraftStates(self.run_model(rows, inputs_embeds=None))
 
 
-class CandidateLogits(BlockLogits):
-    """Logits from scores of candidate pairs of neighbouring levels (DFlash2, LiLiCorr).
+def candidate_logits(
+    candidates: Tensor, scores: Tensor, vocab_size: int, depth: int, tokens: Tensor
+) -> Tensor:
+    """`LogitsAt` from scores of candidate pairs of neighbouring levels (DFlash2, LiLiCorr).
 
     A token that is no candidate, and so had probability 0, gets the scores after the best one.
 
@@ -100,28 +104,16 @@ class CandidateLogits(BlockLogits):
             level above; on the first level all K rows are equal.
         vocab_size: V.
     """
-
-    def __init__(
-        self, candidates: Tensor, scores: Tensor, vocab_size: int, dtype: torch.dtype
-    ) -> None:
-        self._candidates = candidates
-        self._scores = scores.to(dtype)
-        self._vocab_size = vocab_size
-
-    def at(self, depth: int, tokens: Tensor) -> Tensor:
-        """See `BlockLogits.at`."""
-        num_reqs, nodes = tokens.shape
-        number = self._candidates.shape[2]
-        scores = self._scores[:, depth]
-        if depth > 0:
-            above = self._candidates[:, depth - 1, None]
-            rank = (above == tokens[..., None]).int().argmax(dim=2)
-            scores = scores.gather(1, rank[..., None].expand(-1, -1, number))
-        else:
-            scores = scores[:, :1]
-        logits = scores.new_full((num_reqs, nodes, self._vocab_size), NO_TOKEN)
-        own = self._candidates[:, depth, None].expand(-1, nodes, -1)
-        return logits.scatter_(2, own, scores).flatten(0, 1)
+    num_reqs, nodes = tokens.shape
+    own, scores = candidates[:, depth, None], scores[:, depth]
+    if depth > 0:
+        above = candidates[:, depth - 1, None]
+        rank = (above == tokens[..., None]).int().argmax(dim=2)
+        scores = scores.gather(1, rank[..., None].expand(-1, -1, candidates.shape[2]))
+    else:
+        scores = scores[:, :1]
+    logits = scores.new_full((num_reqs, nodes, vocab_size), NO_TOKEN)
+    return logits.scatter_(2, own.expand(-1, nodes, -1), scores).flatten(0, 1)
 
 
 class CandidateDrafter(BlockDrafter):
@@ -143,7 +135,7 @@ class CandidateDrafter(BlockDrafter):
             return super().load(target_model, target_layers)
 
     @torch.inference_mode()
-    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> BlockLogits:
+    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> LogitsAt:
         """See `BlockModel.block_logits`."""
         candidates, unary = self.model.compute_candidates(hidden.flatten(0, 1))
         candidates = candidates.view(*hidden.shape[:2], -1)
@@ -156,4 +148,4 @@ class CandidateDrafter(BlockDrafter):
         else:
             scores = head.candidate_selector(candidates, unary, hidden, roots[:, 0])
         dtype = self.chains.draft_model_config.head_dtype
-        return CandidateLogits(candidates, scores, self.vocab_size, dtype)
+        return partial(candidate_logits, candidates, scores.to(dtype), self.vocab_size)

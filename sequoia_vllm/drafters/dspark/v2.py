@@ -1,16 +1,19 @@
 """DSpark heads on Model Runner V2: DFlash blocks, corrected by the tokens drafted in them."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sequoia_vllm.drafters.dflash.v2 import NO_TOKEN, BlockDrafter
-from sequoia_vllm.drafting.block_growth import BlockLogits
+from sequoia_vllm.drafting.block_growth import LogitsAt
 
 
-class MarkovLogits(BlockLogits):
-    """Logits of a level's position plus a bias by the node's token (DSpark).
+def markov_logits(
+    base: Tensor, model: Any, drafted: Tensor | None, vocab_size: int, depth: int, tokens: Tensor
+) -> Tensor:
+    """`LogitsAt` of a level's position plus a bias by the node's token (DSpark).
 
     Args:
         base: ``[R, L, V']``: logits of each level over the tokens that the head drafts.
@@ -18,22 +21,11 @@ class MarkovLogits(BlockLogits):
             more than the target has.
         vocab_size: V, of the target.
     """
-
-    def __init__(self, base: Tensor, model: Any, drafted: Tensor | None, vocab_size: int) -> None:
-        self._base = base
-        self._model = model
-        self._drafted = drafted
-        self._vocab_size = vocab_size
-
-    def at(self, depth: int, tokens: Tensor) -> Tensor:
-        """See `BlockLogits.at`."""
-        bias = self._model.markov_bias(self._model.markov_embed(tokens.flatten()))
-        base = self._base[:, depth, None]
-        logits = (base + bias.view(*tokens.shape, -1)).flatten(0, 1)
-        if self._drafted is None:
-            return logits[:, : self._vocab_size]
-        whole = logits.new_full((len(logits), self._vocab_size), NO_TOKEN)
-        return whole.index_copy_(1, self._drafted, logits)
+    bias = model.markov_bias(model.markov_embed(tokens.flatten()))
+    logits = (base[:, depth, None] + bias.view(*tokens.shape, -1)).flatten(0, 1)
+    if drafted is None:
+        return logits[:, :vocab_size]
+    return logits.new_full((len(logits), vocab_size), NO_TOKEN).index_copy_(1, drafted, logits)
 
 
 class MarkovDrafter(BlockDrafter):
@@ -48,11 +40,11 @@ class MarkovDrafter(BlockDrafter):
             self._drafted_tokens = torch.arange(len(offsets), device=offsets.device) + offsets
 
     @torch.inference_mode()
-    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> BlockLogits:
+    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> LogitsAt:
         """See `BlockModel.block_logits`."""
         base = self.model.compute_draft_logits(hidden.flatten(0, 1))
         if (most := self.chains._draft_topk) is not None:
             values, indices = base.topk(most)
             base = torch.full_like(base, NO_TOKEN).scatter_(1, indices, values)
         base = base.view(*hidden.shape[:2], -1)
-        return MarkovLogits(base, self.model, self._drafted_tokens, self.vocab_size)
+        return partial(markov_logits, base, self.model, self._drafted_tokens, self.vocab_size)

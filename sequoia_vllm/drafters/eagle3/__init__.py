@@ -3,22 +3,9 @@
 from types import MappingProxyType
 from typing import Any
 
+from sequoia_vllm.drafters import known_heads as targets
 from sequoia_vllm.drafters.fields import Fields
-from sequoia_vllm.drafters.known_heads import (
-    GPT_OSS,
-    HUB,
-    KIMI,
-    LLAMA_3_1_8B,
-    LLAMA_3_3_70B,
-    MINIMAX,
-    QWEN3,
-    QWEN3_2507,
-    QWEN3_CODER,
-    QWEN3_VL,
-    SPECULATORS,
-    Publisher,
-    known_heads,
-)
+from sequoia_vllm.drafters.known_heads import HUB, SPECULATORS, Publisher, known_heads
 from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
 
 _EAGLE = "SafeAILab/EAGLE: README.md"
@@ -79,12 +66,12 @@ class Eagle3(Drafter):
     # The first that fits target and engine is taken. Heads made with vLLM's own library come
     # first: they are served with vLLM where they are made.
     known = known_heads(_PUBLISHERS, {
-        LLAMA_3_1_8B: [
+        targets.LLAMA_3_1_8B: [
             "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
             "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
             "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge",
         ],
-        LLAMA_3_3_70B: [
+        targets.LLAMA_3_3_70B: [
             "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
             "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
             "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge",
@@ -93,56 +80,58 @@ class Eagle3(Drafter):
             "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",
         ],
         r"(.*/)?vicuna-13b-v1\.3(-.*)?": ["yuhuili/EAGLE3-Vicuna1.3-13B"],
-        QWEN3.format("1.7B"): ["AngelSlim/Qwen3-1.7B_eagle3"],
-        QWEN3.format("4B"): ["AngelSlim/Qwen3-4B_eagle3"],
-        QWEN3.format("8B"): [
+        targets.QWEN3.format("1.7B"): ["AngelSlim/Qwen3-1.7B_eagle3"],
+        targets.QWEN3.format("4B"): ["AngelSlim/Qwen3-4B_eagle3"],
+        targets.QWEN3.format("8B"): [
             "RedHatAI/Qwen3-8B-speculator.eagle3", "AngelSlim/Qwen3-8B_eagle3",
             "Tengyunw/qwen3_8b_eagle3",
         ],
-        QWEN3.format("14B"): [
+        targets.QWEN3.format("14B"): [
             "RedHatAI/Qwen3-14B-speculator.eagle3", "AngelSlim/Qwen3-14B_eagle3",
         ],
-        QWEN3.format("32B"): [
+        targets.QWEN3.format("32B"): [
             "RedHatAI/Qwen3-32B-speculator.eagle3", "AngelSlim/Qwen3-32B_eagle3",
         ],
-        QWEN3.format("30B-A3B"): ["AngelSlim/Qwen3-a3B_eagle3", "Tengyunw/qwen3_30b_moe_eagle3"],
-        QWEN3_2507.format("30B-A3B"): [
+        targets.QWEN3.format("30B-A3B"): [
+            "AngelSlim/Qwen3-a3B_eagle3", "Tengyunw/qwen3_30b_moe_eagle3",
+        ],
+        targets.QWEN3_2507.format("30B-A3B"): [
             "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
             "lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex",
         ],
-        QWEN3.format("235B-A22B"): [
+        targets.QWEN3.format("235B-A22B"): [
             "RedHatAI/Qwen3-235B-A22B-speculator.eagle3", "nvidia/Qwen3-235B-A22B-Eagle3",
             "lmsys/Qwen3-235B-A22B-EAGLE3",
         ],
-        QWEN3_2507.format("235B-A22B"): [
+        targets.QWEN3_2507.format("235B-A22B"): [
             "RedHatAI/Qwen3-235B-A22B-Instruct-2507-speculator.eagle3",
             "lmsys/SGLang-EAGLE3-Qwen3-235B-A22B-Instruct-2507-SpecForge-Meituan",
         ],
-        QWEN3_CODER.format("30B-A3B"): [
+        targets.QWEN3_CODER.format("30B-A3B"): [
             "lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge",
         ],
-        QWEN3_CODER.format("480B-A35B"): [
+        targets.QWEN3_CODER.format("480B-A35B"): [
             "lmsys/SGLang-EAGLE3-Qwen3-Coder-480B-A35B-Instruct-SpecForge-EigenAI",
         ],
         r"(.*/)?Qwen3-Next-80B-A3B-Instruct(-.*)?": [
             "lmsys/SGLang-EAGLE3-Qwen3-Next-80B-A3B-Instruct-FP8-perfect-blend-regenerated",
         ],
         r"(.*/)?Qwen2\.5-VL-7B-Instruct(-.*)?": ["Rayzl/qwen2.5-vl-7b-eagle3-sgl"],
-        QWEN3_VL.format("2B-Instruct"): ["taobao-mnn/Qwen3-VL-2B-Instruct-Eagle3"],
-        QWEN3_VL.format("4B-Thinking"): ["taobao-mnn/Qwen3-VL-4B-Thinking-Eagle3"],
-        QWEN3_VL.format("8B-Instruct"): ["taobao-mnn/Qwen3-VL-8B-Instruct-Eagle3"],
-        KIMI.format("2-Instruct(?!-0905)"): ["AQ-MedAI/Kimi-K2-Instruct-eagle3"],
-        KIMI.format(r"2\.5"): ["AQ-MedAI/Kimi-K25-eagle3"],
-        KIMI.format(r"2\.7-Code"): ["AQ-MedAI/Kimi-K2.7-Code-eagle3"],
-        GPT_OSS.format("20b"): [
+        targets.QWEN3_VL.format("2B-Instruct"): ["taobao-mnn/Qwen3-VL-2B-Instruct-Eagle3"],
+        targets.QWEN3_VL.format("4B-Thinking"): ["taobao-mnn/Qwen3-VL-4B-Thinking-Eagle3"],
+        targets.QWEN3_VL.format("8B-Instruct"): ["taobao-mnn/Qwen3-VL-8B-Instruct-Eagle3"],
+        targets.KIMI.format("2-Instruct(?!-0905)"): ["AQ-MedAI/Kimi-K2-Instruct-eagle3"],
+        targets.KIMI.format(r"2\.5"): ["AQ-MedAI/Kimi-K25-eagle3"],
+        targets.KIMI.format(r"2\.7-Code"): ["AQ-MedAI/Kimi-K2.7-Code-eagle3"],
+        targets.GPT_OSS.format("20b"): [
             "RedHatAI/gpt-oss-20b-speculator.eagle3", "zhuyksir/EAGLE3-gpt-oss-20b-bf16",
         ],
-        GPT_OSS.format("120b"): [
+        targets.GPT_OSS.format("120b"): [
             "RedHatAI/gpt-oss-120b-speculator.eagle3", "lmsys/EAGLE3-gpt-oss-120b-bf16",
             "nvidia/gpt-oss-120b-Eagle3-v3", "nvidia/gpt-oss-120b-Eagle3",
         ],
-        MINIMAX.format("2.5"): ["IamBerbec/MiniMax-M2.5-Eagle3"],
-        MINIMAX.format("2.7"): ["asherszhang/MiniMax-M2.7-EAGLE3-draft-vocab32k"],
+        targets.MINIMAX.format("2.5"): ["IamBerbec/MiniMax-M2.5-Eagle3"],
+        targets.MINIMAX.format("2.7"): ["asherszhang/MiniMax-M2.7-EAGLE3-draft-vocab32k"],
     })  # fmt: skip
 
     def look_alike(self, config: Fields) -> tuple[Sign, str] | None:

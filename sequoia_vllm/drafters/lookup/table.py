@@ -22,10 +22,7 @@ BY_RANK = (0.0, -1.25, -1.75, -2.0, -2.25, -2.5, -3.0, -3.0)
 class Successors:
     """The target's latest likeliest successors of each token, and the logits that they give.
 
-    Attributes:
-        table: int32 ``[(A + 1) * (V + 1), k]``: likeliest first; -1: nothing is known. The base
-            model's rows come first, then those of each of ``adapters`` LoRA adapters. The last row
-            of each takes what is not kept.
+    They are kept for the base model and each of ``adapters`` LoRA adapters.
     """
 
     def __init__(
@@ -33,6 +30,8 @@ class Successors:
     ) -> None:
         self._vocab_size = vocab_size
         kept, rows = min(SUCCESSORS, vocab_size), (adapters + 1) * (vocab_size + 1)
+        # int32 ``[(A + 1) * (V + 1), k]``, the base model's rows first: likeliest first; -1:
+        # nothing is known. The last row of each model takes what is not kept.
         self.table = torch.full((rows, kept), -1, dtype=torch.int32, device=device)
         mib = self.table.nbytes / (1 << 20)
         own = f", with one for each of {adapters} adapters" if adapters else ""
@@ -53,13 +52,12 @@ class Successors:
         if adapter == 0:
             return 0
         if (first := self._of_adapters.pop(adapter, None)) is None:
-            first = self._unused.pop() if self._unused else self._take_oldest()
+            if self._unused:
+                first = self._unused.pop()
+            else:
+                first = self._of_adapters.pop(next(iter(self._of_adapters)))
+                self.table[first : first + self._vocab_size + 1].fill_(-1)
         self._of_adapters[adapter] = first
-        return first
-
-    def _take_oldest(self) -> int:
-        first = self._of_adapters.pop(next(iter(self._of_adapters)))
-        self.table[first : first + self._vocab_size + 1].fill_(-1)
         return first
 
     def learn(self, tokens: Tensor, logits: Tensor, first_rows: Tensor | None = None) -> None:

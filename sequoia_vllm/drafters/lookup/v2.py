@@ -25,7 +25,7 @@ class LookupGrowth(TreeGrowth):
     def grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
         """See `TreeGrowth.grow`."""
         self.look_back(num_reqs)
-        batch, texts = self._batch, self._token_ids
+        batch, texts = self._batch, self._inputs.all_token_ids
         slots, roots = batch.slots[:num_reqs], batch.roots[:num_reqs]
         rows = slots.clamp(min=0)
         tokens = texts[rows, roots.clamp(max=texts.shape[1] - 1).long()].long()[:, None]

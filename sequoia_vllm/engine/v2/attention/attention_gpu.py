@@ -29,11 +29,7 @@ from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
 from sequoia_vllm.engine.v2.attention.other_rows import OtherChains
 from sequoia_vllm.kernels.node_masks import NodeMasks
-from sequoia_vllm.kernels.tree_attention import (
-    TreeAttentionWorkspace,
-    attend_to_contexts,
-    tree_attention,
-)
+from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,20 +101,12 @@ class GPUTreeForward(TreeForward):
             query,
             keys,
             values,
-            tree.block_table,
-            tree.context_lens,
-            tree.query_start_loc,
+            tree,
             tree.masks.of(tree.ancestors, window_of(self)),
-            slots=tree.request_slots,
-            first_node=tree.first,
             scale=self.scale,
             key_scale=key_scale,
             value_scale=layer._v_scale,
-            workspace=tree.workspace,
             output=output,
-            max_queries=tree.width,
-            max_slots=tree.max_slots,
-            max_keys=tree.max_keys,
             context_lse=context_lse,
             soft_cap=self.logits_soft_cap or 0.0,
             sinks=self.sinks,
@@ -156,20 +144,23 @@ class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
         """Uses FlashAttention where the step's contexts are long: see `ContextRule`."""
         if tree.flash_max_context is None or not self.attends_to_contexts:
             return None
-        return attend_to_contexts(
-            flash_attn.flash_attn_varlen_func,
-            self.vllm_flash_attn_version,
-            query,
-            canonicalize_singleton_dim_strides(keys),  # for TMA, like vLLM's forward
-            canonicalize_singleton_dim_strides(values),
-            tree.block_table,
-            tree.context_lens,
-            tree.query_start_loc,
-            max_queries=tree.width,
-            max_context=tree.flash_max_context,
-            scale=self.scale,
-            output=output,
+        # All nodes of a request see the same keys, so no mask is needed.
+        _, context_lse = flash_attn.flash_attn_varlen_func(
+            q=query,
+            k=canonicalize_singleton_dim_strides(keys),  # for TMA, like vLLM's forward
+            v=canonicalize_singleton_dim_strides(values),
+            out=output,
+            cu_seqlens_q=tree.query_start_loc,
+            max_seqlen_q=tree.width,
+            seqused_k=tree.context_lens,
+            max_seqlen_k=tree.flash_max_context,
+            softmax_scale=self.scale,
+            causal=False,
+            block_table=tree.block_table,
+            return_softmax_lse=True,
+            fa_version=self.vllm_flash_attn_version,
         )
+        return context_lse
 
 
 class TritonTreeImpl(GPUTreeForward, TritonAttentionImpl):

@@ -12,7 +12,7 @@ from sequoia_vllm.engine.v2.attention.recurrent_layers import (
     RecurrentTreeBuilder,
     RecurrentTreeLayer,
 )
-from sequoia_vllm.kernels.gdn_tree import score_nodes
+from sequoia_vllm.kernels.recurrent_heads import score_gdn
 from sequoia_vllm.kernels.recurrent_tree import RecurrentHeads
 
 
@@ -41,7 +41,7 @@ class GdnTreeLayer(RecurrentTreeLayer, QwenGatedDeltaNetAttention):
             super()._forward_core(mixed_qkv, b, a, core_attn_out)
             return
         silu = self.activation in ("silu", "swish")
-        score_nodes(
+        score_gdn(
             self.convolve(mixed_qkv[: trees.num_rows], trees, silu), a, b, self.A_log,
             self.dt_bias, states=self.kv_cache[1], output=core_attn_out, **self.kept_of(trees),
         )  # fmt: skip

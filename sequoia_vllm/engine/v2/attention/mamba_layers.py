@@ -14,7 +14,7 @@ from sequoia_vllm.engine.v2.attention.recurrent_layers import (
     RecurrentTreeBuilder,
     RecurrentTreeLayer,
 )
-from sequoia_vllm.kernels.mamba_tree import score_nodes
+from sequoia_vllm.kernels.recurrent_heads import score_mamba
 from sequoia_vllm.kernels.recurrent_tree import RecurrentHeads
 
 
@@ -50,7 +50,7 @@ class MambaTreeLayer(RecurrentTreeLayer, MambaMixer2):
         sizes = [self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size]
         _, inputs, dt = projected_states[: trees.num_rows].split(sizes, dim=-1)
         silu = self.activation in ("silu", "swish")
-        score_nodes(
+        score_mamba(
             self.convolve(inputs, trees, silu), dt, self.A, self.D, self.dt_bias,
             states=self.kv_cache[1], output=output, **self.kept_of(trees),
         )  # fmt: skip

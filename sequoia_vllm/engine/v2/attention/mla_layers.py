@@ -108,19 +108,12 @@ class MLATreeImpl(TritonMLAImpl):
                 query,
                 keys,
                 keys[..., : self.kv_lora_rank],
-                tree.block_table,
-                tree.context_lens,
-                tree.query_start_loc,
+                tree,
                 tree.masks.of(tree.ancestors),
-                slots=tree.request_slots,
-                first_node=tree.first,
                 scale=self.scale,
                 key_scale=layer._k_scale,
                 value_scale=layer._k_scale,
-                workspace=tree.workspace,
                 output=output,
-                max_queries=tree.width,
-                max_keys=tree.max_keys,
             )
         return output, None
 

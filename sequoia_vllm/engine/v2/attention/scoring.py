@@ -76,14 +76,9 @@ class TreeScoring:
         positions ``[axes, tokens]``, it places nodes there and notes nothing.
         """
         if batch.num_draft_tokens > 0:
-            place_nodes(
-                rows=batch.logits_indices,
-                cu_rows=batch.cu_num_logits,
-                slots=batch.idx_mapping,
-                shifts=self._tables.shifts,
-                positions=batch.positions if axes is None else axes,
-                noted=(self.context_lens, self.slots) if axes is None else None,
-            )
+            noted = (self.context_lens, self.slots) if axes is None else None
+            positions = batch.positions if axes is None else axes
+            place_nodes(batch, self._tables.shifts, positions, noted)
 
     def trees_of(self, batch: InputBatch) -> ScoringTreesV2 | None:
         """The trees of a batch after `place`; None: it has none."""

@@ -55,7 +55,8 @@ class DraftCache:
         """Each draft layer's row of ``slots``."""
         return {name: slots[group] for name, group in self.groups.items()}
 
-    def inputs(self, rows: int) -> DraftInputs:
-        """Buffers for passes of up to so many rows."""
+    def inputs(self, rows: int, all_token_ids: Tensor, longest: int) -> DraftInputs:
+        """Buffers for passes of up to so many rows; arguments as of `DraftInputs`."""
         tables, sizes = self.block_tables.input_block_tables, self.block_tables.block_sizes
-        return DraftInputs.empty(PagedTables.of(tables, sizes, self.windows), rows)
+        paged = PagedTables.of(tables, sizes, self.windows)
+        return DraftInputs.empty(paged, rows, all_token_ids, longest)

@@ -152,9 +152,11 @@ class TreeProposerV2(DraftModelSpeculator):
         self._growth = self.drafter.new_growth(
             batch=self.batch,
             drafted=self.drafted,
-            inputs=cache.inputs(self.max_num_tokens + self.max_num_reqs),
-            token_ids=self.req_states.all_token_ids.gpu,
-            max_lens=(self.max_model_len, draft_max_len),
+            inputs=cache.inputs(
+                self.max_num_tokens + self.max_num_reqs,
+                self.req_states.all_token_ids.gpu,
+                draft_max_len,
+            ),
             depth=self.tree.depth,
             longest_chain=MOST_RAGGED_ROWS,
             target_states=None if states is None else states.gathered,

@@ -34,9 +34,10 @@ def _take_larger_blocks() -> None:
     Children are drawn from 2,048 tokens at once: the embedded pair still has two such blocks.
     Attention in float32 takes 64 rows and keys at once, as in half precision, not 16.
     """
-    from sequoia_vllm.kernels import attention_tiles, children, tree_attention
+    from sequoia_vllm.drafting import drafted_trees
+    from sequoia_vllm.kernels import attention_tiles, tree_attention
 
-    children._MIN_BLOCK = 2048
+    drafted_trees._MIN_BLOCK = 2048
     choose = attention_tiles.choose_tile
     if getattr(choose, "is_larger", False):
         return
