@@ -32,7 +32,7 @@ class Page:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         rows = [match.groupdict() for match in _ROW.finditer(text)]
         table = [
-            Resources(**{key: value if key == "name" else int(value) for key, value in row.items()})
+            Resources(name=row.pop("name"), **{key: int(value) for key, value in row.items()})
             for row in rows
         ]
         return Page(triton_version, tuple(table), dict(_SOURCE.findall(text)))

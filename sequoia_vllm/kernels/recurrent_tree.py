@@ -136,9 +136,9 @@ class RecurrentStates:
             if len(kinds) != 1:
                 raise ValueError(f"expected states of alike layers, got {sorted(map(str, kinds))}")
         numbers = [[each.data_ptr() for each in caches] for caches in (inputs, states)]
-        addresses = [torch.tensor(of, dtype=torch.int64).to(inputs[0].device) for of in numbers]
+        read, kept = (torch.tensor(of, dtype=torch.int64).to(inputs[0].device) for of in numbers)
         of_layers = torch.tensor(places, dtype=torch.int32).to(inputs[0].device)
-        return RecurrentStates(tuple(inputs), tuple(states), *addresses, of_layers)
+        return RecurrentStates(tuple(inputs), tuple(states), read, kept, of_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
