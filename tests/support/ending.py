@@ -1,7 +1,8 @@
 """What the tests of ending commands share: processes in the background, and those left behind."""
 
 import signal
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import psutil
@@ -30,3 +31,11 @@ def still_there(variable: str, known: Collection[psutil.Process] = ()) -> list[p
 def in_the_background() -> None:
     """Ignores Ctrl-C, as shells do for what scripts start in the background."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def wait_until(shows: Callable[[], bool], seconds: float = 60) -> None:
+    """Until it is so, within a time that is long enough on however slow a machine."""
+    end = time.monotonic() + seconds
+    while not shows():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -27,6 +27,13 @@ def prompts(count: int) -> list[str]:
     return [json.loads(line)["prompt"] for line in lines[:count]]
 
 
+def save_config(folder: Path, config: dict[str, Any]) -> str:
+    """Saves a configuration alone, and returns its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 def save_llama(path: Path, seed: int, scale: float = 1.0, **config) -> Path:
     """A random Llama; ``scale`` multiplies its output weights (a sharper distribution)."""
     settings = {**SMALL, "num_hidden_layers": 1, "tie_word_embeddings": False, **config}
