@@ -51,10 +51,8 @@ def brute_force(
 ) -> float:
     """Most expected tokens of any tree of at most ``size`` nodes."""
     best = 1.0
-    padded = np.zeros((size + 1, size + 1))
-    for depth in range(size + 1):
-        for child in range(size + 1):
-            padded[depth, child] = acceptance.probability(child, depth)
+    places = range(size + 1)
+    padded = np.array([[acceptance.probability(n, depth) for n in places] for depth in places])
     for nodes in range(2, size + 1):
         parents, ranks, depths = all_trees(nodes)
         allowed = np.ones(len(parents), dtype=bool)
@@ -104,13 +102,9 @@ def trees(draw: st.DrawFn, max_size: int = 24) -> TokenTree:
 @st.composite
 def rows(draw: st.DrawFn, branches: int) -> list[float]:
     """One row of p: sums to at most 1, monotone or not, zeros not rare."""
-    weights = draw(
-        st.lists(
-            st.one_of(st.just(0.0), st.floats(0.001, 1.0)), min_size=branches, max_size=branches
-        )
-    )
-    total = draw(st.floats(0.05, 1.0))
-    scale = total / max(sum(weights), 1.0)
+    weight = st.one_of(st.just(0.0), st.floats(0.001, 1.0))
+    weights = draw(st.lists(weight, min_size=branches, max_size=branches))
+    scale = draw(st.floats(0.05, 1.0)) / max(sum(weights), 1.0)
     return [weight * scale for weight in weights]
 
 

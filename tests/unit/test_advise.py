@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from sequoia_vllm.cli import app
 from sequoia_vllm.drafters.registry import known_for
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
@@ -16,7 +14,9 @@ from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.tree_library import shipped_directory
+from tests.support.commands import command, in_words
 from tests.support.families import MIXTURES, ZAMBA_2_7B
+from tests.support.models import save_config
 
 ROOT = Path(__file__).parents[2]
 PAIR = str(ROOT / "examples" / "models" / "target")
@@ -30,10 +30,7 @@ def no_hub_and_no_own_trees(monkeypatch, tmp_path):
 
 
 def advise(*arguments: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["advise", *arguments])
-    assert done.exit_code == code, done.output
-    assert "Traceback" not in done.output
-    return " ".join(done.output.split())
+    return in_words(command("advise", *arguments, code=code).output)
 
 
 def advice(*arguments: str):
@@ -65,8 +62,7 @@ GEMMAS: dict[str, dict] = {
 def test_recipes_are_predictions(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, config in GEMMAS.items():
-        Path(name).mkdir(parents=True)
-        Path(name, "config.json").write_text(json.dumps(config))
+        save_config(Path(name), config)
     model, draft, hardware, gains, plain = row.strip("| ").split(" | ")
     found = advice(model, "--draft-model", draft, "--device", hardware.split()[1])["batches"]
     assert gains == ", ".join(f"{x['tree_speedup']:.2f}x" for x in found) + " (predicted)"
@@ -110,6 +106,7 @@ def test_a_measured_pair_is_marked():
 
 
 def test_times_of_another_cpu_are_predictions():
+    """And measured times without acceptance."""
     found = advice(PAIR, "--device", "Intel(R) Xeon(R) Processor", "--batch", "1")
     assert found["times"] == (
         "measured: AMD EPYC, 256 tokens of context; not Intel(R) Xeon(R) Processor, "
@@ -117,9 +114,6 @@ def test_times_of_another_cpu_are_predictions():
     )
     assert not found["batches"][0]["measured"]
     assert found["conclusion"].startswith("By these predictions")
-
-
-def test_measured_times_without_acceptance_are_predictions():
     found = advice("meta-llama/Llama-2-7b-hf", "--device", "h100", "--batch", "1")
     assert found["times"].startswith("measured: NVIDIA H100")
     assert found["acceptance"].startswith("assumed")
@@ -148,53 +142,42 @@ EAGLE_3 = {
 
 def test_mixtures_of_experts_are_predicted(tmp_path):
     """Against a dense target of the parameters of one token, trees are smaller and gain less."""
-    head, sparse, dense = (str(tmp_path / name) for name in ("head", "sparse", "dense"))
     config = MIXTURES["Qwen3-30B-A3B"][0]
-    for path, fields in (
-        (head, EAGLE_3),
-        (sparse, config),
-        (dense, config | {"num_experts": None, "intermediate_size": 8 * 768}),
-    ):
-        Path(path).mkdir()
-        (Path(path) / "config.json").write_text(json.dumps(fields))
-    rows = [
-        advice(path, "--draft-model", head, "--device", "h100", "--batch", "1")["batches"][0]
-        for path in (sparse, dense)
-    ]
-    assert rows[0]["plain_tokens_per_second"] == pytest.approx(
-        rows[1]["plain_tokens_per_second"], rel=0.02
+    targets = config, config | {"num_experts": None, "intermediate_size": 8 * 768}
+    options = ["--draft-model", save_config(tmp_path / "head", EAGLE_3), "--device", "h100"]
+    sparse, dense = (
+        advice(save_config(tmp_path / str(number), target), *options, "--batch", "1")["batches"][0]
+        for number, target in enumerate(targets)
     )
-    assert rows[0]["tree_nodes"] < rows[1]["tree_nodes"]
-    assert rows[0]["tree_speedup"] < rows[1]["tree_speedup"]
+    speed = "plain_tokens_per_second"
+    assert sparse[speed] == pytest.approx(dense[speed], rel=0.02)
+    assert sparse["tree_nodes"] < dense["tree_nodes"]
+    assert sparse["tree_speedup"] < dense["tree_speedup"]
 
 
 def test_heads_that_are_known_for_a_mixture_are_taken(tmp_path, monkeypatch):
     """No draft model is known for it. Heads need a GPU."""
-    target, head = tmp_path / "Qwen3-30B-A3B", tmp_path / "AngelSlim" / "Qwen3-a3B_eagle3"
-    for path, fields in ((target, MIXTURES["Qwen3-30B-A3B"][0]), (head, EAGLE_3)):
-        path.mkdir(parents=True)
-        (path / "config.json").write_text(json.dumps(fields))
-    known = [pair for pair in known_for(str(target)) if pair[0].kind == "eagle3"]
-    assert known[0][1].draft == "AngelSlim/Qwen3-a3B_eagle3"
+    head = "AngelSlim/Qwen3-a3B_eagle3"
+    target = save_config(tmp_path / "Qwen3-30B-A3B", MIXTURES["Qwen3-30B-A3B"][0])
+    save_config(tmp_path / head, EAGLE_3)
+    known = [pair for pair in known_for(target) if pair[0].kind == "eagle3"]
+    assert known[0][1].draft == head
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sequoia_vllm.cli.measuring.known_for", lambda name: known)
-    found = advice(str(target), "--device", "h100", "--batch", "1")
-    assert found["pair"]["draft"] == "AngelSlim/Qwen3-a3B_eagle3"
-    assert "No draft is known" in advise(str(target), "--device", "AMD EPYC")
+    assert advice(target, "--device", "h100", "--batch", "1")["pair"]["draft"] == head
+    assert "No draft is known" in advise(target, "--device", "AMD EPYC")
 
 
 def test_without_a_known_draft_the_command_drafts_without_one(tmp_path):
-    target = tmp_path / "DeepSeek-V3"
-    target.mkdir()
     config = MIXTURES["DeepSeek-V3"][0] | {"quantization_config": {"quant_method": "fp8"}}
-    (target / "config.json").write_text(json.dumps(config))
-    found = advice(str(target), "--device", "h200")
+    target = save_config(tmp_path / "DeepSeek-V3", config)
+    found = advice(target, "--device", "h200")
     assert found["command"] == (
         f"vllm serve {target} --tensor-parallel-size 8 --speculative-config sequoia"
     )
     assert found["batches"] == []
     assert "is not predicted; to measure it: sequoia-vllm bench --model" in found["conclusion"]
-    shown = advise(str(target), "--device", "h200")
+    shown = advise(target, "--device", "h200")
     assert shown.startswith("DeepSeek V2, V3, R1 (DeepseekV3ForCausalLM): runs as a target")
     assert shown.endswith(f"{found['command']} {found['conclusion']}")
 
@@ -213,25 +196,21 @@ QWEN_27B = {
 
 def test_a_targets_own_mtp_layer_is_taken_where_no_draft_is_known(tmp_path):
     """Recurrent layers take no larger trees."""
-    target = tmp_path / "Qwen3.8-27B"
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(QWEN_27B))
-    found = advice(str(target), "--device", "h100", "--batch-sizes", "1,32")
-    one = found["batches"][0]
+    target = save_config(tmp_path / "Qwen3.8-27B", QWEN_27B)
+    found = advice(target, "--device", "h100", "--batch-sizes", "1,32")
+    one, many = found["batches"]
     assert one["plain_tokens_per_second"] == pytest.approx(3.35e12 / 54e9, rel=0.3)
     assert one["tree_speedup"] > one["chain_speedup"] > 1
-    assert found["batches"][1]["tree_nodes"] <= one["tree_nodes"] <= MAX_NODES
+    assert many["tree_nodes"] <= one["tree_nodes"] <= MAX_NODES
     assert '{"method": "sequoia", "drafter": "mtp"}' in found["command"]
-    assert "with its own multi-token prediction (MTP) layer on h100" in advise(
-        str(target), "--device", "h100"
-    )
-    assert "no draft model is known" in advise(str(target), "--device", "AMD EPYC", code=2)
+    layer = "with its own multi-token prediction (MTP) layer on h100"
+    assert layer in advise(target, "--device", "h100")
+    assert "no draft model is known" in advise(target, "--device", "AMD EPYC", code=2)
 
 
 def test_layers_that_share_blocks_are_predicted(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(ZAMBA_2_7B))
-    draft = ("--draft-model", "JackFram/llama-68m")
-    found = advice(str(tmp_path), *draft, "--device", "h100", "--batch", "1")
+    target, draft = save_config(tmp_path, ZAMBA_2_7B), ("--draft-model", "JackFram/llama-68m")
+    found = advice(target, *draft, "--device", "h100", "--batch", "1")
     assert found["family"].startswith("Zamba 2 (hybrid) (Zamba2ForCausalLM): runs as a target")
     [one] = found["batches"]
     # A pass reads 11 of 13 blocks again: 22 GB of weights that take 14.
@@ -265,6 +244,5 @@ def test_errors_name_the_fix(arguments, said):
     ],
 )  # fmt: skip
 def test_configurations_that_say_too_little(changes, said, tmp_path):
-    config = json.loads((ROOT / "examples" / "models" / "target" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    assert said in advise(str(tmp_path), "--device", "h100", code=2)
+    config = json.loads(Path(PAIR, "config.json").read_text())
+    assert said in advise(save_config(tmp_path, config | changes), "--device", "h100", code=2)

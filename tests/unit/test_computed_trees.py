@@ -1,22 +1,38 @@
-"""Trees computed from the shapes of a pair that the library has none for."""
+"""Trees computed from the shapes of a pair that the library has none for; the user's directory."""
 
 import json
 import logging
-import os
+import pwd
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import platformdirs
 import pytest
 
+from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.state import AdaptationState, FadedCounts
+from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, model_classes
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
-from sequoia_vllm.library.tree_library import Selection, TreeLibrary
-from sequoia_vllm.library.user_files import adaptation_path
+from sequoia_vllm.library.tree_library import Selection, TreeLibrary, tuned_measurements
+from sequoia_vllm.library.user_files import (
+    adaptation_path,
+    make_writable,
+    reason_not_to_keep,
+    user_directory,
+)
 from sequoia_vllm.tree import TokenTree
+
+pytest.importorskip("vllm")
+from sequoia_vllm.engine.common.step_messages import StepOutcome
+from sequoia_vllm.engine.core import adapting
+from tests.support.commands import command
 from tests.support.models import DRAFT, TARGET
+from tests.support.plans import planned
 
 H100, L40S, CPU = "NVIDIA H100 80GB HBM3", "NVIDIA L40S", "AMD EPYC"
 UNTIMED = r"no trees for this pair on x86-cpu.*sequoia-vllm tune"
@@ -32,12 +48,6 @@ EMBEDDED = PairShapes(read(TARGET), read(DRAFT))
 GROWN = EMBEDDED.target.model_copy(update={"layers": 23, "intermediate": 44864})
 
 
-@pytest.fixture
-def library(tmp_path) -> TreeLibrary:
-    """The shipped trees, and no trees of the user's own."""
-    return TreeLibrary(user=tmp_path / "user")
-
-
 def key(device: str, target: str = "/m/t", draft: str = "/m/d", **more) -> PairKey:
     return PairKey(device, target, draft, **{"dtype": "bfloat16", **more})
 
@@ -45,9 +55,6 @@ def key(device: str, target: str = "/m/t", draft: str = "/m/d", **more) -> PairK
 def content(selection: Selection):
     entry = selection.entry
     return entry.tree, entry.schedule, entry.estimates[0].speedup
-
-
-# -- on GPUs: the roofline ---------------------------------------------------------
 
 
 def test_a_path_gives_what_the_class_of_its_size_has(library):
@@ -86,17 +93,17 @@ def test_the_spelling_of_a_path_does_not_matter(library, device, monkeypatch, tm
     monkeypatch.chdir(Path(TARGET).parent)
     moved = tmp_path / "Llama-2-7b-hf"
     shutil.copytree(TARGET, moved)
-    found = [
+    first, *others = [
         library.select(key(device, target, DRAFT), shapes=EMBEDDED)
-        for target in (TARGET, "target", "./target/", os.path.relpath(TARGET, "/"), str(moved))
-        if Path(target).is_dir()
+        for target in (TARGET, "target", "./target/", str(moved))
     ]
-    assert len(found) >= 4
-    assert all(content(selection) == content(found[0]) for selection in found)
-    assert len({selection.reason for selection in found}) == 1
+    for found in others:
+        assert content(found) == content(first)
+        assert found.reason == first.reason
 
 
 def test_a_folder_that_contains_a_name_is_not_that_model(library, tmp_path):
+    """And other weights of the same shape are another model."""
     folders = []
     for name in ("meta-llama/Llama-2-7b-hf", "examples/models/draft"):
         folder = tmp_path / name
@@ -104,16 +111,13 @@ def test_a_folder_that_contains_a_name_is_not_that_model(library, tmp_path):
         (folder / "config.json").write_text("{}")
         folders.append(str(folder))
     assert "are unknown: the most cautious" in library.select(key(L40S, *folders)).reason
-    with pytest.raises(LibraryError, match=UNTIMED):
-        library.select(key(CPU, *folders), shapes=EMBEDDED)
-
-
-def test_other_weights_of_the_same_shape_are_another_model(library, tmp_path):
-    shutil.copytree(TARGET, tmp_path / "target")
-    with (tmp_path / "target" / "model.safetensors").open("ab") as file:
+    other = tmp_path / "target"
+    shutil.copytree(TARGET, other)
+    with (other / "model.safetensors").open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(LibraryError, match=UNTIMED):
-        library.select(key(CPU, str(tmp_path / "target"), DRAFT), shapes=EMBEDDED)
+    for pair in (folders, (str(other), DRAFT)):
+        with pytest.raises(LibraryError, match=UNTIMED):
+            library.select(key(CPU, *pair), shapes=EMBEDDED)
 
 
 def test_names_on_the_hub_keep_their_entries(library):
@@ -136,9 +140,6 @@ def test_a_device_without_trees_has_a_datasheet(library):
     unknown = library.select(key("NVIDIA Z9000"), shapes=SHAPES_7B)
     assert "nothing but its name is known" in unknown.reason
     assert "computed for" in unknown.reason
-
-
-def test_a_slice_is_a_smaller_device(library):
     whole, part = (
         library.select(key(f"NVIDIA A100-SXM4-80GB{mig}"), shapes=SHAPES_7B)
         for mig in ("", " MIG 3g.40gb")
@@ -159,16 +160,13 @@ def learned(vector: list[list[float]], greedy_trees: float) -> AdaptationState:
     """What an engine with a chain of one draft would have left behind."""
     nothing = FadedCounts(trees=0, offered=[[0.0]], accepted=[[0.0]], vector=[[0.0]])
     greedy = nothing.model_copy(update={"vector_trees": greedy_trees, "vector": vector})
+    counts = {"greedy": greedy, "sampled": nothing, "mixed": nothing}
     return AdaptationState(
-        parents=[-1, 0],
-        schedule=[0, 1],
-        lookup=[0, 1],
-        acceptance={"greedy": greedy, "sampled": nothing, "mixed": nothing},
-        times=[],
+        parents=[-1, 0], schedule=[0, 1], lookup=[0, 1], acceptance=counts, times=[]
     )
 
 
-def test_acceptance_counted_while_serving_is_taken(library):
+def test_acceptance_counted_while_serving_is_taken(library, caplog):
     """From the second start on; where only first children are accepted, a chain is best."""
     pair = key(L40S)
     before = library.select(pair, shapes=SHAPES_7B)
@@ -182,18 +180,13 @@ def test_acceptance_counted_while_serving_is_taken(library):
     assert found.entry.estimates[0].speedup > before.entry.estimates[0].speedup
     other = library.select(key(L40S, "/m/other"), shapes=SHAPES_7B)
     assert other.entry.tree == before.entry.tree
-
-
-@pytest.mark.parametrize("content", ["few", "no state"])
-def test_too_little_or_nothing_that_was_counted_is_not_taken(library, content, caplog):
-    pair = key(L40S)
-    before = library.select(pair, shapes=SHAPES_7B)
-    path = adaptation_path(library.user, pair.file_name)
+    # Too little, or nothing, is not taken.
     learned([[0.9, 0.0]], greedy_trees=100.0).save(path)
-    if content == "no state":
-        path.write_text("{}")
     assert library.select(pair, shapes=SHAPES_7B).entry.tree == before.entry.tree
-    assert ("is not used" in caplog.text) == (content == "no state")
+    assert "is not used" not in caplog.text
+    path.write_text("{}")
+    assert library.select(pair, shapes=SHAPES_7B).entry.tree == before.entry.tree
+    assert "is not used" in caplog.text
 
 
 def test_the_users_own_tree_comes_first(library):
@@ -217,11 +210,148 @@ def test_what_cannot_be_computed_gets_the_nearest_class(library, shapes, more, r
     assert "is the nearest to a target of" in found.reason
 
 
-# -- on CPUs: the pairs that were measured there -----------------------------------
-
-
 @pytest.mark.parametrize("shapes", [EMBEDDED, PairShapes(GROWN, EMBEDDED.draft), None])
 def test_other_pairs_have_no_tree_before_they_are_tuned(library, shapes):
     """Whatever their sizes: times of other models, or of other CPUs, say less than serving does."""
     with pytest.raises(LibraryError, match=UNTIMED):
         library.select(key(CPU), shapes=shapes)
+
+
+VARIABLE = "SEQUOIA_VLLM_TREES"
+PAIR = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "bfloat16")
+
+
+def test_user_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    assert user_directory() == tmp_path
+    monkeypatch.delenv(VARIABLE)
+    assert user_directory().name == "trees"
+    assert "sequoia-vllm" in str(user_directory())
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    for name in (VARIABLE, "HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+
+
+@pytest.fixture(params=["no home", "out of reach", "no directory"])
+def nowhere(request, monkeypatch, tmp_path):
+    """Nothing can be kept here, whoever runs the tests: root may enter and write everywhere."""
+    if request.param == "no home":
+        request.getfixturevalue("homeless")
+    elif request.param == "out of reach":  # an error for who looks, as where one may not enter
+        monkeypatch.setenv(VARIABLE, str(tmp_path / ("x" * 300) / "trees"))
+    else:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "trees"))
+
+
+@pytest.fixture
+def log(caplog, monkeypatch):
+    monkeypatch.setattr(adapting, "logger", logging.getLogger("user files"))
+    caplog.set_level(logging.INFO, "user files")
+    return caplog
+
+
+@pytest.mark.usefixtures("homeless")
+@pytest.mark.parametrize("is_old", [False, True])  # what platformdirs made of it
+def test_who_has_no_home_is_told_the_fix(monkeypatch, is_old):
+    if is_old:
+        made = "~/.local/share/sequoia-vllm"
+        monkeypatch.setattr(platformdirs, "user_data_dir", lambda *_, **__: made)
+    with pytest.raises(LibraryError, match=f"no home directory.*set {VARIABLE} to"):
+        user_directory()
+
+
+def test_a_directory_that_can_be_made_is_as_good_as_one(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "not" / "yet"))
+    assert reason_not_to_keep() is None
+    assert not (tmp_path / "not").exists()
+    make_writable(user_directory())
+    assert reason_not_to_keep() is None
+    assert user_directory().is_dir()
+
+
+def test_a_directory_of_somebody_else_is_not(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert VARIABLE in reason_not_to_keep()
+    with pytest.raises(LibraryError, match=VARIABLE):
+        make_writable(tmp_path)
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_trees_are_chosen_and_shown_as_where_nothing_was_kept_but_not_saved(tmp_path):
+    library, empty = TreeLibrary(), TreeLibrary(user=tmp_path / "empty")
+    assert library.select(PAIR) == empty.select(PAIR)
+    assert library.entries() == empty.entries()
+    assert tuned_measurements(PAIR) is None
+    with pytest.raises(LibraryError, match="no tree named 'user/mine'"):
+        library.entry("user/mine")
+    command("tree", "show", "h200/8b-1b/shipped")
+    with pytest.raises(LibraryError, match=VARIABLE):
+        library.save_user_tree(PAIR, library.entry("h200/8b-1b/shipped"))
+    with pytest.raises(LibraryError, match=VARIABLE):
+        make_writable(library.measurements(PAIR).directory)
+
+
+def plan_here(**keys):
+    config = SequoiaConfig.parse({"method": "sequoia", "model": "some/draft", **keys})
+    pair = PairKey("NVIDIA L40S", "/m/timed", "some/draft", "float16")
+    return planned(config, pair, shapes=SHAPES_7B, not_kept=reason_not_to_keep())
+
+
+def warnings(plan):
+    return [line for level, line in plan.notes if level == logging.WARNING]
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_engines_keep_nothing_and_say_so_once():
+    found = plan_here()
+    assert "computed/l40s" in found.settings.tree_source
+    assert found.settings.keeps is False
+    assert found.settings.adapts_as is not None  # while it runs
+    [warning] = warnings(found)
+    assert f"set {VARIABLE} to a directory that can be written to" in warning
+    with_nothing_to_keep = plan_here(tree={"size": 8}, adapt=False)
+    assert with_nothing_to_keep.settings.keeps is False
+    assert warnings(with_nothing_to_keep) == []
+
+
+def test_engines_that_can_keep_say_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    assert plan_here().settings.keeps
+    assert warnings(plan_here()) == []
+
+
+def follow_an_hour(monkeypatch, keeps: bool) -> None:
+    def run_now(target, args, daemon):
+        return SimpleNamespace(start=lambda: target(*args))
+
+    monkeypatch.setattr(adapting.threading, "Thread", run_now)
+    controller = DraftController(TokenTree.chain(3), [3] * 9, [3] * 9, [3, 1])
+    adapter = adapting.SchedulerAdapter(controller, "a-pair", keeps=keeps)
+    idle = SimpleNamespace(
+        num_scheduled_tokens={}, num_spec_tokens_to_schedule=0, scheduled_new_reqs=[],
+        finished_req_ids=[],
+    )  # fmt: skip
+    for minute in range(60):
+        adapter.follow(idle, StepOutcome(), 0, time.perf_counter() + 61 * minute, is_busy=False)
+
+
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_is_learned_is_lost_with_one_warning(log, monkeypatch, keeps):
+    """The front end's, which knows already; or the engine core's, where that runs elsewhere."""
+    follow_an_hour(monkeypatch, keeps)
+    assert len(log.messages) == keeps
+    assert all(VARIABLE in message for message in log.messages)
+
+
+def test_what_is_learned_is_kept(log, monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    follow_an_hour(monkeypatch, keeps=True)
+    assert (tmp_path / "adaptation" / "a-pair.json").is_file()
+    assert log.messages == []

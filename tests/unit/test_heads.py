@@ -34,15 +34,14 @@ DFLASH = {
     "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
 }  # fmt: skip
 
+KINDS = {"eagle3": EAGLE_3, "dflash": DFLASH}
+
 # Of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, by hand.
 QKV = (2 * 4096) * (32 + 2 * 8) * 128
 OUTPUT = 32 * 128 * 4096
 MLP = 3 * 4096 * 14336
 LM_HEAD = 4096 * 32000
 FC = 3 * 4096 * 4096
-
-
-# -- shapes ------------------------------------------------------------------------
 
 
 def test_an_mtp_layer_of_a_target():
@@ -70,14 +69,10 @@ def head(config: dict, kind: str, **changes):
     return read_shape({**config, **changes}, "a/head", kind=kind)
 
 
-def test_the_shapes_of_the_classes():
-    eagle_3, dflash = (model_classes("heads")[name].draft for name in ("8b-eagle3", "8b-dflash"))
-    assert read_shape(EAGLE_3, eagle_3.name, kind="eagle3") == eagle_3
-    assert read_shape(DFLASH, dflash.name, kind="dflash") == dflash
-
-
 def test_an_eagle_3_head_by_hand():
     shape = head(EAGLE_3, "eagle3")
+    name = model_classes("heads")["8b-eagle3"].draft.name
+    assert read_shape(EAGLE_3, name, kind="eagle3") == model_classes("heads")["8b-eagle3"].draft
     assert shape.layer_parameters == QKV + OUTPUT + MLP == 243_269_632
     assert shape.matmul_parameters == 243_269_632 + LM_HEAD == 374_341_632
     assert shape.reading_parameters == FC == 50_331_648
@@ -85,11 +80,15 @@ def test_an_eagle_3_head_by_hand():
     assert shape.weights_bytes(2) == 2 * shape.parameters
     assert shape.matmul_bytes(2) == 748_683_264
     assert not shape.drafts_in_one_pass
+    quantized = head(EAGLE_3, "eagle3", quantization_config={"quant_method": "fp8"})
+    assert quantized.weights_bytes(2) == QKV + OUTPUT + MLP + FC + 2 * LM_HEAD
 
 
 def test_a_dflash_head_by_hand():
     """Its output matrix is the target's: read in every pass, and no memory of its own."""
     shape = head(DFLASH, "dflash")
+    of_class = model_classes("heads")["8b-dflash"].draft
+    assert read_shape(DFLASH, of_class.name, kind="dflash") == of_class
     layers = 5 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 12288)
     assert shape.matmul_parameters == layers + 4096 * 151936
     assert shape.reading_parameters == 5 * 4096 * 4096
@@ -118,17 +117,9 @@ def test_a_dflash_head_by_hand():
     ],
 )  # fmt: skip
 def test_what_configurations_say(kind, changes, expected):
-    config = {"eagle3": EAGLE_3, "dflash": DFLASH}[kind]
-    changed = head(config, kind, **changes).head
-    assert changed == head(config, kind).head.model_copy(update=expected)
+    changed = head(KINDS[kind], kind, **changes).head
+    assert changed == head(KINDS[kind], kind).head.model_copy(update=expected)
 
-
-def test_quantized_heads():
-    shape = head(EAGLE_3, "eagle3", quantization_config={"quant_method": "fp8"})
-    assert shape.weights_bytes(2) == QKV + OUTPUT + MLP + FC + 2 * LM_HEAD
-
-
-# -- times -------------------------------------------------------------------------
 
 # Nothing but bytes: times are those of reading weights, and a token's keys.
 BYTES_ONLY = Assumptions(
@@ -140,23 +131,22 @@ KEY_BYTES = 2 * 2 * 8 * 128
 COMPUTES_AT_ONCE = identify("h100-sxm").spec.model_copy(update={"bf16_tflops": math.inf})
 
 
-def predicted(name: str, **options) -> Profile:
+def predicted(name: str, spec=identify("h100-sxm").spec, **options) -> Profile:
     pair = model_classes("heads")[name]
-    return roofline_profile(identify("h100-sxm").spec, pair.target, pair.draft, **options)
+    return roofline_profile(spec, pair.target, pair.draft, **options)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_passes_of_an_eagle_3_head_take_what_its_bytes_take(devices):
     """Its fc is on each device as a whole."""
-    pair, spec = model_classes("heads")["8b-eagle3"], COMPUTES_AT_ONCE
-    endless = spec.model_copy(update={"interconnect_gb_s": math.inf})
+    endless = COMPUTES_AT_ONCE.model_copy(update={"interconnect_gb_s": math.inf})
     cost = CostModel(
-        roofline_profile(
-            endless, pair.target, pair.draft, assumptions=BYTES_ONLY, context_length=1,
+        predicted(
+            "8b-eagle3", endless, assumptions=BYTES_ONLY, context_length=1,
             tensor_parallel_size=devices,
         )
     )  # fmt: skip
-    per_second = spec.bandwidth_gb_s * 1e9
+    per_second = COMPUTES_AT_ONCE.bandwidth_gb_s * 1e9
     level = (748_683_264 + KEY_BYTES) / devices / per_second
     assert float(cost.draft_seconds(1, 1)) == pytest.approx(level, rel=1e-5)
     first = level + 2 * 50_331_648 / per_second
@@ -165,16 +155,11 @@ def test_passes_of_an_eagle_3_head_take_what_its_bytes_take(devices):
 
 def test_a_dflash_head_takes_one_pass_whatever_the_depth():
     bytes_only = replace(BYTES_ONLY, small_kernel_seconds=1e-12)
-    pair = model_classes("heads")["8b-dflash"]
-    cost = CostModel(
-        roofline_profile(
-            COMPUTES_AT_ONCE, pair.target, pair.draft, assumptions=bytes_only, context_length=1
-        )
-    )
-    per_second = COMPUTES_AT_ONCE.bandwidth_gb_s * 1e9
+    options = {"assumptions": bytes_only, "context_length": 1}
+    cost = CostModel(predicted("8b-dflash", COMPUTES_AT_ONCE, **options))
     shape = head(DFLASH, "dflash")
-    passing = (2 * shape.matmul_parameters + 5 * KEY_BYTES) / per_second
-    passing += 2 * shape.reading_parameters / per_second
+    passing = 2 * (shape.matmul_parameters + shape.reading_parameters) + 5 * KEY_BYTES
+    passing /= COMPUTES_AT_ONCE.bandwidth_gb_s * 1e9
     for depth in (1, 4, 15):
         found = float(cost.first_draft_seconds(2.5, depth, 1))
         assert found == pytest.approx(passing, rel=1e-5)
@@ -207,40 +192,27 @@ def test_a_step_is_the_sum_of_its_parts():
         assert cost.tree_seconds(prefixes, 1) == pytest.approx(expected)
 
 
-# -- trees -------------------------------------------------------------------------
-
-
-def test_a_tree_has_no_more_levels_than_the_head_drafts():
+def test_a_tree_has_no_more_levels_than_the_head_drafts(tmp_path):
     profile = predicted("8b-dflash")
     assert choose_tree(SHIPPED, profile).depth > 6
     short = profile.model_copy(update={"head": profile.head.model_copy(update={"levels": 6})})
     assert choose_tree(SHIPPED, short).depth == 6
     assert choose_schedule(SHIPPED, short, [1, 4]).tree.depth <= 6
-
-
-def test_one_pass_needs_its_time(tmp_path):
-    data = predicted("8b-dflash").to_dict()
-    del data["draft_reading"]
+    data = profile.to_dict()
+    del data["draft_reading"]  # its one pass needs its time
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(data))
     with pytest.raises(ProfileError, match="draft_reading"):
         Profile.load(path)
 
 
-# -- what was measured -------------------------------------------------------------
-
-
-def curve(tokens: list[int], seconds: list[float]) -> Curve:
-    return Curve(batch_size=1, context_length=128, tokens=tokens, seconds=seconds)
-
-
 def test_measured_passes_of_each_kind():
+    def curve(tokens: list[int], seconds: list[float]) -> Curve:
+        return Curve(batch_size=1, context_length=128, tokens=tokens, seconds=seconds)
+
     passes = curve([1, 8], [0.001, 0.002])
-    eagle_3, dflash = (
-        model_classes("heads")[name].draft.head for name in ("8b-eagle3", "8b-dflash")
-    )
-    assert draft_curves([passes], None) == ([passes], None)
-    assert draft_curves([passes], eagle_3) == ([passes], None)
+    eagle_3, dflash = (model_classes("heads")[f"8b-{kind}"].draft.head for kind in KINDS)
+    assert draft_curves([passes], None) == draft_curves([passes], eagle_3) == ([passes], None)
     levels, reading = draft_curves([passes], dflash)
     profile = Profile(
         source="measured", date="2026-01-01", device="made up", target="t", draft="d",
@@ -248,12 +220,9 @@ def test_measured_passes_of_each_kind():
         draft_level=levels, draft_reading=reading, head=dflash,
         overhead=[Overhead(batch_size=1, plain_seconds=0, tree_seconds=0)],
     )  # fmt: skip
-    tree = TokenTree.chain(7)
-    found = CostModel(profile).estimate(tree, SHIPPED, 1).seconds
+    found = CostModel(profile).estimate(TokenTree.chain(7), SHIPPED, 1).seconds
     assert found == pytest.approx(0.01 + 0.002, abs=1e-6)
 
-
-# -- the library -------------------------------------------------------------------
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -274,10 +243,8 @@ def test_trees_of_heads_are_computed(tmp_path, name, words):
     assert found.entry.name.startswith(f"computed/h100-sxm/{found.entry.model_class}/")
     assert found.entry.model_class.endswith(f"b-{shapes.head}")
     assert words in found.reason
-    pair = model_classes("heads")[name]
-    profile = roofline_profile(identify(H100).spec, pair.target, pair.draft)
     vector = Acceptance.of(found.entry.acceptance)
-    assert found.entry.tree == choose_schedule(vector, profile).tree
+    assert found.entry.tree == choose_schedule(vector, predicted(name)).tree
 
 
 def test_the_name_of_a_head_has_its_targets_size():

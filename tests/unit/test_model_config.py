@@ -50,19 +50,16 @@ def test_published_sizes():
     for model, parameters in (("target", 4163840), ("draft", 1672128)):
         config = json.loads((MODELS / model / "config.json").read_text())
         assert read_shape(config, model).parameters == pytest.approx(parameters, rel=1e-3)
+    without_gate = shape(LLAMA_3, model_type="starcoder2").parameters
+    assert shape(LLAMA_3).parameters - without_gate == 32 * 4096 * 14336
 
 
 def test_fields_that_may_be_missing():
     """Defaults: one key head per head, the width divided by heads, an own output matrix."""
-    plain = {k: v for k, v in LLAMA_3.items() if k not in ("num_key_value_heads",)}
-    del plain["tie_word_embeddings"]
+    left_out = {"num_key_value_heads", "tie_word_embeddings"}
+    plain = {key: value for key, value in LLAMA_3.items() if key not in left_out}
     found = read_shape({**plain, "head_dim": None}, "m")
     assert (found.kv_heads, found.head_size, found.tied) == (32, 128, False)
-
-
-def test_mlps_without_a_gate():
-    with_gate = shape(LLAMA_3).parameters
-    assert with_gate - shape(LLAMA_3, model_type="starcoder2").parameters == 32 * 4096 * 14336
 
 
 @pytest.mark.parametrize(
@@ -87,12 +84,6 @@ def test_what_cannot_be_modelled_is_said(changes, message):
         shape(LLAMA_3, **changes)
 
 
-def test_one_expert_is_dense():
-    assert shape(LLAMA_3, num_local_experts=1) == shape(LLAMA_3)
-    every_layer = list(range(LLAMA_3["num_hidden_layers"]))
-    assert shape(LLAMA_3, num_experts=8, mlp_only_layers=every_layer) == shape(LLAMA_3)
-
-
 @pytest.mark.parametrize("name", MIXTURES)
 def test_published_sizes_of_mixtures(name):
     config, parameters, active = MIXTURES[name]
@@ -100,6 +91,12 @@ def test_published_sizes_of_mixtures(name):
     assert found.parameters == pytest.approx(parameters, rel=5e-3)
     assert found.matmul_parameters == pytest.approx(active, rel=2e-2)
     assert read_shape(SimpleNamespace(**config), name) == found
+
+
+def test_one_expert_is_dense():
+    assert shape(LLAMA_3, num_local_experts=1) == shape(LLAMA_3)
+    every_layer = list(range(LLAMA_3["num_hidden_layers"]))
+    assert shape(LLAMA_3, num_experts=8, mlp_only_layers=every_layer) == shape(LLAMA_3)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +171,11 @@ def test_bytes_of_quantized_weights(stated, weight_bytes):
     assert shape(LLAMA_3, quantization_config=as_object) == found
 
 
-def test_quantized_while_loading():
+def test_quantized_weights_are_read_faster():
+    """Layers only: the output matrix and the embedding stay as they are. Also while loading."""
     assert read_shape(LLAMA_3, "m", "fp8").layer_weight_bytes == 1.0
     with pytest.raises(ShapeError, match="quantized by gguf"):
         read_shape(LLAMA_3, "m", "gguf")
-
-
-def test_quantized_weights_are_read_faster():
-    """Layers only: the output matrix and the embedding stay as they are."""
     plain, small = shape(LLAMA_3), read_shape(LLAMA_3, "m", "awq")
     outside = 128256 * 4096 * 2
     assert small.matmul_bytes(2.0) - outside == (plain.matmul_bytes(2.0) - outside) / 4
@@ -193,9 +187,6 @@ def test_quantized_weights_are_read_faster():
     assert 0.25 < times[1] / times[0] < 0.5
     weights = [weights_bytes(target, shape(QWEN_3)) for target in (plain, small)]
     assert weights[0] - weights[1] == plain.layer_parameters * 1.5
-
-
-# -- recurrent layers ----------------------------------------------------------------
 
 
 def test_recurrent_layers_have_states_and_no_keys():

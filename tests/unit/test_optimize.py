@@ -1,5 +1,6 @@
-"""The DP: exact, within its limits, and quick."""
+"""Trees: order, masks, trimming and JSON; and the DP: exact, within its limits, and quick."""
 
+import json
 import re
 import tracemalloc
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from sequoia_vllm.tree import Acceptance, Frontier, TokenTree, TreeError, optimize_tree
 from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
-from tests.support.reference_trees import acceptances, brute_force, published, simulate
+from tests.support.reference_trees import acceptances, brute_force, published, simulate, trees
 
 LIMITS = st.one_of(st.none(), st.integers(1, 9))
 
@@ -50,32 +51,24 @@ def test_equals_brute_force(acceptance, size, max_depth, max_branch):
 
 @pytest.mark.parametrize("vector", ["shipped", "appendix_e", "random", "by depth"])
 def test_at_least_as_good_as_each_published_tree(vector):
-    rng = np.random.default_rng(0)
-    if vector == "random":
-        acceptance = Acceptance.of(0.95 * rng.dirichlet(np.linspace(3, 0.1, 16)))
-    elif vector == "by depth":
-        acceptance = Acceptance.of(
-            np.array([[0.9], [0.7], [0.5]]) * np.array(published()["appendix_e"][:16])
-        )
-    else:
-        acceptance = Acceptance.of(published()[vector])
-    growmaps = published()["growmaps"]
-    assert len(growmaps) == 100
-    deep = [tree for tree in growmaps if tree["depth"] > 20]
-    shallow = [tree for tree in growmaps if tree["depth"] <= 20]
-    frontier = Frontier.of(acceptance, max(tree["size"] for tree in shallow), 20).expected_tokens
-    for tree in shallow:
-        theirs = expected(tree_of(tree), acceptance)
-        assert frontier[tree["size"], tree["depth"]] >= theirs - 1e-12, tree["name"]
-    for tree in deep:
-        ours = optimize_tree(acceptance, tree["size"], tree["depth"])
-        assert expected(ours, acceptance) >= expected(tree_of(tree), acceptance) - 1e-12
-
-
-def tree_of(growmap):
-    tree = TokenTree(tuple(growmap["parents"]))
-    assert (tree.size, tree.depth) == (growmap["size"], growmap["depth"])
-    return tree
+    acceptance = {
+        "random": lambda: 0.95 * np.random.default_rng(0).dirichlet(np.linspace(3, 0.1, 16)),
+        "by depth": lambda: np.outer([0.9, 0.7, 0.5], published()["appendix_e"][:16]),
+    }.get(vector, lambda: published()[vector])()
+    acceptance = Acceptance.of(acceptance)
+    trees = {one["name"]: TokenTree(tuple(one["parents"])) for one in published()["growmaps"]}
+    assert len(trees) == 100
+    for growmap in published()["growmaps"]:
+        tree = trees[growmap["name"]]
+        assert (tree.size, tree.depth) == (growmap["size"], growmap["depth"])
+    largest = max(tree.size for tree in trees.values() if tree.depth <= 20)
+    frontier = Frontier.of(acceptance, largest, 20).expected_tokens
+    for name, tree in trees.items():
+        if tree.depth <= 20:
+            ours = frontier[tree.size, tree.depth]
+        else:
+            ours = expected(optimize_tree(acceptance, tree.size, tree.depth), acceptance)
+        assert ours >= expected(tree, acceptance) - 1e-12, name
 
 
 @given(acceptances(max_rows=3), st.integers(1, 20), st.integers(1, 8), LIMITS)
@@ -120,21 +113,6 @@ def test_simulated_steps_agree_with_the_expectation(by_depth):
 
 
 class TestLimits:
-    def test_no_room_gives_the_largest_tree_there_is(self):
-        tree = optimize_tree([0.5, 0.3], 100, max_depth=2)
-        assert tree.size == 1 + 2 + 4
-        assert optimize_tree([0.5, 0.3], 100, max_depth=3, max_branch=1).size == 4
-
-    def test_root_only(self):
-        assert optimize_tree([0.5], 1).parents == (-1,)
-        assert Frontier.of([0.5], 1, 3).expected_tokens.tolist() == [[0, 0, 0, 0], [1, 1, 1, 1]]
-        assert Frontier.of([0.5], 4, 3).tree(4, 0).parents == (-1,)
-
-    def test_tiny_probabilities_do_not_underflow_into_nonsense(self):
-        tree = optimize_tree([0.1], 400)
-        assert tree.size == 400
-        assert expected(tree, [0.1]) == pytest.approx(10 / 9)
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -153,11 +131,21 @@ class TestLimits:
         with pytest.raises(TreeError, match=re.escape(message)):
             optimize_tree([0.5, 0.3], **arguments)
 
-    def test_bad_limits_of_the_frontier(self):
+    def test_no_room_gives_the_largest_tree_there_is(self):
+        assert optimize_tree([0.5, 0.3], 100, max_depth=2).size == 1 + 2 + 4
+        assert optimize_tree([0.5, 0.3], 100, max_depth=3, max_branch=1).size == 4
+        assert optimize_tree([0.5], 1).parents == (-1,)
+        assert Frontier.of([0.5], 1, 3).expected_tokens.tolist() == [[0, 0, 0, 0], [1, 1, 1, 1]]
+        assert Frontier.of([0.5], 4, 3).tree(4, 0).parents == (-1,)
         with pytest.raises(TreeError, match="max_size must be at least 1"):
             Frontier.of([0.5], 0, 3)
         with pytest.raises(TreeError, match="max_depth must be at least 1"):
             Frontier.of([0.5], 4, 0)
+
+    def test_tiny_probabilities_do_not_underflow_into_nonsense(self):
+        tree = optimize_tree([0.1], 400)
+        assert tree.size == 400
+        assert expected(tree, [0.1]) == pytest.approx(10 / 9)
 
 
 def test_progress_is_reported_to_the_end():
@@ -177,3 +165,137 @@ def test_memory(limits):
         assert tracemalloc.get_traced_memory()[1] < 2**30
     finally:
         tracemalloc.stop()
+
+
+def shape(tree: TokenTree) -> tuple:
+    """The ordered tree itself, whatever its stored order."""
+
+    def below(node: int) -> tuple:
+        return tuple(below(child) for child in tree.children[node])
+
+    return below(0)
+
+
+@given(trees())
+@settings(max_examples=150, deadline=None)
+def test_topology_is_consistent(tree):
+    assert tree.size == tree.num_speculative_tokens + 1 == len(tree.parents)
+    assert tree.depths[0] == tree.child_ranks[0] == 0
+    ancestors = {0: {0}}
+    for node in range(1, tree.size):
+        parent = tree.parents[node]
+        ancestors[node] = ancestors[parent] | {node}
+        assert tree.depths[node] == tree.depths[parent] + 1
+        assert tree.children[parent][tree.child_ranks[node]] == node
+    for node, seen in ancestors.items():
+        assert set(np.flatnonzero(tree.ancestor_mask[node])) == seen
+    assert (tree.ancestor_mask.sum(axis=1) == tree.depths + 1).all()
+    assert sum(map(len, tree.children)) == tree.num_speculative_tokens
+    assert tree.max_branch == max(map(len, tree.children))
+    assert len(tree.levels) == tree.depth + 1
+    assert sorted(np.concatenate(tree.levels)) == list(range(tree.size))
+    for depth, nodes in enumerate(tree.levels):
+        assert (tree.depths[nodes] == depth).all()
+
+
+@given(trees(), acceptances(max_rows=3))
+@settings(max_examples=150, deadline=None)
+def test_value_order_keeps_the_tree_and_every_prefix_is_one(tree, acceptance):
+    ordered = tree.sorted_by_value(acceptance)
+    assert shape(ordered) == shape(tree)
+    assert ordered.expected_tokens(acceptance) == pytest.approx(tree.expected_tokens(acceptance))
+    assert ordered.sorted_by_value(acceptance) == ordered
+    for size in range(1, ordered.size + 1):
+        prefix = ordered.trim(size)
+        assert prefix.size == size
+        # Ranks are kept: no node comes before its previous sibling.
+        assert (prefix.child_ranks == ordered.child_ranks[:size]).all()
+
+
+@given(trees(), acceptances())
+@settings(max_examples=100, deadline=None)
+def test_value_order_takes_the_best_node_there_is(tree, acceptance):
+    ordered = tree.sorted_by_value(acceptance)
+    values = ordered.values(acceptance)
+    for node in range(1, ordered.size):
+        for later in range(node + 1, ordered.size):
+            parent = ordered.parents[later]
+            rank = ordered.child_ranks[later]
+            sibling_before = ordered.children[parent][rank - 1] if rank else parent
+            if max(parent, sibling_before) < node:  # it could have stood here
+                assert values[later] <= values[node] + 1e-15
+
+
+@given(trees(), acceptances(max_rows=3))
+@settings(max_examples=100, deadline=None)
+def test_values_are_products_along_the_path(tree, acceptance):
+    values = tree.values(acceptance)
+    assert values[0] == 1
+    for node in range(1, tree.size):
+        product, walk = 1.0, node
+        while walk:
+            parent = tree.parents[walk]
+            product *= acceptance.probability(int(tree.child_ranks[walk]), int(tree.depths[parent]))
+            walk = parent
+        assert values[node] == pytest.approx(product)
+    assert tree.expected_tokens(acceptance) == pytest.approx(values.sum())
+
+
+@given(trees(), st.integers(1, 30))
+@settings(max_examples=100, deadline=None)
+def test_trim_and_json_round_trip(tmp_path_factory, tree, size):
+    trimmed = tree.trim(size)
+    assert trimmed.parents == tree.parents[:size]
+    assert trimmed.trim(tree.size) == trimmed
+    assert TokenTree.from_dict(json.loads(json.dumps(tree.to_dict()))) == tree
+    path = tmp_path_factory.mktemp("trees") / "tree.json"
+    tree.save(path)
+    assert TokenTree.load(path) == tree
+
+
+def test_arrays_cannot_be_changed():
+    tree = TokenTree.chain(3)
+    for array in (tree.parents_array, tree.depths, tree.child_ranks, tree.ancestor_mask):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_a_drawn_example():
+    #       0
+    #     / | \
+    #    1  4  5      value order with p = 0.5, 0.3, 0.1: 0.5, 0.3, 0.25, 0.15, 0.1, ...
+    #   / \ |
+    #  2  3 6
+    tree = TokenTree((-1, 0, 1, 1, 0, 0, 4))
+    p = Acceptance.of([0.5, 0.3, 0.1])
+    assert tree.values(p) == pytest.approx([1, 0.5, 0.25, 0.15, 0.3, 0.1, 0.15])
+    assert tree.sorted_by_value(p).parents == (-1, 0, 0, 1, 1, 2, 0)
+    assert [list(level) for level in tree.levels] == [[0], [1, 4, 5], [2, 3, 6]]
+
+
+class TestAcceptance:
+    def test_forms(self):
+        assert Acceptance.of([0.5, 0.2]).to_list() == [0.5, 0.2]
+        by_depth = Acceptance.of([[0.5, 0.2], [0.4, 0.1]])
+        assert by_depth.to_list() == [[0.5, 0.2], [0.4, 0.1]]
+        assert by_depth.probability(0, 0) == 0.5
+        assert by_depth.probability(1, 1) == by_depth.probability(1, 9) == 0.1
+        assert by_depth.probability(2) == 0.0
+        assert Acceptance.of(by_depth) is by_depth
+        Acceptance.of([0.5, 0.50005])  # rounded published sums pass
+        one, same, other = Acceptance.of([0.5]), Acceptance.of([[0.5]]), Acceptance.of([0.4])
+        assert one == same
+        assert hash(one) == hash(same)
+        assert one not in (other, [0.5])
+
+    @given(acceptances(max_rows=3))
+    @settings(max_examples=50, deadline=None)
+    def test_file_round_trip(self, tmp_path_factory, acceptance):
+        directory = tmp_path_factory.mktemp("acceptance")
+        for name, data in (
+            ("bare", acceptance.to_list()),
+            ("ours", {"acceptance": acceptance.to_list(), "note": "x"}),
+        ):
+            path = directory / f"{name}.json"
+            path.write_text(json.dumps(data))
+            assert Acceptance.load(path) == acceptance

@@ -1,6 +1,10 @@
-"""Every kind of bad input has its own message, which says what to mend."""
+"""Trees as users point at them; every kind of bad input has its own message with the fix."""
 
 import json
+from collections.abc import Callable
+from functools import reduce
+from operator import getitem
+from pathlib import Path
 
 import pytest
 
@@ -8,11 +12,26 @@ from sequoia_vllm import json_input
 from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
-from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
+from sequoia_vllm.library.tree_library import (
+    TreeLibrary,
+    find_tree,
+    find_vector,
+    is_tree_file,
+    shipped_directory,
+)
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree, TreeError
+from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 from sequoia_vllm.tree.token_tree import SCHEMA
 
 nan, inf = float("nan"), float("inf")
+
+
+def refused(read: Callable, error: type[Exception], message: str, path: Path, data: object) -> None:
+    """A file with these bytes, or this JSON: the error of its reader names it."""
+    path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+    with pytest.raises(error, match=message) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -59,19 +78,13 @@ def test_acceptance_vectors(vector, message):
     ],
 )
 def test_acceptance_files(tmp_path, text, message):
-    path = tmp_path / "a.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(AcceptanceError, match=message) as caught:
-        Acceptance.load(path)
-    assert str(path) in str(caught.value)
+    content = text.encode("latin-1")
+    refused(Acceptance.load, AcceptanceError, message, tmp_path / "a.json", content)
 
 
 def test_large_files_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(json_input, "MOST_MIB", 0)
-    path = tmp_path / "a.json"
-    path.write_text("[0.5]")
-    with pytest.raises(AcceptanceError, match="more than 0 MiB"):
-        Acceptance.load(path)
+    refused(Acceptance.load, AcceptanceError, "more than 0 MiB", tmp_path / "a.json", [0.5])
 
 
 def test_missing_files(tmp_path):
@@ -124,11 +137,7 @@ def test_trees(parents, message):
     ],
 )
 def test_tree_files(tmp_path, data, message):
-    path = tmp_path / "tree.json"
-    path.write_text(json.dumps(data))
-    with pytest.raises(TreeError, match=message) as caught:
-        TokenTree.load(path)
-    assert str(path) in str(caught.value)
+    refused(TokenTree.load, TreeError, message, tmp_path / "tree.json", data)
 
 
 def test_trimming_the_root_away():
@@ -136,27 +145,25 @@ def test_trimming_the_root_away():
         TokenTree.chain(2).trim(0)
 
 
-def good_profile() -> dict:
-    curve = {"batch_size": 1, "context_length": 64, "tokens": [1, 8], "seconds": [0.01, 0.02]}
-    return {
-        "schema": "sequoia-vllm/profile/v1", "source": "measured", "date": "2026-01-31",
-        "device": "NVIDIA H200", "target": "t", "draft": "d",
-        "target_parameters": 7e9, "draft_parameters": 7e7,
-        "target_forward": [curve], "draft_level": [dict(curve)],
-        "overhead": [{"batch_size": 1, "plain_seconds": 0.0, "tree_seconds": 0.001}],
-    }  # fmt: skip
+CURVE = {"batch_size": 1, "context_length": 64, "tokens": [1, 8], "seconds": [0.01, 0.02]}
+GOOD_PROFILE = {
+    "schema": "sequoia-vllm/profile/v1", "source": "measured", "date": "2026-01-31",
+    "device": "NVIDIA H200", "target": "t", "draft": "d",
+    "target_parameters": 7e9, "draft_parameters": 7e7,
+    "target_forward": [CURVE], "draft_level": [CURVE],
+    "overhead": [{"batch_size": 1, "plain_seconds": 0.0, "tree_seconds": 0.001}],
+}  # fmt: skip
 
 
 def changed(path: str, value: object) -> dict:
-    data = json.loads(json.dumps(good_profile()))
-    *parents, last = path.split(".")
-    place = data
-    for part in parents:
-        place = place[int(part)] if part.isdigit() else place[part]
+    """The good profile with another value at one place; ...: without one."""
+    data = json.loads(json.dumps(GOOD_PROFILE))  # no part of it twice
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    place = reduce(getitem, parents, data)
     if value is ...:
         del place[last]
     else:
-        place[int(last) if last.isdigit() else last] = value
+        place[last] = value
     return data
 
 
@@ -172,49 +179,45 @@ PROFILES = [
     (changed("target_forward.0.seconds.0", -1), "seconds.0: .*greater than 0.*got -1"),
     (changed("target_forward.0.seconds.0", nan), "is not JSON: NaN is no number"),
     (changed("target_forward.0.spread", [0.1]), "spread has 1 values"),
-    (changed("target_forward", good_profile()["target_forward"] * 2), "two curves for the same"),
-    (changed("overhead", good_profile()["overhead"] * 2), "overhead has two entries"),
+    (changed("target_forward", GOOD_PROFILE["target_forward"] * 2), "two curves for the same"),
+    (changed("overhead", GOOD_PROFILE["overhead"] * 2), "overhead has two entries"),
     ([1, 2], "must hold one JSON object"),
 ]
 
 
 @pytest.mark.parametrize(("data", "message"), PROFILES)
 def test_profiles(tmp_path, data, message):
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(data))
-    with pytest.raises(ProfileError, match=message) as caught:
-        Profile.load(path)
-    assert str(path) in str(caught.value)
+    refused(Profile.load, ProfileError, message, tmp_path / "profile.json", data)
 
 
 def test_the_good_profile_is_good(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps(good_profile()))
+    path.write_text(json.dumps(GOOD_PROFILE))
     profile = Profile.load(path)
     profile.save(path)
     assert Profile.load(path) == profile
 
 
-def test_requests_of_the_cost_model():
-    profile = Profile.model_validate(good_profile())
-    with pytest.raises(ProfileError, match="batch size 0"):
-        choose_tree([0.5], profile, batch_size=0)
-    with pytest.raises(ProfileError, match="no batch sizes"):
-        choose_schedule([0.5], profile, batch_sizes=[])
-    with pytest.raises(ProfileError, match="batch size -2"):
-        choose_schedule([0.5], profile, batch_sizes=[1, -2])
-    with pytest.raises(TreeError, match="max_size must be at least 1"):
-        choose_tree([0.5], profile, max_size=0)
-    with pytest.raises(AcceptanceError, match=r"sum to 1\.2"):
-        choose_tree([0.6, 0.6], profile)
+@pytest.mark.parametrize(
+    ("choose", "vector", "options", "error", "message"),
+    [
+        (choose_tree, [0.5], {"batch_size": 0}, ProfileError, "batch size 0"),
+        (choose_schedule, [0.5], {"batch_sizes": []}, ProfileError, "no batch sizes"),
+        (choose_schedule, [0.5], {"batch_sizes": [1, -2]}, ProfileError, "batch size -2"),
+        (choose_tree, [0.5], {"max_size": 0}, TreeError, "max_size must be at least 1"),
+        (choose_tree, [0.6, 0.6], {}, AcceptanceError, r"sum to 1\.2"),
+    ],
+)
+def test_requests_of_the_cost_model(choose, vector, options, error, message):
+    with pytest.raises(error, match=message):
+        choose(vector, Profile.model_validate(GOOD_PROFILE), **options)
 
 
-def good_acceptance_file() -> dict:
-    return {
-        "schema": "sequoia-vllm/acceptance/v1", "name": "mine", "description": "x",
-        "source": "measured", "date": "2026-01-31", "target": "t", "draft": "d",
-        "acceptance": [0.6, 0.2],
-    }  # fmt: skip
+GOOD_ACCEPTANCE = {
+    "schema": "sequoia-vllm/acceptance/v1", "name": "mine", "description": "x",
+    "source": "measured", "date": "2026-01-31", "target": "t", "draft": "d",
+    "acceptance": [0.6, 0.2],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -231,22 +234,15 @@ def good_acceptance_file() -> dict:
     ],
 )
 def test_measured_acceptance_files(tmp_path, change, message):
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({**good_acceptance_file(), **change}))
-    with pytest.raises(AcceptanceError, match=message):
-        AcceptanceFile.load(path)
-
-
-def library_with(tmp_path, text: str) -> TreeLibrary:
-    (tmp_path / "h200.json").write_text(text)
-    return TreeLibrary(tmp_path, tmp_path / "user")
+    data = {**GOOD_ACCEPTANCE, **change}
+    refused(AcceptanceFile.load, AcceptanceError, message, tmp_path / "mine.json", data)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda file: "{", "is not JSON"),
-        (lambda file: "[]", "must hold one JSON object"),
+        (lambda file: b"{", "is not JSON"),
+        (lambda file: [], "must hold one JSON object"),
         (lambda file: file | {"schema": "v0"}, "\"schema\" is 'v0'"),
         (lambda file: file | {"device": "h100"}, "does not belong to device h100"),
         (lambda file: file | {"entries": file["entries"][:1] * 2}, "two entries are named"),
@@ -261,10 +257,8 @@ def library_with(tmp_path, text: str) -> TreeLibrary:
 )
 def test_library_files(tmp_path, change, message):
     data = change(json.loads((shipped_directory() / "h200.json").read_text()))
-    library = library_with(tmp_path, data if isinstance(data, str) else json.dumps(data))
-    with pytest.raises(LibraryError, match=message) as caught:
-        library.file("h200")
-    assert "h200.json" in str(caught.value)
+    library = TreeLibrary(tmp_path, tmp_path / "user")
+    refused(lambda _: library.file("h200"), LibraryError, message, tmp_path / "h200.json", data)
 
 
 def entry(file: dict, **changes: object) -> dict:
@@ -276,3 +270,64 @@ def entry(file: dict, **changes: object) -> dict:
 
 def parents(file: dict, nodes: list[int]) -> dict:
     return entry(file, tree={"parents": nodes})
+
+
+TREE = TokenTree((-1, 0, 0, 1))
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "user"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("reference", ["mine", "./mine", "~/mine", "{home}/mine"])
+def test_a_file_may_have_any_name(home, reference):
+    (home / "mine").write_text(json.dumps({"parents": [-1, 0, 0, 1], "acceptance": [0.5]}))
+    found = find_tree(reference.format(home=home))
+    assert found.tree == TREE
+    assert found.acceptance == Acceptance.of([0.5])
+    assert found.entry is None
+
+
+def test_a_file_needs_only_parents_and_no_wrong_acceptance(home):
+    (home / "tree.json").write_text(json.dumps({"parents": [-1, 0, 0, 1]}))
+    assert find_tree("tree.json").tree == TREE
+    (home / "tree.json").write_text(json.dumps({"parents": [-1, 0], "acceptance": [2]}))
+    with pytest.raises(AcceptanceError, match=r"tree file tree\.json: p of child 0"):
+        find_tree("tree.json")
+
+
+@pytest.mark.parametrize("reference", ["folder", "./folder", "~/folder"])
+def test_directories_are_named_as_such(home, reference):
+    (home / "folder").mkdir()
+    with pytest.raises(TreeError, match=r"(is|Is) a directory"):
+        find_tree(reference)
+
+
+def test_names_are_looked_up_where_a_directory_has_the_same(home):
+    (home / "h200" / "70b-1b" / "shipped").mkdir(parents=True)
+    found = find_tree("h200/70b-1b/shipped")
+    assert found.entry is not None
+    assert found.title == "h200/70b-1b/shipped"
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize("reference", ["no/such", "", "x\0y", "~", LONG, f"user/{LONG}"])
+def test_what_is_neither_is_an_error_of_ours(reference):
+    with pytest.raises((LibraryError, TreeError)):
+        find_tree(reference)
+
+
+def test_vectors_by_name_and_by_file(home):
+    (home / "mine").write_text("[0.5, 0.25]")
+    assert find_vector("mine") == find_vector("~/mine") == Acceptance.of([0.5, 0.25])
+    assert find_vector("shipped") == REFERENCE_ACCEPTANCE
+    with pytest.raises(AcceptanceError, match="no acceptance vector 'shiped': name a file, or one"):
+        find_vector("shiped")
+    assert all(map(is_tree_file, ["x.json", "/x", "~/x", "./x", "../x"]))
+    assert not is_tree_file("h200/70b-1b/shipped")

@@ -1,11 +1,16 @@
-"""Index tables of a tree."""
+"""Index tables of a tree; and dynamic trees against a plain choice over paths."""
+
+import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sequoia_vllm.drafting import dynamic_trees
+from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts, inner_width
 from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables, picked
 from sequoia_vllm.kernels.tree_shapes import only_shape
 from sequoia_vllm.tree import TokenTree
@@ -26,21 +31,23 @@ TREES = trees().filter(lambda tree: tree.size > 1)
 TREE = TokenTree((-1, 0, 0, 1, 1, 0, 5))
 
 
-def test_levels_of_a_tree():
-    levels = TreeTables(TREE, CPU).levels
-    root, second = levels.levels
+def test_tables_of_a_tree():
+    tables = TreeTables(TREE, CPU)
+    root, second = tables.levels.levels
     assert (root.depth, root.first, root.nodes.tolist()) == (0, 0, [0])
     assert root.columns.tolist() == [[1, 2, 5]]
     assert (second.depth, second.first, second.nodes.tolist()) == (1, 1, [1, 5])
     assert second.counts.tolist() == [2, 1]
     assert second.columns.tolist() == [[3, 4], [6, 0]]
     assert second.rows.tolist() == [1, 2]  # of the nodes with children: 0, 1, 5
-    assert levels.depths.tolist() == [0, 1, 1]
-    assert levels.ancestors.tolist() == [
-        [True, False, False],
-        [True, True, False],
-        [True, False, True],
-    ]
+    assert tables.levels.depths.tolist() == [0, 1, 1]
+    assert tables.levels.ancestors.int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    # For scoring and verifying.
+    assert tables.children.tolist() == [
+        [1, 2, 5], [3, 4, -1], [-1] * 3, [-1] * 3, [-1] * 3, [6, -1, -1], [-1] * 3,
+    ]  # fmt: skip
+    assert tables.inner_rows.tolist() == [0, 1, -1, -1, -1, 2, -1]
+    assert np.array_equal(tables.ancestors.numpy(), TREE.ancestor_mask)
 
 
 def test_a_prefix_keeps_the_rows_of_the_whole_tree():
@@ -66,41 +73,26 @@ def test_no_two_nodes_of_a_batch_share_a_row(tree, data):
     assert levels.rows_per_tree <= tables.levels.rows_per_tree == tables.levels.num_inner
 
 
-def test_tables_for_scoring_and_verifying():
-    tables = TreeTables(TREE, CPU)
-    assert tables.children.tolist() == [
-        [1, 2, 5], [3, 4, -1], [-1] * 3, [-1] * 3, [-1] * 3, [6, -1, -1], [-1] * 3,
-    ]  # fmt: skip
-    assert tables.inner_rows.tolist() == [0, 1, -1, -1, -1, 2, -1]
-    assert np.array_equal(tables.ancestors.numpy(), TREE.ancestor_mask)
-
-
 @given(TREES)
 def test_every_node_is_drawn_once_after_its_parent(tree):
     levels = TreeTables(tree, CPU).levels
-    drawn, place = {0}, 0
+    drawn, order = {0}, []
     for level in levels.levels:
-        assert level.first == place
-        place += level.width
+        assert level.first == len(order)
+        assert level.width == len(level.nodes)
         for row, node in enumerate(level.nodes.tolist()):
             assert node in drawn
             assert tree.depths[node] == level.depth
             children = level.columns[row, : level.counts[row]].tolist()
             assert children == list(tree.children[node])
             drawn |= set(children)
+            order.append(node)
     assert drawn == set(range(tree.size))
-    assert levels.num_inner == place
-
-
-@given(TREES)
-def test_inner_nodes_see_their_ancestors(tree):
-    levels = TreeTables(tree, CPU).levels
-    order = [node for level in levels.levels for node in level.nodes.tolist()]
+    assert levels.num_inner == len(order)
+    # And inner nodes see their ancestors.
     assert np.array_equal(levels.ancestors.numpy(), tree.ancestor_mask[np.ix_(order, order)])
     assert levels.depths.tolist() == tree.depths[order].tolist()
 
-
-# -- shapes of request slots ---------------------------------------------------------
 
 ENGINES, OTHER = OWN_TREES[:2]
 NAMES = ("parents", "shifts", "children", "inner_rows", "ancestors")
@@ -164,3 +156,125 @@ def test_places_are_picked_for_each_request():
     )
     assert torch.equal(picked(values, places[0], slots), values[:, [3, 0]])
     assert torch.equal(picked(values[..., 0], places[0], slots), values[:, [3, 0], 0])
+
+
+VOCABULARY = 16
+ROOT = 3
+
+
+class Draft:
+    """Random log-probabilities, float32 ``[VOCABULARY]``, after each path of tokens."""
+
+    def __init__(self, seed: int, sharpness: float) -> None:
+        self.seed, self.sharpness = seed, sharpness
+
+    def __call__(self, path: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash((self.seed, path)) % (1 << 31))
+        return self.sharpness * torch.randn(VOCABULARY, generator=generator)
+
+
+def grown(drafts: list[Draft], nodes: int, depth: int):
+    """Tokens and parents of a tree for each draft; checks what the draft is asked to read."""
+    growth = DynamicGrowth(torch.full((len(drafts),), ROOT), nodes, depth)
+    paths = [[()] for _ in drafts]  # of all nodes that the draft has read
+    for level in range(depth):
+        if level > 0:
+            growth.descend()
+            for row, read in enumerate(paths):
+                for token, seen in zip(growth.tokens[row], growth.seen[row], strict=True):
+                    *above, itself = seen.nonzero()[:, 0].tolist()
+                    assert itself == len(read)
+                    assert [len(read[place]) for place in above] == list(range(level))
+                    read.append((*read[above[-1]], int(token)))
+        level_paths = [read[-growth.tokens.shape[1] :] for read in paths]
+        growth.add_children(
+            torch.stack([
+                torch.stack([draft(path) for path in own])
+                for draft, own in zip(drafts, level_paths, strict=True)
+            ])
+        )  # fmt: skip
+    assert [len(path) for path in paths[0]] == growth.inner_depths.tolist()
+    assert len(growth.inner_depths) <= nodes
+    return growth.best()
+
+
+def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        found.append((*found[parent], token))
+    return found[1:]
+
+
+def chosen_plainly(draft: Draft, nodes: int, depth: int) -> list[tuple[int, ...]]:
+    """The likeliest paths, by dictionaries."""
+    width, level, found = inner_width(nodes, depth), {(): 0.0}, {}
+    for _ in range(depth):
+        below = {}
+        for path, value in level.items():
+            logits = draft(path)
+            kept = logits.topk(min(dynamic_trees.MOST_CHILDREN, nodes - 1)).indices.tolist()
+            shares = (logits.double() - logits.double().logsumexp(0)).tolist()
+            below |= {(*path, token): value + shares[token] for token in kept}
+        found |= below
+        level = dict(itertools.islice(sorted(below.items(), key=lambda item: -item[1]), width))
+    return sorted(found, key=lambda path: -found[path])[: nodes - 1]
+
+
+@given(
+    seeds=st.lists(st.integers(0, 1 << 20), min_size=1, max_size=3),
+    nodes=st.integers(3, 20), depth=st.integers(2, 6), sharpness=st.floats(0.3, 6.0),
+)  # fmt: skip
+@settings(deadline=None, max_examples=60)
+def test_nodes_are_the_likeliest_ones(seeds, nodes, depth, sharpness):
+    if inner_width(nodes, depth) == 0:
+        return
+    drafts = [Draft(seed, sharpness) for seed in seeds]
+    every_tokens, every_parents = grown(drafts, nodes, depth)
+    layouts = TreeLayouts.of(every_parents, depth)
+    for row, draft in enumerate(drafts):
+        tokens, parents = every_tokens[row].tolist(), every_parents[row].tolist()
+        assert tokens[0] == ROOT
+        tree = TokenTree(tuple(parents))  # refuses what is no tree, and so any prefix
+        assert tree.size == nodes
+        assert paths_of(tokens, parents) == chosen_plainly(draft, nodes, depth)
+        assert layouts.depths[row].tolist() == tree.depths.tolist()
+        assert layouts.ancestors[row].tolist() == tree.ancestor_mask.tolist()
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf, math.inf])
+def test_a_broken_draft_gives_trees_all_the_same(broken):
+    """Also where one node alone is broken, or some tokens are excluded."""
+    growth = DynamicGrowth(torch.tensor([ROOT]), nodes=9, depth=3)
+    growth.add_children(torch.randn(1, 1, VOCABULARY))
+    growth.descend()
+    scores = torch.randn(1, growth.width, VOCABULARY)
+    scores[0, 1, ::2] = broken
+    growth.add_children(scores)
+    growth.descend()
+    growth.add_children(torch.full((1, growth.width, VOCABULARY), broken))
+    tokens, parents = growth.best()
+    TokenTree(tuple(parents[0].tolist()))
+    assert len(set(paths_of(tokens[0].tolist(), parents[0].tolist()))) == 8
+
+
+def test_equally_likely_nodes_come_level_by_level():
+    """A child that is certain is as likely as its parent, and must not come first."""
+    growth = DynamicGrowth(torch.tensor([ROOT]), nodes=6, depth=3)
+    certain = torch.full((1, 1, VOCABULARY), -torch.inf)
+    certain[..., 7] = 0.0
+    for level in range(3):
+        if level:
+            growth.descend()
+        growth.add_children(certain.expand(1, growth.tokens.shape[1], -1))
+    tokens, parents = growth.best()
+    assert tokens[0, :4].tolist() == [ROOT, 7, 7, 7]
+    assert parents[0, :4].tolist() == [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "depth", "width"),
+    [(2, 1, 0), (32, 1, 0), (4, 3, 1), (6, 4, 1), (16, 6, 3), (32, 8, 4), (1024, 2, 0)],
+)
+def test_width_of_levels(nodes, depth, width):
+    """None where all nodes are the root's children, or where there is too little to choose from."""
+    assert inner_width(nodes, depth) == width

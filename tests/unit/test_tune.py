@@ -7,14 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from sequoia_vllm.calibration.tuned_tree import (
-    quick_engine,
-    save_tuned,
-    tuned_entry,
-)
-from sequoia_vllm.cli import app
+from sequoia_vllm.calibration.tuned_tree import quick_engine, save_tuned, tuned_entry
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import CostModel
@@ -22,9 +16,10 @@ from sequoia_vllm.hardware.device import current_cpu_name
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
+from sequoia_vllm.library.tree_library import tuned_measurements
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import synthetic_models
+from tests.support.commands import command, in_words
 from tests.support.models import DRAFT, TARGET
 from tests.support.plans import chosen
 
@@ -70,12 +65,6 @@ def times(target_ms: float, per_token_ms: float, **changes) -> Profile:
 PAYS, DOES_NOT_PAY = times(60, 0.5), times(0.5, 1.0)
 
 
-@pytest.fixture
-def library(tmp_path, monkeypatch) -> TreeLibrary:
-    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
-    return TreeLibrary()
-
-
 def auto(target: str = TARGET, draft: str = DRAFT, tree: str | None = "auto"):
     pair = replace(HERE, target=target, draft=draft)
     return chosen(SequoiaConfig(model=draft, tree=tree).loaded(), pair)
@@ -86,8 +75,7 @@ def test_the_entry_is_the_best_schedule_of_the_context():
     expected = choose_schedule(
         vector().vector, PAYS, batch_sizes=range(1, 9), max_size=32, context_length=1024
     )
-    assert entry.tree == expected.tree
-    assert entry.schedule == expected.ranges
+    assert (entry.tree, entry.schedule) == (expected.tree, expected.ranges)
     assert entry.profile.context_length == 1024
     assert entry.tree.size > 4
     assert tuned_entry(vector(), PAYS, 256, max_size=4).tree.size == 4
@@ -146,9 +134,6 @@ def test_measurements_are_found_once_both_are_there(library):
     assert all(not entry.name.startswith("user/") for entry in library.entries())
 
 
-# -- the profile's new entries in the cost model -----------------------------------
-
-
 def test_cost_adds_verification_and_takes_the_context_asked_for():
     slow_rest = [
         entry.model_copy(update={"plain_seconds": 0.5}) if entry.context_length == 1024 else entry
@@ -158,46 +143,38 @@ def test_cost_adds_verification_and_takes_the_context_asked_for():
     assert cost.plain_seconds(1) == pytest.approx(0.5 + 0.0605)
     assert CostModel(PAYS).plain_seconds(1) == pytest.approx(0.0005 + 0.0605)
     assert cost.verification_seconds([2, 17, 32], 1) == pytest.approx([2e-4, 2.5e-4, 3e-4])
-    entry = tuned_entry(vector(), PAYS, 256, 32)
-    tree = entry.tree
-    unverified = PAYS.model_copy(update={"verification": None})
-    seconds = [
+    tree = tuned_entry(vector(), PAYS, 256, 32).tree
+    verified, unverified = (
         CostModel(profile).estimate(tree, vector().vector, 1).seconds
-        for profile in (PAYS, unverified)
-    ]
+        for profile in (PAYS, PAYS.model_copy(update={"verification": None}))
+    )
     growth = float(CostModel(PAYS).verification_seconds(tree.size, 1))
-    assert seconds[0] - seconds[1] == pytest.approx(growth)
-
-
-# -- the command -----------------------------------------------------------------
+    assert verified - unverified == pytest.approx(growth)
 
 
 @pytest.fixture
 def call(library, monkeypatch):
-    """The command, with these measurements."""
+    """The command, with these measurements: its result, which is read if it is JSON."""
 
     def run(acceptance: AcceptanceFile, profile: Profile, *more: str, target: str = TARGET):
         monkeypatch.setattr(f"{TUNE}.check_models", lambda *_: None)  # takes seconds
         monkeypatch.setattr(f"{TUNE}.count", lambda *_: acceptance)
         monkeypatch.setattr(f"{TUNE}.time_steps", lambda *_: profile)
         options = ["--dtype", "float32", "--context", "256", *more]
-        command = ["tune", "--model", target, "--draft-model", DRAFT, *options]
-        return CliRunner().invoke(app, command)
+        done = command("tune", "--model", target, "--draft-model", DRAFT, *options)
+        return json.loads(done.stdout) if "--json" in more else in_words(done.output)
 
     return run
 
 
 def test_tune(call):
-    result = call(vector(), PAYS, "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    report = call(vector(), PAYS, "--json")
     assert report["speculates"]
     assert report["tree"]["size"] == auto().tree.size
     assert report["now_used"] == auto().source
     assert report["command"].startswith(f"vllm serve {TARGET} --speculative-config '{{")
-    assert json.loads(report["command"].split("'")[1]) == {
-        "method": "sequoia", "model": DRAFT, "tree": "auto",
-    }  # fmt: skip
+    config = {"method": "sequoia", "model": DRAFT, "tree": "auto"}
+    assert json.loads(report["command"].split("'")[1]) == config
     kept = tuned_measurements(HERE)
     assert str(kept.directory) == report["measurements"]
     assert report["picture"] == str(kept.directory / "tree.svg")
@@ -215,28 +192,25 @@ def test_larger_trees_are_timed_where_weights_come_from_a_disk(library, tmp_path
 
     monkeypatch.setattr(f"{TUNE}.count", lambda *_: vector())
     monkeypatch.setattr(f"{TUNE}.time_steps", measured)
-    command = ["tune", "--model", TARGET, "--draft-model", DRAFT]
-    for more in ([], ["--offload-directory", str(tmp_path)]):
-        done = CliRunner().invoke(app, [*command, "--quick", *more])
-        assert done.exit_code == 0, done.output
+    for more in ([], ["--offload-directory", tmp_path]):
+        command("tune", "--model", TARGET, "--draft-model", DRAFT, "--quick", *more)
     assert timed == [32, 128]
 
 
 def test_tune_says_how_well_it_knows(call):
     counted = vector(acceptance=[0.7, 0.1], trials=[1000, 1000])
-    known = json.loads(call(counted, PAYS, "--json").stdout)["tokens_margins"]
+    known = call(counted, PAYS, "--json")["tokens_margins"]
     assert all(0 < margin < 0.3 for margin in known)
-    assert f" ±{known[0]:.2f}" in call(counted, PAYS).output
-    unknown = json.loads(call(vector(), PAYS, "--json").stdout)["tokens_margins"]
-    assert unknown == [None] * len(known)
+    assert f" ±{known[0]:.2f}" in call(counted, PAYS)
+    assert call(vector(), PAYS, "--json")["tokens_margins"] == [None] * len(known)
 
 
 def test_tune_says_what_it_expects(call):
-    shown = " ".join(call(vector(), PAYS).output.split())
+    shown = call(vector(), PAYS)
     assert "256 tokens of context" in shown
     assert "In use from now on: tree user/" in shown
     assert "vllm serve" in shown
-    shown = " ".join(call(vector(), DOES_NOT_PAY).output.split())
+    shown = call(vector(), DOES_NOT_PAY)
     assert "none: plain decoding" in shown
     assert "speculation does not pay here: every tree is slower than plain decoding" in shown
 
@@ -250,8 +224,7 @@ def test_synthetic_targets_are_named(call, tmp_path):
     (made / "config.json").write_text(json.dumps({**config, "sequoia_grown": mark}))
     assert synthetic_models(str(made), DRAFT) == {"target": mark}
     assert synthetic_models(TARGET, DRAFT) == {}
-    result = call(vector(target=str(made)), PAYS, target=str(made))
-    shown = " ".join(result.output.split())
+    shown = call(vector(target=str(made)), PAYS, target=str(made))
     assert "the target is a synthetic target: it computes what org/small does" in shown
     assert "at the cost of 800 million parameters" in shown
 
