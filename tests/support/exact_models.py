@@ -23,9 +23,8 @@ def sparse(rng, vocabulary):
 
 
 def one_hot(rng, vocabulary):
-    weights = [0] * vocabulary
-    weights[rng.randrange(vocabulary)] = 1
-    return weights
+    hot = rng.randrange(vocabulary)
+    return [int(token == hot) for token in range(vocabulary)]
 
 
 def top_p(rng, vocabulary):

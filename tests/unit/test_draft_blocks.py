@@ -23,10 +23,16 @@ LONGEST = 40
 DEPTHS = [min(drafts, DEPTH) for drafts in range(DRAFTS + 1)]
 
 
+def read_by_first(groups: dict[int, int], given: list[list[int]], tokens: int) -> DraftBlocks:
+    """Blocks of which a request, named first, has read so many tokens."""
+    blocks = DraftBlocks(groups)
+    blocks.start("first", given, 0)
+    blocks.read("first", 0, tokens)
+    return blocks
+
+
 def test_blocks_are_filled_when_all_of_them_is_read():
-    blocks = DraftBlocks({0: 4})
-    blocks.start("first", [[7, 8, 9]], 0)
-    blocks.read("first", 0, 6)
+    blocks = read_by_first({0: 4}, [[7, 8, 9]], 6)
     blocks.start("second", [[7, 8, 5]], 8)
     assert blocks.filled_tokens("second", 8) == 4
     blocks.read("first", 6, 9)
@@ -35,9 +41,7 @@ def test_blocks_are_filled_when_all_of_them_is_read():
 
 
 def test_blocks_that_are_given_out_anew_hold_nothing():
-    blocks = DraftBlocks({0: 4})
-    blocks.start("first", [[7, 8]], 0)
-    blocks.read("first", 0, 8)
+    blocks = read_by_first({0: 4}, [[7, 8]], 8)
     blocks.forget("first")
     blocks.start("second", [[7, 8]], 4)  # finds the first of them, gets the other anew
     assert blocks.filled_tokens("second", 8) == 4
@@ -50,19 +54,16 @@ def test_blocks_that_are_given_out_anew_hold_nothing():
 
 
 def test_every_group_with_layers_of_the_draft_counts():
-    blocks = DraftBlocks({1: 4, 2: 8})
+    given = [[1], [2, 3, 4, 5], [6, 7]]
+    blocks = read_by_first({1: 4, 2: 8}, given, 12)
     assert blocks.step == 4
-    blocks.start("first", [[1], [2, 3, 4, 5], [6, 7]], 0)
-    blocks.read("first", 0, 12)
-    blocks.start("second", [[1], [2, 3, 4, 5], [6, 7]], 16)
+    blocks.start("second", given, 16)
     assert blocks.filled_tokens("second", 16) == 8  # of group 1 it would be 12
 
 
 def test_null_blocks_before_a_window_count_as_filled():
     """vLLM puts its first block in their place; whatever happens, nobody has to fill it."""
-    blocks = DraftBlocks({0: 4, 1: 4})
-    blocks.start("first", [[1, 2, 3], [4, 5, 6]], 0)
-    blocks.read("first", 0, 12)
+    blocks = read_by_first({0: 4, 1: 4}, [[1, 2, 3], [4, 5, 6]], 12)
     blocks.start("second", [[1, 2, 3], [0, 0, 6]], 12)
     assert blocks.filled_tokens("second", 12) == 12
     blocks.extend("second", [[7], [0]])
@@ -130,15 +131,12 @@ class Engine:
         self.prefixes: dict[tuple[int, ...], int] = {}  # the prefix cache
         self.draft_keys: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> prefix
         self.names = 0
-        self.hits = 0
 
     def step(self) -> None:
         """One step of the engine, with or without a pass of the draft."""
         for request in [r for r in self.running if self.random.random() < 0.1]:
             self._release(request)
             if self.random.random() < 0.5:
-                self.reader.finish(request)
-            else:
                 self.waiting.insert(0, request)
         if self.random.random() < 0.7:
             self.waiting.append(self._new_request())
@@ -177,7 +175,6 @@ class Engine:
         request.slot = min(set(range(SLOTS)) - taken)
         request.blocks, request.computed, request.rejected = hit, len(hit) * BLOCK, 0
         request.prompt = len(request.tokens)  # a resumed one reads all it had
-        self.hits += len(hit)
         self.running.append(request)
         return True
 
@@ -190,12 +187,12 @@ class Engine:
         new = self._allocate(request, request.computed + count + drafts + DRAFTS)
         if new is None or len(request.tokens) > LONGEST:
             self._release(request)
-            self.reader.finish(request)
             return None
+        progress = self.reader.progress
         if starts:
-            self.reader.start(request)
+            progress.start(request.slot, request.computed, [request.blocks])
         elif new:
-            self.reader.extend(request, new)
+            progress.extend(request.slot, [new])
         computed, before = request.computed, request.rejected
         request.computed += count
         self._share(request)
@@ -281,15 +278,6 @@ class V2Reader:
         )
         self.progress.use_cache({0: BLOCK})
 
-    def start(self, request):
-        self.progress.start(request.slot, request.computed, [request.blocks])
-
-    def extend(self, request, blocks):
-        self.progress.extend(request.slot, [blocks])
-
-    def finish(self, request):
-        pass
-
     def read(self, batch, drafting, budget):
         slots = np.array([scheduled.request.slot for scheduled in batch], dtype=np.intp)
         computed = [s.computed + s.rejected_before for s in batch]
@@ -327,11 +315,13 @@ class V2Reader:
         return reads
 
 
-def starting(name, prompt, cached, blocks, slot):
-    """A request whose whole prompt runs in this step, which samples a token."""
+def starting(reader, name, prompt, cached, blocks, slot, **more):
+    """A step of a request whose whole prompt runs in it, and which samples a token."""
     tokens = list(range(prompt))
-    request = Request(name, [*tokens, 0], prompt, slot, blocks, cached)
-    return request, Scheduled(request, cached, 0, True, 0, [0])
+    request = Request(name, [*tokens, 0], prompt, slot, blocks, cached, **more)
+    reader.progress.start(slot, cached, [blocks])
+    request.computed = prompt
+    return Scheduled(request, cached, 0, True, 0, [0])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -341,23 +331,20 @@ def no_kernels():
         yield
 
 
-@pytest.mark.parametrize("budget", [40, 12, 8])
-def test_a_prompt_that_two_requests_share_is_read_once(budget):
+@pytest.mark.parametrize(
+    ("budget", "read"),
+    [
+        (40, {"a": (0, 10), "b": (8, 11)}),
+        (12, {"a": (0, 10), "b": (8, 10)}),
+        (8, {"a": (0, 8)}),  # and the other waits, with nothing to start from
+    ],
+)
+def test_a_prompt_that_two_requests_share_is_read_once(budget, read):
     """The second finds blocks that the first gets, computes and fills in the same step."""
     reader = V2Reader()
-    both = [starting("a", 9, 0, [1, 2, 3], 1), starting("b", 10, 8, [1, 2, 4], 0)]
-    for request, _ in both:
-        reader.start(request)
-        request.computed = request.prompt
-    first = reader.read([scheduled for _, scheduled in reversed(both)], True, budget)
-    assert (
-        first
-        == {
-            40: {"a": (0, 10), "b": (8, 11)},
-            12: {"a": (0, 10), "b": (8, 10)},
-            8: {"a": (0, 8)},  # and the other waits, with nothing to start from
-        }[budget]
-    )
+    first = starting(reader, "a", 9, 0, [1, 2, 3], 1)
+    second = starting(reader, "b", 10, 8, [1, 2, 4], 0)
+    assert reader.read([second, first], True, budget) == read
 
 
 @settings(max_examples=150, deadline=None)
@@ -371,12 +358,6 @@ def test_no_pass_attends_to_keys_that_were_not_written(seed):
 def test_requests_that_can_use_no_tree_are_not_read():
     """What they leave in the prefix cache is read for the first that drafts."""
     reader = V2Reader()
-    undrafted, scheduled = starting("a", 9, 0, [1, 2, 3], 1)
-    drafted, later = starting("b", 10, 8, [1, 2, 4], 0)
-    undrafted.most = 0
-    found = []
-    for request, step in ((undrafted, scheduled), (drafted, later)):
-        reader.start(request)
-        request.computed = request.prompt
-        found.append(reader.read([step], True, 40))
-    assert found == [{}, {"b": (0, 11)}]
+    assert reader.read([starting(reader, "a", 9, 0, [1, 2, 3], 1, most=0)], True, 40) == {}
+    drafted = starting(reader, "b", 10, 8, [1, 2, 4], 0)
+    assert reader.read([drafted], True, 40) == {"b": (0, 11)}

@@ -1,15 +1,18 @@
 """What a checkpoint is: a draft model, a head, or something that trees do not draft with."""
 
-import json
-from pathlib import Path
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
+from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters.fields import Fields
+from sequoia_vllm.drafters.recognition import recognise as recognise_fields
+from sequoia_vllm.drafters.recognition import without_format
 from sequoia_vllm.drafters.registry import HeadShape, drafter
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend.drafts import (
@@ -20,7 +23,9 @@ from sequoia_vllm.engine.frontend.drafts import (
     recognise,
 )
 from sequoia_vllm.engine.frontend.refusals import _drafter_reasons
+from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.tree import TokenTree
+from tests.support.models import save_config
 
 TARGET = SimpleNamespace(
     model="meta-llama/Llama-3.1-8B-Instruct", quantization=None, trust_remote_code=False,
@@ -63,12 +68,6 @@ def speculators(kind: str, **changes) -> dict:
 BLOCK = {"mask_token_id": 128002, "aux_hidden_state_layer_ids": [2, 9, 30]}
 
 
-def saved(folder: Path, config: dict) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
 def reader(**keys) -> DraftReader:
     return DraftReader(TARGET, SequoiaConfig(**keys))
 
@@ -77,10 +76,20 @@ def reader(**keys) -> DraftReader:
 def kind_of(tmp_path):
     """The kind of a checkpoint with this configuration."""
 
-    def kind(config: dict, name: str = "draft", target=TARGET, **keys):
-        return DraftReader(target, SequoiaConfig(**keys)).kind(saved(tmp_path / name, config)).kind
+    def kind(config: dict, name: str = "draft", **keys):
+        return reader(**keys).kind(save_config(tmp_path / name, config)).kind
 
     return kind
+
+
+def refused(kind_of, config: dict, **keys) -> str:
+    with pytest.raises(ConfigError) as error:
+        kind_of(config, **keys)
+    return str(error.value)
+
+
+def with_dflash(**changes) -> dict:
+    return {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], **changes}}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +100,9 @@ def kind_of(tmp_path):
         ({**LAYER, "architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({**LAYER, "architectures": ["Eagle3LlamaForCausalLM"]}, "eagle3"),
         ({**LAYER, "eagle_config": {"use_aux_hidden_state": False}}, "eagle3"),
+        # A head's own width may be another than that of what it reads.
+        ({**EAGLE_3, "hidden_size": 2048, "target_hidden_size": 4096}, "eagle3"),
+        ({**EAGLE_3, "eagle_aux_hidden_state_layer_ids": [2, 16, 32]}, "eagle3"),
         (speculators("eagle3"), "eagle3"),
         (DFLASH, "dflash"),
         (speculators("dflash", **BLOCK), "dflash"),
@@ -102,13 +114,9 @@ def kind_of(tmp_path):
     ],
 )
 def test_kinds(kind_of, config, kind):
-    assert kind_of(config) == kind
+    """The path says nothing."""
+    assert kind_of(config, name="EAGLE3-dflash/eagle-draft") == kind_of(config) == kind
     assert kind_of(config, drafter=kind) == kind
-
-
-def test_the_path_says_nothing(kind_of):
-    assert kind_of(LAYER, name="EAGLE3-dflash/eagle-draft") == "model"
-    assert kind_of(EAGLE_3, name="a-model") == "eagle3"
 
 
 @pytest.mark.parametrize(
@@ -120,14 +128,8 @@ def test_the_path_says_nothing(kind_of):
         (speculators("peagle", mask_token_id=128002), "a P-EAGLE head", "eagle3"),
         ({**LAYER, "markov_rank": 256}, "a DSpark head of another architecture", "dspark"),
         ({**LAYER, "architectures": ["DSparkDraftModel"]}, "a DSpark head of another", "dspark"),
-        (
-            {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "selector_rank": 64}},
-            "a DFlash2 head under the name", None,
-        ),
-        (
-            {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "projector_type": "domino"}},
-            "a Domino drafter", None,
-        ),
+        (with_dflash(selector_rank=64), "a DFlash2 head under the name", None),
+        (with_dflash(projector_type="domino"), "a Domino drafter", None),
         ({"model_type": "medusa", "hidden_size": 4096}, "a set of Medusa heads", None),
         (
             {**LAYER, "model_type": "qwen2", "architectures": ["MiMoForCausalLM"],
@@ -137,12 +139,11 @@ def test_the_path_says_nothing(kind_of):
     ],
 )  # fmt: skip
 def test_what_trees_do_not_draft_with(kind_of, config, name, method):
-    with pytest.raises(ConfigError) as error:
-        kind_of(config)
-    assert f"is {name}" in str(error.value)
+    said = refused(kind_of, config)
+    assert f"is {name}" in said
     chains = f", or use vLLM's own method {method!r} for chains"
-    assert str(error.value).endswith(chains if method else "or a draft model")
-    assert 'give "model" an EAGLE-3 head or a draft model' in str(error.value)
+    assert said.endswith(chains if method else "or a draft model")
+    assert 'give "model" an EAGLE-3 head or a draft model' in said
 
 
 # Neither a drafter that is loaded, nor one that users name.
@@ -155,13 +156,12 @@ def test_every_drafter_that_vllm_knows_is_recognised(architecture):
     found = recognise(SimpleNamespace(architectures=[architecture], model_type="llama"))
     implementation, _ = _SPECULATIVE_DECODING_MODELS[architecture]
     assert found.sign == f"its architecture is {architecture}"
-    in_parallel = architecture.lower().startswith("peagle")
-    assert (found.kind == "eagle3") == ("eagle3" in implementation and not in_parallel)
-    of_dflash = implementation in ("qwen3_dflash", "qwen3_dflash2", "lilicorr")
-    assert (found.kind == "dflash") == of_dflash
-    assert (found.kind == "dspark") == (
-        implementation == "qwen3_dspark" and "Omni" not in architecture
-    )
+    kinds = {
+        "eagle3": "eagle3" in implementation and not architecture.lower().startswith("peagle"),
+        "dflash": implementation in ("qwen3_dflash", "qwen3_dflash2", "lilicorr"),
+        "dspark": implementation == "qwen3_dspark" and "Omni" not in architecture,
+    }
+    assert {kind: found.kind == kind for kind in kinds} == kinds
 
 
 @pytest.mark.parametrize(
@@ -183,16 +183,13 @@ def test_what_vllm_0_33_added_is_none_of_ours(architecture):
     ],
 )
 def test_the_key_must_not_contradict_the_checkpoint(kind_of, config, given, said):
-    with pytest.raises(ConfigError) as error:
-        kind_of(config, drafter=given)
-    assert str(error.value).startswith(f'"drafter" is "{given}", but ')
-    assert said in str(error.value)
-
-
-def test_the_key_names_a_head_that_looks_like_a_model(kind_of):
+    """It may name a head that looks like a model."""
+    found = refused(kind_of, config, drafter=given)
+    assert found.startswith(f'"drafter" is "{given}", but ')
+    assert said in found
     assert kind_of(LAYER, drafter="eagle3") == "eagle3"
-    with pytest.raises(ConfigError, match="made for another target"):
-        kind_of({**LAYER, "hidden_size": 2048}, drafter="eagle3")
+    narrow = refused(kind_of, {**LAYER, "hidden_size": 2048}, drafter="eagle3")
+    assert "made for another target" in narrow
 
 
 @pytest.mark.parametrize(
@@ -213,17 +210,8 @@ def test_the_key_names_a_head_that_looks_like_a_model(kind_of):
     ],
 )  # fmt: skip
 def test_heads_of_other_targets(kind_of, config, difference):
-    with pytest.raises(ConfigError) as error:
-        kind_of(config)
-    assert f"another target than 'meta-llama/Llama-3.1-8B-Instruct': {difference}. Give" in str(
-        error.value
-    )
-
-
-def test_narrow_heads_of_the_target(kind_of):
-    """A head's own width may be another than that of what it reads."""
-    assert kind_of({**EAGLE_3, "hidden_size": 2048, "target_hidden_size": 4096}) == "eagle3"
-    assert kind_of({**EAGLE_3, "eagle_aux_hidden_state_layer_ids": [2, 16, 32]}) == "eagle3"
+    named = "another target than 'meta-llama/Llama-3.1-8B-Instruct'"
+    assert f"{named}: {difference}. Give" in refused(kind_of, config)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +231,7 @@ def test_narrow_heads_of_the_target(kind_of):
     ],
 )  # fmt: skip
 def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
-    draft = saved(tmp_path, config)
+    draft = save_config(tmp_path, config)
     found = reader().shapes(draft, drafter(kind))
     assert found.head == kind
     assert found.draft.head == head
@@ -260,17 +248,15 @@ def test_drafts_that_cannot_be_read_are_vllms_to_refuse(tmp_path):
 
 def test_a_dflash_head_whose_root_predicts(kind_of):
     """vLLM refuses it, too: DSpark heads draft so."""
-    of_blocks = {**DFLASH["dflash_config"], "sample_from_anchor": True}
-    with pytest.raises(ConfigError) as error:
-        kind_of({**DFLASH, "dflash_config": of_blocks})
-    assert "drafts its first token at the root's own position" in str(error.value)
-    assert 'give "model" another head or a draft model' in str(error.value)
+    said = refused(kind_of, with_dflash(sample_from_anchor=True))
+    assert "drafts its first token at the root's own position" in said
+    assert 'give "model" another head or a draft model' in said
 
 
 @pytest.mark.parametrize("own", [{}, {"causal": False}])
 def test_a_jetspec_head_is_a_dflash_head_with_causal_blocks(kind_of, own):
     """Its key is ``causal_head``; vLLM's own goes before it."""
-    config = {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "causal_head": True, **own}}
+    config = with_dflash(causal_head=True, **own)
     kind, loaded = drafter(kind_of(config)), SimpleNamespace(**config)
     kind.complete(loaded)
     assert kind.kind == "dflash"
@@ -278,7 +264,7 @@ def test_a_jetspec_head_is_a_dflash_head_with_causal_blocks(kind_of, own):
 
 
 def test_a_configuration_is_read_once(tmp_path):
-    draft, shared = saved(tmp_path, DFLASH), reader()
+    draft, shared = save_config(tmp_path, DFLASH), reader()
     kind = shared.kind(draft)
     (tmp_path / "config.json").unlink()
     assert shared.levels(draft, kind) == 15
@@ -299,14 +285,11 @@ def test_a_configuration_is_read_once(tmp_path):
     ],
 )
 def test_levels_that_a_block_has(tmp_path, config, levels):
-    draft = saved(tmp_path, config)
+    draft = save_config(tmp_path, config)
     kind = reader().kind(draft)
     assert reader().levels(draft, kind) == drafted_levels(reader().read(draft)) == levels
     assert reader().levels(draft, drafter("eagle3")) is None
-    shape = reader().shapes(draft, kind).draft
-    assert shape is not None
-    assert shape.head is not None
-    assert shape.head.levels == levels
+    assert reader().shapes(draft, kind).draft.head.levels == levels
 
 
 @pytest.mark.parametrize(
@@ -318,42 +301,35 @@ def test_what_vllm_takes_by_its_name(kind, method):
         check_method(drafter(kind), "/models/eagle-3/model", "eagle")
 
 
-def engine(kind: str, use_v2: bool) -> SimpleNamespace:
-    settings = SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter=kind)
+def engine(kind: str, use_v2: bool = True, **config) -> SimpleNamespace:
     speculative_config = SimpleNamespace()
+    settings = SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter=kind)
     settings.store(speculative_config)
     return SimpleNamespace(
-        speculative_config=speculative_config, lora_config=None, use_v2_model_runner=use_v2
-    )
+        speculative_config=speculative_config, use_v2_model_runner=use_v2,
+        **{"lora_config": None, **config},
+    )  # fmt: skip
 
 
-def test_heads_need_model_runner_v2():
-    assert _drafter_reasons(engine("model", use_v2=False)) == []
-    assert _drafter_reasons(engine("eagle3", use_v2=True)) == []
+def test_heads_need_model_runner_v2_and_no_adapters():
+    adapters = {"lora_config": SimpleNamespace()}
+    for fits in (engine("model", use_v2=False), engine("eagle3"), engine("model", **adapters)):
+        assert _drafter_reasons(fits) == []
     [reason] = _drafter_reasons(engine("eagle3", use_v2=False))
     assert "Model Runner V2, which GPUs use" in reason
     assert "the draft is an EAGLE-3 head" in reason
     assert 'give "model" a draft model' in reason
-
-
-def test_adapters_change_what_heads_share():
-    config = engine("eagle3", use_v2=True)
-    config.lora_config = SimpleNamespace()
-    [reason] = _drafter_reasons(config)
+    [reason] = _drafter_reasons(engine("eagle3", **adapters))
     assert reason.startswith("adapters change the LM head that an EAGLE-3 head shares")
-    config = engine("model", use_v2=True)
-    config.lora_config = SimpleNamespace()
-    assert _drafter_reasons(config) == []
 
 
 def test_the_shape_of_an_engines_head():
-    config = engine("eagle3", use_v2=True)
-    draft = SimpleNamespace(
+    config = engine("eagle3")
+    config.speculative_config.draft_model_config = SimpleNamespace(
         hf_text_config=SimpleNamespace(**EAGLE_3), model="a/head", quantization=None
     )
-    config.speculative_config.draft_model_config = draft
     assert head_shape(config).parameters == 374_341_632 + 50_331_648
-    assert head_shape(engine("model", use_v2=True)) is None
+    assert head_shape(engine("model")) is None
 
 
 def test_the_key_is_ours_and_strict():
@@ -361,3 +337,39 @@ def test_the_key_is_ours_and_strict():
     kinds = "'dspark', 'dflash', 'eagle3', 'mtp', 'model' or 'lookup'"
     with pytest.raises(ConfigError, match=f"drafter: Input should be {kinds}"):
         SequoiaConfig.parse({"method": "sequoia", "drafter": "eagle"})
+
+
+# As `speculators` publishes them; read as vLLM reads them.
+NARROW = {
+    "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 2048, "intermediate_size": 6144,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("eagle3", {"draft_vocab_size": 32000}),
+        ("eagle3", {"draft_vocab_size": 64000, "target_hidden_size": 4096,
+                    "eagle_aux_hidden_state_layer_ids": [1, 2]}),
+        ("dflash", {"aux_hidden_state_layer_ids": [2, 9, 17], "mask_token_id": 1}),
+        ("dspark", {"aux_hidden_state_layer_ids": [2, 9], "mask_token_id": 1, "block_size": 7,
+                    "draft_vocab_size": 32000}),
+    ],
+)  # fmt: skip
+def test_shapes_are_what_vllm_makes_of_them(kind, own):
+    config = {
+        "architectures": ["Speculator"], "speculators_model_type": kind,
+        "speculators_config": {"algorithm": kind}, "transformer_layer_config": NARROW, **own,
+    }  # fmt: skip
+    ours = without_format(config)
+    theirs = SpeculatorsConfig.extract_transformers_pre_trained_config(deepcopy(config))
+    assert recognise_fields(Fields(ours), lambda: None).kind == kind
+    assert read_shape(ours, "a/head", kind=kind).head is not None
+    assert read_shape(ours, "a/head", kind=kind) == read_shape(theirs, "a/head", kind=kind)
+
+
+def test_parallel_heads_are_not_drafted_with_and_other_formats_stay():
+    config = {"speculators_model_type": "peagle", "transformer_layer_config": NARROW}
+    assert recognise_fields(Fields(without_format(config)), lambda: None).kind is None
+    assert without_format(NARROW) is NARROW

@@ -90,16 +90,13 @@ def test_nothing_else_knows_a_kind_by_its_name():
     which is also what adaptation calls drafts by batch size.
     """
     package = Path(sequoia_vllm.__file__).parent
-    others = [
-        file
+    names = {
+        str(file): set(names_in(file)) & DRAFTERS.keys() - {"model", "lookup"}
         for file in package.rglob("*.py")
         if file.parent.parent != package / "drafters" or file.parent.name not in DRAFTERS
-    ]
-    assert len(others) > 200
-    known = {
-        str(file): set(names_in(file)) & DRAFTERS.keys() - {"model", "lookup"} for file in others
     }
-    assert {file: kinds for file, kinds in known.items() if kinds} == {}
+    assert len(names) > 200
+    assert {file: kinds for file, kinds in names.items() if kinds} == {}
 
 
 @pytest.mark.usefixtures("echo")
@@ -125,35 +122,26 @@ def test_one_registration_makes_a_kind_drafted_with():
     assert found == ("a/echo", own)
     assert drafted_levels(SimpleNamespace(**ECHO)) == 3
     pair = PairKey("NVIDIA H200", "a/target", "a/echo", "bfloat16")
-    for tree, fits in ({"size": 8, "depth": 3}, True), ({"size": 8, "depth": 4}, False):
-        config = SequoiaConfig.parse({"method": "sequoia", "tree": tree}).loaded()
-        if fits:
-            assert planned(config, pair, "echo", levels=3).settings.drafter == "echo"
-        else:
-            with pytest.raises(ConfigError, match="the Echo head 'a/echo' drafts 3 at most"):
-                planned(config, pair, "echo", levels=3)
-
-
-def engine(kind: str) -> SimpleNamespace:
-    from sequoia_vllm.engine.common.settings import SequoiaSettings
-    from sequoia_vllm.tree import TokenTree
-
-    draft = SimpleNamespace(architectures=["EchoDraftModel"])
-    vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=draft))
-    settings = SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter=kind)
-    settings.store(vllm_config.speculative_config)
-    return vllm_config
+    fits, deep = (SequoiaConfig(tree={"size": 8, "depth": depth}).loaded() for depth in (3, 4))
+    assert planned(fits, pair, "echo", levels=3).settings.drafter == "echo"
+    with pytest.raises(ConfigError, match="the Echo head 'a/echo' drafts 3 at most"):
+        planned(deep, pair, "echo", levels=3)
 
 
 @pytest.mark.usefixtures("echo")
 def test_one_registration_selects_the_drafter():
     pytest.importorskip("vllm")
+    from sequoia_vllm.engine.common.settings import SequoiaSettings
     from sequoia_vllm.engine.v2 import runner
+    from sequoia_vllm.tree import TokenTree
 
+    draft = SimpleNamespace(architectures=["EchoDraftModel"])
+    config = SimpleNamespace(draft_model_config=draft)
+    SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter="echo").store(config)
     with pytest.raises(
         TypeError, match="NoDrafter, which drafts with an Echo head, is not a TreeDrafter"
     ):
-        runner.new_proposer(engine("echo"), None, None, None, None)
+        runner.new_proposer(SimpleNamespace(speculative_config=config), None, None, None, None)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS.values(), ids=DRAFTERS)

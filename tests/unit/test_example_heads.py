@@ -1,4 +1,4 @@
-"""The example heads, and the script that trains EAGLE-3 heads: what it computes and saves."""
+"""The example pair and heads, and the script that trains EAGLE-3 heads: what it computes."""
 
 import json
 from types import SimpleNamespace
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from sequoia_vllm.errors import SequoiaError
+from tests.support.models import MODELS
 from tests.support.train_drafter import script_modules
-from tests.unit.test_example_models import MODELS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -65,6 +65,21 @@ def head(scripts, target):
     return head.eval()
 
 
+def test_the_example_pair_has_one_tokenizer_and_prompts_for_it():
+    folders = MODELS / "target", MODELS / "draft"
+    tokenizer, draft = map(transformers.AutoTokenizer.from_pretrained, folders)
+    assert draft.get_vocab() == tokenizer.get_vocab()
+    assert len(tokenizer) == 4096
+    assert len({(folder / "tokenizer.json").read_bytes() for folder in folders}) == 1
+    for folder in folders:
+        assert transformers.AutoConfig.from_pretrained(folder).vocab_size == len(tokenizer)
+    lines = (MODELS / "prompts.jsonl").read_text("utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    assert len(prompts) == 200
+    # Encoding a decoded window anew may merge tokens at its edges.
+    assert all(126 <= len(tokenizer(prompt).input_ids) <= 128 for prompt in prompts)
+
+
 class TestExampleHeads:
     @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
     def test_weights_are_in_bfloat16_and_counted(self, kind):
@@ -84,20 +99,18 @@ class TestExampleHeads:
 class TestTarget:
     def test_features_are_the_layers_outputs_before_any_norm(self, target):
         batch = tokens(2)
-        outputs = target._model(batch, output_hidden_states=True)
-        hidden = outputs.hidden_states
-        features = target(batch).split(HIDDEN, -1)
-        assert torch.equal(features[0], hidden[1])
-        assert torch.equal(features[1], hidden[2])
+        hidden = target._model(batch, output_hidden_states=True).hidden_states
+        first, second, last = target(batch).split(HIDDEN, -1)
+        assert torch.equal(first, hidden[1])
+        assert torch.equal(second, hidden[2])
         # What transformers calls the last has been normed.
-        torch.testing.assert_close(target._model.model.norm(features[2]), hidden[4])
+        torch.testing.assert_close(target._model.model.norm(last), hidden[4])
 
     def test_layers_are_vllms_own_choice(self, scripts):
-        def layers(count):
-            return scripts.heads.head_layers(SimpleNamespace(num_hidden_layers=count))
-
-        assert (layers(30), layers(8)) == ((2, 15, 27), (2, 4, 5))
-        assert (layers(4), layers(2), layers(1)) == (LAYERS, (1, 2), (1,))
+        wanted = {30: (2, 15, 27), 8: (2, 4, 5), 4: LAYERS, 2: (1, 2), 1: (1,)}
+        for count, layers in wanted.items():
+            target = SimpleNamespace(num_hidden_layers=count)
+            assert scripts.heads.head_layers(target) == layers
 
 
 class TestHead:
@@ -123,15 +136,12 @@ class TestHead:
         torch.testing.assert_close(head.loss(target, batch), head.loss(target, other))
 
     def test_saved_heads_draft_the_same(self, scripts, target, head, tmp_path):
-        head = head.to(torch.bfloat16).float()
-        text = tokens(1)[0]
+        head, text = head.to(torch.bfloat16).float(), tokens(1)[0]
         scripts.heads.save_head(head, tmp_path)
         assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
         loaded, _ = scripts.heads.load_head(tmp_path, target.folder, "cpu")
-        for one, other in zip(
-            loaded.draft(target, text, 4), head.draft(target, text, 4), strict=True
-        ):
-            assert torch.equal(one, other)
+        drafts = zip(loaded.draft(target, text, 4), head.draft(target, text, 4), strict=True)
+        assert all(torch.equal(one, other) for one, other in drafts)
 
     def test_vocabulary_is_of_the_most_frequent_tokens(self, scripts):
         counts = np.bincount([5, 5, 5, 1, 7, 7, 2, 2], minlength=9)

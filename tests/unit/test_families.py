@@ -1,33 +1,44 @@
 """The table of families: what it says is what engines ask of vLLM's classes, and what tests ran.
 
 ``python -m tests.unit.test_families`` writes the tables in docs/ that are made from it.
+Models that trees do not serve are refused in one text: by the engine, `advise` and `doctor`.
 """
 
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import markdown_table
-from sequoia_vllm.cli import app
 from sequoia_vllm.drafters.registry import DRAFTERS, known_for
 from sequoia_vllm.hardware.families import Family, family_file, family_of, refusal_of
-from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refused_kinds
-from tests.support.families import CONFIGS, NAMES, in_vllm
+from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refusal, refused_kinds
+from tests.support.commands import command
+from tests.support.families import (
+    CONFIGS,
+    MIXTURES,
+    NAMES,
+    READ_IMAGES,
+    RECURRENT,
+    REFUSED,
+    bases_in_vllm,
+    in_vllm,
+)
+from tests.support.models import save_config
 
 pytest.importorskip("vllm")
 import vllm
 from vllm.model_executor.models import registry
 
+from sequoia_vllm.cli.doctor import _target
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.engine.frontend import engine_config, refusals
 from sequoia_vllm.engine.frontend.refusals import kinds_in_vllm
 
 ROOT, FILE = Path(__file__).parents[2], family_file()
 KINDS = sorted((kind for kind in DRAFTERS.values() if kind.known), key=lambda one: one.is_head)
-
-
-# -- as engines find it ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", FILE.families, ids=lambda row: row.family)
@@ -58,9 +69,6 @@ def test_classes_with_attention_of_their_own_are_known():
     assert found - by_fields == known > {"InklingForCausalLM", "MiMoV2ForCausalLM"}
 
 
-# -- what shows it -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("row", [row for row in FILE.families if row.proved], ids=str)
 def test_the_file_that_shows_it_has_the_architecture(row):
     how, file = row.proved
@@ -81,8 +89,6 @@ def test_the_file_that_shows_it_has_the_architecture(row):
     assert any(stem in words.replace("_", "").lower() for stem in stems)
 
 
-# -- what users read ---------------------------------------------------------------
-
 ASKED = {
     "Gemma 3": "runs as a target (tiny model); known drafts: none",
     "Qwen2-VL": "runs as a target (rehearsed)",
@@ -101,7 +107,7 @@ ASKED = {
 def test_advise_begins_with_the_row(family, tmp_path):
     config = CONFIGS.get(family, {"architectures": ["OtherForCausalLM"]})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = CliRunner().invoke(app, ["advise", str(tmp_path), "--device", "h100"])
+    done = command("advise", tmp_path, "--device", "h100", code=2)
     assert done.stdout.startswith(f"{family} ({config['architectures'][0]}): {ASKED[family]}")
     see = rf"\({family}: (.*; )?see docs/supported\.md#refused-targets\)"
     assert bool(re.search(see, done.stderr)) == ("refused" in ASKED[family])
@@ -113,11 +119,8 @@ def families(refused: bool) -> list[list[str]]:
         known = ", ".join(kind.short_name for kind in family.known())
         why = "; ".join(UNSUPPORTED[kind] for kind in family.kinds)
         note = f" ({family.note})" if family.note else ""
-        return [
-            family.family,
-            classes,
-            *([why + note] if refused else [known, family.shown + note]),
-        ]
+        rest = [why + note] if refused else [known, family.shown + note]
+        return [family.family, classes, *rest]
 
     return [row(family) for family in FILE.families if bool(family.kinds) == refused]
 
@@ -155,6 +158,137 @@ def test_no_draft_is_known_for_refused_families_and_every_kind_has_a_row():
     assert not any(row.known() for row in FILE.families if row.kinds)
     kinds = DRAFTERS_PAGE.read_text(encoding="utf-8").partition("## Kinds")[2].partition("##")[0]
     assert set(re.findall(r"\| `\"(\w+)\"` \| [yn]", kinds)) == set(DRAFTERS)
+
+
+DRAFT = str(Path(__file__).parents[2] / "examples" / "models" / "draft")
+
+
+def advise(*arguments: str) -> str:
+    done = command("advise", *arguments, "--device", "h100", code=2)
+    return done.stderr.strip().removeprefix("error: ")
+
+
+@pytest.mark.parametrize("draft", [[], ["--draft-model", DRAFT]], ids=["no draft", "draft"])
+@pytest.mark.parametrize("family", REFUSED)
+def test_advise_and_engine_refuse_a_target_in_the_same_words(family, draft, tmp_path):
+    """Before they ask for a draft, and without a prediction or a command."""
+    target = save_config(tmp_path, REFUSED[family])
+    model, kinds = in_vllm(REFUSED[family], target), kinds_of(REFUSED[family])
+    assert refusals.kinds_in_vllm(model) == kinds
+    with pytest.raises(ConfigError) as error:
+        refusals.refuse_model(model, "target")
+    said = advise(target, *draft)
+    assert said == str(error.value)
+    of_drafts = {"mla", "hybrid", "mrope", "multimodal"}
+    assert all((UNSUPPORTED[kind] in said) == (kind not in of_drafts) for kind in kinds)
+    assert "serve it without Sequoia, or choose another target model" in said
+
+
+def test_an_engine_refuses_a_target_before_it_reads_its_own_configuration(monkeypatch):
+    monkeypatch.setattr(engine_config, "sequoia_request", lambda arguments: {"tree": "nonsense"})
+    target = in_vllm(REFUSED["DeepSeek V3.2"], "a/target")
+    with pytest.raises(ConfigError, match="the target model a/target chooses the tokens"):
+        engine_config.create_speculative_config(lambda *_: 1 / 0, SimpleNamespace(), target, None)
+
+
+@pytest.mark.parametrize("family", READ_IMAGES)
+def test_targets_that_read_images_are_served(family, tmp_path):
+    """Drafts read text: the same model is no draft (`test_drafts_are_refused_too`)."""
+    model = in_vllm(READ_IMAGES[family])
+    assert refusals.kinds_in_vllm(model) == kinds_of(READ_IMAGES[family])
+    refusals.refuse_model(model, "target")
+    assert _target(save_config(tmp_path, READ_IMAGES[family])).ok
+
+
+def test_a_hybrid_class_without_recurrent_layers_is_served():
+    """Granite 4.0 Micro: its class has an inner state, and this checkpoint has none."""
+    config = {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "mamba_n_heads": 64,
+        "layer_types": ["attention"] * 2,
+    }  # fmt: skip
+    assert kinds_of(config) == set()
+    assert refusals.kinds_in_vllm(in_vllm(config)) == set()
+    config["layer_types"] = ["attention", "mamba"]
+    assert refusals.kinds_in_vllm(in_vllm(config)) == {"hybrid"}
+
+
+@pytest.mark.parametrize("family", [*REFUSED, *READ_IMAGES])
+def test_drafts_are_refused_too(family, tmp_path):
+    target = str(Path(DRAFT).with_name("target"))
+    config = {**REFUSED, **READ_IMAGES}[family]
+    draft = save_config(tmp_path, config)
+    said = advise(target, "--draft-model", draft)
+    assert said == refusal(draft, "draft", kinds_of(config))
+    assert "serve it without" not in said
+
+
+def test_doctor_looks_at_a_target(tmp_path):
+    target = save_config(tmp_path, REFUSED["DeepSeek V3.2"])
+    check = _target(target)
+    assert not check.ok
+    assert check.found == f"the target model {target} {UNSUPPORTED['sparse']}"
+    assert check.fix == (
+        "serve it without Sequoia, or choose another target model "
+        "(DeepSeek V3.2: see docs/supported.md#refused-targets)"
+    )
+    assert _target(DRAFT).ok
+    assert not _target("none").ok
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["LlamaForCausalLM"], "alibi": False, "attention_chunk_size": None},
+        {"architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "kv_lora_rank": 256},
+        {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["sliding_attention"]},
+        {"architectures": ["GPT2LMHeadModel"]},
+        {"architectures": ["ChatGLMModel"]},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        {},
+    ],
+)
+def test_what_looks_like_it_and_is_not(config):
+    assert kinds_of(config) == set()
+
+
+def test_mixtures_of_experts_are_served():
+    assert set().union(*(kinds_of(config) for config, *_ in MIXTURES.values())) <= {"hybrid", "mla"}
+
+
+TEXT, IMAGES = registry._TEXT_GENERATION_MODELS, registry._MULTIMODAL_MODELS
+
+
+def test_multimodal_models_of_vllm_are_known_by_their_architecture():
+    assert {name for name in IMAGES if "multimodal" not in of(name)} == set()
+    assert {name for name in TEXT if of(name) & {"multimodal", "pooling"}} == set()
+
+
+def test_recurrent_models_of_vllm_are_known_by_their_architecture():
+    models = {**TEXT, **IMAGES}
+    recurrent = {name for name, (_, place) in models.items() if RECURRENT & bases_in_vllm(place)}
+    assert {name for name in models if of(name) & {"hybrid", "recurrent"}} == recurrent
+    served = {name for name in recurrent if "hybrid" in of(name)}
+    assert served > {"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration"}
+    # Of those that are served the layers are of classes that ours extend.
+    files = {name: Path(registry.__file__).with_name(f"{models[name][0]}.py") for name in served}
+    extended = ("QwenGatedDeltaNetAttention(", "MambaMixer2(", "ShortConv(")
+    others = {
+        name for name, file in files.items() if not any(x in file.read_text() for x in extended)
+    }
+    # With the layers of Nemotron-H, LFM2 and Qwen3.5.
+    of_images = {name for name in others if name.startswith(("NemotronH_", "Lfm2Vl", "MiniCPMV4_"))}
+    assert others - of_images == {"InternS2PreviewForConditionalGeneration"}
+
+
+@pytest.mark.parametrize("models", ["_REWARD_MODELS", "_TOKEN_CLASSIFICATION_MODELS"])
+def test_pooling_models_of_vllm_are_known_by_their_architecture(models):
+    names = [name for name in getattr(registry, models) if not of(name) - {"pooling"}]
+    assert names
+    assert [name for name in names if "pooling" not in of(name) and "Joint" not in name] == []
+
+
+def of(architecture: str) -> set:
+    return set(kinds_of({"architectures": [architecture]}))
 
 
 if __name__ == "__main__":

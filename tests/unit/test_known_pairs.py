@@ -1,26 +1,34 @@
-"""The table of published drafters: which is chosen for a target, and that vLLM loads them."""
+"""Published drafters: which is chosen for a target, and that vLLM loads them; and MTP layers."""
 
 import json
 import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
+from transformers import PreTrainedConfig
 
-pytest.importorskip("vllm")
-from vllm.model_executor.models import registry
-
-from sequoia_vllm.cli.measuring import known_draft as named_draft
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.known_heads import HUB
+from sequoia_vllm.drafters.mtp import ARCHITECTURES, MODEL_TYPES
 from sequoia_vllm.drafters.registry import DRAFTERS, KnownDrafter, drafter
+from sequoia_vllm.hardware.families import in_words
+
+pytest.importorskip("vllm")
+from vllm.config.speculative import MTPModelTypes
+from vllm.model_executor.models import registry
+from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
+
+from sequoia_vllm.cli.measuring import known_draft as named_draft
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend import drafts
 from sequoia_vllm.engine.frontend.draft_choice import KnownDraft, find_draft
 from sequoia_vllm.engine.frontend.draft_choice import known_drafts as drafts_of_kinds
-from sequoia_vllm.engine.frontend.drafts import kinds_here, recognise
-from sequoia_vllm.hardware.families import in_words
-from tests.support.families import NAMES, bases_in_vllm
+from sequoia_vllm.engine.frontend.drafts import DraftReader, kinds_here, recognise
+from sequoia_vllm.engine.frontend.refusals import _drafter_reasons
+from tests.support.families import NAMES, bases_in_vllm, in_vllm
 
 SMOLLM2_DRAFT = Path(__file__).parents[2] / "examples" / "models" / "smollm2-draft"
 ALL = ("model", "eagle3", "dflash")
@@ -39,32 +47,36 @@ def known_draft(target: str, kinds=("model",), asked: str | None = None) -> Know
     return known_drafts(target, kinds, asked)[0]
 
 
-# -- what is chosen ----------------------------------------------------------------
+LLAMA_8B_EAGLE_3 = "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"
 
 
 @pytest.mark.parametrize(
-    ("target", "draft"),
+    ("target", "draft", "kinds"),
     [
-        ("meta-llama/Llama-2-7b-hf", "JackFram/llama-68m"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("/models/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
-        ("google/gemma-3-27b-it", "google/gemma-3-270m-it"),
-        ("examples/models/target", "examples/models/draft"),
-        ("/srv/sequoia/examples/models/target/", "/srv/sequoia/examples/models/draft"),
+        ("meta-llama/Llama-2-7b-hf", "JackFram/llama-68m", ("model",)),
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", ("model",)),
+        ("/models/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", ("model",)),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", ("model",)),
+        ("google/gemma-3-27b-it", "google/gemma-3-270m-it", ("model",)),
+        ("examples/models/target", "examples/models/draft", ("model",)),
+        ("/srv/sequoia/examples/models/target/", "/srv/sequoia/examples/models/draft", ("model",)),
+        # A head is for its own target.
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B-Instruct", ALL),
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B", ALL),
+        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-0.6B", ALL),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "Qwen/Qwen3-0.6B", ALL),
     ],
 )
-def test_draft_models_where_heads_cannot_run(target, draft):
-    found = known_draft(target)
+def test_draft_models_where_no_head_can_run(target, draft, kinds):
+    found = known_draft(target, kinds)
     assert (found.name, found.drafter.kind) == (draft, "model")
 
 
 @pytest.mark.parametrize(
     ("target", "head"),
     [
-        ("meta-llama/Llama-3.1-8B-Instruct", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"),
-        ("/models/meta-llama-3.1-8b-instruct-FP8", 
-         "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"),
+        ("meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B_EAGLE_3),
+        ("/models/meta-llama-3.1-8b-instruct-FP8", LLAMA_8B_EAGLE_3),
         ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"),
         ("Qwen/Qwen3-8B-FP8", "RedHatAI/Qwen3-8B-speculator.eagle3"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507",
@@ -77,31 +89,18 @@ def test_heads_that_are_asked_for(target, head):
     assert "an EAGLE-3 head made for this target (" in found.why
 
 
-@pytest.mark.parametrize(
-    ("target", "draft"),
-    [
-        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B"),
-        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-0.6B"),
-        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "Qwen/Qwen3-0.6B"),
-    ],
-)
-def test_a_head_is_for_its_own_target(target, draft):
-    assert known_draft(target, ALL).name == draft
+def kinds_for(target: str, asked: str | None = None) -> list[str]:
+    return [known.drafter.kind for known in known_drafts(target, ALL, asked)]
 
 
 def test_heads_are_taken_where_one_has_run_on_a_gpu():
     """Then models: an engine takes the first that it can read."""
-    found, *others = known_drafts("Qwen/Qwen3-8B", ALL)
-    assert found.drafter.kind == "eagle3"
-    assert [known.drafter.kind for known in others] == ["eagle3", "eagle3", "model"]
+    assert kinds_for("Qwen/Qwen3-8B") == ["eagle3"] * 3 + ["model"]
     assert (
         "a DFlash head exists, too (RedHatAI/Qwen3-8B-speculator.dflash): ask for it with "
-        '"drafter": "dflash" (none with trained weights ran on a GPU)' in found.why
-    )
-    assert [known.drafter.kind for known in known_drafts("Qwen/Qwen3-8B", ALL, "dflash")] == [
-        "dflash"
-    ] * 4
+        '"drafter": "dflash" (none with trained weights ran on a GPU)'
+    ) in known_draft("Qwen/Qwen3-8B", ALL).why
+    assert kinds_for("Qwen/Qwen3-8B", "dflash") == ["dflash"] * 4
 
 
 def test_commands_say_and_take_the_same(monkeypatch):
@@ -118,10 +117,9 @@ def test_commands_say_and_take_the_same(monkeypatch):
 def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypatch):
     """By the predictions of docs/drafters.md: so they are taken once they ran on GPUs."""
     monkeypatch.setattr(type(DRAFTERS["dflash"]), "ran_on", "a GPU")
-    kinds = [found.drafter.kind for found in known_drafts("Qwen/Qwen3-8B", ALL)]
-    assert kinds == ["dflash"] * 4 + ["eagle3"] * 3 + ["model"]
-    assert known_draft("Qwen/Qwen3-14B", ALL).drafter.kind == "eagle3"
-    assert known_draft("meta-llama/Llama-2-7b-hf", ALL).drafter.kind == "model"
+    assert kinds_for("Qwen/Qwen3-8B") == ["dflash"] * 4 + ["eagle3"] * 3 + ["model"]
+    assert kinds_for("Qwen/Qwen3-14B")[0] == "eagle3"
+    assert kinds_for("meta-llama/Llama-2-7b-hf")[0] == "model"
 
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -139,38 +137,29 @@ def test_the_draft_in_this_repository_is_known(target, tmp_path, monkeypatch):
             known_draft(target)
         monkeypatch.setattr("sequoia_vllm.drafters.registry.file_hash", lambda _: known)
     assert known_draft(target).name == named_draft(target) == str(SMOLLM2_DRAFT)
-
-
-def test_without_a_checkout_its_draft_is_not_known(monkeypatch):
     monkeypatch.setattr("sequoia_vllm.drafters.registry.find_checkout", lambda: None)
     with pytest.raises(ConfigError, match="no draft model is known"):
-        known_draft(SMOLLM2)
+        known_draft(target)
 
 
-@pytest.mark.parametrize("target", ["gpt2", "Qwen/Qwen3-0.6B", "examples/models/other"])
-def test_unknown_target_shows_the_json_to_write(target):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("gpt2", ALL), '{"method": "sequoia", "model": "DRAFT"}'),
+        (("Qwen/Qwen3-0.6B", ALL), '{"method": "sequoia", "model": "DRAFT"}'),
+        (("examples/models/other", ALL), '{"method": "sequoia", "model": "DRAFT"}'),
+        (("openai/gpt-oss-20b",),
+         "no draft model is known for the target 'openai/gpt-oss-20b', but a DFlash head "
+         "(z-lab/gpt-oss-20b-DFlash), which needs vLLM's Model Runner V2"),
+        (("meta-llama/Llama-2-7b-hf", ALL, "eagle3"),
+         'but a draft model (JackFram/llama-68m): leave "drafter" out for it'),
+    ],
+)  # fmt: skip
+def test_of_unknown_targets_it_is_said_what_to_write(arguments, said):
     with pytest.raises(ConfigError) as error:
-        known_draft(target, ALL)
-    assert '{"method": "sequoia", "model": "DRAFT"}' in str(error.value)
-    assert target in str(error.value)
-
-
-def test_a_target_with_heads_alone_says_what_they_need():
-    with pytest.raises(ConfigError) as error:
-        known_draft("openai/gpt-oss-20b")
-    assert str(error.value).startswith(
-        "no draft model is known for the target 'openai/gpt-oss-20b', but a DFlash head "
-        "(z-lab/gpt-oss-20b-DFlash), which needs vLLM's Model Runner V2"
-    )
-
-
-def test_a_kind_that_is_asked_for_and_not_known():
-    with pytest.raises(ConfigError) as error:
-        known_draft("meta-llama/Llama-2-7b-hf", ALL, "eagle3")
-    assert 'but a draft model (JackFram/llama-68m): leave "drafter" out for it' in str(error.value)
-
-
-# -- in an engine ------------------------------------------------------------------
+        known_draft(*arguments)
+    assert said in str(error.value)
+    assert arguments[0] in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +188,7 @@ def found_draft(kinds, kind_of=kind_by_name, target="Qwen/Qwen3-8B", **keys):
 
 def test_the_log_says_which_and_why(caplog):
     with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
-        found = found_draft(ALL, drafter="dflash")
-    assert found.kind == "dflash"
+        assert found_draft(ALL, drafter="dflash").kind == "dflash"
     [line] = [m for m in caplog.messages if m.startswith("Sequoia: drafting with ")]
     assert line.startswith(
         "Sequoia: drafting with RedHatAI/Qwen3-8B-speculator.dflash: a DFlash head made for this "
@@ -231,16 +219,12 @@ def test_a_head_that_cannot_be_read_is_passed_over(caplog):
     assert found_draft([*ALL, "lookup"], lambda _: "model", "openai/gpt-oss-20b").kind == "lookup"
     with pytest.raises(ConfigError, match="cannot be read as a head's"):
         found_draft(ALL, lambda _: "model", drafter="eagle3")
-
-
-def test_the_user_may_name_the_kind_alone():
+    # The user may name the kind alone.
     assert found_draft(ALL, drafter="model").name == "Qwen/Qwen3-0.6B"
     assert found_draft(ALL, drafter="eagle3").kind == "eagle3"
     with pytest.raises(ConfigError, match=r'an EAGLE-3 head needs .*: leave "drafter" out here'):
         found_draft(("model",), drafter="eagle3")
 
-
-# -- the table ---------------------------------------------------------------------
 
 KNOWN = [(drafter.kind, known) for drafter in DRAFTERS.values() for known in drafter.known]
 HEADS = [(kind, known) for kind, known in KNOWN if kind != "model"]
@@ -253,37 +237,103 @@ def test_the_document_says_which_kinds_were_measured_on_a_gpu():
     assert said == {name: shown or "no" for name, shown in ran.items()}
 
 
-def test_every_pair_says_why():
+def test_every_pair_says_why_and_is_chosen_for_a_target():
     assert all(known.note for _, known in KNOWN)
     assert len({(known.target, known.draft) for _, known in KNOWN}) == len(KNOWN)
+    others = {"{0}/draft"}  # of a folder's target
+    assert all(targets_of(pair) or pair.draft in others for _, pair in KNOWN)
 
 
 @pytest.mark.parametrize(("kind", "pair"), HEADS, ids=[known.draft for _, known in HEADS])
 def test_vllm_loads_heads_of_this_kind(kind, pair):
-    """Their architecture is one of vLLM's, and what we recognise it as is the entry's kind."""
+    """Their architecture is one of vLLM's, and what we recognise it as is the entry's kind.
+
+    Each is for one target, which gives vLLM its hidden states.
+    """
     assert pair.architecture in registry._SPECULATIVE_DECODING_MODELS
     config = SimpleNamespace(architectures=[pair.architecture], model_type="llama")
     assert recognise(config).kind == kind
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", pair.draft)
     # Its own page, or a repository and a file in it.
     assert pair.note == HUB or re.fullmatch(r"[\w-]+/[\w-]+: [\w./-]+", pair.note)
-
-
-@pytest.mark.parametrize("pair", [known for _, known in HEADS], ids=lambda known: known.draft)
-def test_their_targets_give_vllm_their_hidden_states(pair):
-    [classes] = {NAMES[name].architectures for name in targets_of(pair)}
-    assert {"SupportsEagle3", "EagleModelMixin"} & bases_in_vllm(classes[0])
-
-
-def test_each_head_is_chosen_for_one_target():
-    assert all(len(targets_of(pair)) == 1 for _, pair in HEADS)
-
-
-def test_each_draft_model_is_chosen_for_a_target():
-    others = {"{0}/draft"}  # of a folder's target
-    assert all(targets_of(pair) or pair.draft in others for _, pair in KNOWN)
+    [target] = targets_of(pair)
+    assert {"SupportsEagle3", "EagleModelMixin"} & bases_in_vllm(NAMES[target].architectures[0])
 
 
 def targets_of(pair: KnownDrafter) -> list[str]:
     """Targets in the table of families that its pattern takes."""
     return [name for name in NAMES if re.fullmatch(pair.target, name, flags=re.IGNORECASE)]
+
+
+def target(architecture: str = "MiMoForCausalLM", model_type: str = "mimo", **changes):
+    fields = {"num_hidden_layers": 36, "num_nextn_predict_layers": 1, **changes}
+    config = PreTrainedConfig(architectures=[architecture], **fields)
+    config.model_type = model_type
+    return SimpleNamespace(model="a/target", hf_config=config)
+
+
+def kind_of(given: SimpleNamespace) -> str:
+    return DraftReader(given, SequoiaConfig(drafter="mtp")).kind(given.model).kind
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [
+        ("MiMoForCausalLM", "mimo"), ("Glm4MoeForCausalLM", "glm4_moe"),
+        ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"), ("HYV3ForCausalLM", "hy_v3"),
+        ("ExaoneMoeForCausalLM", "exaone_moe"), ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+        ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+        ("Qwen3NextForCausalLM", "qwen3_next"),  # whose published ones do not name their layer
+    ],
+)  # fmt: skip
+def test_targets_that_draft_for_themselves(architecture, model_type):
+    unnamed = {"num_nextn_predict_layers": None} if model_type == "qwen3_next" else {}
+    here = target(architecture, model_type, **unnamed)
+    assert kind_of(here) == "mtp"
+    assert DRAFTERS["mtp"].lies_in(here.hf_config.to_dict())
+    assert here.hf_config.num_hidden_layers == 36  # vLLM's reading of a draft changes its own
+
+
+def test_targets_that_read_images_hear_of_their_layer(monkeypatch):
+    """Where no draft is known for them, as the default reads text alone."""
+    monkeypatch.setattr(SequoiaSettings, "of", lambda _: SimpleNamespace(drafter="lookup"))
+    text = {"text_config": {"mtp_num_hidden_layers": 1}}
+    model = in_vllm({"architectures": ["Qwen3_5ForConditionalGeneration"], **text})
+    found = _drafter_reasons(SimpleNamespace(model_config=model, lora_config=None))
+    assert 'instead of "drafter": "lookup", or give "drafter": "mtp"' in " ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (target("LlamaForCausalLM", "llama"), "has no layer of multi-token prediction"),
+        (target(num_nextn_predict_layers=2), "has 2 MTP layers"),
+        (target(num_nextn_predict_layers=0), "has 0 MTP layers"),
+        (target("Qwen3_5ForCausalLM", "qwen3_5_text", mtp_num_hidden_layers=0), "has 0 MTP layers"),
+        (target("DeepseekV3ForCausalLM", "deepseek_v3"), "do not draft with (DeepSeekMTPModel)"),
+    ],
+)  # fmt: skip
+def test_others_are_refused_with_the_reason(given, problem):
+    with pytest.raises(ConfigError) as error:
+        kind_of(given)
+    assert problem in str(error.value)
+    assert not DRAFTERS["mtp"].lies_in(given.hf_config.to_dict())
+    assert 'give "model" an EAGLE-3 or DFlash head or a draft model' in str(error.value)
+
+
+def test_vllm_knows_the_layers():
+    assert set(_SPECULATIVE_DECODING_MODELS) >= ARCHITECTURES
+    assert all(re.fullmatch(MODEL_TYPES, known) for known in get_args(MTPModelTypes))
+
+
+def test_no_model_is_given_with_them():
+    def found(*kinds, **keys):
+        config = SequoiaConfig(drafter="mtp", **keys)
+        return find_draft(config, "a/target", [*map(drafter, kinds)], lambda _: drafter("mtp"))
+
+    for keys in ({}, {"model": "a/target"}):
+        assert found("model", "mtp", **keys) == ("a/target", drafter("mtp"))
+    with pytest.raises(ConfigError, match='"model" is \'a/head\': leave "model" out'):
+        found("model", "mtp", model="a/head")
+    with pytest.raises(ConfigError, match="needs vLLM's Model Runner V2"):
+        found("model")

@@ -32,13 +32,10 @@ def test_a_row_does_not_depend_on_the_others():
     assert (together - exact).abs().max() <= exact.abs().max() * 2**-8
 
 
-def test_infinities_and_nans_stay():
+def test_infinities_and_nans_stay_and_it_is_traced_as_one_operation():
     x, weight = torch.ones(1, 16).bfloat16(), torch.ones(4, 16).bfloat16()
     weight[1, 3], weight[2, 5] = torch.inf, torch.nan
     assert str(linear_rows(x, weight, None).tolist()) == "[[16.0, inf, nan, 16.0]]"
-
-
-def test_it_is_traced_as_one_operation():
     traced = torch.ops.sequoia_vllm.linear_rows.default
     torch.library.opcheck(traced, (whole_numbers(3, 16), whole_numbers(4, 16), None))
 

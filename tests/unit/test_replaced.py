@@ -83,10 +83,8 @@ def by_rule(rule, chance):
         accepted, emitted = rule(
             lambda node: target_at(torch.tensor([0]), torch.tensor([node])),
             lambda node: draft_at(torch.tensor([0]), torch.tensor([node])),
-            row,
-            children_of(own[:size]),
-            chance,
-        )
+            row, children_of(own[:size]), chance,
+        )  # fmt: skip
         depth = depth_of(own)
         return VerifyResult(
             torch.tensor([accepted + [-1] * (depth - len(accepted))], dtype=torch.int64),
@@ -106,10 +104,8 @@ def with_stand_ins(rule, target, draft, parents, choose=stand_ins):
             by_rule(rule, chance),
             lambda _, nodes: target(path_tokens(scored, parents, int(nodes))),
             lambda _, nodes: draft_at(int(nodes)),
-            torch.tensor([drawn]),
-            torch.tensor([scored]),
-            torch.tensor([parents]),
-        )
+            torch.tensor([drawn]), torch.tensor([scored]), torch.tensor([parents]),
+        )  # fmt: skip
         [count] = found.num_accepted.tolist()
         accepted = found.accepted_nodes[0, :count].tolist()
         emitted = found.output_tokens[0, : count + 1].tolist()
@@ -119,23 +115,29 @@ def with_stand_ins(rule, target, draft, parents, choose=stand_ins):
     return verifier
 
 
+def laws(method, shape, wrong=None, kind="dense"):
+    """The law of trees with replaced tokens, or of a wrong verifier; and the target's."""
+    parents = SHAPES[shape]
+    target, draft = following_a_grammar(kind)
+    length = depth_of(parents) + 1
+    rule = RULES[method]
+    verifier = (
+        wrong(rule, target, parents) if wrong else with_stand_ins(rule, target, draft, parents)
+    )
+    found = exact_law(target, draft, parents, 3, length, verifier)
+    return found, autoregressive_law(target, 3, length)
+
+
 def error(found, expected):
     return sum(abs(found[tokens] - expected[tokens]) for tokens in expected)
-
-
-# -- exactly -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["dense", "zeros in Q", "one-hot Q", "one-hot P", "disjoint"])
 @pytest.mark.parametrize("shape", SHAPES)
 @both_methods
 def test_the_law_is_the_targets(method, shape, kind):
-    parents = SHAPES[shape]
-    target, draft = following_a_grammar(kind)
-    length = depth_of(parents) + 1
-    verifier = with_stand_ins(RULES[method], target, draft, parents)
-    expected = autoregressive_law(target, 3, length)
-    assert exact_law(target, draft, parents, 3, length, verifier) == expected
+    found, expected = laws(method, shape, kind=kind)
+    assert found == expected
 
 
 @both_methods
@@ -164,12 +166,7 @@ def like_draws(rule, target, parents):
 @both_methods
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_replaced_token_is_no_draw(method, shape):
-    parents = SHAPES[shape]
-    target, draft = following_a_grammar("dense")
-    length = depth_of(parents) + 1
-    expected = autoregressive_law(target, 3, length)
-    found = exact_law(target, draft, parents, 3, length, like_draws(RULES[method], target, parents))
-    assert error(found, expected) > 0.005
+    assert error(*laws(method, shape, like_draws)) > 0.005
 
 
 @both_methods
@@ -184,12 +181,7 @@ def test_the_drawn_token_was_a_draw(method, shape, monkeypatch):
         return subtrees(roots, parents.masked_fill(forgotten, -2), is_replaced, depth)
 
     monkeypatch.setattr(replaced, "_subtrees", forgetful)
-    parents = SHAPES[shape]
-    target, draft = following_a_grammar("dense")
-    length = depth_of(parents) + 1
-    verifier = with_stand_ins(RULES[method], target, draft, parents)
-    expected = autoregressive_law(target, 3, length)
-    assert error(exact_law(target, draft, parents, 3, length, verifier), expected) > 0.005
+    assert error(*laws(method, shape)) > 0.005
 
 
 @both_methods
@@ -218,8 +210,6 @@ def test_a_choice_by_what_is_below_is_not_lossless(method):
     assert error_of(lambda drawn: 1) == 0
     assert error_of(lambda drawn: min(drawn[2], 1)) > 0.01
 
-
-# -- the fast verifiers, sampled -----------------------------------------------------------
 
 SAMPLES = 40_000
 VOCABULARY = 4
@@ -291,18 +281,14 @@ def test_sampled_trees_are_lossless(method):
         method_of(method).host_function(),
         lambda requests, nodes: tables.target[state[requests, nodes]],
         lambda requests, nodes: tables.draft[drawn_state[requests, nodes]],
-        drawn,
-        scored,
-        parents,
-        generator,
-    )
+        drawn, scored, parents, generator,
+    )  # fmt: skip
     path = found.accepted_nodes.clamp(min=0)
     accepted = (drawn != scored).gather(1, path) & (found.accepted_nodes >= 0)
     assert accepted.sum(dim=1).float().mean() > 0.2  # replaced ones
     assert accepted.all(dim=1).any()  # one after another
     for which in (0, 1):
-        tokens = found.output_tokens[which::2]
-        check(tables, tokens, generator)
+        check(tables, found.output_tokens[which::2], generator)
 
 
 def check(tables, emitted, generator):
@@ -320,22 +306,19 @@ def check(tables, emitted, generator):
 @both_methods
 def test_what_a_stream_gives_does_not_depend_on_decisions(method):
     """Or ranks of one group that round differently would draw different trees from then on."""
-    drawn = torch.tensor([[0, 1, 2]])
-    scored = torch.tensor([[0, 3, 4]])
     states = []
-    for likely in (3, 5):  # what replaces a node, and what does not
+    # What replaces a node, and what does not.
+    for likely, accepted, emitted in ((3, [1, -1], [3, 3, -1]), (5, [-1, -1], [5, -1, -1])):
         target, generator = torch.zeros(6), torch.Generator().manual_seed(1)
         target[likely] = 1
         found = verify_replaced(
             method_of(method).host_function(),
             lambda requests, nodes, target=target: target.repeat(len(requests), 1),
             lambda requests, nodes: torch.full((len(requests), 6), 1 / 6),
-            drawn,
-            scored,
-            torch.tensor([[-1, 0, 1]]),
+            torch.tensor([[0, 1, 2]]), torch.tensor([[0, 3, 4]]), torch.tensor([[-1, 0, 1]]),
             generator,
-        )
-        assert found.accepted_nodes.tolist() == ([[1, -1]] if likely == 3 else [[-1, -1]])
-        assert found.output_tokens.tolist() == ([[3, 3, -1]] if likely == 3 else [[5, -1, -1]])
+        )  # fmt: skip
+        assert found.accepted_nodes.tolist() == [accepted]
+        assert found.output_tokens.tolist() == [emitted]
         states.append(generator.get_state())
     assert torch.equal(*states)

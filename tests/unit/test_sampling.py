@@ -45,9 +45,6 @@ def assert_plackett_luce(tokens: torch.Tensor, weights: list[float]) -> None:
     assert_same_law(counts.numpy(), probabilities.numpy())
 
 
-# -- the law ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("weights", "k"),
     [
@@ -69,21 +66,13 @@ def test_ordered_draws_follow_plackett_luce(weights, k):
     assert_plackett_luce(tokens, weights)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_temperature_divides_the_logits(temperature):
+def test_temperature_divides_the_logits_of_each_row():
     weights = [4.0, 2.0, 1.0]
-    logits = logits_of(weights).expand(SAMPLES, -1)
-    tokens = drawn_from(logits, 2, temperature, generator(1))
-    assert_plackett_luce(tokens, [w ** (1 / temperature) for w in weights])
-
-
-def test_each_row_has_its_own_temperature():
-    weights = [4.0, 2.0, 1.0]
-    temperatures = torch.tensor([1.0, 0.5]).repeat(SAMPLES)
-    logits = logits_of(weights).expand(2 * SAMPLES, -1)
-    tokens = drawn_from(logits, 2, temperatures, generator(2))
-    assert_plackett_luce(tokens[0::2], weights)
-    assert_plackett_luce(tokens[1::2], [w**2 for w in weights])
+    temperatures = torch.tensor([1.0, 0.5, 2.0])
+    logits = logits_of(weights).expand(3 * SAMPLES, -1)
+    tokens = drawn_from(logits, 2, temperatures.repeat(SAMPLES), generator(2))
+    for row, temperature in enumerate(temperatures.tolist()):
+        assert_plackett_luce(tokens[row::3], [w ** (1 / temperature) for w in weights])
 
 
 def test_tokens_whose_probability_underflows_are_drawn_as_the_verifier_sees_them():
@@ -117,8 +106,6 @@ def test_exponential_noise_is_fine_near_zero():
     assert kstest((small * 2**24 % 1).numpy(), "uniform").pvalue > 1e-6
 
 
-# -- shapes ----------------------------------------------------------------------------
-
 GRID_LOGITS = st.lists(
     st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 2.0]), min_size=5, max_size=5).filter(
         lambda row: max(row) > -math.inf
@@ -151,17 +138,10 @@ def test_draft_distribution_is_softmax(rows, temperature):
     assert torch.allclose(draft.double(), expected, atol=1e-6)
 
 
-def test_half_precision_logits_give_float32_probabilities():
+def test_half_precision_logits_give_float32_probabilities_and_are_left_alone():
     logits = torch.randn(3, 9, generator=generator(0)).bfloat16()
-    assert torch.equal(rows_at(logits, 0.7), rows_at(logits.float(), 0.7))
-
-
-def test_logits_are_left_alone():
-    logits = torch.randn(2, 8, generator=generator(0))
     before = logits.clone()
+    assert torch.equal(rows_at(logits, 0.7), rows_at(logits.float(), 0.7))
     drawn_from(logits, 3)
     assert torch.equal(logits, before)
-
-
-def test_no_rows():
     assert drawn_from(torch.empty(0, 5), 2).shape == (0, 2)

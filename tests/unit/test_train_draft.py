@@ -59,8 +59,8 @@ def answered(scripts, target: Path, part: str, count: int):
         ids = tokenizer(one.prompt, return_tensors="pt").input_ids
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
         text = model.generate(
-            ids, max_new_tokens=ANSWER, eos_token_id=None,
-            attention_mask=torch.ones_like(ids), **sampling,
+            ids, max_new_tokens=ANSWER, eos_token_id=None, attention_mask=torch.ones_like(ids),
+            **sampling,
         )  # fmt: skip
         law = model(text).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
         best = law.topk(scripts.draft_data.LIKELIEST)
@@ -92,6 +92,19 @@ def data(scripts, target, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def tokenizer(target):
+    return transformers.AutoTokenizer.from_pretrained(target)
+
+
+def refused(words: str, *arguments) -> str:
+    """The error of a command that must end with one."""
+    done = run_here(*arguments)
+    assert done.returncode == 1
+    assert words in done.stderr
+    return done.stderr
+
+
 GOOD = '{"prompt": "a"}'
 
 
@@ -113,16 +126,14 @@ class TestPrompts:
         path = tmp_path / "prompts.jsonl"
         path.write_bytes(b"\n".join([GOOD.encode(), b"", line, GOOD.encode()]))
         options = ["--target", target, "--prompts", path, "--out", tmp_path / "out"]
-        done = run_here("draft-data", *options)
-        assert done.returncode == 1
-        assert f"error: prompts {path}, line 3" in done.stderr
-        assert words in done.stderr
-        assert done.stderr.count("\n") == 0
+        said = refused(words, "draft-data", *options)
+        assert f"error: prompts {path}, line 3" in said
+        assert said.count("\n") == 0
         assert not (tmp_path / "out").exists()
 
-    def test_conversations_are_asked_as_they_are(self, scripts, target, tmp_path):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-        tokenizer.chat_template = "{% for one in messages %}{{ one.content }}.{% endfor %}"
+    def test_conversations_are_asked_as_they_are(self, scripts, tokenizer, tmp_path, monkeypatch):
+        template = "{% for one in messages %}{{ one.content }}.{% endfor %}"
+        monkeypatch.setattr(tokenizer, "chat_template", template)
         turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
         (tmp_path / "prompts.jsonl").write_text(f"{GOOD}\n{json.dumps({'messages': turns})}")
         [one] = scripts.chat_prompts.read_prompts(tmp_path / "prompts.jsonl", False, 9, seed=0)
@@ -156,8 +167,7 @@ class TestPrompts:
 
 
 class TestTokens:
-    def test_the_most_frequent_are_kept_with_what_they_are_made_of(self, scripts, target):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    def test_the_most_frequent_are_kept_with_what_they_are_made_of(self, scripts, tokenizer):
         counts = np.zeros(VOCABULARY, dtype=np.int64)
         longest = max(tokenizer.get_vocab(), key=len)
         counts[tokenizer.convert_tokens_to_ids(longest)] = 9
@@ -169,16 +179,14 @@ class TestTokens:
         assert reduced.convert_tokens_to_ids(longest) in reduced(text).input_ids
         assert (reduced.bos_token, reduced.eos_token) == (tokenizer.bos_token, tokenizer.eos_token)
 
-    def test_the_engine_will_match_each_of_them(self, scripts, target):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    def test_the_engine_will_match_each_of_them(self, scripts, tokenizer):
         reduced = scripts.draft_model.reduced_tokenizer(tokenizer, np.arange(VOCABULARY), KEPT)
         words = scripts.draft_model.matching(tokenizer, reduced, VOCABULARY, KEPT)
         assert words.num_shared == KEPT
         for token, number in reduced.get_vocab().items():
             assert words.drawn[tokenizer.convert_tokens_to_ids(token)] == number
 
-    def test_what_cannot_be_reduced(self, scripts, target):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    def test_what_cannot_be_reduced(self, scripts, tokenizer):
         with pytest.raises(SequoiaError, match="--tokens 100: special tokens"):
             scripts.draft_model.reduced_tokenizer(tokenizer, np.zeros(VOCABULARY), 100)
         with pytest.raises(SequoiaError, match="no byte-pair encoding"):
@@ -233,15 +241,13 @@ def trained(data, tmp_path_factory):
 class TestTrainDraft:
     def test_leaves_a_draft_and_its_record(self, trained):
         metrics = json.loads((trained / "metrics.json").read_text("utf-8"))
-        losses = metrics["validation_loss"]
-        assert [point["step"] for point in losses] == [10, 20, 30]
+        assert [point["step"] for point in metrics["validation_loss"]] == [10, 20, 30]
         assert metrics["vocabulary"] == KEPT
         weights = hashlib.sha256((trained / "model.safetensors").read_bytes()).hexdigest()
         assert metrics["sha256"]["the weights"] == weights
         model = transformers.AutoModelForCausalLM.from_pretrained(trained)
         assert model.dtype == torch.bfloat16
-        assert model.config.vocab_size == KEPT
-        assert model.config.max_position_embeddings == 512
+        assert (model.config.vocab_size, model.config.max_position_embeddings) == (KEPT, 512)
         tokenizer = transformers.AutoTokenizer.from_pretrained(trained)
         assert model.config.eos_token_id == tokenizer.eos_token_id
 
@@ -258,20 +264,14 @@ class TestTrainDraft:
 
     @pytest.mark.parametrize(("shape", "problem"), [("16x1", "is not HIDDEN"), ("6x1x2x8", "2 ×")])
     def test_a_wrong_shape_is_named(self, shape, problem, data, tmp_path):
-        done = run_here("train-draft", "--data", data, "--out", tmp_path, "--shape", shape)
-        assert done.returncode == 1
-        assert f"--shape {shape}" in done.stderr
-        assert problem in done.stderr
+        options = ["--data", data, "--out", tmp_path, "--shape", shape]
+        assert f"--shape {shape}" in refused(problem, "train-draft", *options)
 
-    def test_a_trained_draft_is_not_trained_over(self, trained, data):
-        done = run_here("train-draft", "--data", data, "--out", trained, *OPTIONS)
-        assert done.returncode == 1
-        assert "has a trained drafter" in done.stderr
-
-    def test_data_of_another_recipe_is_left_alone(self, data, target):
-        done = run_here("draft-data", "--target", target, "--out", data, "--answer", "99")
-        assert done.returncode == 1
-        assert "data of another recipe" in done.stderr
+    def test_what_was_made_before_is_left_alone(self, trained, data, target):
+        options = ["--data", data, "--out", trained, *OPTIONS]
+        refused("has a trained drafter", "train-draft", *options)
+        options = ["--target", target, "--out", data, "--answer", "99"]
+        refused("data of another recipe", "draft-data", *options)
 
     @pytest.mark.parametrize("own", [False, True])
     def test_more_texts_fill_the_last_shard(self, own, scripts, target, tmp_path, monkeypatch):

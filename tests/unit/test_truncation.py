@@ -22,13 +22,10 @@ FALSE_ALARM = 1e-6
 
 
 def rows_of(count: int, **values: float) -> Truncation:
-    dtypes = {"top_k": torch.int32}
-    return Truncation(
-        **{
-            name: torch.full((count,), value, dtype=dtypes.get(name, torch.float32))
-            for name, value in values.items()
-        }
-    )
+    def row(name: str, value: float) -> torch.Tensor:
+        return torch.full((count,), value, dtype=torch.int32 if name == "top_k" else torch.float32)
+
+    return Truncation(**{name: row(name, value) for name, value in values.items()})
 
 
 def lowered(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
@@ -37,9 +34,6 @@ def lowered(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     is_lowered = found != scaled
     assert torch.equal(found[is_lowered], (scaled - LOWERED_BY)[is_lowered])
     return is_lowered
-
-
-# -- what is inside ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocabulary", [50, 5000])
@@ -59,6 +53,7 @@ def test_the_draft_is_cut_where_vllm_would_cut_the_target(values, vocabulary):
 
 def test_a_row_without_parameters_keeps_its_bits_among_others():
     scaled = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1))
+    assert lower_outside(scaled, Truncation()) is scaled  # nothing is copied
     truncation = Truncation(
         top_k=torch.tensor([1000, 10, 1000, 1000]),
         top_p=torch.tensor([1.0, 1.0, 0.5, 1.0]),
@@ -68,14 +63,11 @@ def test_a_row_without_parameters_keeps_its_bits_among_others():
     assert lowered(scaled, truncation)[1].sum() == 990
 
 
-def test_without_any_parameters_nothing_is_copied():
-    scaled = torch.randn(2, 5)
-    assert lower_outside(scaled, Truncation()) is scaled
-
-
-def test_equal_tokens_are_all_inside_or_none():
+def test_equal_tokens_are_all_inside_or_none_and_excluded_ones_stay_so():
     scaled = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
     assert lowered(scaled, rows_of(1, top_k=2)).tolist() == [[True, False, False, False, True]]
+    excluded = torch.tensor([[0.0, float("-inf"), -1.0, float("-inf")]])
+    assert torch.equal(lower_outside(excluded, rows_of(1, top_k=3)), excluded)
 
 
 @pytest.mark.parametrize("size", [LARGEST_NUCLEUS, LARGEST_NUCLEUS + 1])
@@ -85,20 +77,19 @@ def test_a_nucleus_too_large_to_look_for_leaves_the_row_alone(size):
     assert kept == (size if size == LARGEST_NUCLEUS else 2000)
 
 
-def test_excluded_logits_stay_excluded():
-    scaled = torch.tensor([[0.0, float("-inf"), -1.0, float("-inf")]])
-    found = lower_outside(scaled, rows_of(1, top_k=3))
-    assert found.tolist() == [[0.0, float("-inf"), -1.0, float("-inf")]]
-
-
-# -- drawn and verified by one Q -----------------------------------------------------------
-
 TARGET = torch.tensor([3.0, 2.5, 2.0, 0.5, 0.0, -1.0])
 DRAFT = torch.tensor([2.0, 0.0, 2.5, 1.5, 1.0, -1.0])
 TREE = TokenTree((-1, 0, 0, 0))
 REQUESTS = 40_000
 TOP_P = 0.75
 NOTHING = torch.tensor([[-1]])
+
+
+def started(tree: TokenTree, sampling: DraftSampling):
+    """A sampling that drafts one level of children, and this level."""
+    [level] = TreeTables(tree, torch.device("cpu")).levels.levels
+    sampling.start(tree, len(DRAFT))
+    return sampling, level
 
 
 def drafted(told: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,11 +99,10 @@ def drafted(told: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     torch.manual_seed(0)
     requests = torch.ones(REQUESTS)
-    sampling = DraftSampling(
-        requests, torch.zeros(REQUESTS, 1), requests == 0, rows_of(REQUESTS, top_p=TOP_P)
+    truncation = rows_of(REQUESTS, top_p=TOP_P)
+    sampling, level = started(
+        TREE, DraftSampling(requests, torch.zeros(REQUESTS, 1), requests == 0, truncation)
     )
-    [level] = TreeTables(TREE, torch.device("cpu")).levels.levels
-    sampling.start(TREE, len(DRAFT))
     tokens = torch.zeros(REQUESTS, TREE.size, dtype=torch.int64)
     tokens[:, level.columns.flatten().long()] = sampling.children(
         DRAFT.expand(REQUESTS, -1), level, torch.full((REQUESTS, 1), told)
@@ -162,20 +152,14 @@ def test_verified_by_that_q_the_law_is_the_targets_and_by_another_it_is_not(told
         assert_same_law(first_tokens(plain, tokens).numpy(), law.numpy(), FALSE_ALARM)
 
 
-# -- who is matched instead ------------------------------------------------------------------
-
-
 def test_a_seeded_request_looks_outside_the_nucleus_last():
     """Its own token is from the nucleus, whatever the noise."""
     requests = 2000
-    sampling = DraftSampling(
-        torch.ones(requests),
-        torch.arange(requests)[:, None],
-        torch.ones(requests, dtype=torch.bool),
-        rows_of(requests, top_k=2),
+    seeded, seeds = torch.ones(requests, dtype=torch.bool), torch.arange(requests)[:, None]
+    truncation = rows_of(requests, top_k=2)
+    sampling, level = started(
+        TokenTree((-1, 0)), DraftSampling(torch.ones(requests), seeds, seeded, truncation)
     )
-    [level] = TreeTables(TokenTree((-1, 0)), torch.device("cpu")).levels.levels
-    sampling.start(TokenTree((-1, 0)), len(DRAFT))
     drawn = sampling.children(DRAFT.expand(requests, -1), level, NOTHING.expand(requests, 1))
     expected = torch.softmax(lower_outside(DRAFT[None], rows_of(1, top_k=2)), dim=1)[0]
     counts = one_hot(drawn.flatten(), len(DRAFT)).sum(dim=0)
@@ -183,9 +167,6 @@ def test_a_seeded_request_looks_outside_the_nucleus_last():
 
 
 def test_greedy_requests_draft_as_without_parameters():
-    sampling = DraftSampling(
-        torch.zeros(1), torch.zeros(1, 1), torch.tensor([False]), rows_of(1, top_k=1)
-    )
-    [level] = TreeTables(TREE, torch.device("cpu")).levels.levels
-    sampling.start(TREE, len(DRAFT))
+    greedy = torch.zeros(1), torch.zeros(1, 1), torch.tensor([False]), rows_of(1, top_k=1)
+    sampling, level = started(TREE, DraftSampling(*greedy))
     assert sampling.children(DRAFT[None], level, NOTHING).flatten().tolist() == [2, 0, 3]

@@ -28,8 +28,6 @@ from tests.support.tree_problems import (
 RULES = {"sequoia": algorithm_2, "traversal": traversal}
 both_methods = pytest.mark.parametrize("method", RULES)
 
-# -- every decision against the reference -------------------------------------------
-
 
 # A path that is certain, though rejections went before: rounding must not make it less.
 CERTAIN = random_problem(random.Random(18644))
@@ -105,9 +103,6 @@ def test_what_is_emitted_is_always_possible_under_the_target(method, seed):
             assert target[node, token] > 0
 
 
-# -- rounding ------------------------------------------------------------------------
-
-
 def star(target, draft, tokens, uniforms):
     """A root with children ``tokens``, the same distributions at every node."""
     size = 1 + len(tokens)
@@ -121,28 +116,30 @@ def star(target, draft, tokens, uniforms):
     return as_lists(result)[0]
 
 
-def test_a_residual_lost_to_rounding_means_accept():
-    # P is below Q everywhere, as rounding can make it: u falls between P/Q and 1.
-    target, draft = [0.4999999, 0.4999999, 0.0], [0.5, 0.5, 0.0]
-    assert star(target, draft, [1], [0.1, 1 - 1e-12]) == ([1], [1, 0])
-    assert star(target, draft, [1, 0], [0.1, 1 - 1e-12, 0.0]) == ([1], [1, 0])
+# P is below Q everywhere, as rounding can make it: u falls between P/Q and 1.
+BELOW = [0.4999999, 0.4999999, 0.0], [0.5, 0.5, 0.0]
 
 
-def test_a_residual_lost_to_rounding_never_emits_an_impossible_token():
-    # The child's true Q is 1e-9: too small to show in Q[0] = 1.
-    assert star([1.0, 0.0], [1.0, 1e-9], [1], [0.9999, 0.0]) == ([], [0])
+@pytest.mark.parametrize(
+    ("target", "draft", "tokens", "uniforms", "expected"),
+    [
+        # A residual that is lost to rounding means: accept.
+        (*BELOW, [1], [0.1, 1 - 1e-12], ([1], [1, 0])),
+        (*BELOW, [1, 0], [0.1, 1 - 1e-12, 0.0], ([1], [1, 0])),
+        # And never emits an impossible token: its true Q is too small to show in Q[0] = 1.
+        ([1.0, 0.0], [1.0, 1e-9], [1], [0.9999, 0.0], ([], [0])),
+        # A uniform of zero rejects an impossible token.
+        ([0.0, 1.0], [0.5, 0.5], [0], [0.0, 0.0], ([], [1])),
+        ([0.0, 1.0], [0.0, 1.0], [0], [0.0, 0.0], ([], [1])),
+    ],
+)
+def test_rounding(target, draft, tokens, uniforms, expected):
+    assert star(target, draft, tokens, uniforms) == expected
 
 
-def test_equal_distributions_accept_for_every_uniform_below_one():
-    largest = 1 - 2.0**-53
-    for p in (0.1, 1 / 3, 0.7, 1e-30):
-        accepted, _ = star([p, 1 - p], [p, 1 - p], [0], [0.0, largest])
-        assert accepted == [1]
-
-
-def test_a_uniform_of_zero_rejects_an_impossible_token():
-    assert star([0.0, 1.0], [0.5, 0.5], [0], [0.0, 0.0]) == ([], [1])
-    assert star([0.0, 1.0], [0.0, 1.0], [0], [0.0, 0.0]) == ([], [1])
+@pytest.mark.parametrize("p", [0.1, 1 / 3, 0.7, 1e-30])
+def test_equal_distributions_accept_for_every_uniform_below_one(p):
+    assert star([p, 1 - p], [p, 1 - p], [0], [0.0, 1 - 2.0**-53])[0] == [1]
 
 
 def test_the_last_token_is_drawn_finely_enough_for_a_large_vocabulary():
@@ -152,17 +149,15 @@ def test_the_last_token_is_drawn_finely_enough_for_a_large_vocabulary():
     first = float(row[0].double() / row.double().sum())
     wanted = torch.tensor([1, 77, 50_000, 100_000])
     uniforms = first + (wanted.double() - 0.5) * (1 - first) / 100_000
+    rows, root = row.expand(4, 1, -1), torch.full((4, 1), -1)
     with with_uniforms(uniforms[:, None]):
-        result = verify_tree(
-            row.expand(4, 1, -1),
-            row.expand(4, 1, -1),
-            torch.zeros(4, 1, dtype=torch.int64),
-            torch.full((4, 1), -1),
-        )
+        result = verify_tree(rows, rows, torch.zeros(4, 1, dtype=torch.int64), root)
     assert torch.equal(result.output_tokens[:, 0], wanted)
 
 
-# -- batches, padding, trimming --------------------------------------------------------
+def problems_of(count, width=9):
+    """The first random problems, as one batch."""
+    return batch_of([random_problem(random.Random(seed)) for seed in range(count)], width)
 
 
 @both_methods
@@ -205,48 +200,31 @@ def test_a_trimmed_tree_is_the_smaller_tree():
 
 
 def test_inputs_are_left_alone_and_a_topology_stands_for_parents():
-    rng = random.Random(0)
-    mixed = [random_problem(rng) for _ in range(8)]
-    inputs = batch_of(mixed, 9)
+    inputs = problems_of(8)
     before = [values.clone() for values in inputs]
     result = verify_tree(*inputs, generator(0))
     for values, original in zip(inputs, before, strict=True):
         assert torch.equal(values.nan_to_num(-7), original.nan_to_num(-7))
     topology = Topology.from_parents(inputs[3])
-    again = verify_tree(*inputs[:3], topology, generator(0))
-    assert as_lists(again) == as_lists(result)
+    assert as_lists(verify_tree(*inputs[:3], topology, generator(0))) == as_lists(result)
 
 
-def test_without_a_generator_torchs_default_one_is_used():
-    problem = next(p for s in range(99) if len((p := random_problem(random.Random(s))).parents) > 6)
-    inputs = problem.tensors(batch=3)
-    torch.manual_seed(5)
-    assert as_lists(verify_tree(*inputs)) == as_lists(verify_tree(*inputs, generator(5)))
-
-
-def test_results_do_not_depend_on_torchs_default_dtype():
-    inputs = batch_of([random_problem(random.Random(s)) for s in range(64)], 9)
+def test_nothing_depends_on_torchs_defaults_but_the_generator():
+    inputs, logits = problems_of(64), torch.randn(4, 9)
     expected = as_lists(verify_tree(*inputs, generator(0)))
+    torch.manual_seed(0)
+    assert as_lists(verify_tree(*inputs)) == expected
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert as_lists(verify_tree(*inputs, generator(0))) == expected
         assert rows_at(torch.zeros(1, 3), 1.0).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_nothing_is_made_on_torchs_default_device():
-    inputs = batch_of([random_problem(random.Random(s)) for s in range(64)], 9)
-    logits = torch.randn(4, 9)
-    expected = as_lists(verify_tree(*inputs, generator(0)))
     with torch.device("meta"):  # a tensor made there could not be used with the others
         result = verify_tree(*inputs, generator(0))
         match_tree(lambda r, n, depth: r, *inputs[2:])
         drawn_from(logits, 3, torch.full((4,), 0.5, device="cpu"), generator(0))
     assert as_lists(result) == expected
-
-
-# -- the engine's form -----------------------------------------------------------------
 
 
 def test_distributions_are_asked_for_once_per_depth_and_only_where_needed():
@@ -277,24 +255,18 @@ def test_distributions_are_asked_for_once_per_depth_and_only_where_needed():
     ]
 
 
-def test_no_requests():
+def test_no_requests_and_mismatched_ones():
     empty = torch.empty(0, 3, dtype=torch.int64)
     result = verify_tree(torch.empty(0, 3, 4), torch.empty(0, 3, 4), empty, empty)
     assert (result.accepted_nodes.shape, result.output_tokens.shape) == ((0, 0), (0, 1))
     assert match_tree(lambda r, n, d: r, empty, empty).num_accepted.shape == (0,)
     assert match_nodes(empty, empty, empty).num_accepted.shape == (0,)
-
-
-def test_mismatched_arguments_are_refused():
     probabilities = torch.full((2, 2, 3), 1 / 3)
     tokens, parents = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[-1, 0]] * 2)
     with pytest.raises(ValueError, match=r"tokens are \[2, 2\] but parents \[1, 2\]"):
         verify_tree(probabilities, probabilities, tokens, parents[:1])
     with pytest.raises(ValueError, match="request 0: node 1 has parent 1"):
         verify_tree(probabilities, probabilities, tokens, torch.tensor([[-1, 1]] * 2))
-
-
-# -- greedy ------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=100)
@@ -339,13 +311,10 @@ def test_with_a_one_hot_target_any_draft_gives_the_greedy_path(seed):
     assert as_lists(match_nodes(best, tokens, parents)) == as_lists(matched)
 
 
-# -- GPU ---------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_decides_as_the_cpu_does():
-    inputs = batch_of([random_problem(random.Random(s)) for s in range(200)], 9)
+    inputs = problems_of(200)
     on_gpu = [values.cuda() for values in inputs]
     uniforms = torch.rand(inputs[2].shape, dtype=torch.float64, generator=generator(0))
     with with_uniforms(uniforms):
