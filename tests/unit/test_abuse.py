@@ -92,25 +92,17 @@ def mangled(draw, kind: str) -> str:
     for _ in range(draw(st.integers(1, 2))):
         _spoil(draw, data)
     text = json.dumps(data)
-    if draw(st.integers(0, 9)) == 0:
-        cut = draw(st.integers(0, len(text)))
-        text = text[:cut]
-    return text
+    return text[: draw(st.integers(0, len(text)))] if draw(st.integers(0, 9)) == 0 else text
 
 
 def _spoil(draw, data) -> None:
     """Puts any value in the place of one of these, however deep."""
-    while True:
-        places = list(data) if isinstance(data, dict) else range(len(data))
-        if not places:
-            return
+    while places := list(data) if isinstance(data, dict) else range(len(data)):
         place = draw(st.sampled_from(places))
-        below = data[place]
-        if isinstance(below, (dict, list)) and draw(st.booleans()):
-            data = below
-            continue
-        data[place] = deepcopy(draw(VALUES))  # samples are shared
-        return
+        if not isinstance(data[place], (dict, list)) or not draw(st.booleans()):
+            data[place] = deepcopy(draw(VALUES))  # samples are shared
+            return
+        data = data[place]
 
 
 READERS = {

@@ -49,25 +49,24 @@ from sequoia_vllm.measuring import provenance
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.step_recorder import StepRecorder
 from sequoia_vllm.tree import TokenTree
+from tests.support.commands import command, in_words
 from tests.support.models import DRAFT, TARGET
 
 OWN_PROCESSES = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
-# -- methods ---------------------------------------------------------------------
-
 
 def test_methods_in_order():
-    found = methods("d", ["2", "3"], ["auto", "16x4"])
-    assert [method.name for method in found] == [
+    plain_, *chains, auto, sized = methods("d", ["2", "3"], ["auto", "16x4"])
+    assert [method.name for method in (plain_, *chains, auto, sized)] == [
         "plain vLLM", "chain of 2", "chain of 3", "Sequoia auto", "Sequoia 16x4",
     ]  # fmt: skip
-    assert found[0].speculative_config is None
-    assert found[1].speculative_config == {
+    assert plain_.speculative_config is None
+    assert chains[0].speculative_config == {
         "method": "draft_model", "model": "d", "num_speculative_tokens": 2,
     }  # fmt: skip
-    assert found[3].speculative_config == {"method": "sequoia", "model": "d", "tree": "auto"}
-    assert found[4].speculative_config["tree"] == {"size": 16, "depth": 4}
-    assert [method.most_drafts for method in found] == [0, 2, 3, 127, 15]
+    assert auto.speculative_config == {"method": "sequoia", "model": "d", "tree": "auto"}
+    assert sized.speculative_config["tree"] == {"size": 16, "depth": 4}
+    assert [x.most_drafts for x in (plain_, *chains, auto, sized)] == [0, 2, 3, 127, 15]
 
 
 def test_the_default_is_what_a_server_runs(monkeypatch):
@@ -83,16 +82,12 @@ def test_the_default_is_what_a_server_runs(monkeypatch):
         raise BenchError("enough")
 
     monkeypatch.setattr("sequoia_vllm.bench.report.run_bench", stop)
-    done = CliRunner().invoke(app, ["bench", "--model", "t"])
-    assert "enough" in done.stderr
-    *others, served = found
-    assert [method.name for method in others] == [
-        "plain vLLM",
-        *(f"chain of {n}" for n in (1, 2, 4)),
-    ]
-    config = SequoiaConfig.parse(served.speculative_config)
+    assert "enough" in CliRunner().invoke(app, ["bench", "--model", "t"]).stderr
+    assert [method.name for method in found] == [
+        "plain vLLM", "chain of 1", "chain of 2", "chain of 4", "Sequoia",
+    ]  # fmt: skip
+    config = SequoiaConfig.parse(found[-1].speculative_config)
     assert config == SequoiaConfig.parse("sequoia").model_copy(update={"model": "known"})
-    assert served.name == "Sequoia"
 
 
 def test_trees_by_file_and_by_name(tmp_path):
@@ -107,10 +102,10 @@ def test_trees_by_file_and_by_name(tmp_path):
 
 
 def test_without_a_draft_chains_are_of_n_grams_and_trees_from_text():
-    found = methods("lookup", ["4"], ["served", "drawn", "auto", "16x4"])
-    assert [method.name for method in found[:2]] == ["plain vLLM", "n-gram chain of 4"]
-    assert found[1].speculative_config["method"] == "ngram"
-    configs = [method.speculative_config for method in found[2:]]
+    plain_, ngram, *trees = methods("lookup", ["4"], ["served", "drawn", "auto", "16x4"])
+    assert (plain_.name, ngram.name) == ("plain vLLM", "n-gram chain of 4")
+    assert ngram.speculative_config["method"] == "ngram"
+    configs = [method.speculative_config for method in trees]
     assert configs[0] == {"method": "sequoia", "drafter": "lookup"}
     assert all(config["drafter"] == "lookup" and "model" not in config for config in configs)
     with pytest.raises(BenchError, match="n-gram chains draw nothing; give 4"):
@@ -118,12 +113,8 @@ def test_without_a_draft_chains_are_of_n_grams_and_trees_from_text():
     same = "'Sequoia' and 'Sequoia, lookup' are the same without a draft model: give one of the two"
     with pytest.raises(BenchError, match=same):
         methods("lookup", [], ["served", "lookup"])
-    assert [method.name for method in methods("d", [], ["served", "lookup"])][1:] == [
-        "Sequoia", "Sequoia, lookup",
-    ]  # fmt: skip
-
-
-# -- rates -----------------------------------------------------------------------
+    named = [method.name for method in methods("d", [], ["served", "lookup"])]
+    assert named[1:] == ["Sequoia", "Sequoia, lookup"]
 
 
 def arrivals(*steps):
@@ -132,16 +123,12 @@ def arrivals(*steps):
 
 
 def test_steady_steps_are_after_every_first_token_until_one_has_all():
-    found = steady_part(
-        arrivals(
-            (1.0, (1, 0)),  # the second prompt is still being read
-            (2.0, (3, 1)),
-            (2.5, (2, 4)),
-            (3.5, (1, 1)),
-            (5.0, (3, 1), "has all"),
-            (9.5, (0, 1), "has all"),
-        )
-    )
+    steps = [
+        (1.0, (1, 0)),  # the second prompt is still being read
+        (2.0, (3, 1)), (2.5, (2, 4)), (3.5, (1, 1)),
+        (5.0, (3, 1), "has all"), (9.5, (0, 1), "has all"),
+    ]  # fmt: skip
+    found = steady_part(arrivals(*steps))
     assert found == Steady([2, 4, 1, 1, 3, 1], steps=3, seconds=3.0, batch_size=2)
     assert found.tokens_per_second == 4
     assert found.tokens_per_step == 2
@@ -178,11 +165,14 @@ def test_batches_are_full_and_hold_every_prompt(count, batch_size):
     assert len(flat) - count < batch_size
 
 
-# -- parts of a step ---------------------------------------------------------------
+def ticking(seconds):
+    return lambda self: self.tick(seconds)
 
 
 class FakeRunner:
     """Calls its parts as vLLM's runner does; every one takes a tick of the clock."""
+
+    _model_forward, _verify, _commit = ticking(10), ticking(70), ticking(30)
 
     def __init__(self, clock, stats=None):
         self.clock = clock
@@ -192,18 +182,9 @@ class FakeRunner:
     def tick(self, seconds):
         self.clock.now += seconds
 
-    def _model_forward(self):
-        self.tick(10)
-
     def _sample(self):
         self._verify()
         self._commit()
-
-    def _verify(self):
-        self.tick(70)
-
-    def _commit(self):
-        self.tick(30)
 
     def propose_draft_token_ids(self):
         self.tick(1000)
@@ -219,10 +200,30 @@ class FakeRunner:
             self.propose_draft_token_ids()
 
 
+class FakeRunnerV2(FakeRunner):
+    """Its `sample` includes the LM head; a tree's passes are one graph."""
+
+    def execute_model(self, scheduler_output):
+        self.tick(10)
+
+    def __init__(self, clock):
+        super().__init__(clock)
+        self.req_states = None
+        self.device = SimpleNamespace(type="cpu")
+        self.speculator = SimpleNamespace(propose=lambda: self.tick(1000), pass_widths=[3, 1])
+
+    def sample(self):
+        self.model.compute_logits()
+        self.tick(100)
+
+
 def step(scheduled, drafted=None):
     return SimpleNamespace(
         num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens=drafted or {}
     )
+
+
+STEADY = step({"a": 3}, {"a": [5, 6]})
 
 
 @pytest.fixture
@@ -264,11 +265,11 @@ def test_drawing_is_told_apart_where_the_runner_times_its_draft(clock, before):
     """And a trace that the runner makes anyway is kept."""
     runner = FakeRunner(clock, SimpleNamespace(seconds={"draft": 77.0}, trace=before))
     worker = timed_worker(runner)
-    runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
+    runner.execute_model(STEADY)
     [found] = worker.sequoia_take_steps()
     assert (found["drafting"], found["drawing"], found["passes"]) == (1000, 100, [(3, 900)])
     assert runner.stats.trace == (before and [*before[:1], ("draft", 1, 3, 900)])
-    runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
+    runner.execute_model(STEADY)
     parts = parts_of(worker, 1)
     assert (parts["draft"], parts["drawing"]) == (900, 100)
 
@@ -287,30 +288,9 @@ def test_drawing_is_told_apart_in_chains(clock):
     runner.propose_draft_token_ids = propose
     worker = timed_worker(runner)
     for _ in range(2):
-        runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
+        runner.execute_model(STEADY)
         found = worker.sequoia_take_steps()[-1]
         assert (found["drafting"], found["drawing"]) == (500, 90)
-
-
-class FakeRunnerV2:
-    """Its `sample` includes the LM head; a tree's passes are one graph."""
-
-    def __init__(self, clock):
-        self.clock = clock
-        self.req_states = None
-        self.device = SimpleNamespace(type="cpu")
-        self.model = SimpleNamespace(compute_logits=lambda: self.tick(1))
-        self.speculator = SimpleNamespace(propose=lambda: self.tick(1000), pass_widths=[3, 1])
-
-    def tick(self, seconds):
-        self.clock.now += seconds
-
-    def execute_model(self, scheduler_output):
-        self.tick(10)
-
-    def sample(self):
-        self.model.compute_logits()
-        self.tick(100)
 
 
 def test_parts_of_steps_of_model_runner_v2(clock):
@@ -335,7 +315,7 @@ def test_new_recording_ends_the_earlier_one(clock, is_v2):
     worker = timed_worker(runner)
     earlier = worker._sequoia_recording
     worker.sequoia_record_steps()
-    runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
+    runner.execute_model(STEADY)
     if is_v2:
         runner.speculator.propose()
     [found] = worker.sequoia_take_steps()
@@ -343,9 +323,6 @@ def test_new_recording_ends_the_earlier_one(clock, is_v2):
     assert earlier.take() == []
     worker._sequoia_recording.end()
     assert "execute_model" not in vars(runner)
-
-
-# -- the greedy check ----------------------------------------------------------------
 
 
 def checked(output, gaps, dtype="bfloat16"):
@@ -361,29 +338,25 @@ def checked(output, gaps, dtype="bfloat16"):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "passed"), [("bfloat16", True), ("float16", True), ("float32", False)]
+    ("output", "gaps", "dtype", "passed", "mismatch"),
+    [
+        # Only half precision has near-ties.
+        ([1, 2, 4], [9.0, 9.0, 0.02], "bfloat16", True, (2, 4, 3, 0.02)),
+        ([1, 2, 4], [9.0, 9.0, 0.02], "float16", True, (2, 4, 3, 0.02)),
+        ([1, 2, 4], [9.0, 9.0, 0.02], "float32", False, (2, 4, 3, 0.02)),
+        # Another length is an error.
+        ([1, 2], [0.0, 0.0], "bfloat16", False, (2, None, 3, 0.0)),
+        # Nothing is judged before the difference.
+        ([1, 9, 3], [3.0, 0.01, 0.02], "bfloat16", True, (1, 9, 2, 0.02)),
+        ([1, 9, 3], [0.0, 0.01, 3.0], "bfloat16", False, (1, 9, 2, 3.0)),
+    ],
 )
-def test_only_half_precision_has_near_ties(dtype, passed):
-    assert checked([1, 2, 4], [9.0, 9.0, 0.02], dtype).passed == passed
-
-
-def test_another_length_is_an_error():
-    check = checked([1, 2], [0.0, 0.0])
-    assert (check.compared, check.identical, check.passed) == (2, 1, False)
-    [mismatch] = check.mismatches
-    assert (mismatch.position, mismatch.token, mismatch.plain_token) == (2, None, 3)
-
-
-def test_nothing_is_judged_before_the_difference():
-    check = checked([1, 9, 3], [3.0, 0.01, 0.02])
-    assert check.passed
-    [mismatch] = check.mismatches
-    assert (mismatch.prompt, mismatch.position, mismatch.token) == (0, 1, 9)
-    assert (mismatch.plain_token, mismatch.gap) == (2, 0.02)
-    assert not checked([1, 9, 3], [0.0, 0.01, 3.0]).passed
-
-
-# -- results ---------------------------------------------------------------------------
+def test_the_greedy_check(output, gaps, dtype, passed, mismatch):
+    check = checked(output, gaps, dtype)
+    assert (check.compared, check.identical, check.passed) == (2, 1, passed)
+    [found] = check.mismatches
+    assert found.prompt == 0
+    assert (found.position, found.token, found.plain_token, found.gap) == mismatch
 
 
 def round_run(rate, tokens_per_step=1.0, counters=None):
@@ -402,7 +375,7 @@ TREE = TokenTree((-1, 0, 0, 1))
 CASES = [EngineCase(1, 0.0), EngineCase(1, 1.0)]
 
 
-def measurements():
+def summed(chain_is_wrong=True):
     counters = {"steps": 50, "tree_steps": 50, "seconds": {"target": 1.0, "verify": 0.5}}
     runs = [
         MethodRuns(plain(), None, 0, [round_run(10), round_run(8), round_run(9)]),
@@ -411,26 +384,19 @@ def measurements():
         MethodRuns(sequoia("d", "auto"), None, 0, [round_run(9)] * 3),
         MethodRuns(sequoia("d", "4x2"), TREE, 3, [round_run(20, 3, counters)] * 3),
     ]
-    return BenchRuns("bfloat16", dict.fromkeys(CASES, runs))
+    found = BenchRuns("bfloat16", dict.fromkeys(CASES, runs))
+    return results(found, chain_is_wrong=chain_is_wrong)
 
 
-def summed(chain_is_wrong=True):
-    return results(measurements(), chain_is_wrong=chain_is_wrong)
-
-
-def test_speedups_are_paired_by_round():
-    chain2 = summed()[1]
+def test_speedups_are_paired_by_round_and_the_best_chain_is_marked_in_each_case():
+    found = summed()
+    plain_, chain2 = found[:2]
     assert chain2.tokens_per_second.median == 15
     assert (chain2.speedup.low, chain2.speedup.median, chain2.speedup.high) == (1.0, 1.5, 2.0)
-    assert summed()[0].speedup.low == summed()[0].speedup.high == 1
-
-
-def test_the_best_chain_is_marked_in_each_case():
-    found = summed()
+    assert plain_.speedup.low == plain_.speedup.high == 1
     assert [result.best_chain for result in found] == [False, True, False, False, False] * 2
-    assert [result.method for result in shown(found)][:3] == [
-        "plain vLLM", "chain of 2", "Sequoia auto",
-    ]  # fmt: skip
+    names = [result.method for result in shown(found)]
+    assert names[:3] == ["plain vLLM", "chain of 2", "Sequoia auto"]
 
 
 def test_split_adds_up_to_the_step():
@@ -483,9 +449,6 @@ def test_rounds_that_disagree_are_told_of_in_each_case():
     assert "plain vLLM at" not in said
 
 
-# -- the report ------------------------------------------------------------------------------
-
-
 def report(origin=None, greedy=None):
     models = BenchModel(name="t", hashes={}, grown_from=origin), BenchModel(name="d", hashes={})
     return BenchReport(
@@ -508,26 +471,25 @@ def test_report_survives_the_disk():
 
 def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    mismatches = [
-        Mismatch(method="chain of 2", batch_size=1, prompt=1, position=7, token=3, plain_token=4,
-                 gap=0.01, near_tie=True),
-        Mismatch(method="Sequoia 4x2", batch_size=1, prompt=0, position=0, token=3, plain_token=4,
-                 gap=2.5, near_tie=False),
-    ]  # fmt: skip
+    tie = Mismatch(
+        method="chain of 2", batch_size=1, prompt=1, position=7, token=3, plain_token=4,
+        gap=0.01, near_tie=True,
+    )  # fmt: skip
+    wrong = {"method": "Sequoia 4x2", "prompt": 0, "position": 0, "gap": 2.5, "near_tie": False}
+    mismatches = [tie, tie.model_copy(update=wrong)]
     greedy = GreedyCheck(compared=9, identical=7, bound=0.25, mismatches=mismatches)
     print_report(report(GROWN, greedy))
-    printed = capsys.readouterr()
-    assert "chain of 2 + *" in printed.out
-    assert "= plain" in printed.out
-    assert "1.50x (1.00x to 2.00x)" in printed.out
-    assert "identical to plain vLLM's: 7 of 9" in printed.out
-    assert "prompt 2: differs after 7 tokens (3, not 4)" in printed.out
-    assert "a near-tie (within 0.25 nats)" in printed.out
-    assert "2.5 nats below the best: an error" in printed.out
-    last = printed.out.splitlines()[-2:]
-    assert last[0].startswith("* ")
-    assert "vllm-project/vllm#55005" in last[0]
-    assert "synthetic target made from small: 23 layers" in last[1]
+    printed = capsys.readouterr().out
+    for said in (
+        "chain of 2 + *", "= plain", "1.50x (1.00x to 2.00x)",
+        "identical to plain vLLM's: 7 of 9", "prompt 2: differs after 7 tokens (3, not 4)",
+        "a near-tie (within 0.25 nats)", "2.5 nats below the best: an error",
+    ):  # fmt: skip
+        assert said in printed
+    chains, synthetic = printed.splitlines()[-2:]
+    assert chains.startswith("* ")
+    assert "vllm-project/vllm#55005" in chains
+    assert "synthetic target made from small: 23 layers" in synthetic
 
 
 def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
@@ -561,32 +523,25 @@ def test_git_revision(tmp_path, monkeypatch):
     assert provenance.git_revision() == git("rev-parse", "HEAD") + "+"
 
 
-# -- limits ------------------------------------------------------------------------------------
-
-
 def test_too_many_engines_for_the_memory(monkeypatch):
-    engine = EngineSpec("t", "d", kv_cache_gib=4.0)
+    """Of offloaded ones not the weights count: three layers of 32, twice, and what stays."""
     monkeypatch.setattr(engines, "_available_gib", lambda: 24.0)
     monkeypatch.setenv(OWN_PROCESSES, "1")
+    engine = EngineSpec("t", "d", kv_cache_gib=4.0)
     check_memory(engine, 4)
     with pytest.raises(BenchError, match="5 engines need about 25 GiB together, and 24 GiB"):
         check_memory(engine, 5)
-    monkeypatch.setenv(OWN_PROCESSES, "0")
-    check_memory(engine, 5)
-
-
-def test_offloaded_engines_need_their_buffers(monkeypatch):
-    """And not their weights: three layers of 32, as much again, and what stays in memory."""
-    monkeypatch.setenv(OWN_PROCESSES, "1")
-    monkeypatch.setattr(engines, "_available_gib", lambda: 24.0)
+    with monkeypatch.context() as patch:
+        patch.setenv(OWN_PROCESSES, "0")
+        check_memory(engine, 5)
     monkeypatch.setattr(engines, "_weights_gib", lambda model: {"t": 64.0, "d": 1.0}[model])
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=32))
     monkeypatch.setattr(engines, "load_config", lambda model: config)
     offload = OffloadSpec(directory=Path("/"), memory_gib=1.0)
-    engine = EngineSpec("t", "d", kv_cache_gib=1.0, offload=offload)
-    check_memory(engine, 2)
+    offloaded = EngineSpec("t", "d", kv_cache_gib=1.0, offload=offload)
+    check_memory(offloaded, 2)
     with pytest.raises(BenchError, match="3 engines need about 36 GiB together"):
-        check_memory(engine, 3)
+        check_memory(offloaded, 3)
 
 
 @pytest.mark.parametrize(
@@ -627,7 +582,5 @@ def test_room_for_whole_trees():
     ],
 )
 def test_wrong_options_are_refused_before_any_engine_starts(options, message):
-    command = ["bench", "--model", TARGET, "--draft-model", DRAFT, *options]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
+    done = command("bench", "--model", TARGET, "--draft-model", DRAFT, *options, code=2)
+    assert message in in_words(done.output)

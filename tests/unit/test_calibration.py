@@ -4,12 +4,10 @@ import json
 import os
 import signal
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from sequoia_vllm.calibration import measure_acceptance as acceptance_module
 from sequoia_vllm.calibration.measure_acceptance import (
@@ -22,15 +20,13 @@ from sequoia_vllm.calibration.measure_acceptance import (
     tokens_margin,
     wilson_interval,
 )
-from sequoia_vllm.cli import app
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import model_hashes
 from sequoia_vllm.prompts import BUILTIN
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
+from tests.support.commands import command, in_words
 from tests.support.models import DRAFT, TARGET
-
-# -- counts ----------------------------------------------------------------------
 
 
 def test_probing_tree():
@@ -80,38 +76,32 @@ def test_wilson_interval(successes, trials, low, high):
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-5)
 
 
-def test_rows_below_depth_one():
+def test_rows_of_few_trials_are_left_out():
+    """The optimizer would use the last one for all depths below it."""
     offered = [[1000, 1000], [600, 600], [0, 0]]  # nobody came to depth 2
     found = estimate_acceptance(offered, [[600, 100], [450, 30], [0, 0]])
     assert found.acceptance == [[0.6, 0.1], [0.75, 0.05]]
-
-
-def test_rows_of_few_trials_are_left_out():
-    """The optimizer would use the last one for all depths below it."""
-    offered = [[150, 150], [100, 100], [99, 99], [100, 100]]
-    found = estimate_acceptance(offered, [[90, 9]] * 4)
-    assert [row[0] for row in found.trials] == [150, 100]
+    few = estimate_acceptance([[150, 150], [100, 100], [99, 99], [100, 100]], [[90, 9]] * 4)
+    assert [row[0] for row in few.trials] == [150, 100]
     alone = estimate_acceptance([[5, 5]], [[3, 1]])  # the root's row always stays
     assert alone.acceptance == [[0.6, 0.2]]
-
-
-def test_precision_is_the_widest_half_width_by_reach():
-    offered, accepted = [[400, 400], [200, 200]], [[200, 40], [100, 10]]
-    found = estimate_acceptance(offered, accepted)
-    low, high = wilson_interval(200, 400)
-    assert precision(found) == pytest.approx((high - low) / 2, abs=1e-5)
-    # An entry counts by how often it is reached: here the second row is the wider one.
-    low, high = wilson_interval(100, 200)
-    steep = estimate_acceptance([[400, 400], [200, 200]], [[399, 0], [100, 10]])
-    assert precision(steep) == pytest.approx((high - low) / 2 * 0.5, abs=1e-5)
-
-
-def test_no_tree_at_all():
     with pytest.raises(CalibrationError, match="no tree was verified"):
         estimate_acceptance([[0, 0]], [[0, 0]])
 
 
-# -- runs, with an engine made of dice --------------------------------------------
+@pytest.mark.parametrize(
+    ("accepted", "widest", "reach"),
+    [
+        ([[200, 40], [100, 10]], (200, 400), 1.0),
+        # An entry counts by how often it is reached: here the second row is the wider one.
+        ([[399, 0], [100, 10]], (100, 200), 0.5),
+    ],
+)
+def test_precision_is_the_widest_half_width_by_reach(accepted, widest, reach):
+    low, high = wilson_interval(*widest)
+    found = precision(estimate_acceptance([[400, 400], [200, 200]], accepted))
+    assert found == pytest.approx((high - low) / 2 * reach, abs=1e-5)
+
 
 TRUTH = np.array([0.6, 0.1, 0.05])
 
@@ -176,13 +166,6 @@ def task(**settings) -> AcceptanceTask:
     return AcceptanceTask.prepare(AcceptanceSettings(EngineSpec(TARGET, DRAFT), **options))
 
 
-def first_prompts(folder: Path, count: int) -> Path:
-    """A file with the first built-in prompts."""
-    file = folder / "few.jsonl"
-    file.write_text("\n".join(BUILTIN.read_text("utf-8").splitlines()[:count]), "utf-8")
-    return file
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_runs_until_the_precision_is_reached(dice, temperature):
     said = []
@@ -200,26 +183,22 @@ def test_runs_until_the_precision_is_reached(dice, temperature):
     assert found.temperature == temperature
 
 
-def test_stops_at_the_most_tokens(dice):
-    state = measure_acceptance(task(precision=0.001, max_tokens_total=200)).calibration
-    assert state.stopped_by == "tokens"
-    assert len(dice.engines[0].seen) == 7  # completions of 32
-    assert state.precision > 0.001
-
-
-@pytest.mark.parametrize(("temperature", "asked"), [(0.0, 2), (0.7, 7)])
-def test_greedy_completions_are_counted_once(dice, tmp_path, temperature, asked):
-    """Sampled passes go round; greedy ones would repeat themselves."""
-    chosen = task(
-        precision=0.001, prompts=first_prompts(tmp_path, 2), temperature=temperature,
-        max_tokens_total=200,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("few", "temperature", "asked"), [(False, 0.0, 7), (True, 0.0, 2), (True, 0.7, 7)]
+)
+def test_stops_at_the_most_tokens_and_counts_greedy_completions_once(
+    dice, tmp_path, few, temperature, asked
+):
+    """Completions are of 32. Sampled passes go round; greedy ones would repeat themselves."""
+    file = tmp_path / "few.jsonl"
+    file.write_text("\n".join(BUILTIN.read_text("utf-8").splitlines()[:2]), "utf-8")
+    own = {"prompts": file} if few else {}
+    chosen = task(precision=0.001, temperature=temperature, max_tokens_total=200, **own)
     state = measure_acceptance(chosen).calibration
-    assert state.stopped_by == ("tokens" if temperature else "prompts")
-    assert dice.engines[0].seen == [chosen.prompts[turn % 2] for turn in range(asked)]
-
-
-# -- files -----------------------------------------------------------------------
+    assert state.stopped_by == ("prompts" if asked == 2 else "tokens")
+    assert state.precision > 0.001
+    prompts = [chosen.prompts[turn % len(chosen.prompts)] for turn in range(asked)]
+    assert dice.engines[0].seen == prompts
 
 
 def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
@@ -257,8 +236,6 @@ def test_prompts_too_long_for_the_target(tmp_path):
         task(prompts=prompts)
 
 
-# -- the command -----------------------------------------------------------------
-
 PAIR = ("--model", TARGET, "--draft-model", DRAFT)
 
 
@@ -266,9 +243,8 @@ PAIR = ("--model", TARGET, "--draft-model", DRAFT)
 def test_an_interrupted_command_keeps_nothing(dice, tmp_path, monkeypatch, number, code):
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
     dice.signal = number
-    result = CliRunner().invoke(app, ["tune", *PAIR])
-    assert result.exit_code == code
-    assert "interrupted: no tree was chosen" in result.stderr
+    said = command("tune", *PAIR, code=code).stderr
+    assert "interrupted: no tree was chosen" in said
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -291,9 +267,7 @@ def test_friendly_errors(dice, tmp_path, monkeypatch, arguments, message):
     """Before any engine starts. Of a repeated option the last counts."""
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["tune", *PAIR, *arguments.split()])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-    assert "Traceback" not in result.output
+    done = command("tune", *PAIR, *arguments.split(), code=2)
+    assert message in in_words(done.output)
     assert not dice.engines
     assert not list(tmp_path.rglob("*.json"))

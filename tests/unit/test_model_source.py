@@ -1,18 +1,21 @@
-"""Why a model cannot be had: one line with the fix, whichever library says so."""
+"""Models are looked at before anything starts, and why one cannot be had: a line with the fix."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import pytest
 
 pytest.importorskip("vllm")
 import httpx2 as httpx
 from huggingface_hub import errors
-from typer.testing import CliRunner
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from sequoia_vllm.cli import app
 from sequoia_vllm.engine.frontend.drafts import draft_problem
 from sequoia_vllm.measuring.engines import load_config
 from sequoia_vllm.model_source import folder_problem, hub_problem
 from sequoia_vllm.prompts import load_tokenizer
-from tests.unit.test_draft_checks import complaint
+from tests.support.commands import command as run
+from tests.support.models import DRAFT, TARGET
 
 
 def refused(kind, status):
@@ -44,6 +47,21 @@ def test_the_reason_is_found_behind_any_wrapper(error, words):
         assert "\n" not in said
 
 
+def complaint(message: str | Callable[[Any], None]) -> Exception:
+    """The error that vLLM's configuration raises, with this message or of this check."""
+
+    def say(value):
+        raise ValueError(message)
+
+    refuse = say if isinstance(message, str) else message
+
+    try:
+        TypeAdapter(Annotated[int, BeforeValidator(refuse)]).validate_python(1)
+    except ValidationError as error:
+        return error
+    raise AssertionError
+
+
 @KINDS
 def test_the_engine_says_the_same(error, words):
     def refuse(value):
@@ -60,10 +78,9 @@ def test_commands_say_the_same(command, error, words, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", ask)
     model = ["a/b"] if command == "advise" else ["--model", "a/b"]
-    done = CliRunner().invoke(app, [command, *model, "--draft-model", "c/d"])
-    assert done.exit_code == 2
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    said = run(command, *model, "--draft-model", "c/d", code=2).stderr
+    assert words in said
+    assert said.count("\n") == 1
 
 
 @KINDS
@@ -83,9 +100,60 @@ def test_a_file_is_no_model(command, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
     model = [str(file)] if command == "advise" else ["--model", str(file)]
-    done = CliRunner().invoke(app, [command, *model, "--draft-model", "c/d"])
-    assert done.exit_code == 2
-    assert f"is a file: give the folder that it lies in, {str(tmp_path)!r}" in done.stderr
+    said = run(command, *model, "--draft-model", "c/d", code=2).stderr
+    assert f"is a file: give the folder that it lies in, {str(tmp_path)!r}" in said
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"")
     assert folder_problem("draft", str(gguf)) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/nope", "there is no draft model at '/nope': give the path of a model's folder, or"),
+        ("./nope", "there is no draft model at './nope'"),
+        ("~/nope", "there is no draft model at '~/nope'"),
+        ("", "there is no draft model at ''"),
+        ("{folder}", "as it has no config.json"),
+    ],
+)
+def test_folders_without_a_model(tmp_path, model, message):
+    assert message in folder_problem("draft", model.format(folder=tmp_path))
+    for there in ("somebody/something", "gpt2", DRAFT):
+        assert folder_problem("draft", there) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "role"),
+    [
+        (["bench", "--model", TARGET, "--draft-model", "/nope"], "draft"),
+        (["bench", "--model", "/nope", "--draft-model", DRAFT], "target"),
+        (["tune", "--model", TARGET, "--draft-model", "/nope"], "draft"),
+        (["tune", "--model", "/nope", "--draft-model", DRAFT], "target"),
+        (["demo", "--draft", "/nope"], "draft"),
+    ],
+)
+def test_commands_look_for_models_first(tmp_path, monkeypatch, words, role):
+    monkeypatch.setattr("sequoia_vllm.measuring.engines.open_engine", None)
+    monkeypatch.chdir(tmp_path)
+    said = run(*words, code=2).stderr
+    assert f"error: there is no {role} model at '/nope'" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (complaint("Invalid repository ID or local directory specified: 'd'.\nPlease\n1."),
+         "does not give 'd': Invalid repository ID"),
+        (complaint("Unknown quantization method: zzz."), 'mend or leave out "quantization"'),
+        (complaint("speculative_draft_tensor_parallel_size=3 cannot be other"), "it is the target"),
+        (OSError(), 'OSError; choose another "model"'),
+    ],
+)  # fmt: skip
+def test_complaints_of_vllm_name_the_draft_and_the_fix(error, fix):
+    message = draft_problem("d", error)
+    assert message.startswith("vLLM cannot use the draft model 'd': ")
+    assert fix in message
+    assert "\n" not in message
+    assert "validation error" not in message

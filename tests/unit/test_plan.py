@@ -1,7 +1,6 @@
-"""What a configuration comes to for one target: draft, tree, settings and worker. No vLLM."""
+"""What a configuration comes to for one target: draft, tree, gain, settings, worker. No vLLM."""
 
-import subprocess
-import sys
+import logging
 
 import numpy as np
 import pytest
@@ -10,13 +9,14 @@ from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.registry import DRAFTERS
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.plan import Facts, plan
-from sequoia_vllm.engine.frontend.tree_choice import look_up
+from sequoia_vllm.engine.frontend.tree_choice import ExpectedGain, gain_line, look_up
 from sequoia_vllm.hardware import context_rule
 from sequoia_vllm.hardware.context_rule import ContextRule
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.metrics.prometheus import first_clause
 from sequoia_vllm.tree import TokenTree
-from tests.support.plans import planned
+from tests.support.commands import python
+from tests.support.plans import chosen, planned
 
 TARGET = "meta-llama/Llama-3.1-8B"
 
@@ -32,6 +32,8 @@ def resolved(target=TARGET, device="NVIDIA H200", facts=None, **keys):
 def test_a_known_target_needs_no_draft():
     assert resolved().draft == "meta-llama/Llama-3.2-1B-Instruct"
     assert resolved(model="another/draft").draft == "another/draft"
+    with pytest.raises(ConfigError, match='"model": "DRAFT"'):
+        resolved(target="nobody/knows-this")
 
 
 def test_recurrent_layers_bound_a_chosen_tree():
@@ -44,27 +46,24 @@ def test_recurrent_layers_bound_a_chosen_tree():
     assert given.choice.tree.size == 2 * most
 
 
-def test_an_unknown_target_needs_one():
-    with pytest.raises(ConfigError, match='"model": "DRAFT"'):
-        resolved(target="nobody/knows-this")
-
-
 def test_without_a_model_the_target_is_named_to_vllm_and_nothing_is_loaded(caplog):
     """Also where no draft is known, and the user names no kind."""
     kinds, text = [DRAFTERS["model"], DRAFTERS["lookup"]], DRAFTERS["lookup"]
+
+    def found(target, **keys):
+        return find_draft(SequoiaConfig(**keys), target, kinds, None)
+
     with caplog.at_level("INFO", logger="vllm.sequoia"):
-        assert find_draft(SequoiaConfig(), "nobody/knows-this", kinds, None) == ("lookup", text)
+        assert found("nobody/knows-this") == found(TARGET, drafter="lookup") == ("lookup", text)
     assert "as no draft model is known for the target 'nobody/knows-this'" in caplog.text
     with pytest.raises(ConfigError, match="no draft model is known"):
-        find_draft(SequoiaConfig(drafter="model"), "nobody/knows-this", kinds, None)
-    config = SequoiaConfig(drafter="lookup")
-    assert find_draft(config, TARGET, kinds, None) == ("lookup", text)
-    pair = PairKey("cpu", TARGET, "lookup", "bfloat16")
-    found = planned(config, pair, "lookup")
-    assert found.speculative_config["model"] == TARGET
-    assert found.choice.tree != planned(config, pair).choice.tree  # made for its own vector
+        found("nobody/knows-this", drafter="model")
     with pytest.raises(ConfigError, match=r'"lookup" drafts without a model.*leave "model" out'):
-        find_draft(SequoiaConfig(drafter="lookup", model="a/draft"), TARGET, kinds, None)
+        found(TARGET, drafter="lookup", model="a/draft")
+    config, pair = SequoiaConfig(drafter="lookup"), PairKey("cpu", TARGET, "lookup", "bfloat16")
+    plan_ = planned(config, pair, "lookup")
+    assert plan_.speculative_config["model"] == TARGET
+    assert plan_.choice.tree != planned(config, pair).choice.tree  # made for its own vector
     with pytest.raises(ConfigError, match=r"loads no draft, and revision would be .*leave it out"):
         planned(SequoiaConfig(drafter="lookup", revision="main"), pair, "lookup")
 
@@ -76,6 +75,7 @@ def test_settings_are_those_of_the_chosen_tree():
     assert found.settings.tree_source == "given as parents"
     assert found.settings.chosen_for is None
     assert found.settings.versions == {"vLLM": "1"}
+    assert not resolved(tree={"parents": [-1]}).speculates  # the root alone
 
 
 def test_flash_attention_reads_contexts_on_gpus_once_it_has_run_on_one(monkeypatch):
@@ -101,18 +101,15 @@ def test_rows_and_contexts_decide_what_flash_attention_reads():
     assert not rule.holds(np.array([0, 0]), 100 * long)
 
 
-def test_a_tree_of_the_library_was_chosen_for_the_device():
+def test_the_source_of_a_tree(tmp_path):
     found = resolved(model="meta-llama/Llama-3.2-1B", tree="auto")
     assert found.settings.chosen_for == "NVIDIA H200"
     assert found.choice.schedule
-
-
-def test_metrics_show_the_name_of_a_tree_file_alone(tmp_path):
     path = tmp_path / "mine.json"
     TokenTree.chain(3).save(path)
     source = resolved(tree=str(path)).choice.source
     assert source == f"mine.json: {path}"
-    assert first_clause(source) == "mine.json"
+    assert first_clause(source) == "mine.json"  # what metrics show
 
 
 def resolved_with_head(levels, **keys):
@@ -140,18 +137,12 @@ def test_a_tree_that_is_given_may_be_too_deep_for_the_head(tmp_path):
             resolved_with_head(4, tree=tree)
         assert "5 levels, and the DFlash head 'a/head' drafts 4 at most" in str(error.value)
         assert '"tree": {"size": 6, "depth": 4}' in str(error.value)
-
-
-def test_the_output_layer_of_a_head_is_not_trimmed():
     with pytest.raises(ConfigError, match="'a/head' is a DFlash head, which has the output layer"):
         resolved_with_head(5, draft_vocabulary=9)
 
 
-def test_a_root_alone_does_not_speculate():
-    assert not resolved(tree={"parents": [-1]}).speculates
-
-
 def test_a_schedule_has_no_more_drafts_than_the_tree_given():
+    """It is cut to a tree that we choose."""
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 4, 7], [5, 8, 3]]}
     assert resolved(tree={"size": 8}, **schedule).choice.schedule == [(1, 4, 7), (5, 8, 3)]
     for tree in ({"size": 6}, {"parents": [-1, 0, 0, 1, 1, 2]}):
@@ -159,17 +150,13 @@ def test_a_schedule_has_no_more_drafts_than_the_tree_given():
             resolved(tree=tree, **schedule)
     with pytest.raises(ConfigError, match=r"num_speculative_tokens is 5\): give at most 5"):
         resolved(tree={"size": 8}, num_speculative_tokens=5, **schedule)
-
-
-def test_a_schedule_is_cut_to_the_tree_that_we_choose():
-    schedule = [[1, 4, 4000], [5, 8, 2]]
-    choice = resolved(tree="auto", num_speculative_tokens_per_batch_size=schedule).choice
+    schedule["num_speculative_tokens_per_batch_size"] = [[1, 4, 4000], [5, 8, 2]]
+    choice = resolved(tree="auto", **schedule).choice
     assert choice.schedule == [(1, 4, choice.tree.num_speculative_tokens), (5, 8, 2)]
 
 
 def test_planning_takes_no_vllm():
-    code = "import sys, tests.support.plans; assert not {'vllm', 'torch'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("import sys, tests.support.plans; assert not {'vllm', 'torch'} & sys.modules.keys()")
 
 
 def test_a_plan_reads_no_file(monkeypatch):
@@ -207,3 +194,70 @@ def test_the_worker_is_ours_unless_nothing_is_drafted_here_alone(tree, on_cpu, w
     assert planned(config, pair, on_cpu=on_cpu, is_apart=True).worker_cls.endswith(f".{worker}")
     alone = planned(config, pair, on_cpu=on_cpu).worker_cls
     assert (alone == "auto") == worker.startswith("Plain")
+
+
+ADAPTS = "drafts as many as measurements show to pay"
+
+
+def line(gain, size=16, adapts=True, on_cpu=False):
+    level, text = gain_line(gain, "draft model d", size, 4, adapts=adapts, on_cpu=on_cpu)
+    assert text.startswith(f"draft model d; up to {size - 1} drafts, depth 4: ")
+    assert len(text) < 240
+    return level, text.split("depth 4: ")[1]
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [
+        (ExpectedGain(2.118, "measured", 3.0),
+         "expected 2.12x plain decoding, one request (measured)"),
+        (ExpectedGain(tokens=3.0), "expected 3.00 tokens per step, if acceptance is as assumed"),
+        (ExpectedGain(), "what it brings is not known before it runs"),
+    ],
+)  # fmt: skip
+def test_what_is_expected(gain, words):
+    assert line(gain) == (logging.INFO, f"{words}; {ADAPTS}")
+    assert line(gain, adapts=False) == (logging.INFO, words)
+
+
+@pytest.mark.parametrize(
+    ("gain", "size", "words"),
+    [
+        (ExpectedGain(1.0, "measured", 1.0), 16, "expected not to pay here"),
+        (ExpectedGain(made_for="h200"), 128, "made for h200, and may not pay here"),
+        (ExpectedGain(tokens=4.0), 128, "more drafts than usually pay on CPUs, 63"),
+    ],
+)
+def test_warnings_are_for_those_who_force_drafts(gain, size, words):
+    assert line(gain, size, on_cpu=True) == (logging.INFO, f"{words}; {ADAPTS}")
+    level, text = line(gain, size, adapts=False, on_cpu=True)
+    assert level == logging.WARNING
+    assert text == f'{words}; it drafts all the same, as "adapt" or a schedule fixes that'
+
+
+def test_many_nodes_are_for_gpus():
+    for on_cpu, gain in ((False, ExpectedGain(tokens=4.0)), (True, ExpectedGain(1.3, "measured"))):
+        assert line(gain, 128, adapts=False, on_cpu=on_cpu)[0] == logging.INFO
+
+
+H200 = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.2-1B", "bfloat16")
+EPYC = PairKey("AMD EPYC", "examples/models/target", "examples/models/draft", "float32")
+
+
+def gain(pair=H200, **keys):
+    config = SequoiaConfig.parse({"method": "sequoia", **keys}).loaded()
+    return chosen(config, pair).gain
+
+
+def test_the_expected_gain_is_of_the_choice(tmp_path):
+    found = gain(tree="auto")
+    assert found.speedup > 1
+    assert found.source == "roofline, not measured"
+    assert gain(tree="h200/70b-1b/shipped").speedup > 1
+    assert gain(EPYC, tree="h200/70b-1b/shipped") == ExpectedGain(made_for="h200")
+    assert gain(EPYC).pays is False  # and 16 nodes are drafted all the same
+    assert gain(tree={"size": 16}).tokens > 2
+    assert gain(tree={"parents": [-1, 0]}) == ExpectedGain()
+    path = tmp_path / "chain.json"
+    TokenTree.chain(3).save(path)
+    assert gain(tree=str(path)) == ExpectedGain()

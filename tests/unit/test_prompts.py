@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -39,12 +40,15 @@ def test_the_built_in_set():
     assert len(prompts) == 64 == len({prompt.prompt for prompt in prompts})
     assert load_prompts(None, 5) == prompts[:5]
     assert source_name(None) == "built-in"
-    with pytest.raises(PromptError, match="holds 64 prompts, not 65"):
-        load_prompts(None, 65)
+    for count, message in ((65, "holds 64 prompts, not 65"), (0, "at least one")):
+        with pytest.raises(PromptError, match=message):
+            load_prompts(None, count)
+    with pytest.raises(ValidationError):
+        prompts[0].prompt = "b"  # frozen
 
 
-def test_jsonl(tmp_path):
-    path = tmp_path / "p.jsonl"
+def test_files(tmp_path):
+    path, text = tmp_path / "p.jsonl", tmp_path / "p.txt"
     chat = {"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "hé"}]}
     path.write_text(
         '{"prompt": "a\\nb", "id": 3}\n\n' + json.dumps(chat, ensure_ascii=False) + "\r\n"
@@ -53,18 +57,11 @@ def test_jsonl(tmp_path):
     assert first == Prompt(prompt="a\nb")
     assert [message.content for message in second.messages] == ["", "hé"]
     assert source_name(path) == "p.jsonl"
-
-
-def test_unicode_line_separators_do_not_split_a_line(tmp_path):
-    path = tmp_path / "p.jsonl"
+    # Unicode's line separators do not split a line.
     path.write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")
     assert load_prompts(path) == [Prompt(prompt="a\u2028b\x85c")]
-
-
-def test_text(tmp_path):
-    path = tmp_path / "p.txt"
-    path.write_bytes(b"\xef\xbb\xbfone\r\n\n  two \n")
-    assert load_prompts(path) == [Prompt(prompt="one"), Prompt(prompt="  two ")]
+    text.write_bytes(b"\xef\xbb\xbfone\r\n\n  two \n")
+    assert load_prompts(text) == [Prompt(prompt="one"), Prompt(prompt="  two ")]
 
 
 @pytest.mark.parametrize(
@@ -89,27 +86,20 @@ def test_wrong_lines(tmp_path, line, message):
     assert load_prompts(path, 1) == [Prompt(prompt="a")]  # it is not reached
 
 
-def test_wrong_files(tmp_path):
-    with pytest.raises(PromptError, match="name a file with --prompts"):
-        load_prompts(tmp_path / "none.jsonl")
-    other = tmp_path / "p.csv"
-    other.write_text("a")
-    with pytest.raises(PromptError, match=r"give a \.jsonl file.* or a \.txt file"):
-        load_prompts(other)
-    binary = tmp_path / "p.txt"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PromptError, match="not UTF-8"):
-        load_prompts(binary)
-    binary.write_text("\n \n")
-    with pytest.raises(PromptError, match="holds 0 prompts, not any"):
-        load_prompts(binary)
-    with pytest.raises(PromptError, match="at least one"):
-        load_prompts(None, 0)
-
-
-def test_prompts_are_frozen():
-    with pytest.raises(ValidationError):
-        Prompt(prompt="a").prompt = "b"
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.jsonl", None, "name a file with --prompts"),
+        ("p.csv", b"a", r"give a \.jsonl file.* or a \.txt file"),
+        ("p.txt", b"\xff\xfe\x00", "not UTF-8"),
+        ("p.txt", b"\n \n", "holds 0 prompts, not any"),
+    ],
+)
+def test_wrong_files(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(PromptError, match=message):
+        load_prompts(tmp_path / name)
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=4))
@@ -120,9 +110,6 @@ def test_the_hash_is_of_the_content(texts):
     assert digest != prompts_sha256([*prompts, Prompt(prompt="x")])
     assert digest != prompts_sha256([Prompt(prompt=texts[0] + "x"), *prompts[1:]])
     assert len(digest) == 64
-
-
-# -- token ids -------------------------------------------------------------------
 
 
 def test_without_a_template_prompts_are_encoded_as_they_are(tokenizer):
@@ -139,25 +126,14 @@ def test_with_a_template_prompts_are_turns(chat_tokenizer):
     assert texts == ["<user>a<assistant>", "<system>s<user>a<assistant>"]
     raw = encode_prompts([bare, chat], chat_tokenizer, raw=True)
     assert [chat_tokenizer.decode(ids) for ids in raw] == ["a", texts[1]]
-
-
-def test_what_the_template_refuses(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ raise_exception('only users speak here') }}"
     with pytest.raises(PromptError, match="template refuses a prompt: only users speak here"):
-        encode_prompts([Prompt(prompt="a")], chat_tokenizer)
+        encode_prompts([bare], chat_tokenizer)
 
 
-def test_a_prompt_without_tokens():
-    class Silent:
-        chat_template = None
-
-        def encode(self, text):
-            return []
-
+def test_a_prompt_without_tokens_and_no_tokenizer():
+    silent = SimpleNamespace(chat_template=None, encode=lambda text: [])
     with pytest.raises(PromptError, match="prompt 1 has no tokens"):
-        encode_prompts([Prompt(prompt="a")], Silent())
-
-
-def test_no_tokenizer():
+        encode_prompts([Prompt(prompt="a")], silent)
     with pytest.raises(PromptError, match=r"no tokenizer for the target.*none/such/model"):
         load_tokenizer("none/such/model")

@@ -71,43 +71,38 @@ def call(folder, *options: str, code: int = 0) -> str:
     return result.output
 
 
-class TestRun:
-    def test_one_server_per_variant_and_round(self, tmp_path, machine, monkeypatch):
-        started = machine()
-        library = {"LD_PRELOAD": "/lib/libiomp5.so"}
-        monkeypatch.setattr(module, "server_environment", lambda trees: library)
-        text = call(tmp_path, "--rounds=2")
-        assert len(started.servers) == 6
-        assert len(started.sent) == 6 * 6 * 2  # each load after its warm-up
-        speculative = [options[-1].partition("=") for options in started.servers]
-        assert speculative[0][0] != "--speculative-config"
-        assert json.loads(speculative[2][2]) == {"method": "sequoia", "model": "draft"}
-        assert text.count("| plain |") == text.count("| sequoia |") == 6
-        table = json.loads((tmp_path / "table.json").read_text())
-        assert table["settings"] == SETTINGS
-        assert table["provenance"]["preloaded"] == ["libiomp5.so"]
-        assert call(tmp_path, "--table-only") == (tmp_path / "table.md").read_text()
+def test_one_server_per_variant_and_round(tmp_path, machine, monkeypatch):
+    started = machine()
+    library = {"LD_PRELOAD": "/lib/libiomp5.so"}
+    monkeypatch.setattr(module, "server_environment", lambda trees: library)
+    text = call(tmp_path, "--rounds=2")
+    assert len(started.servers) == 6
+    assert len(started.sent) == 6 * 6 * 2  # each load after its warm-up
+    speculative = [options[-1].partition("=") for options in started.servers]
+    assert speculative[0][0] != "--speculative-config"
+    assert json.loads(speculative[2][2]) == {"method": "sequoia", "model": "draft"}
+    assert text.count("| plain |") == text.count("| sequoia |") == 6
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert table["settings"] == SETTINGS
+    assert table["provenance"]["preloaded"] == ["libiomp5.so"]
+    assert call(tmp_path, "--table-only") == (tmp_path / "table.md").read_text()
+    assert "give another --output" in call(tmp_path, "--tokens=32", code=2)
 
-    def test_goes_on_where_it_ended(self, tmp_path, machine):
-        machine(breaks_at=16)  # the warm-up of the chain's second load
-        call(tmp_path, "--rounds=1", code=2)
-        run = Run(tmp_path)
-        assert list(run.missing(["plain", "chain"], 1)) == [(1, "chain")]
-        again = machine()
-        call(tmp_path, "--rounds=1")
-        assert len(again.servers) == 2
-        assert len(again.sent) == 2 * (5 + 6)
-        nothing = machine()
-        call(tmp_path, "--rounds=1")
-        assert nothing.servers == []
 
-    def test_does_not_mix_settings(self, tmp_path, machine):
-        machine()
-        call(tmp_path, "--rounds=1", "--variants=plain")
-        assert "give another --output" in call(tmp_path, "--tokens=32", code=2)
-        machine(breaks_at=1)
-        call(tmp_path / "broken", code=2)
-        assert "no results" in call(tmp_path / "broken", "--table-only", code=2)
+def test_it_goes_on_where_it_ended(tmp_path, machine):
+    machine(breaks_at=1)
+    call(tmp_path / "broken", code=2)
+    assert "no results" in call(tmp_path / "broken", "--table-only", code=2)
+    machine(breaks_at=16)  # the warm-up of the chain's second load
+    call(tmp_path, "--rounds=1", code=2)
+    assert list(Run(tmp_path).missing(["plain", "chain"], 1)) == [(1, "chain")]
+    again = machine()
+    call(tmp_path, "--rounds=1")
+    assert len(again.servers) == 2
+    assert len(again.sent) == 2 * (5 + 6)
+    nothing = machine()
+    call(tmp_path, "--rounds=1")
+    assert nothing.servers == []
 
 
 def test_vllm_takes_the_options(tmp_path, monkeypatch):
