@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,10 +22,8 @@ def walks_of(tree: TokenTree, acceptance: tuple[float, ...]) -> np.ndarray:
     rng = np.random.default_rng(2)
     walks = np.full((_WALKS, tree.depth), -1)
     for walk in walks:
-        node = 0
-        for depth, rank in enumerate(
-            np.searchsorted(np.cumsum(acceptance), rng.random(tree.depth), "right")
-        ):
+        node, draws = 0, rng.random(tree.depth)
+        for depth, rank in enumerate(np.searchsorted(np.cumsum(acceptance), draws, "right")):
             if rank >= len(tree.children[node]):
                 break
             node = walk[depth] = tree.children[node][rank]
@@ -222,12 +221,8 @@ class Server:
             return 0, b""
         places = [(r.number * 7919 + r.emitted * 977) % _WALKS for r in drafted]  # in any server
         sizes = np.array([r.drafts for r in drafted])
-        walks = np.stack(
-            [
-                walks_of(self.tree, r.acceptance)[place]
-                for r, place in zip(drafted, places, strict=True)
-            ]
-        )
+        each = zip(drafted, places, strict=True)
+        walks = np.stack([walks_of(self.tree, r.acceptance)[place] for r, place in each])
         accepted = np.where(walks <= sizes[:, None], walks, -1)
         gained = 0
         for r, tokens in zip(drafted, (accepted >= 0).sum(axis=1).tolist(), strict=True):
@@ -238,30 +233,25 @@ class Server:
         return gained, paths_of(self.tree, accepted, sizes + 1).tobytes()
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What users saw of the requests after the first quarter.
-
-    Attributes:
-        seconds_per_token: From a request's first token on, in the mean over requests.
-        tokens_per_second: Since the first of these requests came.
-        drained_per_second: While the second and the third quarter ended, if all come at once.
-    """
+class Seen(NamedTuple):
+    """What users saw of the requests after the first quarter."""
 
     seconds_per_token: float
+    """From a request's first token on, in the mean over requests."""
     tokens_per_second: float
+    """Since the first of these requests came."""
     drained_per_second: float
+    """While the second and the third quarter ended, if all come at once."""
 
     @classmethod
     def of(cls, served: Sequence[Request]) -> Seen:
         """Takes a trace that was served."""
         skipped = len(served) // 4
-        waits = [(r.last - r.first) / (r.emitted - 1) for r in served[skipped:] if r.emitted > 1]
+        rest = served[skipped:]
+        waits = [(r.last - r.first) / (r.emitted - 1) for r in rest if r.emitted > 1]
         ended = sorted(served, key=lambda request: request.last)
-        tokens = sum(request.output for request in served[skipped:])
+        first, last = ended[skipped], ended[-skipped - 1]
         drained = sum(request.output for request in ended[skipped + 1 : -skipped])
-        return cls(
-            float(np.mean(waits)),
-            tokens / (ended[-1].last - served[skipped].arrival),
-            drained / (ended[-skipped - 1].last - ended[skipped].last),
-        )
+        tokens = sum(request.output for request in rest)
+        since = ended[-1].last - rest[0].arrival
+        return cls(float(np.mean(waits)), tokens / since, drained / (last.last - first.last))

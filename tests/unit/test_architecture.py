@@ -1,4 +1,7 @@
-"""What imports what: the packages of docs/architecture.md, the files, and the engine's rooms."""
+"""What imports what: the packages of docs/architecture.md, the files, and the engine's rooms.
+
+And what else holds for all files: names, log lines, lines.
+"""
 
 import ast
 import re
@@ -151,6 +154,33 @@ def test_no_two_public_classes_share_a_name():
                 found.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
     twice = {name: files for name, files in found.items() if len(files) > 1}
     assert not twice
+
+
+LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
+
+def unsigned(source: str) -> list[str]:
+    """Calls of a logger whose lines do not begin with our name."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    logged = [
+        ast.unparse(call.args[call.func.attr == "log"])
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in LEVELS
+        and ast.unparse(call.func.value).endswith("logger")
+    ]
+    return [line for line in logged if line[1:].partition(": ")[0] != "Sequoia"]
+
+
+def test_log_lines_begin_with_our_name():
+    """Users look for it, and bug reports carry what they find."""
+    assert unsigned("logger.info('Sequoia: %s', 1); logger.log(2, 'no: %s', 1)") == ["'no: %s'"]
+    found = {
+        file.relative_to(PACKAGE).as_posix(): lines
+        for file in PACKAGE.rglob("*.py")
+        if (lines := unsigned(file.read_text(encoding="utf-8")))
+    }
+    assert found == {}
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])

@@ -2,9 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import get_args
 
@@ -20,6 +17,8 @@ from sequoia_vllm.metrics import prometheus
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
 from sequoia_vllm.tree import TokenTree
+from tests.support.commands import python
+from tests.support.ending import wait_until
 from tests.support.reference_trees import trees
 
 #      0
@@ -111,26 +110,24 @@ def test_interval_line():
     )
     assert interval_line(TREE, counts, None) == words
     assert interval_line(TREE, counts, None, speedup=1.309) == f"{words}; 1.31x plain"
-
-
-def test_operators_are_told_of_the_interval_line():
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
     shown = page.partition("\nSequoia: engine 000: ")[2].partition("\n```")[0]
     pattern = ".+".join(re.escape(part) for part in " ".join(shown.split()).split("..."))
-    line = interval_line(TREE, counted([[1, 3, 7], [2]], [[]]), (7, 3), speedup=1.309)
-    assert re.fullmatch(pattern, line)
+    assert re.fullmatch(pattern, interval_line(TREE, counts, (7, 3), speedup=1.309))
 
 
 def test_interval_line_of_a_trimmed_tree_and_of_none():
     stats = StepStats(TREE)
     observe(stats, [[2]], [3])
-    line = interval_line(TREE, stats.counts, (2, 3))
-    assert line == (
-        "up to 7 drafts, depth 3 (2 drafts with 3 requests); 2.00 tokens per step; "
-        "accepted by depth 1.00; by child 0.00, 1.00"
-    )
-    assert "depth 3 (no drafts with 1 request); " in interval_line(TREE, stats.counts, (0, 1))
-    assert "depth 3 (1 draft with 1 request); " in interval_line(TREE, stats.counts, (1, 1))
+    for drafts, shown in (
+        ((2, 3), "2 drafts with 3 requests"),
+        ((0, 1), "no drafts with 1 request"),
+        ((1, 1), "1 draft with 1 request"),
+    ):
+        assert interval_line(TREE, stats.counts, drafts) == (
+            f"up to 7 drafts, depth 3 ({shown}); 2.00 tokens per step; "
+            "accepted by depth 1.00; by child 0.00, 1.00"
+        )
     assert interval_line(TREE, TreeCounts(TREE), (7, 1)) is None
 
 
@@ -153,14 +150,10 @@ def test_dynamic_trees_are_counted_by_node():
     metrics.observe(0, counts, drafts=None)
     metrics.flush(0)
     assert samples(registry)["sequoia:emitted_tokens_total", "0"] == 11
-
-
-def test_interval_line_of_dynamic_trees():
-    stats = StepStats(TREE)
-    stats.observe(np.array([[2, 5], [1, -1], [-1, -1]]), np.array([8, 8, 8]), True)
-    line = interval_line(TREE, stats.counts, None)
-    assert (
-        line == "up to 7 drafts, depth 3; 2.00 tokens per step; accepted by depth 0.67, 0.50, 0.00"
+    alone = StepStats(TREE)
+    alone.observe(np.array([[2, 5], [1, -1], [-1, -1]]), np.array([8, 8, 8]), True)
+    assert interval_line(TREE, alone.counts, None) == (
+        "up to 7 drafts, depth 3; 2.00 tokens per step; accepted by depth 0.67, 0.50, 0.00"
     )
 
 
@@ -193,45 +186,34 @@ def test_metrics_show_what_was_flushed():
         metrics.observe(0, counted(step), drafts=5)
     metrics.observe(0, None, drafts=None)  # a step without trees or requests
     assert samples(registry) == {**start, ("sequoia:drafted_nodes", "0"): 5}
+    # Of engine 0; by child and depth, of nodes that were offered and accepted.
+    expected = {
+        ("drafted_nodes",): 5, ("trees_total",): 3, ("emitted_tokens_total",): 7,
+        **{("accepted_depth_total", depth): 1 for depth in "013"},
+        **{("offered_children_total", child, "1"): 3 for child in "123"},
+        ("offered_children_total", "1", "2"): 2, ("offered_children_total", "2", "2"): 1,
+        ("offered_children_total", "1", "3"): 1,
+        **{("accepted_children_total", *place): 1 for place in ("11", "21", "12", "13")},
+    }  # fmt: skip
     for _ in range(2):  # nothing is counted twice
         metrics.flush(0)
-        found = samples(registry)
-        changed = {k: v for k, v in found.items() if start.get(k) != v}
+        changed = {k: v for k, v in samples(registry).items() if start.get(k) != v}
         assert changed == {
-            ("sequoia:drafted_nodes", "0"): 5,
-            ("sequoia:trees_total", "0"): 3,
-            ("sequoia:emitted_tokens_total", "0"): 7,
-            ("sequoia:accepted_depth_total", "0", "0"): 1,
-            ("sequoia:accepted_depth_total", "1", "0"): 1,
-            ("sequoia:accepted_depth_total", "3", "0"): 1,
-            # labels: child, depth, engine
-            ("sequoia:offered_children_total", "1", "1", "0"): 3,
-            ("sequoia:offered_children_total", "2", "1", "0"): 3,
-            ("sequoia:offered_children_total", "3", "1", "0"): 3,
-            ("sequoia:offered_children_total", "1", "2", "0"): 2,
-            ("sequoia:offered_children_total", "2", "2", "0"): 1,
-            ("sequoia:offered_children_total", "1", "3", "0"): 1,
-            ("sequoia:accepted_children_total", "1", "1", "0"): 1,
-            ("sequoia:accepted_children_total", "2", "1", "0"): 1,
-            ("sequoia:accepted_children_total", "1", "2", "0"): 1,
-            ("sequoia:accepted_children_total", "1", "3", "0"): 1,
+            (f"sequoia:{name}", *labels, "0"): value for (name, *labels), value in expected.items()
         }
 
 
-def test_source_label_is_short():
-    registry, _ = made(source="default size; tree a/b: 1 nodes; 3.01 tokens per step")
-    assert samples(registry)["sequoia:tree_info", "3", "0", "8", "default size"] == 1
-
-
 def test_requests_without_drafts_are_counted_by_reason():
-    registry, metrics = made()
+    registry, metrics = made(source="default size; tree a/b: 1 nodes; 3.01 tokens per step")
     metrics.observe(0, None, drafts=7, undrafted=["asked", "structured_outputs", "asked"])
     counted = dict.fromkeys(get_args(Reason), 0) | {"asked": 2, "structured_outputs": 1}
     name, found = "sequoia:undrafted_requests_total", samples(registry)
     assert {reason: found[name, "0", reason] for reason in counted} == counted
+    assert found["sequoia:tree_info", "3", "0", "8", "default size"] == 1  # a short label
 
 
 def test_speedups_are_shown_where_they_are_known():
+    """And metrics of a new engine replace the old ones."""
     expected, measured = (("sequoia:expected_speedup", "0"), ("sequoia:measured_speedup", "0"))
     registry = CollectorRegistry()
     kinds = PrometheusKinds(registry)
@@ -242,29 +224,32 @@ def test_speedups_are_shown_where_they_are_known():
     metrics.observe(0, None, drafts=7)
     assert samples(registry)[measured] == 1.9
     metrics.unregister()
-    TreeMetrics(TREE, "a test", "model", [0], kinds)
+    second = TreeMetrics(TREE, "a test", "model", [0], kinds)
     assert expected not in samples(registry)
-
-
-def test_metrics_of_a_new_engine_replace_the_old_ones():
-    registry, first = made()
-    first.unregister()
-    assert generate_latest(registry) == b""
-    first.unregister()
+    for _ in range(2):
+        second.unregister()
+        assert generate_latest(registry) == b""
     TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))  # no name is taken
 
 
 GAUGES = ("sequoia:drafted_nodes", "sequoia:measured_speedup")
 
 
-def eventually(shows) -> bool:
-    """Whether it shows so within a minute, on however slow a machine."""
-    end = time.monotonic() + 60
-    while not shows():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
+def rests(registry, engine: str):
+    """Whether gauges of an engine's load are gone, as a function to ask again."""
+    return lambda: not any((gauge, engine) in samples(registry) for gauge in GAUGES)
+
+
+def watched(engines, **options):
+    """Metrics of engines, and a watch that is told of their steps: ``step(engine)``."""
+    registry, metrics = made(engines, **options)
+    watch = prometheus.Watch(metrics)
+
+    def step(engine):
+        metrics.observe(engine, counted([[1]]), drafts=5, speedup=1.1)
+        watch.note_step(engine)
+
+    return registry, watch, step
 
 
 @pytest.fixture
@@ -275,36 +260,30 @@ def quick_watch(monkeypatch):
 
 def test_metrics_stay_current_after_the_last_step(quick_watch):
     """No step comes any more, and nobody reads: counters are complete, gauges of a load go."""
-    registry, metrics = made([0, 1], expected_speedup=2.0)
-    watched = prometheus.Watch(metrics)
+    registry, watch, step = watched([0, 1], expected_speedup=2.0)
     for round in (1, 2):  # it goes on after a pause
         for engine in (0, 1):
-            metrics.observe(engine, counted([[1]]), drafts=5, speedup=1.1)
-            watched.note_step(engine)
+            step(engine)
         for engine in ("0", "1"):
-            assert eventually(
-                lambda e=engine: not any((gauge, e) in samples(registry) for gauge in GAUGES)
-            )
+            wait_until(rests(registry, engine))
             assert samples(registry)["sequoia:trees_total", engine] == round
         assert samples(registry)["sequoia:expected_speedup", "0"] == 2
-        assert eventually(lambda: not watched._has_thread)
+        wait_until(lambda: not watch._has_thread)
 
 
 def test_busy_engines_keep_their_gauges(quick_watch, monkeypatch):
     """Engine 0 made its last step long ago, engine 1 has just made one."""
     monkeypatch.setattr(prometheus, "_IDLE_SECONDS", 1e9)
-    registry, metrics = made([0, 1])
-    watched = prometheus.Watch(metrics)
+    registry, watch, step = watched([0, 1])
     for engine in (0, 1):
-        metrics.observe(engine, counted([[1]]), drafts=5, speedup=1.1)
-        watched.note_step(engine)
-    with watched._lock:
-        watched._stepped[0] -= 2e9
-    assert eventually(lambda: not any((gauge, "0") in samples(registry) for gauge in GAUGES))
+        step(engine)
+    with watch._lock:
+        watch._stepped[0] -= 2e9
+    wait_until(rests(registry, "0"))
     assert all((gauge, "1") in samples(registry) for gauge in GAUGES)
     assert samples(registry)["sequoia:trees_total", "1"] == 1  # flushed meanwhile
-    with watched._lock:
-        watched._stepped.clear()
+    with watch._lock:
+        watch._stepped.clear()
 
 
 def test_servers_of_many_processes_show_nan_while_idle(tmp_path):
@@ -323,10 +302,7 @@ for _ in range(2):
     metrics.rest(0)
 """
     variables = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env=variables, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = python(program, "-W", "error", env=variables)
     labels = '{engine="0",model_name="model"}'
     for gauge, busy in zip(GAUGES, ("2.0", "1.1"), strict=True):
         shown = re.findall(rf"^{re.escape(gauge + labels)} (\S+)$", done.stdout, re.MULTILINE)

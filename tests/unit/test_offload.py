@@ -1,9 +1,8 @@
-"""Weights on a disk: what is read is what was written, in time, or an error that names the fix."""
+"""Weights on a disk or in host memory: what is read, in time; what is said of it; and the draft."""
 
 import errno
+import logging
 import os
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +12,23 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from sequoia_vllm.engine.offload import weight_file
+pytest.importorskip("vllm")
+from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
+
+from sequoia_vllm.engine.offload import (
+    offloaded_bytes,
+    offloading_backend,
+    report_offloading,
+    weight_file,
+)
 from sequoia_vllm.engine.offload.layer_ring import LayerRing
 from sequoia_vllm.engine.offload.weight_file import OffloadError, WeightFile
+from sequoia_vllm.engine.v2.drafting.drafter import nothing_offloaded
+from tests.support.commands import python
+from tests.support.ending import wait_until
 
 
 @pytest.fixture
@@ -52,22 +64,15 @@ def sealed(file: WeightFile, lengths: list[int]) -> tuple[list, list[torch.Tenso
     return regions, contents
 
 
-def compute(ring: LayerRing, layers: int) -> None:
-    for layer in range(layers):
-        ring.wait(layer)
-        ring.release(layer)
-
-
-def test_nothing_is_seen_in_the_directory(disk, file):
-    sealed(file, [5000])
-    assert list(disk.iterdir()) == []
-
-
-def test_regions_begin_and_end_at_pages(file):
+def test_regions_begin_and_end_at_pages(disk, file):
     first, _ = file.region(5000)
     second, _ = file.region(4096)
     assert (first.offset, first.length, second.offset, second.length) == (0, 8192, 8192, 4096)
+    with pytest.raises(OffloadError, match=r"no room for another .* name one on a larger disk"):
+        file.region(1 << 52)
     assert file._end == 12288
+    sealed(file, [5000])
+    assert list(disk.iterdir()) == []  # nothing is seen there
 
 
 @given(
@@ -101,11 +106,15 @@ def test_reading_goes_on_while_a_layer_is_computed(file):
     regions, _ = sealed(file, [4096] * 5)
     with started(file, regions, 3) as ring:
         ring.wait(0)
-        ends = time.monotonic() + 20
-        while ring.bytes_read < 3 * 4096 and time.monotonic() < ends:
-            time.sleep(0.001)
+        wait_until(lambda: ring.bytes_read >= 3 * 4096)
         time.sleep(0.01)
         assert ring.bytes_read == 3 * 4096  # as many as there are buffers, and no more
+
+
+def compute(ring: LayerRing, layers: int) -> None:
+    for layer in range(layers):
+        ring.wait(layer)
+        ring.release(layer)
 
 
 @pytest.mark.parametrize(
@@ -123,29 +132,21 @@ def test_changes_and_short_reads_are_noticed(file, small_chunks, damage, error):
         compute(ring, 2)
 
 
-def test_no_room(file):
-    with pytest.raises(OffloadError, match=r"no room for another .* name one on a larger disk"):
-        file.region(1 << 52)
-    assert file._end == 0
-
-
 def test_an_unusable_directory(disk, monkeypatch):
     with pytest.raises(OffloadError, match="is no directory: make it"):
         WeightFile(disk / "missing")
-    monkeypatch.setattr(weight_file, "filesystem_of", lambda directory: "tmpfs")
-    with pytest.raises(OffloadError, match=r"is in memory \(tmpfs\): name one on a disk"):
-        WeightFile(disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_file, "filesystem_of", lambda directory: "tmpfs")
+        with pytest.raises(OffloadError, match=r"is in memory \(tmpfs\): name one on a disk"):
+            WeightFile(disk)
 
-
-def test_a_filesystem_without_direct_reads(disk, monkeypatch):
     def refuse(path, flags, *args):
         assert flags & os.O_DIRECT
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(weight_file.os, "open", refuse)
-    monkeypatch.setattr(
-        weight_file.tempfile, "TemporaryFile", lambda dir: (dir / "file").open("w+b")
-    )
+    opened = (disk / "file").open("w+b")
+    monkeypatch.setattr(weight_file.tempfile, "TemporaryFile", lambda dir: opened)
     with pytest.raises(OffloadError, match=r"has no direct I/O .* ext4, xfs or btrfs"):
         WeightFile(disk)
 
@@ -165,15 +166,12 @@ def test_the_filesystem_of_a_directory(disk, monkeypatch):
     assert weight_file.filesystem_of(Path("/proc")) == "proc"
 
 
-def test_nothing_is_read_after_the_end(file):
-    with started(file, sealed(file, [4096])[0], 2) as ring:
+def test_nothing_is_read_after_the_end_and_there_are_two_buffers(file):
+    regions, _ = sealed(file, [4096])
+    with started(file, regions, 2) as ring:
         pass
     with pytest.raises(OffloadError, match="after the engine had ended"):
         ring.wait(0)
-
-
-def test_too_few_buffers(file):
-    regions, _ = sealed(file, [4096])
     with pytest.raises(ValueError, match="1 layers in 1 buffers"):
         LayerRing(file, regions, 1)
     with pytest.raises(ValueError, match="0 layers"):
@@ -197,7 +195,99 @@ print(faults(), keep_freed_memory() and faults())
 @pytest.mark.slow
 def test_freed_memory_is_kept():
     """Each block of 64 MiB took new pages of the kernel."""
-    command = [sys.executable, "-c", FREED_AND_WANTED]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    before, after = map(int, printed.split())
+    before, after = map(int, python(FREED_AND_WANTED).stdout.split())
     assert 0 < after < before / 4
+
+
+DEVICE = torch.device("meta")
+PREFETCH = PrefetchOffloadConfig(offload_group_size=2)
+UVA = UVAOffloadConfig(cpu_offload_gb=1)
+CONFIGS = {None: {}, "prefetch": {"prefetch": PREFETCH}, "uva": {"uva": UVA}}
+
+
+@pytest.mark.filterwarnings("ignore:.*(o|O)ffload")
+@pytest.mark.parametrize(
+    ("config", "backend"),
+    [
+        *((config, backend) for backend, config in CONFIGS.items()),
+        ({"uva": UVA, "prefetch": PREFETCH}, "prefetch"),
+        ({"offload_backend": "uva", "uva": UVA, "prefetch": PREFETCH}, "uva"),
+        ({"offload_backend": "prefetch", "uva": UVA, "prefetch": PREFETCH}, "prefetch"),
+        ({"offload_backend": "uva"}, None),
+        ({"offload_backend": "uva", "prefetch": PREFETCH}, None),
+    ],
+)
+def test_the_backend_is_the_one_that_vllm_chooses(config, backend):
+    assert offloading_backend(OffloadConfig(**config)) == backend
+
+
+def model() -> nn.Module:
+    """A model of two layers of 1 KiB each."""
+    return nn.Sequential(*(nn.Linear(16, 16, bias=False, device=DEVICE) for _ in range(2)))
+
+
+def prefetching(copied: list[int], buffers: int) -> SimpleNamespace:
+    """vLLM's prefetching offloader: bytes of each layer that is copied, and of its buffers."""
+    modules = [
+        SimpleNamespace(get_param_infos=lambda size=size: [SimpleNamespace(num_bytes=size)])
+        for size in copied
+    ]
+    return SimpleNamespace(
+        module_offloaders=modules, buffer_pool=SimpleNamespace(total_bytes=buffers)
+    )
+
+
+def test_what_is_offloaded_is_counted():
+    """Views of host memory by their mark, what is prefetched by its copies."""
+    layers = model()
+    assert offloaded_bytes(layers, NoopOffloader(), DEVICE) == (2048, 0, 0)
+    assert offloaded_bytes(layers, prefetching([1024], buffers=512), DEVICE) == (2048, 1024, 512)
+    layers[1].weight._vllm_is_uva_offloaded = True
+    assert offloaded_bytes(layers, NoopOffloader(), DEVICE) == (2048, 1024, 0)
+    # By its device where VLLM_WEIGHT_OFFLOADING_DISABLE_UVA is set.
+    layers = model()
+    layers[0].weight = nn.Parameter(torch.zeros(16, 16))
+    assert offloaded_bytes(layers, NoopOffloader(), DEVICE) == (2048, 1024, 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "offloader", "level", "words"),
+    [
+        ("prefetch", prefetching([1024], 512), "INFO", "offloaded (prefetch, through buffers of"),
+        ("prefetch", prefetching([1024], 1024), "WARNING", "lower --offload-prefetch-step"),
+        ("prefetch", prefetching([], 0), "WARNING", "at most the number of its layers"),
+        ("uva", NoopOffloader(), "WARNING", "none of the target's weights (1.91e-06 GiB)"),
+        (None, NoopOffloader(), None, None),
+    ],
+)
+def test_the_log(backend, offloader, level, words, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
+        report_offloading(model(), offloader, DEVICE, OffloadConfig(**CONFIGS[backend]))
+    if level is None:
+        assert caplog.records == []
+        return
+    # The same one is handled twice where other tests have had vLLM's logger do so.
+    [record] = set(caplog.records)
+    assert record.levelname == level
+    assert words in record.getMessage()
+
+
+@pytest.fixture
+def engines_offloader():
+    class Offloader(NoopOffloader):
+        pass
+
+    before, ours = get_offloader(), Offloader()
+    set_offloader(ours)
+    yield ours
+    set_offloader(before)
+
+
+def test_the_draft_is_loaded_without_the_engines_offloader(engines_offloader):
+    with nothing_offloaded():
+        assert type(get_offloader()) is NoopOffloader
+    assert get_offloader() is engines_offloader
+    with pytest.raises(OSError, match="no weights"), nothing_offloaded():
+        raise OSError("no weights")
+    assert get_offloader() is engines_offloader

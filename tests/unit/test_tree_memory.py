@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,39 +13,36 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafting.draft_plan import DraftPlan
 from sequoia_vllm.engine.v2.drafting import tree_memory
+from sequoia_vllm.engine.v2.verification.verifier import emitted_rows
 from sequoia_vllm.tree import TokenTree
 
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 2))  # three nodes with children
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def default_vllm_config():
+@pytest.mark.parametrize(("soft_cap", "expected"), [(30.0, True), (None, False)])
+def test_targets_whose_logits_are_capped(soft_cap, expected):
     with set_current_vllm_config(VllmConfig()):
-        yield
+        target = torch.nn.Sequential(torch.nn.Sequential(LogitsProcessor(9, soft_cap=soft_cap)))
+    assert tree_memory.has_soft_cap(target) == expected
 
 
-def allocate(max_num_seqs: int, vocab_size: int):
-    plan = DraftPlan(TREE, [6] * max_num_seqs, most_rows=1 << 20)
-    return tree_memory.allocate_drafted(
-        plan, TREE, max_num_seqs, vocab_size, torch.float32, CPU
-    )  # fmt: skip
+def test_there_are_rows_for_all_trees_of_a_batch_or_the_device_is_too_small(monkeypatch):
+    def allocate(max_num_seqs: int, vocab_size: int):
+        plan = DraftPlan(TREE, [6] * max_num_seqs, most_rows=1 << 20)
+        return tree_memory.allocate_drafted(
+            plan, TREE, max_num_seqs, vocab_size, torch.float32, CPU
+        )
 
-
-def test_there_are_rows_for_all_trees_of_a_batch():
-    assert allocate(4, 100).logits.shape == (12, 3, 100)
-
-
-def test_a_device_that_is_too_small(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    assert allocate(4, 100).logits.shape == (12, 3, 100)
     monkeypatch.setattr(tree_memory.DraftedTrees, "empty", full)
     with pytest.raises(ConfigError) as error:
         allocate(1024, 131072)
-    assert "3072 nodes with children" in str(error.value)
-    assert "take 1.5 GiB" in str(error.value)
-    assert "lower max_num_seqs (1024)" in str(error.value)
+    for said in ("3072 nodes with children", "take 1.5 GiB", "lower max_num_seqs (1024)"):
+        assert said in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -67,36 +65,23 @@ def test_masks_are_those_of_trees_and_of_requests_without_one():
 
 
 def test_profiling_takes_the_logits_of_all_nodes(monkeypatch):
-    """In the model's dtype, and a copy in float32 of at most a gigabyte or one tree."""
+    """In the model's dtype, and a copy in float32 of at most a gigabyte or one tree.
+
+    Those of a soft cap once more in the model's dtype, gone before they are copied.
+    """
     taken = []
     monkeypatch.setattr(
         tree_memory.torch, "empty", lambda *shape, dtype, device: taken.append((*shape, dtype))
     )
     tree_memory.take_logits_memory(1536, 768, 131072, torch.bfloat16, CPU)
     tree_memory.take_logits_memory(8192, 768, 131072, torch.bfloat16, CPU)
+    tree_memory.take_logits_memory(64, 8, 256, torch.bfloat16, CPU, capped=True)
     chunk = (1 << 30) // (131072 * 4)
     assert taken == [
         (1536, 131072, torch.bfloat16), (1536, 131072, torch.float32),
         (8192, 131072, torch.bfloat16), (chunk, 131072, torch.float32),
-    ]  # fmt: skip
-
-
-def test_profiling_takes_what_a_soft_cap_makes(monkeypatch):
-    """Logits once more, in the model's dtype; gone before they are copied."""
-    taken = []
-    monkeypatch.setattr(
-        tree_memory.torch, "empty", lambda *shape, dtype, device: taken.append((*shape, dtype))
-    )
-    tree_memory.take_logits_memory(64, 8, 256, torch.bfloat16, CPU, capped=True)
-    assert taken == [
         (64, 256, torch.bfloat16), (64, 256, torch.bfloat16), (64, 256, torch.float32),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("soft_cap", "expected"), [(30.0, True), (None, False)])
-def test_targets_whose_logits_are_capped(soft_cap, expected, default_vllm_config):
-    target = torch.nn.Sequential(torch.nn.Sequential(LogitsProcessor(9, soft_cap=soft_cap)))
-    assert tree_memory.has_soft_cap(target) == expected
 
 
 def test_the_log_says_what_trees_add(caplog):
@@ -109,3 +94,11 @@ def test_the_log_says_what_trees_add(caplog):
         "15 tokens in the KV cache of each request, 0.50 GiB for the logits of 512 nodes"
     )
     assert recurrent == f"{plain}, 3.00 GiB for nodes in recurrent layers"
+
+
+def test_logprobs_of_a_tree_have_rows_for_the_longest_path_only():
+    cu_num_logits = np.array([0, 64, 64, 65, 67], dtype=np.int32)  # 64, 0, 1 and 2 nodes
+    starts, (request, column) = emitted_rows(cu_num_logits, most=4)
+    assert starts.tolist() == [0, 4, 4, 5, 7]
+    assert request.tolist() == [0, 0, 0, 0, 2, 3, 3]
+    assert column.tolist() == [0, 1, 2, 3, 0, 0, 1]
