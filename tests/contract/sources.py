@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -23,10 +23,9 @@ from sequoia_vllm.engine.compat.ledger import Expected, Signature
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-_CACHES = ("cache", "lru_cache")
+_CACHES = {"cache", "lru_cache"}
 _CACHE_ATTRIBUTES = ("cache_clear", "cache_info", "cache_parameters")
 _ENUMS = ("enum.Enum", "enum.IntEnum", "enum.StrEnum", "enum.Flag", "enum.IntFlag")
-_NAMED_TUPLE = "typing.NamedTuple"
 
 
 class NotFoundError(LookupError):
@@ -52,35 +51,32 @@ class Definition:
     owner: Definition | None = None
     is_instance: bool = False
 
+    @property
+    def class_body(self) -> list[ast.stmt]:
+        return self.node.body if isinstance(self.node, ast.ClassDef) else []
+
+    @property
+    def is_dataclass(self) -> bool:
+        return isinstance(self.node, ast.ClassDef) and "dataclass" in _decorators(self.node)
+
 
 def source_differences(root: Path, expectations: Iterable[Expected]) -> list[str]:
     """How the sources differ from what we expect; empty if they fit."""
-    sources = Sources(root)
-    found = []
+    sources, found = Sources(root), []
     for expected in expectations:
+        missing = "is missing"
         try:
             definition = sources.find(expected.path)
+            missing = "has no parameters to compare"
+            if expected.parameters is not None:
+                found.append(expected.difference(sources.signature(definition)))
         except NotFoundError as error:
-            found.append(f"{expected.path} is missing ({error})")
-            continue
-        if expected.parameters is None:
-            continue
-        try:
-            signature = sources.signature(definition)
-        except NotFoundError as error:
-            found.append(f"{expected.path} has no parameters to compare ({error})")
-            continue
-        if difference := expected.difference(signature):
-            found.append(difference)
-    return found
+            found.append(f"{expected.path} {missing} ({error})")
+    return [difference for difference in found if difference]
 
 
 class Sources:
-    """The definitions in directories of Python packages.
-
-    Args:
-        roots: The directories that hold the packages.
-    """
+    """The definitions in directories (`roots`) of Python packages."""
 
     def __init__(self, *roots: Path) -> None:
         self._roots = roots
@@ -88,11 +84,7 @@ class Sources:
         self._under_way: set[tuple[str, str]] = set()  # names that are being followed
 
     def find(self, path: str) -> Definition:
-        """What ``module:attribute[.attribute]`` stands for.
-
-        Raises:
-            NotFoundError: It is not in the sources.
-        """
+        """What ``module:attribute[.attribute]`` stands for; raises `NotFoundError`."""
         module, _, attributes = path.partition(":")
         if self._file(module) is None:
             raise NotFoundError(f"no module {module}")
@@ -107,7 +99,7 @@ class Sources:
         Raises:
             NotFoundError: It is not callable, or its source does not tell.
         """
-        node = definition.node
+        node, owner = definition.node, definition.owner
         if isinstance(node, ast.ClassDef) and not definition.is_instance:
             return self._constructor_signature(definition)
         if not isinstance(node, Function):
@@ -115,24 +107,23 @@ class Sources:
         decorators = _decorators(node)
         if any(name.endswith("property") for name in decorators):
             raise NotFoundError(f"{definition.name} is a property")
-        owner = definition.owner
         if owner is None or "staticmethod" in decorators:
             return _signature(node.args)
-        is_bound = owner.is_instance or "classmethod" in decorators
-        return _signature(node.args, is_bound)
+        return _signature(node.args, owner.is_instance or "classmethod" in decorators)
 
     # -- names ---------------------------------------------------------------------
 
     def _file(self, module: str) -> Path | None:
         """The module's source; None if there is none (a namespace package has none)."""
         paths = [root.joinpath(*module.split(".")) for root in self._roots]
-        candidates = [(path.with_name(path.name + ".py"), path / "__init__.py") for path in paths]
-        return next((file for pair in candidates for file in pair if file.is_file()), None)
+        files = [one for path in paths for one in (path.with_suffix(".py"), path / "__init__.py")]
+        return next((file for file in files if file.is_file()), None)
 
     def _is_outside(self, module: str) -> bool:
         package = module.partition(".")[0]
-        is_there = any((root / package).is_dir() for root in self._roots)
-        return self._file(package) is None and not is_there
+        return not any((root / package).is_dir() for root in self._roots) and not self._file(
+            package
+        )
 
     def _read_names(self, module: str) -> dict[str, ast.AST]:
         file = self._file(module)
@@ -143,139 +134,114 @@ class Sources:
     def _attribute(self, of: Definition, name: str) -> Definition:
         if isinstance(of.node, ast.ClassDef):
             return self._class_attribute(of, name)
-        full_name = f"{of.name}.{name}"
         if isinstance(of.node, Function):
-            if name in _CACHE_ATTRIBUTES and set(_decorators(of.node)) & set(_CACHES):
-                return Definition(full_name, of.module)
+            if name in _CACHE_ATTRIBUTES and _CACHES & set(_decorators(of.node)):
+                return Definition(f"{of.name}.{name}", of.module)
             raise NotFoundError(f"the function {of.name} has no {name}")
         if of.name != of.module:
             raise NotFoundError(f"{of.name} is a value: only running the code tells its {name}")
         return self._module_attribute(of.module, name)
 
     def _module_attribute(self, module: str, name: str) -> Definition:
-        if self._is_outside(module):
-            return Definition(f"{module}.{name}", f"{module}.{name}")
-        names = self._names(module)
-        if name in names:
-            if (module, name) in self._under_way:
-                raise NotFoundError(f"{module}.{name} is imported in a circle")
-            self._under_way.add((module, name))
+        full_name, key = f"{module}.{name}", (module, name)
+        outside = self._is_outside(module)
+        if not outside and name in (names := self._names(module)):
+            if key in self._under_way:
+                raise NotFoundError(f"{full_name} is imported in a circle")
+            self._under_way.add(key)
             try:
-                return self._define(names[name], Definition(f"{module}.{name}", module))
+                return self._define(names[name], Definition(full_name, module))
             finally:
-                self._under_way.discard((module, name))
-        submodule = f"{module}.{name}"
-        if self._file(submodule) is None:
+                self._under_way.discard(key)
+        if not outside and self._file(full_name) is None:
             raise NotFoundError(f"module {module} has no {name}")
-        return Definition(submodule, submodule)
+        return Definition(full_name, full_name)
 
     def _define(self, node: ast.AST, found: Definition) -> Definition:
         """``found``, filled in from the statement that binds its name."""
-        if isinstance(node, Function | ast.ClassDef):
-            return Definition(found.name, found.module, node, found.owner)
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            return self._imported(node, found)
-        if isinstance(node, ast.Name | ast.Attribute):  # an alias
-            return self._evaluate(node, found.module) or found
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                return replace(found, node=node)
+            case ast.Import(names=[alias]):
+                module = alias.name if alias.asname else alias.name.partition(".")[0]
+                return Definition(module, module)
+            case ast.ImportFrom(module, [alias], level):
+                file = self._file(found.module)
+                is_package = file is not None and file.name == "__init__.py"
+                parts = found.module.split(".")
+                parts = parts[: len(parts) - level + is_package] if level else []
+                parts += [module] if module else []
+                return self._module_attribute(".".join(parts), alias.name)
+            case ast.Name() | ast.Attribute():  # an alias
+                return self._evaluate(node, found.module) or found
         return found
-
-    def _imported(self, node: ast.Import | ast.ImportFrom, found: Definition) -> Definition:
-        alias = node.names[0]
-        if isinstance(node, ast.Import):
-            module = alias.name if alias.asname else alias.name.partition(".")[0]
-            return Definition(module, module)
-        module = node.module or ""
-        if node.level:
-            parts = found.module.split(".")
-            file = self._file(found.module)
-            is_package = file is not None and file.name == "__init__.py"
-            parts = parts[: len(parts) - node.level + is_package]
-            module = ".".join([*parts, *([module] if module else [])])
-        return self._module_attribute(module, alias.name)
 
     def _evaluate(self, node: ast.expr, module: str) -> Definition | None:
         """What an expression of names stands for; None if it cannot be followed."""
         try:
             if isinstance(node, ast.Name):
                 return self._module_attribute(module, node.id)
-            if isinstance(node, ast.Attribute):
+            if isinstance(node, ast.Attribute | ast.Subscript):  # a generic base: Base[Item]
                 of = self._evaluate(node.value, module)
-                return None if of is None else self._attribute(of, node.attr)
-            if isinstance(node, ast.Subscript):  # a generic base: Base[Item]
-                return self._evaluate(node.value, module)
+                is_base = of is None or isinstance(node, ast.Subscript)
+                return of if is_base else self._attribute(of, node.attr)
         except NotFoundError:
-            return None
+            pass
         return None
 
     # -- classes -------------------------------------------------------------------
 
+    def _direct_bases(self, of: Definition) -> list[Definition]:
+        nodes = of.node.bases if isinstance(of.node, ast.ClassDef) else []
+        return [found for node in nodes if (found := self._evaluate(node, of.module))]
+
     def _bases(self, of: Definition) -> Iterator[Definition]:
         """The class itself and its bases, left to right and depth first."""
         yield of
-        if isinstance(of.node, ast.ClassDef):
-            for base in of.node.bases:
-                found = self._evaluate(base, of.module)
-                if found is not None:
-                    yield from self._bases(found)
-
-    def _is_a(self, of: Definition, names: Iterable[str]) -> bool:
-        return any(base.name in names for base in self._bases(of))
+        for base in self._direct_bases(of):
+            yield from self._bases(base)
 
     def _is_named_tuple(self, of: Definition) -> bool:
         """Whether it declares the fields; a class derived from one inherits them."""
-        bases = of.node.bases if isinstance(of.node, ast.ClassDef) else []
-        found = [self._evaluate(base, of.module) for base in bases]
-        return any(base is not None and base.name == _NAMED_TUPLE for base in found)
+        return any(base.name == "typing.NamedTuple" for base in self._direct_bases(of))
 
     def _class_attribute(self, of: Definition, name: str) -> Definition:
         unread = []
         for base in self._bases(of):
+            found = Definition(f"{base.name}.{name}", base.module)
             if not isinstance(base.node, ast.ClassDef):
                 unread.append(base.name)
-                continue
-            node = _bindings(base.node.body).get(name)
-            if node is None:
-                if name in self._field_names(base):
-                    return Definition(f"{base.name}.{name}", base.module)
-                continue
-            if isinstance(node, ast.expr) and self._is_a(base, _ENUMS):
-                full_name = f"{base.name}.{name}"
-                return Definition(full_name, base.module, base.node, is_instance=True)
-            return self._define(node, Definition(f"{base.name}.{name}", base.module, owner=of))
+            elif node := _bindings(base.class_body).get(name):
+                is_enum = any(one.name in _ENUMS for one in self._bases(base))
+                if isinstance(node, ast.expr) and is_enum:
+                    return replace(found, node=base.node, is_instance=True)
+                return self._define(node, replace(found, owner=of))
+            elif name in self._field_names(base):
+                return found
         note = f"; not read: {', '.join(unread)}" if unread else ""
         raise NotFoundError(f"class {of.name} has no {name}{note}")
 
     def _field_names(self, of: Definition) -> tuple[str, ...]:
         """Fields that a dataclass or named tuple itself declares; otherwise none."""
-        if not isinstance(of.node, ast.ClassDef):
-            return ()
-        if "dataclass" not in _decorators(of.node) and not self._is_named_tuple(of):
-            return ()
-        return tuple(field.name for field in _fields(of.node))
+        declares = of.is_dataclass or self._is_named_tuple(of)
+        return tuple(field.name for field in _fields(of.node)) if declares else ()
 
     def _constructor_signature(self, of: Definition) -> Signature:
         for base in self._bases(of):
-            if not isinstance(base.node, ast.ClassDef):
-                continue
-            names = _bindings(base.node.body)
+            names = _bindings(base.class_body)
             constructor = names.get("__new__") or names.get("__init__")
             if isinstance(constructor, Function):
                 return _signature(constructor.args, is_bound=True)
-            if "dataclass" in _decorators(base.node):
-                return _signature_of_fields(self._dataclass_parameters(base))
+            if base.is_dataclass:
+                fields: dict[str, _Field] = {}
+                for one in reversed([one for one in self._bases(base) if one.is_dataclass]):
+                    # A field that is defined again keeps its place.
+                    fields |= {field.name: field for field in _fields(one.node)}
+                taken = [field for field in fields.values() if field.is_parameter]
+                return _signature_of(sorted(taken, key=lambda field: field.is_keyword))
             if self._is_named_tuple(base):
-                return _signature_of_fields(_fields(base.node))
+                return _signature_of(list(_fields(base.node)))
         raise NotFoundError(f"no constructor of {of.name} in the sources")
-
-    def _dataclass_parameters(self, of: Definition) -> list[_Field]:
-        fields: dict[str, _Field] = {}
-        for base in reversed(list(self._bases(of))):
-            if isinstance(base.node, ast.ClassDef) and "dataclass" in _decorators(base.node):
-                # A field that is defined again keeps its place.
-                fields |= {field.name: field for field in _fields(base.node)}
-        taken = [field for field in fields.values() if field.is_parameter]
-        taken.sort(key=lambda field: field.is_keyword)
-        return taken
 
 
 # -- the syntax tree -----------------------------------------------------------------------
@@ -296,16 +262,10 @@ def _bound_by(statement: ast.stmt) -> dict[str, ast.AST]:
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return {statement.name: statement}
-        case ast.Import():
-            return {
-                alias.asname or alias.name.partition(".")[0]: ast.Import([alias])
-                for alias in statement.names
-            }
-        case ast.ImportFrom(module, aliases, level):
-            return {
-                alias.asname or alias.name: ast.ImportFrom(module, [alias], level)
-                for alias in aliases
-            }
+        case ast.Import(names):
+            return {one.asname or one.name.partition(".")[0]: ast.Import([one]) for one in names}
+        case ast.ImportFrom(module, names, level):
+            return {one.asname or one.name: ast.ImportFrom(module, [one], level) for one in names}
         case ast.Assign(targets, value):
             return {target.id: value for target in targets if isinstance(target, ast.Name)}
         case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):
@@ -313,19 +273,21 @@ def _bound_by(statement: ast.stmt) -> dict[str, ast.AST]:
         case ast.If(test, body, orelse):
             is_for_types = ast.unparse(test).endswith("TYPE_CHECKING")
             return _bindings(orelse) | ({} if is_for_types else _bindings(body))
-        case ast.Try():
-            rare = [line for handler in statement.handlers for line in handler.body]
-            usual = [*statement.body, *statement.orelse, *statement.finalbody]
-            return _bindings(rare) | _bindings(usual)
+        case ast.Try(body, handlers, orelse, finalbody):
+            rare = [line for handler in handlers for line in handler.body]
+            return _bindings(rare) | _bindings([*body, *orelse, *finalbody])
         case ast.With():
             return _bindings(statement.body)
     return {}
 
 
+def _last_name(node: ast.expr) -> str:
+    return ast.unparse(node.func if isinstance(node, ast.Call) else node).rpartition(".")[2]
+
+
 def _decorators(node: Function | ast.ClassDef) -> list[str]:
     """Last parts of the decorators' names, without arguments."""
-    called = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
-    return [ast.unparse(decorator).rpartition(".")[2] for decorator in called]
+    return [_last_name(decorator) for decorator in node.decorator_list]
 
 
 def _signature(arguments: ast.arguments, is_bound: bool = False) -> Signature:
@@ -342,8 +304,6 @@ def _signature(arguments: ast.arguments, is_bound: bool = False) -> Signature:
 
 @dataclass(frozen=True)
 class _Field:
-    """A field of a dataclass or named tuple."""
-
     name: str
     is_parameter: bool
     is_keyword: bool
@@ -351,48 +311,35 @@ class _Field:
 
 
 def _fields(node: ast.ClassDef) -> Iterator[_Field]:
-    """The fields that this class itself declares."""
-    is_keyword = _is_set(_call_to("dataclass", node.decorator_list), "kw_only")
+    is_keyword = bool(_options("dataclass", *node.decorator_list).get("kw_only"))
     for statement in node.body:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
-        annotation = ast.unparse(statement.annotation)
+        annotation, value = ast.unparse(statement.annotation), statement.value
         if annotation.endswith("KW_ONLY"):
             is_keyword = True
-            continue
-        if "ClassVar" in annotation:
-            continue
-        options = _call_to("field", [statement.value] if statement.value else [])
-        yield _Field(
-            statement.target.id,
-            is_parameter=_is_set(options, "init", default=True),
-            is_keyword=_is_set(options, "kw_only", default=is_keyword),
-            is_required=statement.value is None or (options is not None and not _defaults(options)),
-        )
+        elif "ClassVar" not in annotation:
+            options = _options("field", value)
+            is_call = isinstance(value, ast.Call) and _last_name(value) == "field"
+            has_default = {"default", "default_factory"} & options.keys() if is_call else value
+            yield _Field(
+                statement.target.id,
+                is_parameter=bool(options.get("init", True)),
+                is_keyword=bool(options.get("kw_only", is_keyword)),
+                is_required=not has_default,
+            )
 
 
-def _defaults(options: ast.Call) -> bool:
-    """Whether this call of ``field`` gives a default."""
-    return any(given.arg in ("default", "default_factory") for given in options.keywords)
+def _signature_of(fields: list[_Field]) -> Signature:
+    required = frozenset(field.name for field in fields if field.is_required)
+    return Signature(tuple(field.name for field in fields), required)
 
 
-def _signature_of_fields(fields: Iterable[_Field]) -> Signature:
-    fields = list(fields)
-    return Signature(
-        names=tuple(field.name for field in fields),
-        required=frozenset(field.name for field in fields if field.is_required),
-    )
-
-
-def _call_to(name: str, expressions: Iterable[ast.expr]) -> ast.Call | None:
-    for node in expressions:
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name:
-            return node
-    return None
-
-
-def _is_set(call: ast.Call | None, keyword: str, default: bool = False) -> bool:
-    for given in call.keywords if call else ():
-        if given.arg == keyword and isinstance(given.value, ast.Constant):
-            return bool(given.value.value)
-    return default
+def _options(name: str, *expressions: ast.expr | None) -> dict[str | None, object]:
+    """The keywords of the first call of this name; what is no constant counts as True."""
+    calls = [one for one in expressions if isinstance(one, ast.Call) and _last_name(one) == name]
+    return {
+        given.arg: getattr(given.value, "value", True)
+        for call in calls[:1]
+        for given in call.keywords
+    }
