@@ -20,6 +20,7 @@ from sequoia_vllm.engine.common.draft_schedule import scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.compat.versions import vllm_version
 from sequoia_vllm.hardware.budget import in_ranges
+from sequoia_vllm.hardware.device import current_cpu_name
 
 
 def current_versions() -> dict[str, str]:
@@ -133,3 +134,12 @@ def check_ranks(vllm_config: Any, cpu_group: Any) -> None:
     here = platform.node(), decisions(vllm_config)
     torch.distributed.all_gather_object(ranks, here, group=cpu_group)
     check_decisions(ranks)
+
+
+def current_device_name(index: int = 0) -> str:
+    """Returns the name of the node's GPU ``index``, like "NVIDIA H200", or the CPU's model name."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return current_cpu_name()
+    return current_platform.get_device_name(index)

@@ -16,8 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.engine.common.cluster import current_versions
-from sequoia_vllm.engine.common.device_name import current_device_name
+from sequoia_vllm.engine.common.cluster import current_device_name, current_versions
 from sequoia_vllm.engine.common.draft_schedule import planning_schedule
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.replicas import are_started_apart

@@ -31,7 +31,7 @@ from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgress
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.proposer import RootsV1, TreeProposerV1
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
-from sequoia_vllm.engine.v1.target_distribution import truncation_of
+from sequoia_vllm.engine.v1.verifier import truncation_of
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 

@@ -27,8 +27,7 @@ from sequoia_vllm.engine.v1.sampler_output import (
     forget_stale_budgets,
     without_discarded,
 )
-from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
-from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
+from sequoia_vllm.engine.v1.verifier import TargetDistribution, TreeVerifierV1, truncation_of
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import VerifyResult
 

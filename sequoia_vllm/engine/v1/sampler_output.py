@@ -17,7 +17,7 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
-from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
+from sequoia_vllm.engine.v1.verifier import TargetDistribution
 from sequoia_vllm.verification.topology import VerifyResult
 
 

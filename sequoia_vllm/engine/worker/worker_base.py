@@ -8,8 +8,12 @@ from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker
 
-from sequoia_vllm.engine.common.cluster import check_group, check_ranks, check_worker
-from sequoia_vllm.engine.common.device_name import current_device_name
+from sequoia_vllm.engine.common.cluster import (
+    check_group,
+    check_ranks,
+    check_worker,
+    current_device_name,
+)
 from sequoia_vllm.engine.common.replicas import in_lock_step
 from sequoia_vllm.engine.common.step_messages import StepOutcome, attach_outcome
 

@@ -25,17 +25,17 @@ from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v2.drafting.committed_reader import CommittedReader, max_keys
-from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
 from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs, capture_drafting
-from sequoia_vllm.engine.v2.drafting.draft_progress import (
-    DraftProgress,
-    HeadDraftProgress,
-    ModelDraftProgress,
+from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress, ModelDraftProgress
+from sequoia_vllm.engine.v2.drafting.drafter import (
+    DraftCache,
+    DraftPass,
+    HeadDrafter,
+    TextDrafter,
+    TreeDrafter,
 )
-from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, HeadDrafter, TreeDrafter
 from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
 from sequoia_vllm.engine.v2.drafting.target_states import TargetStates
-from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
 from sequoia_vllm.engine.v2.drafting.tree_memory import (
     allocate_drafted,
     has_soft_cap,
@@ -94,9 +94,8 @@ class TreeProposerV2(DraftModelSpeculator):
             drafter.least_rows, most,
         )  # fmt: skip
         depths = depths_by_drafts(tree)
-        self.progress: DraftProgress
         if drafter.reads_states:
-            self.progress = HeadDraftProgress(self.max_num_reqs, depths, device)
+            self.progress = DraftProgress(self.max_num_reqs, depths, device)
         else:
             # vLLM schedules so many steps before it knows outcomes.
             unknown = (vllm_config.max_concurrent_batches - 1) * tree.num_speculative_tokens

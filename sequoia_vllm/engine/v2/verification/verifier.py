@@ -24,8 +24,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0
+from sequoia_vllm.engine.v2.drafting.drafter import TextDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
-from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
 from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
