@@ -1,10 +1,8 @@
 """Checks of an engine's nodes and ranks: alike must be versions, trees, and devices of a TP group.
 
-The front end writes down its own versions, and the device that it chose a tree for; each worker
-compares at start-up, before any weight is loaded. Where one command starts a whole engine, its
-processes agree on the rest, too. But each node of ``--nnodes``, and of data parallelism with
-``--headless``, has a command of its own. That command chooses a tree by the files of its node.
-Unequal trees would be scored as if they were one.
+The front end writes down its versions, and the device of its tree; each worker compares at
+start-up. Each node of ``--nnodes``, and of data parallelism with ``--headless``, has a command of
+its own, which chooses a tree by the files of its node. Unequal trees would be scored as one.
 """
 
 import platform

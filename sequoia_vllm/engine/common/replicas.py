@@ -17,10 +17,7 @@ def in_lock_step(vllm_config: Any) -> bool:
 
 
 def are_started_apart(parallel_config: Any, is_moe: bool) -> bool:
-    """Whether ranks that run steps together may be started by several commands.
-
-    Each then chooses a tree of its own. (Ray starts all of an engine from one.)
-    """
+    """Whether ranks that run steps together may be started by several commands (Ray: by one)."""
     parallel = parallel_config
     replicas_apart = parallel.data_parallel_size > parallel.data_parallel_size_local
     return parallel.nnodes_within_dp > 1 or (is_moe and replicas_apart)
@@ -29,9 +26,8 @@ def are_started_apart(parallel_config: Any, is_moe: bool) -> bool:
 def fault_of_lock_step(vllm_config: Any) -> str | None:
     """Why the engine's replicas must not run in lock step; None: they do not, or may.
 
-    They exchange rows of the target's layers. Before each of its passes they exchange numbers of
-    rows, and which graph they want. All take the largest number, and no graph if one replica has
-    none. A replica without requests runs a pass of padding. Each replica drafts alone (`as_alone`).
+    They exchange rows of the target's layers, and before each pass numbers of rows and graphs: all
+    take the largest. A replica without requests runs padding. Each drafts alone (`as_alone`).
     """
     if not in_lock_step(vllm_config):
         return None
@@ -47,9 +43,8 @@ def fault_of_lock_step(vllm_config: Any) -> str | None:
 def as_alone(vllm_config: Any) -> Any:
     """The configuration that a draft runs with: as if its engine had no other replicas.
 
-    Replicas in lock step agree on a batch's size whenever a forward context is entered, even of a
-    model without experts. A dense draft exchanges nothing with other replicas. It has as many
-    passes as its own replica's trees need, while another replica may be idle or draft less.
+    Replicas in lock step agree on a batch's size whenever a forward context is entered. A dense
+    draft exchanges nothing, and has as many passes as its own replica's trees need.
     """
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size == 1:

@@ -1,7 +1,6 @@
 """Settings that the front end decides and the workers read: a tag on vLLM's speculative config.
 
-They are not in vLLM's ``additional_config``, as vLLM keys its compiled code by all of it. The tree
-and its expected speed differ from start to start, and no compiled code depends on them.
+They are not in vLLM's ``additional_config``, by which vLLM keys its compiled code.
 """
 
 from __future__ import annotations
@@ -102,9 +101,7 @@ def is_or_will_be_tagged(speculative_config: Any) -> bool:
 def _received(data: dict[str, Any]) -> SequoiaSettings:
     """Patches vLLM in each process that unpickles the configuration.
 
-    Ray Serve configures engines in one process and talks to them in another, where no plugins are
-    loaded. Without the patches that process would refuse requests that Sequoia serves, and would
-    count no trees.
+    Ray Serve talks to engines from another process, where no plugins are loaded.
     """
     _load_plugin()
     known = {field.name for field in fields(SequoiaSettings)} & data.keys()
@@ -116,8 +113,7 @@ def _received(data: dict[str, Any]) -> SequoiaSettings:
 def _load_plugin() -> None:
     """Calls the plugin's entry point, once per process.
 
-    vLLM's ``load_general_plugins`` does not suffice: it does not load us where ``VLLM_PLUGINS``
-    leaves us out, and loads nothing a second time.
+    vLLM's ``load_general_plugins`` skips us where ``VLLM_PLUGINS`` does, and loads nothing twice.
     """
     for found in entry_points(group="vllm.general_plugins", name="sequoia"):
         found.load()()

@@ -42,8 +42,7 @@ _MOST_OPEN = 64  # steps whose drafting has not ended; two are usual
 def new_adapter(vllm_config: Any, lookup: list[int] | None) -> SchedulerAdapter | None:
     """What decides how much an engine drafts; None: it does not adapt.
 
-    Args:
-        lookup: Drafts by batch size, from 0 on, as vLLM's scheduler has them.
+    ``lookup`` has the drafts by batch size, from 0 on, as vLLM's scheduler has them.
     """
     settings = SequoiaSettings.of(vllm_config)
     if lookup is None or settings.adapts_as is None:
@@ -85,12 +84,9 @@ class SchedulerAdapter:
         self._restore()
 
     def before_step(self, now: float, reset: set[str]) -> None:
-        """Notes that a step is about to be scheduled.
+        """Notes that a step is about to be scheduled, at ``now`` of ``time.perf_counter``.
 
-        Args:
-            now: By ``time.perf_counter``.
-            reset: Requests that lost their KV cache since the step before. No step was short of
-                memory then: a user reset the cache.
+        ``reset``: requests that lost their KV cache since the step before because a user reset it.
         """
         self._reset |= reset
         if self._before is None:
@@ -144,8 +140,8 @@ class SchedulerAdapter:
     def _close_steps(self, outcome: StepOutcome) -> None:
         """Tells the controller of the steps whose drafting has ended, and of verified trees.
 
-        A GPU drafts after the outcome, which a step ahead nothing waits for. So the time between
-        two outcomes has the drafting of the former step; here each step gets its own.
+        A GPU drafts after the outcome: the time between two outcomes has the former step's
+        drafting.
         """
         self._paths += outcome.paths
         for drafting in (0.0,) if outcome.drafting is None else outcome.drafting:

@@ -1,14 +1,12 @@
 """Structured output on trees: what the grammar allows after each node, along the node's own path.
 
-vLLM's manager takes a request's drafts for a chain: it drops those after the first that the grammar
-forbids, and fills one mask after another. With trees all drafts are scored, with a mask for each
-node. Forbidden tokens then have probability 0, and are rejected.
+vLLM's manager takes a request's drafts for a chain. With trees all drafts are scored, with a mask
+for each node. Forbidden tokens then have probability 0, and are rejected.
 
-On Model Runner V1 the scheduler has the drafts before the target sees them. There a forbidden
-draft is replaced where little is allowed (`stand_ins`), and the drafts below it are checked after
-its stand-in. So a path follows what a grammar forces. The verifier knows both tokens
-(`verification.replaced`). Elsewhere the target's forward runs ahead of the grammar, with drafts
-that never left the device.
+On Model Runner V1 the scheduler has the drafts before the target sees them. There a forbidden draft
+is replaced where little is allowed (`StandIns`), and the drafts below it are checked after its
+stand-in: a path follows what a grammar forces. The verifier knows both tokens
+(`verification.replaced`). Elsewhere the target's forward runs ahead of the grammar.
 """
 
 from __future__ import annotations
@@ -58,17 +56,11 @@ class StandIns:
         return cls(manager.vllm_config.model_config.get_vocab_size(), length_of)
 
     def __call__(self, mask: NDArray[np.int32], drafts: Sequence[int]) -> list[int]:
-        """A token for each child: its draft if it is allowed, else one that no sibling has.
+        """Different tokens for the children: a draft if it is allowed, else one no sibling has.
 
-        The longest come first: a tokenizer mostly takes as much of a forced string as it can.
-
-        Args:
-            mask: int32 ``[V / 32]``: what the grammar allows after the node.
-            drafts: Its children's drafts, all different.
-
-        Returns:
-            Different tokens. A forbidden draft stays where no token is left, or too many are
-            allowed.
+        The longest come first: a tokenizer mostly takes as much of a forced string as it can. A
+        forbidden draft stays where no token is left, or too many are allowed. ``mask``, int32 ``[V
+        / 32]``, says what the grammar allows after the node.
         """
         if all(allows(mask, token) for token in drafts):
             return list(drafts)
@@ -102,10 +94,7 @@ class _Walked:
 
 
 class TreeGrammars:
-    """vLLM's `StructuredOutputManager` for a Sequoia engine's scheduler.
-
-    ``manager`` is the engine core's, which does all but what is here.
-    """
+    """What a Sequoia scheduler has for vLLM's `StructuredOutputManager`, which does the rest."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -146,8 +135,8 @@ class TreeGrammars:
     ) -> NDArray[np.int32] | None:
         """The manager's masks of the roots; then those of the other nodes.
 
-        The manager is asked for one request after another. Its layout of several requests' masks
-        differs by version, and takes the room of ``max_num_seqs`` largest trees.
+        The manager is asked for one request after another: its layout of several differs by
+        version.
 
         Returns:
             int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.
@@ -173,10 +162,7 @@ class TreeGrammars:
         return np.concatenate(found)
 
     def _take_walked(self, name: str, tokens: Sequence[int]) -> NDArray[np.int32] | None:
-        """A request's masks that were filled before these tokens were scheduled.
-
-        The tokens may be fewer by now.
-        """
+        """A request's masks that were filled before these tokens (maybe fewer) were scheduled."""
         walked = self._walked.get(name)
         if walked is None or not tokens or walked.tokens[: len(tokens)] != list(tokens):
             return None
@@ -197,9 +183,8 @@ def fill_nodes(
         grammar: vLLM's `StructuredOutputGrammar` of the request, at its root.
         tree: The engine's; the request drafts its first nodes.
         tokens: Tokens of nodes 1, 2, ...; -1: none.
-        masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is
-            filled. Nodes that the grammar forbids, and whatever is below, keep what is there:
-            no path leads to them.
+        masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is filled.
+            Nodes that the grammar forbids, and whatever is below, keep what is there.
 
     Returns:
         The tokens to score: ``tokens``, some of them replaced.

@@ -1,12 +1,9 @@
 """vLLM's scheduler with trees: how much is drafted, in which slots, for whom, and with what gain.
 
-It runs in the engine core, which is told to use it by ``scheduler_cls``. All that we keep there
-lies in its fields.
-
-A step's allocation covers the two trees that it writes. It scores one, which counts among the
-step's tokens. It grows the next one in look-ahead slots behind. vLLM looks up the drafts of the
-next tree after the allocation, when it knows how many requests it could schedule. So we bound the
-number before, by the requests that run.
+It runs in the engine core, told to by ``scheduler_cls``. A step's allocation covers the tree that
+it scores, which counts among the step's tokens, and the next one, in look-ahead slots behind. vLLM
+looks up the drafts of the next tree after the allocation, when it knows how many requests it could
+schedule. So we bound the number before, by the requests that run.
 """
 
 import logging
@@ -35,11 +32,7 @@ _SECONDS_OF_REPORT = 1.0  # then the front end is told again: it takes a silent 
 
 
 class DraftsAtMost:
-    """A table of drafts by batch size, cut to what there are slots for.
-
-    Args:
-        drafts: At batch sizes 0 (not used), 1, 2, ...; it may change.
-    """
+    """Drafts by batch size (from 0 on, which may change), cut to what there are slots for."""
 
     def __init__(self, drafts: list[int], most: int) -> None:
         self._drafts = drafts
@@ -83,9 +76,8 @@ class TreeScheduling(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedules like vLLM, with slots for the drafts of this batch and no more drafts than so.
 
-        The batch may be smaller than expected, for example while a request's last token is under
-        way. In that step it drafts no more than a batch of all running requests. A step none of
-        whose requests ever drafts is scheduled, and measured, as one without drafts.
+        A batch may be smaller than expected. A step none of whose requests ever drafts is
+        scheduled, and measured, as one without drafts.
         """
         if self.dynamic_sd_lookup is None:
             return super().schedule(*args, **kwargs)
@@ -125,8 +117,7 @@ class TreeScheduling(Scheduler):
     def _most_drafts(self) -> int:
         """The most drafts of any batch: all running requests, and none to all of the waiting ones.
 
-        Few requests get many drafts. So while few run, each request that joins reserves slots for
-        as many; its own tokens fill them later.
+        While few run, each that joins reserves slots for as many; its own tokens fill them later.
         """
         running, waiting = self.get_request_counts()
         largest = min(running + waiting, self.max_num_running_reqs)
@@ -218,10 +209,9 @@ class TreeScheduling(Scheduler):
         return drafts
 
     def _without_ended(self, scheduled: Any, output: Any, paths: bytes) -> bytes:
-        """Leaves out trees of requests that were aborted while the step ran.
+        """Leaves out trees of requests that were aborted during the step: nobody gets tokens.
 
-        Nobody gets their tokens, and vLLM counts none of them. Where the paths are of another step
-        than ``output``, all are kept.
+        Where the paths are of another step than ``output``, all are kept.
         """
         if not paths:
             return paths
@@ -234,10 +224,7 @@ class TreeScheduling(Scheduler):
         return b"".join(paths[i * size : (i + 1) * size] for i, keeps in enumerate(kept) if keeps)
 
     def _end_histograms(self, outputs: Any) -> None:
-        """Ends histograms of vLLM's ``--per-request-spec-decode-metrics`` at the tree's depth.
-
-        vLLM gives each a place for every drafted node. A path accepts at most one node of a level.
-        """
+        """Ends vLLM's histograms at the tree's depth: a path has at most one node of a level."""
         for output in outputs.values():
             for one in output.outputs:
                 if (metrics := one.spec_decode_metrics) is not None:
@@ -279,11 +266,11 @@ class TreeScheduling(Scheduler):
 
     # Until: vLLM goes back to the turn's end.
     def _handle_stopped_request(self, request: Any) -> bool:
-        """Stops a request like vLLM, and lets a session's next turn begin where plain vLLM's does.
+        """Stops a request like vLLM; a session's next turn begins where plain vLLM's does.
 
-        The last step may have accepted tokens behind the turn's end. vLLM would write the next turn
-        behind their slots. Plain vLLM never computes the last token that it emits: the next turn
-        begins in that token's slot, and so it does here.
+        The last step may have accepted tokens behind the turn's end, and vLLM would go on behind
+        them. Plain vLLM never computes the last token that it emits: the next turn begins in its
+        slot.
         """
         if request.resumable:
             known = request.num_tokens - 1 + request.num_output_placeholders

@@ -25,16 +25,13 @@ def find_draft(
     kinds: Collection[Drafter],
     kind_of: Callable[[str], Drafter],
 ) -> tuple[str, Drafter]:
-    """The draft that the configuration names, or the best known one of the target.
+    """The draft that the configuration names, or the best known one of the target, and its kind.
 
-    Where none is known and the user asks for no kind, a kind without weights drafts.
+    Where none is known and the user asks for no kind, a kind without weights drafts, by its name.
 
     Args:
         kinds: What the engine can draft with, where the drafter is left to us.
         kind_of: Reads what a draft of this name is; see `DraftReader.kind`.
-
-    Returns:
-        Its name (of one without weights the kind's), and what it is.
 
     Raises:
         ConfigError: There is no draft, or it cannot be used.
@@ -87,8 +84,7 @@ def _first_usable(
 ) -> tuple[str, Drafter]:
     """The first known draft that trees draft with; raises what is wrong with the last if none is.
 
-    A head whose configuration cannot be read counts as a model: vLLM says why a draft cannot be
-    had, and there may be another one.
+    A head whose configuration cannot be read counts as a model: there may be another one.
     """
     for known in candidates:
         try:
@@ -107,13 +103,9 @@ def _first_usable(
 def known_drafts(
     target: str, kinds: Collection[Drafter], asked: Drafter | None = None
 ) -> list[KnownDraft] | str:
-    """The known drafters of this target that an engine may take, the best first.
+    """The known drafters of this target that an engine may take, the best first, at least one.
 
-    Args:
-        asked: The kind that the user asks for; None: the kinds that are taken by default.
-
-    Returns:
-        At least one; or a message that none is known, with the JSON to write instead.
+    Else a message with the JSON to write instead. ``asked``: the kind that the user asks for.
     """
     taken = [kind for kind in kinds if asked is kind or (asked is None and kind.by_default)]
     fitting = known_for(target)

@@ -99,10 +99,7 @@ def _sequoia_engine_config(
 
 
 def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
-    """Keeps ``max_model_len``, which vLLM cuts to the draft's, also as an engine core starts.
-
-    Beyond it vLLM's own V2 drafts cannot be skipped; ours are skipped. Other engines stay cut.
-    """
+    """Keeps ``max_model_len``, which vLLM cuts to the draft's: our drafts are skipped beyond."""
     if not SequoiaSettings.enabled(self):
         original(self)
 
@@ -130,8 +127,7 @@ def create_speculative_config(
 ) -> Any:  # fmt: skip
     """Calls vLLM's with a Sequoia configuration translated to the method that drafts such chains.
 
-    Returns:
-        vLLM's speculative configuration; None for an engine that does not speculate.
+    None for an engine that does not speculate.
     """
     request = sequoia_request(self)
     if request is None:
@@ -144,11 +140,7 @@ def create_speculative_config(
 
 
 def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel: Any) -> Facts:
-    """Finds out all that a plan depends on: reads drafts, the library, options and the machine.
-
-    Raises:
-        ConfigError: There is no draft that this engine can use.
-    """
+    """Finds out all that a plan depends on (ConfigError: there is no draft for this engine)."""
     source = weight_source(args)
     reader = DraftReader(target, config)
     kinds = kinds_here()
@@ -190,11 +182,7 @@ def apply(
 ) -> Any:
     """Makes vLLM's speculative configuration of a plan, and changes its other objects.
 
-    Returns:
-        The tagged configuration; None: the engine does not speculate.
-
-    Raises:
-        ConfigError: vLLM cannot use the draft, or trees cannot.
+    None: the engine does not speculate. ConfigError: vLLM cannot use the draft, or trees cannot.
     """
     for level, line in planned.notes:
         logger.log(level, "Sequoia: %s", line)

@@ -46,21 +46,13 @@ _REASONS = {
 
 
 def refuse_model(model: Any, role: Role) -> None:
-    """Raises if trees cannot serve a model. Its layers are checked again at loading.
-
-    Raises:
-        ConfigError: With every reason, and the fix.
-    """
+    """Raises ConfigError, with every reason and the fix, if trees cannot serve a model."""
     if message := refusal_of(model.model, role, model.architectures, kinds_in_vllm(model)):
         raise ConfigError(message)
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
-    """Raises if this engine must not run with Sequoia, whatever its models are.
-
-    Raises:
-        ConfigError: With every reason found, and its fix.
-    """
+    """Raises ConfigError, with every reason and its fix, if this engine must not run."""
     checks = (
         _platform_reasons, _drafter_reasons, _tree_reasons, _parallel_reasons, _feature_reasons,
         _size_reasons,
@@ -267,11 +259,7 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
 
 
 def _fault_of_connectors(transfer: Any) -> str | None:
-    """Says why a connector must not run beside trees; None: it may.
-
-    Args:
-        transfer: vLLM's `KVTransferConfig`.
-    """
+    """Says why a connector of vLLM's `KVTransferConfig` must not run beside trees; None: it may."""
     several = transfer.kv_connector_extra_config.get("connectors", ())
     chosen = several if transfer.kv_connector == "MultiConnector" else [vars(transfer)]
     faults = map(_fault_of_connector, chosen)
@@ -320,10 +308,7 @@ def _cache_dtypes() -> tuple[str, ...]:
 
 
 def _asks_for_other_cache(model: Any) -> bool:
-    """Whether vLLM quantizes the cache unasked, as it finds when it makes the layers, otherwise.
-
-    This is about compressed-tensors. Other formats have set the cache's dtype already.
-    """
+    """Whether vLLM quantizes the cache unasked, as for compressed-tensors, but not to e4m3."""
     if _cache_scheme(model) is None:
         return False
     return not (asks_for_fp8_cache(model) and "fp8" in _cache_dtypes())

@@ -62,13 +62,8 @@ def look_up(
 ) -> LibraryAnswer:
     """Asks the library for the tree of a pair, if the tree is left to us.
 
-    For drafts without weights it has only the trees that the user tuned.
-
-    Args:
-        shapes: Shapes of both models; None: nothing is known of them.
-
-    Returns:
-        Its answer, or why it has none; None: it was not asked.
+    For drafts without weights it has only the trees that the user tuned. Returns its answer, or why
+    it has none; None: it was not asked.
     """
     if not config.is_tree_chosen:
         return None
@@ -235,11 +230,7 @@ def gain_line(
 ) -> tuple[int, str]:
     """The level of the logging module, and one line for the log.
 
-    WARNING: the user forces drafts that may well not pay.
-
-    Args:
-        draft: What the draft is, and its name.
-        adapts: Whether the engine drafts as much as pays.
+    WARNING: the user forces drafts that may well not pay. ``draft`` is what it is, and its name.
     """
     doubt = _doubt(gain, size, on_cpu)
     if doubt is not None:

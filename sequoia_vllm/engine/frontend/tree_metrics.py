@@ -1,7 +1,4 @@
-"""Shows what became of trees, in the front end: as metrics and as a line of the log.
-
-There, off the engine's path, a stat logger counts what each `StepReport` says.
-"""
+"""Shows what became of trees, in the front end: as metrics and as a line of the log."""
 
 from __future__ import annotations
 
@@ -65,10 +62,7 @@ def _own_kinds(stat_loggers: Sequence[Any] | None) -> LoggerKinds | None:
 
 
 class LoggerKinds(PrometheusKinds):
-    """Makes metrics as a logger makes vLLM's: for Ray's ``ray_sequoia_...``, by replica.
-
-    This process does not export them, so their names need not be freed.
-    """
+    """Makes metrics as a logger makes vLLM's: for Ray's ``ray_sequoia_...``, by replica."""
 
     def __init__(self, logger_class: type[PrometheusStatLogger]) -> None:
         super().__init__()
@@ -155,8 +149,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
     def _counts_of(self, report: StepReport, engine: int) -> TreeCounts | None:
         """Counts of a report's paths; None if another tree than this front end's was drafted.
 
-        Data-parallel engines on other nodes have configurations of their own (``--headless``). An
-        error raised here would end all requests.
+        Data-parallel engines on other nodes have configurations of their own (``--headless``).
         """
         if report.tree == self.tree.checksum:
             return TreeCounts.from_bytes(self.tree, report.paths)

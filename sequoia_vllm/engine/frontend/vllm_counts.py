@@ -1,6 +1,4 @@
-"""What vLLM counts and shows of our engines: the method's name, positions by depth, requests,
-states.
-"""
+"""What vLLM counts and shows of our engines: the method's name, positions, requests, states."""
 
 import logging
 from collections.abc import Callable
@@ -39,9 +37,8 @@ def _is_not_about_ours(record: logging.LogRecord) -> bool:
 def check_budget(original: Callable[..., None], self: Any) -> None:
     """Checks as vLLM does, and keeps the number of requests (`lowers_active_requests`).
 
-    For a pass over blocks vLLM sets a row aside for each draft of every request. Trees' passes
-    have a row for each level, and `DraftPlan` says how many requests take part. vLLM lowers the
-    number where a configuration is copied, too, for a draft in the engine core's process.
+    For a pass over blocks vLLM sets a row aside for each draft of every request. Trees' passes have
+    a row for each level. vLLM lowers the number where a configuration is copied, too.
     """
     if not SequoiaSettings.enabled(self):
         original(self)
@@ -61,10 +58,7 @@ def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
 
 
 def align_states(original: Callable[..., None], vllm_config: Any, backend: Any) -> None:
-    """Sizes cache blocks as vLLM does, for the states of an engine that drafts nothing.
-
-    vLLM makes each state longer by an input per draft. Trees keep theirs elsewhere.
-    """
+    """Sizes cache blocks as vLLM does, but for states that have no input for each draft."""
     if SequoiaSettings.enabled(vllm_config):
         vllm_config = without_speculation(vllm_config)
     original(vllm_config, backend)

@@ -69,8 +69,8 @@ class DiskOffloader(BaseOffloader):
 
     A layer's weights are mapped to a file as soon as vLLM has built the layer, so a checkpoint of
     any size is loaded. Weights that vLLM packs for its kernels go back there, module by module.
-    `post_init` gives each weight its place in a ring of buffers. Layers wait with the operations
-    of vLLM's own prefetching, which compiled models keep in order.
+    `post_init` gives each weight its place in a ring of buffers. Layers wait with the operations of
+    vLLM's own prefetching, which compiled models keep in order.
 
     Raises:
         OffloadError: The directory cannot be used.
@@ -247,10 +247,9 @@ def _copy_what_is_not_zero(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _take_back_once_packed(layer: _Layer) -> None:
-    """Has a layer take its weights back after each of its modules was processed.
+    """Has a layer take its weights back after each of its modules was processed, one by one.
 
-    vLLM processes modules one by one, once all weights are loaded: without this, all packed
-    weights would be in memory before `DiskOffloader.post_init`.
+    Without this, all packed weights would be in memory before `DiskOffloader.post_init`.
     """
 
     def processed(process: Callable[[nn.Module], None], module: nn.Module) -> None:

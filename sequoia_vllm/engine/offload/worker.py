@@ -43,12 +43,9 @@ class OffloadingCPUWorker(CPUWorker):
 
     # Until: vLLM has a place for tensors of speculators that are not weights.
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Loads the model with our offloader instead of the one for GPUs that vLLM's runner made.
+        """Loads the model with our offloader in place of the one for GPUs that vLLM's runner made.
 
         vLLM's V1 runner on CPUs does not say when weights are ready (``post_init``).
-
-        Raises:
-            OffloadError: Weights cannot be kept on that disk, or read from it.
         """
         spec = offload_of(self.vllm_config.additional_config)
         if spec is not None:

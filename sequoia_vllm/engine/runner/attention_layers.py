@@ -41,9 +41,9 @@ class TreeForward(ABC):
     ) -> Tensor:
         """Runs attention like vLLM's implementation, but masks each tree node to its ancestors.
 
-        vLLM's kernels take no mask and treat every request as a chain. Their output for tree rows
-        is replaced by attention over context and ancestors, in one softmax. Keys and values of this
-        step are in the cache by now.
+        vLLM's kernels take no mask and treat every request as a chain. The rows of tree nodes get
+        attention over context and ancestors, in one softmax. This step's keys are in the cache by
+        now.
 
         Raises:
             KeysAreWritten: Where the metadata is `KEYS_ONLY`.
@@ -105,8 +105,7 @@ class LatentTreeBuilder(MLACommonMetadataBuilder):
 def replaced_backends(classes: Mapping[AttentionBackendEnum, str]) -> Iterator[None]:
     """Within it, layers that are built under these names take our classes (by their paths).
 
-    Layers keep the class they find, so the entries are needed meanwhile only:
-    a plain engine in the same process never sees them.
+    Layers keep the class they find; a plain engine in the same process never sees the entries.
     """
     selector._cached_get_attn_backend.cache_clear()
     for name, path in classes.items():

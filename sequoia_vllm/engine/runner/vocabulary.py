@@ -96,8 +96,7 @@ def compare_vocabularies(target: TokensOf, draft: TokensOf) -> Comparison:
 def draft_vocabulary(
     vllm_config: Any, model: torch.nn.Module, device: torch.device
 ) -> SharedVocabulary:
-    """Makes the mapping by which an engine's draft reads the target's tokens and gives logits of
-    them.
+    """Makes the mapping by which an engine's draft reads, and gives logits of, the target's tokens.
 
     Args:
         model: The draft. With `SequoiaConfig.draft_vocabulary` its output layer is trimmed.
@@ -156,8 +155,7 @@ def tokens_to_draft(given: int | list[int], target: TokensOf) -> tuple[list[int]
 def difference(target: Mapping[int, bytes], draft: Mapping[int, bytes]) -> tuple[str, float]:
     """Compares the texts of two vocabularies' tokens, number by number.
 
-    Returns:
-        In words, and as a share of the larger one; "" and 0 where nothing does.
+    Returns in words, and as a share of the larger one; "" and 0 where nothing differs.
     """
     numbers = target.keys() | draft.keys()
     wrong = [number for number in numbers if target.get(number) != draft.get(number)]

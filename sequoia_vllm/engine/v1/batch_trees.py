@@ -1,8 +1,8 @@
 """The trees of a batch: as the proposer grew them, and as the scheduler sends them back.
 
-A step grows trees (`DraftedTreesV1`) and returns their tokens to vLLM's scheduler. The scheduler
-may cut them, and replaces tokens that a grammar forbids (`engine.core.grammar`). The next step
-lays out the returned tokens (`ScoringTreesV1`), scores and verifies them.
+A step grows trees (`DraftedTreesV1`) and returns their tokens to vLLM's scheduler, which may cut
+them, and replaces tokens that a grammar forbids. The next step lays out the returned tokens
+(`ScoringTreesV1`), scores and verifies them.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,7 @@ from sequoia_vllm.engine.runner.cpu_attention import TreeQueries
 
 @dataclass(frozen=True)
 class DraftedTreesV1:
-    """Trees of B requests from one drafting pass.
-
-    `TreeProposerV1.grow` returns it at the end of a step, and the runner keeps it for
-    each of the requests (`Draft`). In the next step `schedule_trees` compares its tokens
-    with those that the scheduler sends back, and the verifier reads its distributions.
-    """
+    """Trees of B requests from one drafting pass."""
 
     tokens: Tensor  # int64 ``[B, N]``: the tree's N nodes in stored order; column 0 is the root
     probs: Tensor
@@ -60,10 +55,8 @@ class Draft:
 class ScoringTreesV1:
     """The trees of one step's batch: their rows in it, and their drafts.
 
-    `schedule_trees` makes it before the target's forward. The attention metadata, the
-    verifier and the commit read it. The runner drops it after sampling.
-
-    B is the number of requests with drafts, and N the size of their largest tree.
+    Attention, verifier and commit read it. B is the number of requests with drafts, and N the size
+    of their largest tree.
     """
 
     requests: Tensor  # int64 ``[B]``: index of each request in the batch
@@ -206,14 +199,11 @@ def schedule_trees(
 def logits_rows(
     num_draft_tokens: np.ndarray, query_ends: np.ndarray, device: torch.device
 ) -> SpecDecodeMetadata:
-    """Selects the rows whose logits the target computes: each request's root and drafts.
+    """vLLM's metadata of the rows that logits are computed of: each request's root and drafts.
 
     Args:
         num_draft_tokens: int ``[requests]``: drafts that are scored.
         query_ends: int ``[requests]``: end of each request's rows in the batch.
-
-    Returns:
-        vLLM's metadata with these rows only: the Sequoia verifier reads no more.
     """
     counts = num_draft_tokens + 1
     skipped = query_ends - counts.cumsum()  # rows without logits, up to each request's

@@ -121,8 +121,6 @@ class DraftingRunner(CPUModelRunner):
     ) -> list[list[int]]:
         """Replaces vLLM's: the draft reads the committed tokens and grows trees.
 
-        A draft that fails is not run again: see `survive_draft`.
-
         Returns:
             Draft tokens of each request in stored tree order; empty: no tree.
         """

@@ -38,8 +38,7 @@ def edited_by_paths(
 ) -> Tensor:
     """Applies to all tree nodes what vLLM's sampler applies before the temperature, in its order.
 
-    These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` and
-    penalties. In each step with trees, the verifier sees only these logits.
+    These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` and penalties.
 
     Args:
         logits: ``[rows, V]``, any float dtype; not changed.
@@ -143,10 +142,7 @@ def _exclude_bad_words(
 def _recent_tokens(
     nodes: NodesToEdit, rows: Tensor, output: NDArray[np.int32], count: int
 ) -> Tensor:
-    """The last ``count`` tokens of these nodes' histories, int64 ``[len(rows), count]``.
-
-    Shorter histories begin with -1.
-    """
+    """The last tokens of nodes' histories, int64 ``[rows, count]``; -1 before they begin."""
     committed = np.full(count, -1, dtype=np.int64)
     last = output[len(output) - min(count, len(output)) :]
     committed[count - len(last) :] = last
@@ -159,10 +155,7 @@ def _recent_tokens(
 def _keep_going(
     logits: Tensor, of_request: Tensor, nodes: NodesToEdit, params: Any, num_outputs: int
 ) -> None:
-    """Excludes stop tokens where the request has fewer than ``min_tokens``.
-
-    Where a grammar allows no other token they stay, as in vLLM.
-    """
+    """Excludes stop tokens below ``min_tokens``, unless a grammar allows no other, as vLLM."""
     if params.min_tokens <= num_outputs or not params.all_stop_token_ids:
         return
     short = of_request & (nodes.depths + num_outputs < params.min_tokens)

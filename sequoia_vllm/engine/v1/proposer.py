@@ -35,10 +35,7 @@ PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
 @dataclass(frozen=True)
 class InnerNodes:
-    """Positions and slots of the nodes that the draft reads while B requests grow their trees.
-
-    The nodes are in draft order (see `Level`), in consecutive slots.
-    """
+    """Nodes that the draft reads while B requests grow trees, in draft order (see `Level`)."""
 
     positions: Tensor
     slots: Tensor
@@ -96,11 +93,9 @@ class WithoutModel(torch.nn.Module):
 class TreeProposerV1(DraftModelProposer):
     """Grows trees with vLLM's draft-model proposer (loading, KV cache, compilation).
 
-    Instead of its `propose`, the runner calls two methods at the end of a step. `advance` runs
-    the draft over the committed tokens, which fills its KV cache, and returns the logits after
-    the last of them. `grow` draws the root's children from these logits. For each further level
-    it runs the draft over the level's nodes with children, and draws their children. Later steps
-    overwrite the keys and values that `grow` writes.
+    Instead of `propose`, the runner calls `advance`, which reads the committed tokens, and `grow`,
+    which runs the draft over each further level's nodes with children. Later steps overwrite the
+    keys and values that `grow` writes.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any) -> None:
@@ -149,7 +144,7 @@ class TreeProposerV1(DraftModelProposer):
         super().dummy_run(num_tokens, use_cudagraphs, True, slot_mappings)
 
     def advance(self, committed: CommittedTokens) -> Tensor:
-        """Runs the draft over committed tokens that it has not read; fills its KV cache.
+        """Runs the draft over committed tokens that it has not read.
 
         Returns:
             Draft logits ``[R, V]`` after each request's last committed token.
@@ -214,10 +209,9 @@ class TreeProposerV1(DraftModelProposer):
         return adapters
 
     def _leave_out_before_windows(self, slots: Tensor, committed: CommittedTokens) -> None:
-        """Takes away the slots, in place, of tokens that no later token's sliding window reaches.
+        """Takes away, in place, slots of tokens that no later token's sliding window reaches.
 
-        vLLM frees a block when the target is past it, also where the draft has not read it yet.
-        The block may already belong to another request.
+        vLLM frees a block when the target is past it: it may already belong to another request.
         """
         if self._window is None:
             return
@@ -253,10 +247,7 @@ class TreeProposerV1(DraftModelProposer):
     def grow_dynamic(
         self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling
     ) -> DraftedTreesV1:
-        """Grows one dynamic tree per request, of as many nodes and levels as the static one.
-
-        No request is sampled without a seed.
-        """
+        """Grows dynamic trees, as large and deep as the static one, of requests not sampled."""
         growth = DynamicGrowth(torch.from_numpy(roots.tokens), levels.tree.size, levels.tree.depth)
         inner = self._inner_nodes(growth.inner_depths, roots.requests, roots.positions)
         logits, told = roots.logits, self._told[torch.from_numpy(roots.requests)]
@@ -297,11 +288,8 @@ class TreeProposerV1(DraftModelProposer):
     ) -> Tensor:  # fmt: skip
         """Computes the draft's logits ``[B * m, V]`` at a level's m inner nodes, in one forward.
 
-        Args:
-            tokens: int64 ``[B, m]``: the tokens of the nodes.
-            requests: int64 ``[B]``: the indices of the requests in the batch.
-            seen: bool ``[m, M]`` or ``[B, m, M]``: which inner nodes each of them sees.
-            first: Place of the first of them in draft order.
+        ``seen``, bool ``[m, M]`` or ``[B, m, M]``, says which inner nodes each of them sees;
+        ``first`` is the place of the first of them in draft order.
         """
         if isinstance(self.drafter, TextDrafterV1):
             with self.runner.stats.timed("draft", len(tokens), tokens.numel()):
@@ -372,10 +360,7 @@ class TreeProposerV1(DraftModelProposer):
         return table[torch.from_numpy(requests)]
 
     def _slots(self, requests: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """The draft's cache slots, int64, of positions of requests (broadcast together).
-
-        Positions past the model's length get the padding slot.
-        """
+        """The draft's cache slots, int64, of these positions; padding past the model's length."""
         table = self._table.get_numpy_array()
         block = np.minimum(positions // self.block_size, table.shape[1] - 1)
         slots = table[requests, block] * np.int64(self.block_size) + positions % self.block_size

@@ -35,10 +35,9 @@ from sequoia_vllm.verification.topology import VerifyResult
 class SequoiaCPUModelRunner(DraftingRunner):
     """Scores, verifies and commits the token trees that it grows within vLLM's V1 step.
 
-    vLLM's step calls, in this order: `_update_states` (requests finish, begin, resume) ->
-    `_prepare_inputs` (positions by depth) -> `_build_attention_metadata` (tree masks) ->
-    `_model_forward` (the target scores the trees) -> `_sample` (verify, commit) ->
-    `propose_draft_token_ids` (the draft reads the committed tokens and grows the next trees).
+    vLLM's step calls, in this order: `_update_states` -> `_prepare_inputs` (positions by depth) ->
+    `_build_attention_metadata` (tree masks) -> `_model_forward` (the target scores the trees) ->
+    `_sample` (verify, commit) -> `propose_draft_token_ids` (the draft grows the next trees).
     """
 
     attn_groups: list[list[Any]]
@@ -127,11 +126,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
-        """Calls vLLM's, then gives each tree node the position of its depth.
-
-        Slots stay as vLLM computed them, from consecutive positions. A step without drafts is
-        prepared as without speculation.
-        """
+        """Calls vLLM's, then gives each tree node the position of its depth; slots stay."""
         speculative = self.speculative_config
         if not scheduler_output.scheduled_spec_decode_tokens:
             self.speculative_config = None
@@ -177,10 +172,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
 
     # Until: vLLM's metadata carries a tree mask.
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """Builds vLLM's for the target's layers only, then adds the trees' rows and masks.
-
-        The draft builds its own metadata for each pass.
-        """
+        """Builds vLLM's for the target's layers only, then adds the trees' rows and masks."""
         # Lacks the draft's while the target's metadata is built: the draft builds its own. Until:
         # vLLM builds no metadata for layers that do not run.
         all_groups, self.attn_groups = self.attn_groups, self._groups_of_target
@@ -205,10 +197,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
     # -- after it: verify and commit ---------------------------------------------------
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
-        """Replaces vLLM's rejection sampler by the Sequoia verifier, then commits.
-
-        Requests without drafts go through vLLM's sampler, as without speculation.
-        """
+        """Verifies trees and commits; requests without drafts go through vLLM's sampler."""
         assert logits is not None
         trees, branching, self._trees = self._trees, self._branching_trees, None
         if self.speculative_config is not None:

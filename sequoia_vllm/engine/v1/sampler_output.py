@@ -22,13 +22,9 @@ from sequoia_vllm.verification.topology import VerifyResult
 
 
 def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) -> SamplingMetadata:
-    """Drops the generators of requests in mid-prefill, so that they stay where they are.
+    """Drops the generators of requests in mid-prefill (``discarded``, bool ``[requests]``).
 
-    vLLM samples a token for them too, discards it and rewinds the generator. CPU generators
-    cannot be rewound.
-
-    Args:
-        discarded: bool ``[requests]``: whose sampled token vLLM discards.
+    vLLM samples a token for them too, discards it and rewinds the generator: CPU ones cannot be.
     """
     if not metadata.generators:
         return metadata
@@ -87,11 +83,9 @@ def _rows_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Finds the logits row behind each emitted token.
 
-    Returns:
-        int64 ``[requests]``: each root's row in the logits, or a treeless request's only row.
-        int64 ``[requests, W]``: emitted tokens, -1 padded; treeless requests have only -1.
-        int64 ``[requests, W]``: the logits row that each emitted token was drawn from; padding
-        repeats the root's. bool ``[requests]``: which requests have no tree.
+    Returns each request's root row ``[requests]``, emitted tokens ``[requests, W]`` with -1 for
+    none, their rows ``[requests, W]``, where padding repeats the root's, and which requests have no
+    tree.
     """
     device = trees.requests.device
     rows_of_request = torch.ones(num_reqs, dtype=torch.int64, device=device)
@@ -114,14 +108,7 @@ def wants_logprobs(metadata: SamplingMetadata) -> bool:
 
 
 def _values(mode: str, rows: Tensor, logits: Tensor, target: TargetDistribution) -> Tensor:
-    """Values to report of all tokens at these rows, float32 ``[requests * W, V]``.
-
-    Args:
-        mode: vLLM's ``logprobs_mode``.
-        rows: int64 ``[requests, W]``: rows of the logits.
-        logits: ``[all rows, V]``, unprocessed.
-        target: Processes the logits where the mode asks for it.
-    """
+    """Values to report of all tokens at rows ``[requests, W]``, float32 ``[requests * W, V]``."""
     if mode in PROCESSED_LOGPROBS_MODES:
         requests = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
         values = target.process(rows.flatten(), requests)
@@ -144,9 +131,8 @@ def _logprobs(
 def forget_stale_budgets(holder: ThinkingBudgetStateHolder, sampling_params: Sequence[Any]) -> None:
     """Removes budgets from the rows of requests that have none.
 
-    vLLM keeps budgets by batch row. When a request ends, another one may move into its row. vLLM
-    then leaves the budget in the row if the other request has none. The sampler would force the
-    end of thinking on it, and on its neighbours where it has drafts.
+    vLLM keeps budgets by batch row. When a request ends, another one without a budget may move into
+    its row, and the sampler would force the end of thinking on it and its neighbours with drafts.
 
     Args:
         sampling_params: Each request's `SamplingParams`, in batch order.

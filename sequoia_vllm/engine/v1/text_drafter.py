@@ -11,8 +11,7 @@ from vllm.config import VllmConfig
 class TextDrafterV1(ABC):
     """A draft without a model on the V1 runner: it runs no passes, and reads the target's logits.
 
-    What it predicts may depend on the target's logits, but not on other nodes of the tree. Else a
-    tree would not have the law that it is verified against.
+    What it predicts may depend on these, but not on other nodes: see `TextDrafter`.
     """
 
     @abstractmethod
@@ -23,8 +22,7 @@ class TextDrafterV1(ABC):
     def learn(self, tokens: Tensor, logits: Tensor, adapters: NDArray[np.int64]) -> None:
         """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]`` of one step.
 
-        Args:
-            adapters: ``[R]``: id of the LoRA adapter of each row's request; 0: none.
+        ``adapters [R]``: id of the LoRA adapter of each row's request; 0: none.
         """
 
     @abstractmethod

@@ -35,9 +35,8 @@ def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Tru
 class TargetDistribution:
     """Applies temperature, min-p, top-k and top-p as vLLM's sampler does, in its order.
 
-    The runner makes one for each step with trees. The verifier asks only for rows that its
-    walk reaches: `probabilities` where it samples, `process` where a seed decides. The step's
-    logits stay unchanged.
+    The verifier asks only for rows that its walk reaches: `probabilities` where it samples,
+    `process` where a seed decides.
     """
 
     logits: Tensor  # ``[rows, V]``: the target's logits of this step, any float dtype
@@ -82,12 +81,9 @@ class TargetDistribution:
 class TreeVerifierV1:
     """Applies the Sequoia verifier to the trees of one step.
 
-    The runner calls `verify` once per step with trees, after the target's forward and before
-    the commit. It changes nothing but the generators of seeded requests.
-
-    Greedy requests are matched against the target's argmax, seeded requests against the token
-    that their seed gives (see `seeded`). `method` verifies the others with the stored draft
-    distributions; `verify_replaced` handles trees in which a grammar replaced drafts.
+    Greedy requests are matched against the target's argmax, seeded requests against the token that
+    their seed gives (see `seeded`). `method` verifies the others with the stored draft
+    distributions.
     """
 
     greedy_argmax: Callable[[Tensor], Tensor]  # ``logits [R, V] -> tokens [R]``: the engine's
@@ -101,14 +97,11 @@ class TreeVerifierV1:
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
-        """Accepted nodes and emitted tokens of every tree.
+        """Accepted nodes and emitted tokens of every tree, in the order of ``trees.requests``.
 
         Args:
-            generators: Generators of the batch's seeded requests, by request
-                index; each advances by one draw per emitted token.
-
-        Returns:
-            Rows in the order of ``trees.requests``.
+            generators: Those of seeded requests, by request index; each advances by one draw per
+                emitted token.
         """
         if target.temperature is None:
             everyone = torch.arange(len(trees.requests), device=trees.requests.device)
@@ -198,10 +191,7 @@ def _topology(parents: bytes, shape: tuple[int, int]) -> Topology:
 
 
 def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Tensor]:
-    """Stored Q of these drafts: ``probs [P, V]`` and the row of each node, ``[B, max_nodes]``.
-
-    A request without a draft of ours has no children: the verifier does not read its row.
-    """
+    """Stored Q of these drafts: ``probs [P, V]`` and the row of each node, ``[B, max_nodes]``."""
     passes = {id(draft.grown): draft.grown for draft in drafts if draft is not None}
     if not passes:
         return torch.zeros(0, 0), torch.zeros(len(drafts), max_nodes, dtype=torch.int64)

@@ -9,10 +9,9 @@ from torch import Tensor
 
 
 class PathCopies:
-    """Copies of accepted paths under way from the device to the host.
+    """Copies of accepted paths under way from the device to the host; on CPUs they arrive at once.
 
-    The runner calls `start` after the commit in each step with trees, and `arrived` in every
-    step. On CPUs copies arrive at once.
+    The runner calls `start` after the commit in each step with trees, and `arrived` in every step.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -43,12 +43,12 @@ from sequoia_vllm.kernels.tree_shapes import only_shape
 class TreeRunner(GPUModelRunner):
     """Grows, scores, verifies and commits token trees within vLLM's V2 step.
 
-    vLLM's step calls, in this order: `add_requests` (requests begin, resume, get blocks)
-    -> `prepare_inputs` -> `prepare_attn` (positions by depth) -> the model state's
-    `prepare_attn`, which is `_attention_metadata` (tree masks) -> the target's forward ->
-    `sample` (the verifier in the rejection sampler's place, then the commit) -> the
-    proposer's `propose` (the draft reads the committed tokens and grows the next trees) ->
-    `take_draft_token_ids`, if the scheduler asks for drafts. Nothing waits for the device.
+    vLLM's step calls, in this order: `add_requests` -> `prepare_inputs` -> `prepare_attn`
+    (positions by depth) -> the model state's `prepare_attn`, which is `_attention_metadata` (tree
+    masks) -> the target's forward -> `sample` (the verifier in the rejection sampler's place, then
+    the commit) -> the proposer's `propose` (the draft reads the committed tokens and grows the next
+    trees) -> `take_draft_token_ids`, if the scheduler asks for drafts. Nothing waits for the
+    device.
     """
 
     backend_class: type[TreeBackend]  # tree attention and commit of the device
@@ -140,10 +140,7 @@ class TreeRunner(GPUModelRunner):
             self.model_state.prepare_inputs = self._model_inputs
 
     def _after_commit(self, slots: Tensor, num_sampled: Any, *args: Any) -> None:
-        """Replaces the model state's `postprocess_state`, which looks for one state per token.
-
-        The commit has left a request one state, as plain decoding does with its one token.
-        """
+        """Replaces the model state's `postprocess_state`, which looks for one state per token."""
         self._plain_postprocess_state(slots, 1, *args)
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
@@ -276,13 +273,10 @@ class TreeRunner(GPUModelRunner):
 
 
 class AdaptersOfNodes(LoraState):
-    """Maps all rows of a request's logits to its adapter; vLLM's class maps one row.
-
-    In each step the runner calls `expect_rows`, then `make_lora_inputs`.
-    """
+    """Maps all rows of a request's logits to its adapter; vLLM's class maps one row."""
 
     def expect_rows(self, rows: NDArray[np.int32]) -> None:
-        """Notes the number of logits rows of each request in the batch, int ``[requests]``."""
+        """Notes each request's rows of logits, int ``[requests]``; `make_lora_inputs` follows."""
         self._rows = rows
 
     # Until: vLLM's V2 runner maps all rows of logits to adapters.
@@ -306,11 +300,7 @@ def new_proposer(
     tables: TreeTables,
     backend: TreeBackend,
 ) -> TreeProposerV2:
-    """Makes the proposer, with the drafter that the engine's kind names by a dotted path.
-
-    Raises:
-        TypeError: The kind names a class that is no `TreeDrafter`.
-    """
+    """Makes the proposer, with the drafter that the engine's kind names by a dotted path."""
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)
     path = kind.on_v2_for(vllm_config.speculative_config.draft_model_config.architectures)
     found = resolve_name(path)

@@ -69,10 +69,7 @@ def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
 
 
 def _ranges_of_images(metadata: Any, request: int, row: int) -> dict[str, Any]:
-    """Where tokens of images see each other, without the first requests and their rows.
-
-    Of models whose images attend in both directions: Triton's by request, FlashAttention's by row.
-    """
+    """Where images' tokens see each other, by request or row, without the first of either."""
     ranges: dict[str, Any] = {}
     if (by_request := getattr(metadata, "mm_prefix_range_tensor", None)) is not None:
         ranges["mm_prefix_range_tensor"] = by_request[request:].clone()
@@ -116,7 +113,6 @@ class DraftMetadata:
     """Attention metadata of a draft pass, whose rows are all tree nodes.
 
     Attributes:
-        tree: The nodes.
         slot_mapping: int64 ``[rows]``: slots of their keys and values.
     """
 
@@ -175,8 +171,7 @@ class GPUTreeForward(TreeForward):
     ) -> Tensor | None:
         """Writes the trees' attention to their contexts.
 
-        Returns:
-            Its log-sum-exps, float32 ``[Hq, T]``; None: the trees' kernel does it all.
+        Returns its log-sum-exps, float32 ``[Hq, T]``; None: the trees' kernel does it all.
         """
         return None
 

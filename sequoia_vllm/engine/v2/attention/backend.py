@@ -31,10 +31,9 @@ class TreeBackend(ABC):
         """Reason why tree attention cannot serve this layer; None: it can."""
 
     def keep_nodes(self, layers: dict[str, Any], rows: int) -> int:
-        """Allocates what recurrent layers keep of nodes until the commit.
+        """Allocates what recurrent ``layers`` of the target keep of nodes until the commit.
 
         Args:
-            layers: The target's, by name.
             rows: The most nodes of a step, roots included.
 
         Returns:
@@ -66,7 +65,6 @@ class TreeBackend(ABC):
         """Attention metadata of one draft pass.
 
         Args:
-            queries: The pass.
             block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
             slots: int64 ``[rows]``: slots of the queries' keys.
         """
@@ -81,7 +79,6 @@ class TreeBackend(ABC):
         Args:
             caches: The target's caches, by layer; of recurrent layers their states.
             metadata: Each layer's attention metadata of this step.
-            trees: This step's trees.
             accepted: int32 ``[R, D]``: accepted nodes by depth, then -1.
         """
 

@@ -1,7 +1,6 @@
-"""CPU_ATTN with trees, for Model Runner V2.
+"""CPU_ATTN with trees, for Model Runner V2, as on the V1 runner.
 
-vLLM's CPU builds run the V2 runner if Triton has a CPU driver. Attention and KV cache are the
-same as on the V1 runner.
+vLLM's CPU builds run the V2 runner if Triton has a CPU driver.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ class MixedSteps:
     replay, and waits for nothing on the device.
 
     Args:
-        backend: Has the kernel's masks and memory.
         ancestors: bool ``[N, N]``: the engine's tree.
         impls: The target's attention.
         max_num_reqs: Requests of the largest step.

@@ -271,7 +271,6 @@ class NodeStates:
 
         Args:
             metadata: Each layer's metadata of this step.
-            trees: This step's trees.
             accepted: int32 ``[R, D]``: accepted nodes by depth, then -1.
         """
         if not self._groups:

@@ -30,10 +30,7 @@ class OtherRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringTreesV2(NodeQueries):
-    """The trees of a batch; vLLM sorts their requests first.
-
-    `TreeScoring` makes it before the target's forward. The backend makes the attention's queries
-    from it, and reads it again to commit the accepted paths.
+    """The trees of a batch, for attention and commit; vLLM sorts their requests first.
 
     Attributes:
         parents: int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1.
@@ -57,11 +54,9 @@ class TreeScoring:
     """Turns vLLM's layout of drafts as chains into trees.
 
     Before the target's forward the runner calls `place`, which writes the positions and the
-    contexts that the forward reads. Then it calls `trees_of` for the attention metadata, or
-    `trees_to_capture` while vLLM captures CUDA graphs.
-
-    vLLM computes slots from consecutive positions, and they stay so. Node i has slot c + i and
-    RoPE position c + depth(i), where c is the context's length.
+    contexts that the forward reads; then `trees_of`, or `trees_to_capture` for CUDA graphs. vLLM's
+    slots stay: node i has slot c + i and RoPE position c + depth(i), where c is the context's
+    length.
     """
 
     def __init__(self, tables: TreeTables, max_num_reqs: int, device: torch.device) -> None:
@@ -70,10 +65,10 @@ class TreeScoring:
         self.slots = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
 
     def place(self, batch: InputBatch, axes: Tensor | None = None) -> None:
-        """Gives tree nodes the position of their depth, and notes contexts' lengths and slots.
+        """Gives nodes the position of their depth, and notes contexts' lengths and slots, in place.
 
-        It writes in place, on the device, to buffers that CUDA graphs read. With ``axes``, M-RoPE's
-        positions ``[axes, tokens]``, it places nodes there and notes nothing.
+        With ``axes``, M-RoPE's positions ``[axes, tokens]``, it places nodes there and notes
+        nothing.
         """
         if batch.num_draft_tokens > 0:
             noted = (self.context_lens, self.slots) if axes is None else None

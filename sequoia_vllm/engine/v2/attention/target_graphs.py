@@ -25,9 +25,6 @@ class LongBatch(BatchExecutionDescriptor):
 class TreeGraphManager(ModelCudaGraphManager):
     """vLLM's manager with full graphs for each number of drafts, at the batch sizes that use it.
 
-    Its constructor calls `_init_candidates` once, when the engine starts. This sets which graphs
-    vLLM captures, and which of them it tries for a batch of so many tokens.
-
     Args:
         captures_mixed: Whether there are full graphs for mixed steps, too: of any requests with
             trees, prompts or single tokens. They are `MixedSteps`'.
@@ -189,12 +186,9 @@ def _num_tokens(graph: BatchExecutionDescriptor) -> int:
 def _smallest_of_each(
     graphs: list[BatchExecutionDescriptor], tokens: int, loras: int
 ) -> list[BatchExecutionDescriptor]:
-    """The smallest graph for at least ``tokens`` tokens, for each number of tokens per request.
+    """The smallest graph for a batch of tokens, for each number of tokens per request.
 
-    Args:
-        graphs: Full graphs for decode steps, largest first.
-        tokens: Tokens of the batch.
-        loras: Number of adapters, as vLLM counts them for a graph.
+    ``graphs`` are full ones for decode steps, largest first.
     """
     found = {
         graph.uniform_token_count: graph

@@ -1,9 +1,8 @@
 """How much of each request the draft has read: exact on the device, bounded on the host.
 
-The draft *reads* a token when it computes the token's keys and values into its own KV
-cache. A step's outcome stays on the device: vLLM schedules the next step before it is
-known. The host knows only the most tokens that a request may have gained. This bounds the
-rows of the draft's next pass, and the device knows which rows are real.
+The draft *reads* a token when it computes the token's keys and values into its own KV cache. A
+step's outcome stays on the device: vLLM schedules the next step before it is known. The host bounds
+what a request may have gained, and so the rows of the draft's next pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +25,9 @@ _BUFFERS = 3
 class DraftProgress:
     """Follows how many tokens of each request the draft has read. This one is a head's.
 
-    Before the target's forward, the runner calls `start` for requests that begin or resume
-    and `extend` for those that get more cache blocks. After every step the proposer calls
-    `gain`. `committed_at_least` tells which requests can still use a tree. If the draft is to
-    read, `most_unread` decides how, and `take_bounds` gives the rows of its pass. The pass adds
-    the tokens that it has really read to `read` on the device.
+    Before the target's forward, the runner calls `start` and `extend`. After every step the
+    proposer calls `gain`. If the draft is to read, `most_unread` decides how, and `take_bounds`
+    gives the rows of its pass. The pass adds the tokens that it has really read to `read`.
 
     A head reads in every step what the target computed. It fills a block when the target computes
     it, and needs no `DraftBlocks`. vLLM takes one block less from the prefix cache for it, as a

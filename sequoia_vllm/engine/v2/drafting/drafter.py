@@ -99,7 +99,6 @@ class TreeDrafter(DraftModel):
         only_keys: True while nothing grows from what is read.
         images: `ImageRows` that the next pass reads in place of tokens; None: there are none.
         tree: The engine's largest.
-        backend: Tree attention of the device.
     """
 
     reads_states: ClassVar[bool] = False
@@ -210,9 +209,8 @@ class HeadDrafter(TreeDrafter):
 def nothing_offloaded() -> Iterator[None]:
     """Keeps models built in the block on the device; then restores the engine's offloader.
 
-    One offloader serves all models of a process. Reading the draft from host memory at every
-    level would cost more than it saves. Also, vLLM's prefetch backend takes only one model's
-    layers.
+    One offloader serves a whole process. Reading the draft from host memory at every level would
+    cost more than it saves. Also, vLLM's prefetch backend takes only one model's layers.
     """
     offloader = get_offloader()
     set_offloader(NoopOffloader())
@@ -226,8 +224,8 @@ class TextDrafter(TreeDrafter):
     """A draft without a model: it runs no passes, and reads the target's logits.
 
     Its `new_growth` grows trees without passes. What it predicts may depend on the target's logits
-    and on committed text, but not on other nodes of the tree. Else a tree would not have the law
-    that it is verified against.
+    and on committed text, but not on other nodes: else a tree has not the law it is verified
+    against.
     """
 
     def load(self, target_model: torch.nn.Module, target_layers: set[str]) -> torch.nn.Module:

@@ -50,9 +50,6 @@ Begin = Callable[..., NDArray[np.int32]]  # `TreeProposerV2._begin`, bound to on
 class TreeProposerV2(DraftModelSpeculator):
     """The speculator of trees: its `propose` replaces vLLM's. A step's outcome stays on the device.
 
-    `CommittedReader` reads, `TreeGrowth` grows, and both run the `TreeDrafter`, which is what
-    kinds of drafters differ in.
-
     Attributes:
         accepted: The step's accepted nodes, int32 ``[R', D]``: nodes by depth, then -1, of the
             first R' requests of the batch, which have trees; None: no request has.
@@ -60,7 +57,6 @@ class TreeProposerV2(DraftModelSpeculator):
         most_scored: The most rows of the target's logits in a step, warm-up included.
         sampling: vLLM's `SamplingStates` with top-k, top-p and min-p, which it does not pass.
         serves: True once the engine serves users, and survives a draft that fails.
-        has_failed: True once the draft has failed; then it does not run again.
         on_trial: True while graphs are captured only to learn their memory, then dropped.
         untried_bytes: Estimated memory of the graphs that were not captured on trial.
     """
@@ -122,8 +118,7 @@ class TreeProposerV2(DraftModelSpeculator):
     def allocate(self, target_model: torch.nn.Module) -> None:
         """Allocates what drafting and verification need on the device besides models.
 
-        The runner calls it after loading, before memory profiling, and outside the memory pool of
-        weights (see `SequoiaWorker.load_model`).
+        The runner calls it after loading, before memory profiling (see `SequoiaWorker.load_model`).
         """
         self.drafted = allocate_drafted(
             self.plan, self.tree, self.max_num_reqs, self.drafter.vocab_size,
@@ -207,9 +202,7 @@ class TreeProposerV2(DraftModelSpeculator):
     def _survive(self) -> None:
         """Handles the draft's failure: no request has a tree from now on.
 
-        Raises:
-            Exception: The draft's, where the engine cannot go on: at start-up, on several
-                ranks, or after errors that leave the device unusable.
+        Raises it at start-up, on several ranks, or after errors that leave the device unusable.
         """
         if not self.serves:
             raise
@@ -249,8 +242,7 @@ class TreeProposerV2(DraftModelSpeculator):
         """Replaces vLLM's: the draft reads the committed tokens and grows trees.
 
         Returns:
-            Draft tokens int64 ``[R, N]`` in stored tree order. Beyond a request's nodes
-            (`drafted.nodes`) they have no meaning.
+            Draft tokens int64 ``[R, N]`` in stored tree order; beyond a request's nodes any.
         """
         states = self._target_states
         if dummy_run:  # the first one comes before caches exist
@@ -298,8 +290,8 @@ class TreeProposerV2(DraftModelSpeculator):
     def _reads(self, can_draft: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which requests the draft reads, bool ``[R]``, given those that can use a tree.
 
-        With prefix caching a head reads all: others may share their blocks, and it could never
-        catch up.
+        With prefix caching a head reads all: others share their blocks, and it could never catch
+        up.
         """
         shares = self.vllm_config.cache_config.enable_prefix_caching and self.modes.some_draft
         return np.ones_like(can_draft) if self.drafter.reads_states and shares else can_draft
@@ -329,8 +321,7 @@ class TreeProposerV2(DraftModelSpeculator):
     ) -> NDArray[np.int32]:
         """Prepares the pass; returns the most rows of each request, int32 ``[R]``.
 
-        Of the first ``readers`` requests those that the draft reads are read, and the first
-        ``num_trees`` get trees.
+        Reads of the first ``readers`` requests; the first ``num_trees`` get trees.
         """
         bounds = np.zeros(batch.num_reqs, dtype=np.int32)
         bounds[:readers] = self.progress.take_bounds(

@@ -20,9 +20,6 @@ class RequestModes:
     """The mode of every request slot, and the most nodes it verifies, on host and device.
 
     In a step that adds requests, the runner calls `start` for each of them, then `apply_starts`.
-    The kernels that draw and verify drafts read `gpu`. On the host, the verifier asks which
-    requests are `sampled`, the runner which requests ever have drafts, and the proposer which
-    can still use some.
 
     Attributes:
         some_draft: False if no request of this engine ever drafts.
@@ -63,12 +60,7 @@ class RequestModes:
         return int(self._modes.np[slot]) != SKIP
 
     def can_draft(self, slots: NDArray[np.intp], committed: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which requests in these slots can use a tree, now or later.
-
-        Args:
-            slots: ``[R]``.
-            committed: ``[R]``: tokens that each request has at least.
-        """
+        """Which of these slots ``[R]`` can use a tree, given the least committed tokens ``[R]``."""
         return self._most_committed[slots] >= committed
 
     def start(self, slot: int, sampling_params: Any, prompt_tokens: int) -> None:

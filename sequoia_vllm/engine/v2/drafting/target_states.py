@@ -20,8 +20,8 @@ from sequoia_vllm.kernels.target_states import gather_target_states
 class ImageRows:
     """Embeddings of a step's images, and which of the tokens that a head reads they belong to.
 
-    vLLM counts a token by its row in the target's pass. There a request has a row for each of its
-    nodes, and in the head's pass only for those that were accepted. Only the device knows these.
+    vLLM counts a token by its row in the target's pass, which has one for each node. The head's
+    pass has rows for accepted nodes only, which only the device knows.
 
     Attributes:
         embeddings: ``[m, H]``.
@@ -42,8 +42,7 @@ class ImageRows:
         Args:
             mm_inputs: Embeddings ``[k, H]`` of each image, and bool ``[T]`` on the host: which rows
                 of the target's pass, each for the token behind its own, have one. None: nothing.
-            batch: The step's requests.
-            reads: What the head reads of each.
+            reads: What the head reads of each request.
         """
         if mm_inputs is None or not mm_inputs[0]:
             return None
@@ -67,17 +66,15 @@ class ImageRows:
 
 
 class TargetStates:
-    """Gathers the states that a head reads with the committed tokens.
+    """Gathers the states that a head reads with the committed tokens, in one launch.
 
-    A step leaves the target's states (of some layers, or the last ones) at all nodes. One launch
-    gathers the accepted path's before the head reads. The states do not outlive the step, so the
-    head reads in every step.
+    A step leaves the target's states (of some layers, or the last ones) at all nodes; the head
+    needs the accepted path's. They do not outlive the step, so the head reads in every step.
 
     Attributes:
         gathered: ``[rows, W]``: a buffer that stays in place; states of all layers side by side.
 
     Args:
-        head: Says which states it reads.
         rows: Rows of the largest pass that reads them in their place.
         batch: What each request reads.
     """

@@ -19,8 +19,8 @@ class MasksOfNodes(StructuredOutputsWorker):
     """vLLM's worker for grammar masks, with one mask for each node, request after request.
 
     `TreeGrammars` fills one mask per scored node. The warm-up of some versions (`CHANGED`, of
-    `compat.versions`) sends `largest` masks for each request. To handle both, we tell
-    vLLM's code that every row of logits is a request with one position.
+    `compat.versions`) sends `largest` masks for each request. For both, every row of logits is a
+    request with one position to vLLM's code.
 
     Args:
         most: Masks that there is room for; more are applied in turns.
@@ -49,11 +49,9 @@ class MasksOfNodes(StructuredOutputsWorker):
         grammar_req_ids: list[str],
         grammar_bitmask: NDArray[np.int32],
     ) -> None:
-        """Forbids tokens, in place.
+        """Forbids tokens of logits ``[rows, V]``, in place.
 
         Args:
-            logits: ``[rows, V]``: the target's logits.
-            input_batch: The step's batch.
             grammar_req_ids: Requests that have masks, in the masks' order.
             grammar_bitmask: int32 ``[masks, V / 32]``: one bit per allowed token.
         """

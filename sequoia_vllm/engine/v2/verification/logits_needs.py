@@ -12,8 +12,6 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 class LogitsNeeds:
     """What each request's logits need: nothing, a division by the temperature, or more.
 
-    In each step the verifier asks `any_more` and `nothing`, and leaves logits alone where it can.
-
     vLLM's sampler has one flag per slot: whether `Sampler.apply_sampling_params` changes its
     logits. We replace the sampler's `add_request`, and its states' method within that call. There
     the flag is computed as if the temperature were 1: what it then says is "more". Edits that a

@@ -61,10 +61,9 @@ class Verified:
 class TreeVerifierV2(RejectionSampler):
     """vLLM's rejection sampler, whose call verifies trees.
 
-    vLLM calls it once per step with drafts, after the target's forward. It reads the target's
-    logits, the trees and draft logits that the speculator left on the device, and the requests'
-    modes and sampling parameters. It returns the emitted tokens to vLLM. The runner reads the
-    accepted nodes from `paths`, for commit and statistics.
+    It reads the target's logits, the trees and draft logits that the speculator left on the device,
+    and the requests' modes and sampling parameters. The runner reads the accepted nodes from
+    `paths`.
 
     It derives from vLLM's class because vLLM also reads other attributes, which differ between
     versions.
@@ -98,7 +97,6 @@ class TreeVerifierV2(RejectionSampler):
 
         Args:
             logits: ``[rows, V]``: the target's logits at all nodes.
-            input_batch: The batch, with positions by depth.
             draft_logits: Not used; the proposer keeps them by node.
             invalid_drafts: bool ``[rows]``: drafts that a grammar excludes.
         """
@@ -130,8 +128,8 @@ class TreeVerifierV2(RejectionSampler):
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles the kernels that vLLM's warm-up does not reach, so that no request waits.
 
-        Requests of that warm-up are greedy, or have every sampling parameter. Other sampled
-        requests may need only their temperatures. Kernels then read logits in the model's dtype.
+        That warm-up's requests are greedy, or have every sampling parameter. Others may need only
+        their temperatures: kernels then read logits in the model's dtype.
         """
         device = self._speculator.device
         inputs = VerifierInputs.empty(1, torch.zeros(1, dtype=torch.int64, device=device))
@@ -225,14 +223,10 @@ class TreeVerifierV2(RejectionSampler):
         verified: Verified,
         **known: Any,
     ) -> None:
-        """Launches the kernels that verify these requests' trees; see `kernels.verify`.
+        """Launches the kernels that verify these requests' trees; ``known`` facts save launches.
 
-        Args:
-            logits: ``[rows, V]``, final except for the temperatures.
-            temperatures: float32 ``[R]``: divisors of the logits.
-            own_tokens: int64 ``[rows]``: the target's token after each node.
-            cu_num_logits: int32 ``[R + 1]``: first row of each request.
-            known: Facts that save launches, see `kernels.verify.verify_trees`.
+        Of logits ``[rows, V]``, to be divided by ``temperatures [R]``; ``own_tokens [rows]`` are
+        the target's after each node, and ``cu_num_logits [R + 1]`` the first row of each request.
         """
         drafted, tables = self._speculator.drafted, self._speculator.tables
         trees = TreesToVerify(
@@ -264,10 +258,9 @@ class TreeVerifierV2(RejectionSampler):
         return self._method.tree_tables(speculator.tree.parents, speculator.device)
 
     def _leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
-        """Whether the walk applies the temperatures of these requests, which need nothing else.
+        """Whether the walk applies these requests' temperatures, to the few rows that it reads.
 
-        The walk reads few rows, and the sampler would copy and divide all. But seeded requests
-        need all rows, divided by vLLM to the bit, for the target's own tokens.
+        Seeded requests need all rows, divided by vLLM to the bit, for the target's own tokens.
         """
         needs = self._needs
         return not needs.any_more(slots) and bool((sampled | needs.nothing(slots)).all())
