@@ -31,17 +31,6 @@ logger = logging.getLogger("vllm.sequoia")
 _SECONDS_OF_REPORT = 1.0  # then the front end is told again: it takes a silent engine for idle
 
 
-class DraftsAtMost:
-    """Drafts by batch size (from 0 on, which may change), cut to what there are slots for."""
-
-    def __init__(self, drafts: list[int], most: int) -> None:
-        self._drafts = drafts
-        self._most = most
-
-    def __getitem__(self, batch_size: int) -> int:
-        return min(self._drafts[batch_size], self._most)
-
-
 class TreeScheduling(Scheduler):
     """vLLM's scheduler with trees, where it waits for a step's outcome; or before another one."""
 
@@ -86,7 +75,7 @@ class TreeScheduling(Scheduler):
         lookup, slots = self.dynamic_sd_lookup, self.num_lookahead_tokens
         most = self._most_drafts()
         # Cut to the drafts that there are slots for, while a step is scheduled.
-        self.dynamic_sd_lookup = DraftsAtMost(lookup, most)
+        self.dynamic_sd_lookup = [min(drafts, most) for drafts in lookup]
         # Slots for the drafts of a step's batch, while it is scheduled.
         self.num_lookahead_tokens = self._slots_for(most)
         try:
@@ -174,8 +163,11 @@ class TreeScheduling(Scheduler):
         undrafted = self._reasons_of_new(scheduler_output)
         if self.log_stats:
             requests = len(scheduler_output.num_scheduled_tokens)
+            drafts = scheduler_output.num_spec_tokens_to_schedule
+            if self.adapter is not None and requests:
+                drafts = self.adapter.controller.decided(requests)
             report = StepReport(
-                drafts=self._decided(scheduler_output) if requests else None,
+                drafts=drafts if requests else None,
                 paths=served,
                 undrafted=undrafted,
                 speedup=None if self.adapter is None else self.adapter.controller.speedup,
@@ -199,13 +191,6 @@ class TreeScheduling(Scheduler):
     def take_drafts(self) -> Any:
         """vLLM's `DraftTokenIds` that the last step's output brought, once; None: it had none."""
         drafts, self.brought = self.brought, None
-        return drafts
-
-    def _decided(self, scheduled: Any) -> int:
-        """Drafts per request of a step, trials left out."""
-        if self.adapter is not None:
-            return self.adapter.controller.decided(len(scheduled.num_scheduled_tokens))
-        drafts: int = scheduled.num_spec_tokens_to_schedule
         return drafts
 
     def _without_ended(self, scheduled: Any, output: Any, paths: bytes) -> bytes:
@@ -248,21 +233,17 @@ class TreeScheduling(Scheduler):
             prompt = request.prompt_token_ids
             if reason is None and is_longer_than_draft(self.vllm_config, prompt):
                 reason = "longer_than_draft"
-                self._say_too_long(len(prompt))
+                if not self._has_said_too_long:
+                    self._has_said_too_long = True
+                    draft = self.vllm_config.speculative_config.draft_model_config
+                    logger.warning(
+                        "Sequoia: a prompt of %d tokens has no drafts, nor will others as long: %s "
+                        "reads requests of up to %d tokens",
+                        len(prompt), draft.model, draft.max_model_len,
+                    )  # fmt: skip
             if reason is not None:
                 reasons.append(reason)
         return reasons
-
-    def _say_too_long(self, prompt_tokens: int) -> None:
-        """Logs the first prompt that is too long for the draft."""
-        if not self._has_said_too_long:
-            self._has_said_too_long = True
-            draft = self.vllm_config.speculative_config.draft_model_config
-            logger.warning(
-                "Sequoia: a prompt of %d tokens has no drafts, nor will others as long: %s reads "
-                "requests of up to %d tokens",
-                prompt_tokens, draft.model, draft.max_model_len,
-            )  # fmt: skip
 
     # Until: vLLM goes back to the turn's end.
     def _handle_stopped_request(self, request: Any) -> bool:

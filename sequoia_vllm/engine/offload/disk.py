@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -121,12 +122,9 @@ class DiskOffloader(BaseOffloader):
 
     def _map(self, layer: _Layer) -> None:
         """Moves a layer's weights, as they are, into a new region of the file."""
-        length, layer.weights = 0, []
-        large = _large(layer.module)
-        offsets = []
-        for _, weight in large:
-            offsets.append(length)
-            length += -(-weight.nbytes // _ALIGNED) * _ALIGNED
+        large, layer.weights = _large(layer.module), []
+        sizes = (-(-weight.nbytes // _ALIGNED) * _ALIGNED for _, weight in large)
+        *offsets, length = accumulate(sizes, initial=0)
         layer.region, layer.mapped = self._file.region(length)
         for (name, weight), offset in zip(large, offsets, strict=True):
             mapped = _place(layer.mapped, offset, weight)

@@ -32,11 +32,6 @@ class DraftedTreesV1:
     probs_rows: Tensor  # int64 ``[B, N]``: each node's row in ``probs``; -1: none
     layouts: TreeLayouts | None = None  # dynamic trees; None: all have the engine's topology
 
-    @classmethod
-    def dynamic(cls, tokens: Tensor, layouts: TreeLayouts) -> "DraftedTreesV1":
-        """Trees of greedy and seeded requests, which store no Q."""
-        return cls(tokens, torch.empty(0), torch.empty(0), layouts)
-
 
 @dataclass(frozen=True)
 class Draft:
@@ -44,11 +39,6 @@ class Draft:
 
     grown: DraftedTreesV1
     row: int
-
-    def first(self, count: int) -> list[int]:
-        """Tokens of the first nodes below the root, as they were drawn."""
-        found: list[int] = self.grown.tokens[self.row, 1 : count + 1].tolist()
-        return found
 
 
 @dataclass(frozen=True)
@@ -146,7 +136,9 @@ def schedule_trees(
     matched: list[Draft | None] = []
     for row, (_, request_id, scheduled) in enumerate(entries):
         draft = drafts.get(request_id)
-        grown = draft.first(len(scheduled)) if draft is not None else []
+        grown: list[int] = []
+        if draft is not None:
+            grown = draft.grown.tokens[draft.row, 1 : len(scheduled) + 1].tolist()
         is_ours = len(grown) == len(scheduled) and (
             grown == list(scheduled) or follows_grammar(request_id)
         )

@@ -134,18 +134,15 @@ class DraftProgressV1:
         left = self.budget
         for request_id in [*(i for i in readers if i in self._read), *beginning]:
             row = readers[request_id]
-            start = self._first_unread(request_id)
+            start = self._read.get(request_id)
+            if start is None:
+                start = self._blocks.filled_tokens(request_id, self._cached[request_id])
             counts[row] = max(int(ends[row]) - start, 0)
             starts[row], taken[row] = start, min(int(counts[row]), left)
             if taken[row] > 0:
                 left -= int(taken[row])
                 self._note_read(request_id, start, start + int(taken[row]))
         return starts, counts, taken
-
-    def _first_unread(self, request_id: str) -> int:
-        if request_id in self._read:
-            return self._read[request_id]
-        return self._blocks.filled_tokens(request_id, self._cached[request_id])
 
     def _note_read(self, request_id: str, start: int, end: int) -> None:
         self._cached.pop(request_id, None)

@@ -146,7 +146,8 @@ class DraftingRunner(CPUModelRunner):
             return drafts
         logits = self.drafter.advance(committed)
         levels = self._tables.levels_of(drafts_each)
-        chosen = self._requests_to_draft(committed)
+        discarded = self.discard_request_mask.np[committed.requests]
+        chosen = np.flatnonzero(committed.complete & ~discarded)
         is_dynamic = self._have_dynamic_trees(committed.requests[chosen], levels.tree)
         truncation = truncation_of(sampling_metadata, self._params())
         for grow, rows in (
@@ -218,11 +219,6 @@ class DraftingRunner(CPUModelRunner):
                 self._params(), self._thinks, prompts, longest, known + num_sampled, sampled
             ),
         )
-
-    def _requests_to_draft(self, committed: CommittedTokens) -> NDArray[np.int64]:
-        """Indices in ``committed`` of the requests that get a tree now."""
-        discarded = self.discard_request_mask.np[committed.requests]
-        return np.flatnonzero(committed.complete & ~discarded)
 
     def _params(self) -> list[Any]:
         """Each request's `SamplingParams`, in batch order."""

@@ -65,12 +65,15 @@ def edited_by_paths(
     nodes = _nodes(trees, torch.from_numpy(of_tree).to(logits.device))
     found = logits.to(torch.float32, copy=True)
     own = found[nodes.rows]
-    _allow(own, nodes, metadata)
+    if metadata.allowed_token_ids_mask is not None:
+        own.masked_fill_(metadata.allowed_token_ids_mask[nodes.requests], float("-inf"))
     _exclude_bad_words(own, nodes, metadata, outputs)
     for index, output in outputs.items():
         of_request = nodes.requests == index
         _keep_going(own, of_request, nodes, sampling_params[index], len(output))
-        _add_bias(own, of_request, sampling_params[index])
+        if bias := sampling_params[index].logit_bias:
+            tokens, values = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+            own[of_request.nonzero(), tokens] += values
     own = _penalise(own, nodes, metadata, outputs)
     found[nodes.rows] = own
     return found
@@ -114,11 +117,6 @@ def _paths(trees: ScoringTreesV1) -> Tensor:
     paths = torch.full(size, -1)
     paths.scatter_(2, column, torch.where(on_path, nodes, -1).expand_as(column))
     return paths[..., :-1]
-
-
-def _allow(logits: Tensor, nodes: NodesToEdit, metadata: SamplingMetadata) -> None:
-    if metadata.allowed_token_ids_mask is not None:
-        logits.masked_fill_(metadata.allowed_token_ids_mask[nodes.requests], float("-inf"))
 
 
 def _exclude_bad_words(
@@ -166,15 +164,6 @@ def _keep_going(
     if params.structured_outputs is not None:
         ends = logits[rows.squeeze(1)].isneginf().all(dim=1)
         logits[rows[ends], stops] = before[ends]
-
-
-def _add_bias(logits: Tensor, of_request: Tensor, params: Any) -> None:
-    if not params.logit_bias:
-        return
-    rows = of_request.nonzero()
-    tokens = torch.tensor(list(params.logit_bias), device=logits.device)
-    bias = torch.tensor(list(params.logit_bias.values()), device=logits.device)
-    logits[rows, tokens] += bias
 
 
 def _penalise(

@@ -48,18 +48,12 @@ class InnerNodes:
 
 @dataclass(frozen=True)
 class RootsV1:
-    """The roots of B requests' trees, which grow together.
+    """The roots of B requests' trees, which grow together."""
 
-    Attributes:
-        requests: int64 ``[B]``: indices of the requests in the batch.
-        tokens, positions: int64 ``[B]``: each root's.
-        logits: ``[B, V]``: the draft's, at each root.
-    """
-
-    requests: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    logits: Tensor
+    requests: NDArray[np.int64]  # int64 ``[B]``: indices of the requests in the batch
+    tokens: NDArray[np.int64]  # int64 ``[B]``
+    positions: NDArray[np.int64]  # int64 ``[B]``
+    logits: Tensor  # ``[B, V]``: the draft's
 
 
 class DrafterV1(ABC):
@@ -263,7 +257,8 @@ class TreeProposerV1(DraftModelProposer):
         tokens, parents = growth.best()
         take_from_rank0(tokens)
         take_from_rank0(parents)
-        return DraftedTreesV1.dynamic(tokens, TreeLayouts.of(parents, growth.depth))
+        layouts, no_q = TreeLayouts.of(parents, growth.depth), torch.empty(0)
+        return DraftedTreesV1(tokens, no_q, no_q, layouts)
 
     def _inner_nodes(
         self, depths: Tensor, requests: NDArray[np.int64], root_positions: NDArray[np.int64]

@@ -218,7 +218,10 @@ class SequoiaCPUModelRunner(DraftingRunner):
             output = self.sampler(logits=logits, sampling_metadata=metadata)
             take_from_rank0(output.sampled_token_ids)
             return output
-        target = self._target_of(trees, logits, metadata)
+        params = self._params()
+        edited = edited_by_paths(logits, trees, metadata, params, self.input_batch)
+        truncation = truncation_of(metadata, params)
+        target = TargetDistribution(edited, metadata.temperature, truncation)
         result = self._verify(trees, target, metadata)
         output = combine_outputs(
             self.sampler, trees, result, logits, target, metadata, self.input_batch.num_reqs
@@ -229,13 +232,6 @@ class SequoiaCPUModelRunner(DraftingRunner):
             result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy(), trees.is_dynamic
         )
         return output
-
-    def _target_of(
-        self, trees: ScoringTreesV1, logits: Tensor, metadata: SamplingMetadata
-    ) -> TargetDistribution:
-        params = self._params()
-        logits = edited_by_paths(logits, trees, metadata, params, self.input_batch)
-        return TargetDistribution(logits, metadata.temperature, truncation_of(metadata, params))
 
     def _verify(
         self, trees: ScoringTreesV1, target: TargetDistribution, metadata: SamplingMetadata

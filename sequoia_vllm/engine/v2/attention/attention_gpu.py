@@ -34,15 +34,10 @@ from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_att
 
 @dataclass(frozen=True)
 class OtherChains:
-    """Rows that are not tree nodes, after all nodes: chains of tokens, as vLLM expects them.
+    """Rows that are not tree nodes, after all nodes: chains of tokens, as vLLM expects them."""
 
-    Attributes:
-        first: The first such row.
-        metadata: vLLM's metadata, as if the batch had only their requests.
-    """
-
-    first: int
-    metadata: Any
+    first: int  # the first such row
+    metadata: Any  # vLLM's, as if the batch had only their requests
 
 
 def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
@@ -85,22 +80,14 @@ def _ranges_of_images(metadata: Any, request: int, row: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class GPUTreeQueries(NodeQueries):
-    """Tree nodes of a pass of draft or target, and what they attend to.
+    """Tree nodes of a pass of draft or target, and what they attend to."""
 
-    Attributes:
-        block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
-        masks: The kernel's form of ``ancestors``, made once for each window.
-        workspace: The kernel's buffers.
-        others: The batch's other rows; None: it has none.
-        flash_max_context: Longest context, if FlashAttention reads the contexts; None: our
-            kernel reads them.
-    """
-
-    block_table: Tensor
-    masks: NodeMasks
-    workspace: TreeAttentionWorkspace
-    others: OtherChains | None = None
+    block_table: Tensor  # int32 ``[R, max_blocks]``: the cache blocks of each request
+    masks: NodeMasks  # the kernel's form of ``ancestors``, made once for each window
+    workspace: TreeAttentionWorkspace  # the kernel's buffers
+    others: OtherChains | None = None  # the batch's other rows; None: it has none
     flash_max_context: int | None = None
+    """Longest context, if FlashAttention reads the contexts; None: our kernel reads them."""
 
     @property
     def only_trees(self) -> bool:
@@ -110,14 +97,10 @@ class GPUTreeQueries(NodeQueries):
 
 @dataclass(frozen=True)
 class DraftMetadata:
-    """Attention metadata of a draft pass, whose rows are all tree nodes.
-
-    Attributes:
-        slot_mapping: int64 ``[rows]``: slots of their keys and values.
-    """
+    """Attention metadata of a draft pass, whose rows are all tree nodes."""
 
     tree: GPUTreeQueries
-    slot_mapping: Tensor
+    slot_mapping: Tensor  # int64 ``[rows]``: slots of their keys and values
 
 
 class GPUTreeForward(TreeForward):

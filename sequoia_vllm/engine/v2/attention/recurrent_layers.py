@@ -37,24 +37,14 @@ from sequoia_vllm.kernels.recurrent_tree import (
 
 @dataclass
 class RecurrentTreeMetadata:
-    """What a layer needs in a step with trees, whose rows come first.
+    """What a layer needs in a step with trees, whose rows come first."""
 
-    Attributes:
-        state_indices: int32 ``[R]``: block of each tree's state; 0: a CUDA graph's padding.
-        block_table: int32 ``[R, columns]``: all state blocks of a request.
-        block_size: Tokens after which vLLM keeps a state for others; `NEVER`: it keeps none.
-        num_rows: Rows of tree nodes.
-        others: vLLM's metadata, as if the batch had only the requests without trees; None: it has
-            no others.
-        tree: The nodes; the runner sets it.
-    """
-
-    state_indices: Tensor
-    block_table: Tensor
-    block_size: int
-    num_rows: int
-    others: Any = None
-    tree: ScoredNodes | None = None
+    state_indices: Tensor  # int32 ``[R]``: block of each tree's state; 0: a CUDA graph's padding
+    block_table: Tensor  # int32 ``[R, columns]``: all state blocks of a request
+    block_size: int  # tokens after which vLLM keeps a state for others; `NEVER`: it keeps none
+    num_rows: int  # of tree nodes
+    others: Any = None  # vLLM's metadata of the requests without trees alone; None: there are none
+    tree: ScoredNodes | None = None  # the nodes; the runner sets it
 
 
 class RecurrentTreeBuilder:
@@ -149,18 +139,14 @@ class RecurrentTreeLayer:
 
     Layers derive from it and one of vLLM's, this first.
 
-    Attributes:
-        builder: Builds this kind of layer's metadata; of both classes.
-        kept: What nodes leave for the commit; set once layers are loaded.
-        place: Which of its layers this is.
     """
 
-    builder: Any
+    builder: Any  # builds this kind of layer's metadata; of both classes
     prefix: str
     kv_cache: tuple[Tensor, ...]
     conv1d: Any
-    kept: KeptNodes
-    place: int
+    kept: KeptNodes  # what nodes leave for the commit; set once layers are loaded
+    place: int  # which of its layers this is
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -15,34 +15,21 @@ from sequoia_vllm.kernels.scoring_inputs import place_nodes
 
 @dataclass(frozen=True)
 class OtherRows:
-    """Rows of prompts and of requests that decode without drafts; they follow all trees' rows.
+    """Rows of prompts and of requests that decode without drafts; they follow all trees' rows."""
 
-    Attributes:
-        first: The first such row.
-        max_rows: The most such rows of any request.
-        max_keys: Upper bound of the tokens of any such request.
-    """
-
-    first: int
-    max_rows: int
-    max_keys: int
+    first: int  # the first such row
+    max_rows: int  # the most such rows of any request
+    max_keys: int  # upper bound of the tokens of any such request
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringTreesV2(NodeQueries):
-    """The trees of a batch, for attention and commit; vLLM sorts their requests first.
+    """The trees of a batch, for attention and commit; vLLM sorts their requests first."""
 
-    Attributes:
-        parents: int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1.
-        depth: Of the tree's deepest node.
-        others: The rows that are not tree nodes; None: there are none.
-        by_flash: Whether FlashAttention reads the contexts, where a layer can leave them to it.
-    """
-
-    parents: Tensor
-    depth: int
-    others: OtherRows | None = None
-    by_flash: bool = False
+    parents: Tensor  # int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1
+    depth: int  # of the tree's deepest node
+    others: OtherRows | None = None  # the rows that are not tree nodes; None: there are none
+    by_flash: bool = False  # whether FlashAttention reads contexts, where a layer can leave it to
 
     @property
     def num_requests(self) -> int:

@@ -65,18 +65,16 @@ class TreeGraphManager(ModelCudaGraphManager):
         most_tokens = self.compilation_config.max_cudagraph_capture_size
         assert most_tokens is not None
         uniform = [
-            BatchExecutionDescriptor(
-                cg_mode=mode,
-                num_tokens=tokens * requests,
-                num_reqs=requests,
-                uniform_token_count=tokens,
-                num_active_loras=loras,
-            )
+            _full_graph(tokens * requests, requests, loras, tokens)
             for tokens, requests in self._shapes(most_tokens)
             for loras in self.lora_capture_cases
         ]
         if self._captures_mixed and self.cudagraph_mode.has_piecewise_cudagraphs():
-            self._mixed = self._mixed_graphs(most_tokens)
+            self._mixed = [  # the smallest first
+                _full_graph(tokens, requests, loras)
+                for tokens, requests in mixed_shapes(self.max_num_reqs, most_tokens)
+                for loras in self.lora_capture_cases
+            ]
         uniform.sort(key=_num_tokens, reverse=True)
         least = self._long_from
         long = [
@@ -103,19 +101,6 @@ class TreeGraphManager(ModelCudaGraphManager):
             for tokens in range(most_tokens + 1)
             for loras in self.lora_capture_cases
         }
-
-    def _mixed_graphs(self, most_tokens: int) -> list[BatchExecutionDescriptor]:
-        """Full graphs for steps of any kind, the smallest first."""
-        return [
-            BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.FULL,
-                num_tokens=tokens,
-                num_reqs=requests,
-                num_active_loras=loras,
-            )
-            for tokens, requests in mixed_shapes(self.max_num_reqs, most_tokens)
-            for loras in self.lora_capture_cases
-        ]
 
     # Until: vLLM tells what is captured which graph it is for.
     def capture(self, *args: Any, **kwargs: Any) -> None:
@@ -173,6 +158,19 @@ class TreeGraphManager(ModelCudaGraphManager):
         others = [drafts + 1 for drafts in fewer_drafts(self.vllm_config)]
         most_by_batch = [drafts + 1 for drafts in most_drafts(self.vllm_config)]
         return decode_shapes(tokens_by_batch, most_tokens, others, most_by_batch)
+
+
+def _full_graph(
+    tokens: int, requests: int, loras: int, each: int | None = None
+) -> BatchExecutionDescriptor:
+    """A full graph of so many tokens, ``each`` per request; None: any number per request."""
+    return BatchExecutionDescriptor(
+        cg_mode=CUDAGraphMode.FULL,
+        num_tokens=tokens,
+        num_reqs=requests,
+        uniform_token_count=each,
+        num_active_loras=loras,
+    )
 
 
 def _long(graph: BatchExecutionDescriptor) -> LongBatch:

@@ -90,23 +90,16 @@ class DraftPass:
 class TreeDrafter(DraftModel):
     """One kind of draft: the proposer loads it, and growth runs it.
 
-    Attributes:
-        reads_states: Whether it reads the target's hidden states, and so reads in every step.
-        chains: vLLM's speculator for this draft, which grows chains. Ours only loads with it.
-        model: vLLM's model, once it is loaded.
-        cache: The draft's KV cache, once there is one.
-        least_rows: Least rows of a request in its widest pass, however small its tree.
-        only_keys: True while nothing grows from what is read.
-        images: `ImageRows` that the next pass reads in place of tokens; None: there are none.
-        tree: The engine's largest.
+    ``chains`` is vLLM's speculator for this draft, which grows chains: ours only loads with it.
     """
 
     reads_states: ClassVar[bool] = False
-    model: Any
-    cache: DraftCache
-    least_rows = 1
-    only_keys = False
-    images: Any = None
+    """Whether it reads the target's hidden states, and so reads in every step."""
+    model: Any  # vLLM's, once it is loaded
+    cache: DraftCache  # the draft's KV cache, once there is one
+    least_rows = 1  # of a request in its widest pass, however small its tree
+    only_keys = False  # true while nothing grows from what is read
+    images: Any = None  # `ImageRows` that the next pass reads in place of tokens; None: none
 
     def __init__(self, chains: DraftModelSpeculator, tree: TokenTree, backend: TreeBackend) -> None:
         self.chains: Any = chains

@@ -199,23 +199,6 @@ class TreeProposerV2(DraftModelSpeculator):
         prompt = request.prompt_token_ids or request.prefill_token_ids or []
         self.modes.start(slot, request.sampling_params, len(prompt))
 
-    def _survive(self) -> None:
-        """Handles the draft's failure: no request has a tree from now on.
-
-        Raises it at start-up, on several ranks, or after errors that leave the device unusable.
-        """
-        if not self.serves:
-            raise
-        survive_draft(self.vllm_config)
-        self.has_failed = True
-        self.drafted.nodes.zero_()
-
-    def _drop_trees(self) -> None:
-        """Leaves no request a tree: steps that are scheduled already must not find an old one."""
-        if self._has_trees:
-            self.drafted.nodes.zero_()
-            self._has_trees = False
-
     # -- one drafting pass ---------------------------------------------------------------
 
     @torch.inference_mode()
@@ -259,9 +242,12 @@ class TreeProposerV2(DraftModelSpeculator):
             try:
                 begin = partial(self._begin, input_batch, num_sampled)
                 self._advance(input_batch, begin, drafts)
-            except Exception:
-                self._last_grown = None
-                self._survive()
+            except Exception:  # no request has a tree from now on
+                if not self.serves:
+                    raise
+                survive_draft(self.vllm_config)
+                self._last_grown, self.has_failed = None, True
+                self.drafted.nodes.zero_()
         if states is not None:
             states.forget()
         if self.has_failed:
@@ -284,8 +270,9 @@ class TreeProposerV2(DraftModelSpeculator):
             self._draft(batch, begin, reads, drafts)
         elif reads.any() and self._reader.must_read(batch, reads):
             self._reader.only_read(batch, begin(self.tables.levels_of(1), batch.num_reqs, 0))
-        else:
-            self._drop_trees()
+        elif self._has_trees:  # steps that are scheduled already must not find an old one
+            self.drafted.nodes.zero_()
+            self._has_trees = False
 
     def _reads(self, can_draft: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which requests the draft reads, bool ``[R]``, given those that can use a tree.

@@ -23,17 +23,12 @@ class ImageRows:
     vLLM counts a token by its row in the target's pass, which has one for each node. The head's
     pass has rows for accepted nodes only, which only the device knows.
 
-    Attributes:
-        embeddings: ``[m, H]``.
-        requests: int64 ``[m]``: the batch's request that each belongs to.
-        places: int64 ``[m]``: its place among the tokens that the request reads.
-        batch: What each request reads.
     """
 
-    embeddings: Tensor
-    requests: Tensor
-    places: Tensor
-    batch: DraftBatch
+    embeddings: Tensor  # ``[m, H]``
+    requests: Tensor  # int64 ``[m]``: the batch's request that each belongs to
+    places: Tensor  # int64 ``[m]``: its place among the tokens that the request reads
+    batch: DraftBatch  # what each request reads
 
     @classmethod
     def of(cls, mm_inputs: Any, batch: InputBatch, reads: DraftBatch) -> ImageRows | None:
