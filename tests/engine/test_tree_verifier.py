@@ -33,7 +33,6 @@ def verified(
         grammars.__contains__,
         lengths.cumsum(),
         lengths + 10,
-        torch.device("cpu"),
     )
     logits = torch.nn.functional.one_hot(torch.tensor(rows), 9).log()
     temperatures = None if temperature is None else torch.full((len(lengths),), temperature)

@@ -71,7 +71,7 @@ class ScoringTreesV1:
     @cached_property
     def rows(self) -> Tensor:
         """Row of each node in the flat tokens, int64 ``[B, N]``; padding repeats the root's."""
-        offsets = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        offsets = torch.arange(self.tokens.shape[1])
         return self.first_row[:, None] + torch.where(self.is_node, offsets, 0)
 
     @property
@@ -100,7 +100,6 @@ def schedule_trees(
     follows_grammar: Callable[[str], bool],
     query_ends: np.ndarray,
     seq_lens: np.ndarray,
-    device: torch.device,
 ) -> ScoringTreesV1 | None:
     """Matches the drafts that the scheduler sent back with the trees that were grown.
 
@@ -168,7 +167,7 @@ def schedule_trees(
     first_logits_row = (np.cumsum(sampled_rows) - sampled_rows)[requests]
 
     def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return torch.from_numpy(np.ascontiguousarray(array))
 
     return ScoringTreesV1(
         requests=tensor(requests.astype(np.int64)),
@@ -188,9 +187,7 @@ def schedule_trees(
     )
 
 
-def logits_rows(
-    num_draft_tokens: np.ndarray, query_ends: np.ndarray, device: torch.device
-) -> SpecDecodeMetadata:
+def logits_rows(num_draft_tokens: np.ndarray, query_ends: np.ndarray) -> SpecDecodeMetadata:
     """vLLM's metadata of the rows that logits are computed of: each request's root and drafts.
 
     Args:
@@ -200,7 +197,7 @@ def logits_rows(
     counts = num_draft_tokens + 1
     skipped = query_ends - counts.cumsum()  # rows without logits, up to each request's
     rows = np.repeat(skipped, counts) + np.arange(counts.sum())
-    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    nothing = torch.empty(0, dtype=torch.int32)
     return SpecDecodeMetadata(
         draft_token_ids=nothing,
         num_draft_tokens=num_draft_tokens.tolist(),
@@ -208,5 +205,5 @@ def logits_rows(
         cu_num_sampled_tokens=nothing,
         target_logits_indices=nothing,
         bonus_logits_indices=nothing,
-        logits_indices=torch.from_numpy(rows).to(device),
+        logits_indices=torch.from_numpy(rows),
     )

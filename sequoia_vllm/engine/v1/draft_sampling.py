@@ -103,11 +103,8 @@ class DraftSampling:
         if not len(self.sampled):
             return
         internal = sum(1 for children in tree.children if children)
-        device = self.temperature.device
-        self._probs = torch.empty(len(self.sampled) * internal, vocab_size, device=device)
-        self._probs_rows = torch.full(
-            (len(self.temperature), tree.size), -1, dtype=torch.int64, device=device
-        )
+        self._probs = torch.empty(len(self.sampled) * internal, vocab_size)
+        self._probs_rows = torch.full((len(self.temperature), tree.size), -1, dtype=torch.int64)
         self._stored = 0
 
     def children(self, logits: Tensor, level: Level, given: Tensor) -> Tensor:
@@ -125,7 +122,7 @@ class DraftSampling:
         batch = len(self.temperature)
         logits, shape = logits.to(torch.float32), (batch, width, branch)
         if len(self.sampled) == batch:
-            drawn = torch.empty(shape, dtype=torch.int64, device=logits.device)
+            drawn = torch.empty(shape, dtype=torch.int64)
         else:  # greedy rows stay so
             drawn = preferred(logits, given.flatten()).topk(branch, dim=-1).indices.view(shape)
         per_request = logits.view(batch, width, -1)
@@ -178,6 +175,6 @@ class DraftSampling:
     def _store(self, probs: Tensor, nodes: Tensor) -> None:
         end = self._stored + len(probs)
         self._probs[self._stored : end] = probs
-        rows = torch.arange(self._stored, end, device=probs.device)
+        rows = torch.arange(self._stored, end)
         self._probs_rows[self.sampled[:, None], nodes.long()] = rows.view(len(self.sampled), -1)
         self._stored = end

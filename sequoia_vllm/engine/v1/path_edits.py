@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.model_executor.layers.utils import apply_penalties
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
@@ -49,20 +50,18 @@ def edited_by_paths(
         float32 ``[rows, V]``; ``logits`` itself where nothing changes.
     """
     starts, ends = batch.num_prompt_tokens, batch.num_tokens_no_spec
-    edits = [
+    edits = np.array([
         edits_logits(params, ends[index] - starts[index])
         for index, params in enumerate(sampling_params)
-    ]
-    if not any(edits):
-        return logits
-    of_tree = np.array(edits)[trees.requests.cpu().numpy()]
+    ])  # fmt: skip
+    of_tree = edits[trees.requests.numpy()]
     if not of_tree.any():
         return logits
     outputs = {
         index: batch.token_ids_cpu[index, starts[index] : ends[index]]
         for index in np.flatnonzero(edits).tolist()
     }
-    nodes = _nodes(trees, torch.from_numpy(of_tree).to(logits.device))
+    nodes = _nodes(trees, torch.from_numpy(of_tree))
     found = logits.to(torch.float32, copy=True)
     own = found[nodes.rows]
     if metadata.allowed_token_ids_mask is not None:
@@ -125,29 +124,13 @@ def _exclude_bad_words(
     metadata: SamplingMetadata,
     outputs: Mapping[int, NDArray[np.int32]],
 ) -> None:
-    for index, words in (metadata.bad_words_token_ids or {}).items():
-        rows = (nodes.requests == index).nonzero().squeeze(1)
-        if len(rows) == 0:
-            continue
-        longest = max(len(word) for word in words) - 1
-        recent = _recent_tokens(nodes, rows, outputs[index], longest)
-        for word in words:
-            before = torch.tensor(word[:-1], dtype=torch.int64, device=logits.device)
-            follows = (recent[:, longest - len(before) :] == before).all(dim=1)
-            logits[rows[follows], word[-1]] = float("-inf")
-
-
-def _recent_tokens(
-    nodes: NodesToEdit, rows: Tensor, output: NDArray[np.int32], count: int
-) -> Tensor:
-    """The last tokens of nodes' histories, int64 ``[rows, count]``; -1 before they begin."""
-    committed = np.full(count, -1, dtype=np.int64)
-    last = output[len(output) - min(count, len(output)) :]
-    committed[count - len(last) :] = last
-    before = torch.from_numpy(committed).to(rows.device).expand(len(rows), count)
-    history = torch.cat([before, nodes.paths[rows]], dim=1)
-    columns = nodes.depths[rows, None] + torch.arange(count, device=rows.device)
-    return history.gather(1, columns)
+    words = metadata.bad_words_token_ids or {}
+    own = [(row, r) for row, r in enumerate(nodes.requests.tolist()) if r in words]
+    paths = nodes.paths.tolist()
+    past: list[list[int]] = [[]] * len(paths)
+    for row, request in own:
+        past[row] = [*outputs[request].tolist(), *(token for token in paths[row] if token >= 0)]
+    apply_bad_words(logits, {row: words[request] for row, request in own}, past)
 
 
 def _keep_going(
@@ -157,7 +140,7 @@ def _keep_going(
     if params.min_tokens <= num_outputs or not params.all_stop_token_ids:
         return
     short = of_request & (nodes.depths + num_outputs < params.min_tokens)
-    stops = torch.tensor(sorted(params.all_stop_token_ids), device=logits.device)
+    stops = torch.tensor(sorted(params.all_stop_token_ids))
     rows = short.nonzero()
     before = logits[rows, stops]
     logits[rows, stops] = float("-inf")
@@ -181,7 +164,7 @@ def _penalise(
     for index, output in outputs.items():
         committed[index, : len(output)] = output
     history = [
-        torch.from_numpy(committed).to(logits.device)[nodes.requests],
+        torch.from_numpy(committed)[nodes.requests],
         torch.where(nodes.paths >= 0, nodes.paths, nothing),
     ]
     return apply_penalties(

@@ -146,7 +146,6 @@ class SequoiaCPUModelRunner(DraftingRunner):
             self._follows_grammar,
             self.query_start_loc.np[1 : num_reqs + 1],
             self.optimistic_seq_lens_cpu[:num_reqs].numpy(),
-            self.device,
         )
         if (trees := self._branching_trees) is not None:
             shifts = (trees.depths - torch.arange(trees.tokens.shape[1]))[trees.is_node]
@@ -168,7 +167,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
         """Replaces vLLM's: our verifier needs only the rows to compute logits of."""
-        return logits_rows(num_draft_tokens, cu_num_scheduled_tokens, self.device)
+        return logits_rows(num_draft_tokens, cu_num_scheduled_tokens)
 
     # Until: vLLM's metadata carries a tree mask.
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:

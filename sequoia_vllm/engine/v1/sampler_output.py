@@ -87,17 +87,16 @@ def _rows_of(
     none, their rows ``[requests, W]``, where padding repeats the root's, and which requests have no
     tree.
     """
-    device = trees.requests.device
-    rows_of_request = torch.ones(num_reqs, dtype=torch.int64, device=device)
+    rows_of_request = torch.ones(num_reqs, dtype=torch.int64)
     rows_of_request[trees.requests] = trees.num_nodes
     root_rows = rows_of_request.cumsum(0) - rows_of_request
     width = result.output_tokens.shape[1]
-    tokens = torch.full((num_reqs, width), -1, dtype=torch.int64, device=device)
+    tokens = torch.full((num_reqs, width), -1, dtype=torch.int64)
     tokens[trees.requests] = result.output_tokens
     # Token j of a path was drawn at its node j - 1; the first at the root.
-    nodes = torch.zeros(num_reqs, width, dtype=torch.int64, device=device)
+    nodes = torch.zeros(num_reqs, width, dtype=torch.int64)
     nodes[trees.requests, 1:] = result.accepted_nodes.clamp(min=0)
-    without_tree = torch.ones(num_reqs, dtype=torch.bool, device=device)
+    without_tree = torch.ones(num_reqs, dtype=torch.bool)
     without_tree[trees.requests] = False
     return root_rows, tokens, root_rows[:, None] + nodes, without_tree
 
@@ -110,7 +109,7 @@ def wants_logprobs(metadata: SamplingMetadata) -> bool:
 def _values(mode: str, rows: Tensor, logits: Tensor, target: TargetDistribution) -> Tensor:
     """Values to report of all tokens at rows ``[requests, W]``, float32 ``[requests * W, V]``."""
     if mode in PROCESSED_LOGPROBS_MODES:
-        requests = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
+        requests = torch.arange(len(rows)).repeat_interleave(rows.shape[1])
         values = target.process(rows.flatten(), requests)
     else:
         values = logits[rows.flatten()].to(torch.float32)

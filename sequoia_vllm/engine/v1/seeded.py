@@ -62,7 +62,7 @@ def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
     Args:
         seeds: int64 ``[R]``.
     """
-    token = torch.arange(1, vocab_size + 1, device=seeds.device)
+    token = torch.arange(1, vocab_size + 1)
     bits = _shift(_mix(_mix(seeds)[:, None] + token * _GAMMA), 11)
     uniform = (bits.double() + 0.5) * 2.0**-53
     return -torch.log(-torch.log(uniform)).float()

@@ -104,12 +104,10 @@ class TreeVerifierV1:
                 emitted token.
         """
         if target.temperature is None:
-            everyone = torch.arange(len(trees.requests), device=trees.requests.device)
+            everyone = torch.arange(len(trees.requests))
             return self._verify_greedy(trees, everyone, target)
         greedy = target.is_greedy(trees.requests)
-        seeded = torch.tensor(
-            [request in generators for request in trees.requests.tolist()], device=greedy.device
-        )
+        seeded = torch.tensor([request in generators for request in trees.requests.tolist()])
         kinds = (
             (greedy, self._verify_greedy),
             (seeded & ~greedy, partial(self._verify_seeded, generators=generators)),
@@ -180,8 +178,8 @@ class TreeVerifierV1:
 
 def topology_of(parents: Tensor) -> Topology:
     """`Topology` of trees with parents int64 ``[B, N]``; cached, as most steps repeat them."""
-    host = parents.cpu().numpy()
-    return _topology(host.tobytes(), host.shape).to(parents.device)
+    host = parents.numpy()
+    return _topology(host.tobytes(), host.shape)
 
 
 @lru_cache(maxsize=1024)
@@ -199,7 +197,7 @@ def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Te
     starts = accumulate((len(part) for part in stored[:-1]), initial=0)
     offsets = dict(zip(passes, starts, strict=True))
     probs = stored[0] if len(stored) == 1 else torch.cat(stored)
-    rows = torch.zeros(len(drafts), max_nodes, dtype=torch.int64, device=probs.device)
+    rows = torch.zeros(len(drafts), max_nodes, dtype=torch.int64)
     for index, draft in enumerate(drafts):
         if draft is not None:
             own = draft.grown.probs_rows[draft.row, :max_nodes]
@@ -210,10 +208,9 @@ def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Te
 def _merge(results: list[tuple[Tensor, VerifyResult]], batch: int) -> VerifyResult:
     """Joins the results of disjoint sets of rows in batch order."""
     depth = max(result.accepted_nodes.shape[1] for _, result in results)
-    device = results[0][0].device
-    accepted = torch.full((batch, depth), -1, dtype=torch.int64, device=device)
-    tokens = torch.full((batch, depth + 1), -1, dtype=torch.int64, device=device)
-    counts = torch.zeros(batch, dtype=torch.int64, device=device)
+    accepted = torch.full((batch, depth), -1, dtype=torch.int64)
+    tokens = torch.full((batch, depth + 1), -1, dtype=torch.int64)
+    counts = torch.zeros(batch, dtype=torch.int64)
     for chosen, result in results:
         accepted[chosen, : result.accepted_nodes.shape[1]] = result.accepted_nodes
         tokens[chosen, : result.output_tokens.shape[1]] = result.output_tokens

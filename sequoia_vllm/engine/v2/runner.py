@@ -125,7 +125,7 @@ class TreeRunner(GPUModelRunner):
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
         )
         if any(_is_custom(processor) for processor in self.sampler.logits_processors):
-            self.speculator.modes.give_no_drafts()
+            self.speculator.modes.some_draft = False
         # Penalties and bad words take the rows before a node for its history. Until: vLLM's sampler
         # is told each row's history.
         self.sampler.logits_processors = along_paths(
@@ -145,7 +145,7 @@ class TreeRunner(GPUModelRunner):
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
         most = most_masked(self.speculator.most_scored, self.max_num_reqs, self.max_num_tokens)
-        return MasksOfNodes(most, self.max_num_tokens, **options)
+        return MasksOfNodes(most, **options)
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Calls vLLM's; a trial adds an estimate for the draft's graphs that it did not capture."""

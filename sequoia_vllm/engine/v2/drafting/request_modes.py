@@ -22,7 +22,8 @@ class RequestModes:
     In a step that adds requests, the runner calls `start` for each of them, then `apply_starts`.
 
     Attributes:
-        some_draft: False if no request of this engine ever drafts.
+        some_draft: False if no request of this engine ever drafts: custom logits processors may
+            read a path's tokens.
 
     Args:
         thinks_first: See `reason_without_drafts`.
@@ -46,10 +47,6 @@ class RequestModes:
     def most_nodes(self) -> Tensor:
         """int32 ``[slots]``: the most nodes that each request may verify."""
         return self._most_nodes.gpu
-
-    def give_no_drafts(self) -> None:
-        """Stops all drafts, for engines whose custom logits processors may read a path's tokens."""
-        self.some_draft = False
 
     def sampled(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Which requests in these slots have drafts and sample without a seed."""

@@ -104,7 +104,9 @@ class TreeVerifierV2(RejectionSampler):
             tokens = input_batch.input_ids[input_batch.logits_indices]
             drafter.learn(tokens, logits, input_batch.expanded_idx_mapping)
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        processed: list[Tensor] | None = [] if self._reports_processed(input_batch) else None
+        is_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        reports = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None
+        processed: list[Tensor] | None = [] if is_processed and reports else None
         verified = self._verify_batch(logits, input_batch, invalid_drafts, processed)
         if processed is not None:
             logits = torch.cat(processed)
@@ -145,11 +147,6 @@ class TreeVerifierV2(RejectionSampler):
         processed = torch.zeros(1, vocabulary, dtype=torch.float32, device=device)
         for logits in (of_the_model, processed):
             self._walk(logits, inputs.temperatures, inputs.tokens, one_row, inputs, verified)
-
-    def _reports_processed(self, batch: InputBatch) -> bool:
-        """Whether a request of the batch gets logprobs of its final logits."""
-        is_mode = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        return is_mode and self.sampler.get_logprobs_dims(batch.idx_mapping_np) is not None
 
     def _verify_batch(
         self,
