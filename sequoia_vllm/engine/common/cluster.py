@@ -114,11 +114,6 @@ def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
         )
 
 
-def check_worker(vllm_config: Any) -> None:
-    """`check_versions` for this worker."""
-    check_versions(SequoiaSettings.of(vllm_config).versions, current_versions(), platform.node())
-
-
 def check_group(vllm_config: Any, device_name: str, cpu_group: Any) -> None:
     """`check_devices` for the tensor-parallel group of this worker."""
     names = [""] * torch.distributed.get_world_size(cpu_group)

@@ -27,10 +27,8 @@ _is_users: ContextVar[bool | None] = ContextVar("is_users", default=None)
 
 def token_budget(scheduler_config: Any) -> int:
     """Tokens per step that the scheduler hands out."""
-    budget: int = (
-        scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
-    )
-    return budget
+    budget: int | None = scheduler_config.max_num_scheduled_tokens
+    return budget or int(scheduler_config.max_num_batched_tokens)
 
 
 def scheduled_drafts(vllm_config: Any) -> list[int]:
@@ -59,10 +57,8 @@ def most_drafts(vllm_config: Any) -> list[int]:
     schedule = scheduled_drafts(vllm_config)
     if SequoiaSettings.of(vllm_config).adapts_as is None:
         return schedule
-    drafts, limits = (
-        vllm_config.speculative_config.num_speculative_tokens,
-        vllm_config.scheduler_config,
-    )
+    drafts = vllm_config.speculative_config.num_speculative_tokens
+    limits = vllm_config.scheduler_config
     budget, offloaded = token_budget(limits), is_offloaded(vllm_config)
     fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, budget, offloaded)
     most = drafts_by_batch(fitting, drafts, limits.max_num_seqs)

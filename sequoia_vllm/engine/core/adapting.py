@@ -104,10 +104,8 @@ class SchedulerAdapter:
             is_busy: Whether requests go on.
         """
         self._follow_requests(scheduled)
-        requests, drafts = (
-            len(scheduled.num_scheduled_tokens),
-            scheduled.num_spec_tokens_to_schedule,
-        )
+        requests = len(scheduled.num_scheduled_tokens)
+        drafts = scheduled.num_spec_tokens_to_schedule
         if requests > 0:
             scored = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
             contexts = [new.num_computed_tokens for new in scheduled.scheduled_new_reqs]

@@ -124,5 +124,5 @@ def may_carry_placeholders(sampling_params: Any) -> bool:
     p = sampling_params
     if p is None or p.structured_outputs is not None:
         return False
-    budget = getattr(p, "thinking_token_budget", None)
-    return budget is None and not getattr(p, "logprob_token_ids", None)
+    has_budget = getattr(p, "thinking_token_budget", None) is not None
+    return not (has_budget or getattr(p, "logprob_token_ids", None))

@@ -158,8 +158,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
     shapes = None
     if kind.has_weights and config.is_tree_chosen:
         has_fp8_cache = args.kv_cache_dtype.startswith("fp8") or asks_for_fp8_cache(target)
-        shapes = reader.shapes(name, kind, has_fp8_cache)
-        shapes = shapes and with_streamed(shapes, source, pair)
+        shapes = with_streamed(reader.shapes(name, kind, has_fp8_cache), source, pair)
     return Facts(
         pair,
         kind,

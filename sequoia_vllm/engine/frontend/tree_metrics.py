@@ -83,18 +83,15 @@ class LoggerKinds(PrometheusKinds):
 
 def get_metrics(original: Callable[..., list[Any]], self: Any) -> list[Any]:
     """Returns vLLM's metrics, whose names start with ``vllm:``, and the trees'."""
-    return [*original(self), *(_read(_shown) if _shown is not None else [])]
-
-
-def _read(metrics: TreeMetrics) -> list[Any]:
-    return [
+    ours = [
         reader.Counter(family.name, sample.labels, int(sample.value))
         if family.type == "counter"
         else reader.Gauge(family.name, sample.labels, sample.value)
-        for family in metrics.collect()
+        for family in (_shown.collect() if _shown is not None else ())
         for sample in family.samples
         if not sample.name.endswith("_created")
     ]
+    return [*original(self), *ours]
 
 
 @dataclass(eq=False)

@@ -127,8 +127,9 @@ def is_offloaded(vllm_config: Any) -> bool:
 def offloading_backend(offload_config: Any) -> OffloadBackend | None:
     """The backend of vLLM's that is asked for, as vLLM chooses it; None: nothing is offloaded."""
     prefetch, uva = offload_config.prefetch, offload_config.uva
-    chosen = offload_config.offload_backend, prefetch.offload_group_size, uva.cpu_offload_gb
-    return chosen_backend(*chosen)
+    return chosen_backend(
+        offload_config.offload_backend, prefetch.offload_group_size, uva.cpu_offload_gb
+    )
 
 
 def chosen_backend(backend: str, group_size: int, cpu_offload_gb: float) -> OffloadBackend | None:

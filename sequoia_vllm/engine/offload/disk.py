@@ -255,8 +255,7 @@ def _take_back_once_packed(layer: _Layer) -> None:
         layer.check_kept()
         layer.take_back()
 
-    methods = (getattr(module, "quant_method", None) for module in layer.module.modules())
-    for method in {id(method): method for method in methods}.values():
+    for method in {getattr(module, "quant_method", None) for module in layer.module.modules()}:
         if isinstance(method, QuantizeMethodBase):
             process = method.process_weights_after_loading
             method.process_weights_after_loading = partial(processed, process)

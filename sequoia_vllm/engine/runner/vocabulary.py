@@ -89,7 +89,13 @@ def compare_vocabularies(target: TokensOf, draft: TokensOf) -> Comparison:
     if target.size == draft.size and share <= _TOLERATED:
         return Comparison(None, differing and f"the vocabularies differ a little: {differing}")
     matching = match(ours, theirs, target.size, draft.size)
-    _refuse_hopeless(matching, target, draft)
+    if matching.num_shared < _LEAST_SHARED * min(target.size, draft.size):
+        raise ConfigError(
+            f"the draft model {draft.tokenizer!r} has another vocabulary than the target "
+            f"{target.tokenizer!r}: of its {draft.size:,} tokens only {matching.num_shared:,} are "
+            f"also the target's, and it would hardly ever be accepted: {_FITTING_DRAFT}, or one "
+            "with more tokens of the same text"
+        )
     return Comparison(matching, _shared_in_words(matching, draft, tokenizer))
 
 
@@ -177,27 +183,14 @@ def _refuse_other_size(target: TokensOf, draft: TokensOf) -> None:
     """Refuses a vocabulary of another size where the texts cannot be compared."""
     if target.size == draft.size:
         return
-    why = (
-        "vLLM is to load no tokenizer, or one in a way of its own"
-        if not target.is_readable
-        else "not both bring a tokenizer that could be read"
-    )
+    why = "not both bring a tokenizer that could be read"
+    if not target.is_readable:
+        why = "vLLM is to load no tokenizer, or one in a way of its own"
     raise ConfigError(
         f"the draft model {draft.tokenizer!r} has {draft.size:,} tokens and the target "
         f"{target.tokenizer!r} {target.size:,}, and they cannot be matched by their text, since "
         f"{why}: {_FITTING_DRAFT}, or let tokenizers be read (skip_tokenizer_init, tokenizer_mode)"
     )
-
-
-def _refuse_hopeless(matching: Matching, target: TokensOf, draft: TokensOf) -> None:
-    least = _LEAST_SHARED * min(target.size, draft.size)
-    if matching.num_shared < least:
-        raise ConfigError(
-            f"the draft model {draft.tokenizer!r} has another vocabulary than the target "
-            f"{target.tokenizer!r}: of its {draft.size:,} tokens only {matching.num_shared:,} are "
-            f"also the target's, and it would hardly ever be accepted: {_FITTING_DRAFT}, or one "
-            "with more tokens of the same text"
-        )
 
 
 def _shared_in_words(matching: Matching, draft: TokensOf, tokenizer: Any) -> str:
@@ -212,9 +205,10 @@ def _shared_in_words(matching: Matching, draft: TokensOf, tokenizer: Any) -> str
 
 def _share_of_text(is_drafted: NDArray[np.bool_], tokenizer: Any) -> float:
     """Share of the built-in prompts, as the target reads them, that tokens ``[Vt]`` make up."""
-    texts = [prompt.prompt or "" for prompt in load_prompts(None, None)]
     numbers = [
-        number for text in texts for number in tokenizer.encode(text, add_special_tokens=False)
+        number
+        for prompt in load_prompts(None, None)
+        for number in tokenizer.encode(prompt.prompt or "", add_special_tokens=False)
     ]
     known = [number for number in numbers if number < len(is_drafted)]
     return float(is_drafted[known].sum()) / max(len(numbers), 1)
@@ -222,7 +216,5 @@ def _share_of_text(is_drafted: NDArray[np.bool_], tokenizer: Any) -> float:
 
 def _same_files(target: str, draft: str) -> bool:
     """Whether both are folders whose tokenizers are the same, byte for byte."""
-    files = [Path(model) / "tokenizer.json" for model in (target, draft)]
-    if not all(file.is_file() for file in files):
-        return False
-    return files[0].read_bytes() == files[1].read_bytes()
+    ours, theirs = (Path(model) / "tokenizer.json" for model in (target, draft))
+    return ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes()

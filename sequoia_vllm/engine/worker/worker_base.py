@@ -1,5 +1,6 @@
 """Base of Sequoia's workers, on every device and runner."""
 
+import platform
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -11,10 +12,12 @@ from vllm.v1.worker.gpu_worker import Worker
 from sequoia_vllm.engine.common.cluster import (
     check_group,
     check_ranks,
-    check_worker,
+    check_versions,
     current_device_name,
+    current_versions,
 )
 from sequoia_vllm.engine.common.replicas import in_lock_step
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import StepOutcome, attach_outcome
 
 
@@ -37,7 +40,8 @@ class SequoiaWorker(AgreeingWorker):
     # Until: vLLM compares versions of plugins between nodes, and one node configures all.
     def init_device(self) -> None:
         """Calls vLLM's if versions, decisions and devices fit the engine's (ConfigError if not)."""
-        check_worker(self.vllm_config)
+        versions = SequoiaSettings.of(self.vllm_config).versions
+        check_versions(versions, current_versions(), platform.node())
         super().init_device()
         check_group(
             self.vllm_config, current_device_name(self.device.index or 0), get_tp_group().cpu_group
