@@ -16,10 +16,13 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.engine.common.cluster import current_device_name, current_versions
+from sequoia_vllm.engine.common.cluster import (
+    are_started_apart,
+    current_device_name,
+    current_versions,
+)
 from sequoia_vllm.engine.common.draft_schedule import planning_schedule
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.replicas import are_started_apart
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings, to_be_tagged
 from sequoia_vllm.engine.compat.contract import check_contract
 from sequoia_vllm.engine.core.scheduling import TreeScheduling, before_users

@@ -8,7 +8,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters.registry import DRAFTERS, drafter
-from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
+from sequoia_vllm.engine.common.cluster import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length

@@ -1,8 +1,7 @@
 """Targets larger than memory: vLLM's own offloading on GPUs, and ours from a disk on CPUs.
 
 This module is the door: which weights lie outside the devices' memory, and what that costs. Its
-other files are ours from a disk: `worker` runs `disk` behind vLLM's abstraction; `weight_file` and
-`layer_ring` know no vLLM.
+other files are ours: `disk` has the worker; `weight_file` and `layer_ring` know no vLLM.
 
 Ours takes its settings from vLLM's ``additional_config`` (`KEY`), so that plain engines and vLLM's
 own chains stream their weights, too. vLLM keys its compiled code by it: layers wait for weights.
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sequoia")
 
 KEY = "sequoia_offload"
-_WORKER = "sequoia_vllm.engine.offload.worker.OffloadingCPUWorker"
+_WORKER = "sequoia_vllm.engine.offload.disk.OffloadingCPUWorker"
 # vLLM's own, as its platform names it, and those of ours that offload.
 _PLAIN = "vllm.v1.worker.cpu_worker.CPUWorker"
 _OURS = "sequoia_vllm.engine.worker.worker_cpu"

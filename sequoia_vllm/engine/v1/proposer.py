@@ -19,7 +19,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts
 from sequoia_vllm.drafting.tree_tables import DraftLevels
-from sequoia_vllm.engine.common.replicas import as_alone
+from sequoia_vllm.engine.common.cluster import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
@@ -27,8 +27,30 @@ from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.engine.v1.text_drafter import TextDrafterV1
 from sequoia_vllm.verification.retrieval import continuations, following
+
+
+class TextDrafterV1(ABC):
+    """A draft without a model on the V1 runner: it runs no passes, and reads the target's logits.
+
+    What it predicts may depend on these, but not on other nodes: see `TextDrafter`.
+    """
+
+    @abstractmethod
+    def prepare(self, vllm_config: VllmConfig) -> None:
+        """Allocates what it needs."""
+
+    @abstractmethod
+    def learn(self, tokens: Tensor, logits: Tensor, adapters: NDArray[np.int64]) -> None:
+        """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]`` of one step.
+
+        ``adapters [R]``: id of the LoRA adapter of each row's request; 0: none.
+        """
+
+    @abstractmethod
+    def logits(self, tokens: Tensor, adapters: NDArray[np.int64]) -> Tensor:
+        """Logits ``[R, V]`` after tokens int64 ``[R]``; ``adapters`` as in `learn`."""
+
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
 

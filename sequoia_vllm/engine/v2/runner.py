@@ -21,8 +21,8 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.common.cluster import as_alone
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.runner.attention_layers import supported_layers

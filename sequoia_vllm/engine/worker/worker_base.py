@@ -15,8 +15,8 @@ from sequoia_vllm.engine.common.cluster import (
     check_versions,
     current_device_name,
     current_versions,
+    in_lock_step,
 )
-from sequoia_vllm.engine.common.replicas import in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import StepOutcome, attach_outcome
 

@@ -5,7 +5,7 @@ from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
 
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.compat.contract import check_contract
-from sequoia_vllm.engine.offload.worker import OffloadingCPUWorker
+from sequoia_vllm.engine.offload.disk import OffloadingCPUWorker
 from sequoia_vllm.engine.worker.worker_base import AgreeingWorker, SequoiaWorker
 
 
