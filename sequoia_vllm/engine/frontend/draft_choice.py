@@ -48,20 +48,16 @@ def find_draft(
             f'"drafter": "{asked.kind}": {asked.name} needs vLLM\'s Model Runner V2, which GPUs '
             'use: leave "drafter" out here'
         )
-    if asked is not None and not asked.has_weights:
-        if config.model is not None:
+    if asked is not None and (asked.is_targets_own or not asked.has_weights):
+        own, how = None, "without a model"
+        if asked.is_targets_own:
+            own, how = target, "with a layer of the target's own checkpoint"
+        if config.model not in (None, own):
             raise ConfigError(
-                f'"drafter": "{asked.kind}" drafts without a model, and "model" is '
-                f'{config.model!r}: leave "model" out, or "drafter"'
+                f'"drafter": "{asked.kind}" drafts {how}, and "model" is {config.model!r}: leave '
+                '"model" out, or "drafter"'
             )
-        return asked.kind, asked
-    if asked is not None and asked.is_targets_own:
-        if config.model not in (None, target):
-            raise ConfigError(
-                f'"drafter": "{asked.kind}" drafts with a layer of the target\'s own checkpoint, '
-                f'and "model" is {config.model!r}: leave "model" out, or "drafter"'
-            )
-        return found(target)
+        return found(own) if own else (asked.kind, asked)
     if config.model:
         return found(config.model)
     candidates, has_model = known_drafts(target, kinds, asked), False

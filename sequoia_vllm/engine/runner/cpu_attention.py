@@ -151,15 +151,8 @@ class CPUTreeAttentionBackend(CPUAttentionBackend):
         """Also 16: vLLM takes that on CPUs for a target with MLA, and so for its draft."""
         return [MultipleOf(16)]
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """The attention implementation."""
-        return CPUTreeAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        """The metadata builder."""
-        return CPUTreeAttentionMetadataBuilder
+    get_impl_cls = staticmethod(lambda: CPUTreeAttentionImpl)
+    get_builder_cls = staticmethod(lambda: CPUTreeAttentionMetadataBuilder)
 
 
 CPU_BACKENDS = {
@@ -241,12 +234,5 @@ def _row_by_row(metadata: Any) -> Any:
 class CPUMLATreeBackend(CPUMLABackend):
     """Registered for CPU_MLA in the workers of a Sequoia engine only."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUMLAImpl]:
-        """The attention implementation."""
-        return CPUMLATreeImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[LatentTreeBuilder]:
-        """The metadata builder."""
-        return LatentTreeBuilder
+    get_impl_cls = staticmethod(lambda: CPUMLATreeImpl)
+    get_builder_cls = staticmethod(lambda: LatentTreeBuilder)

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any
 
@@ -229,17 +228,12 @@ class TreeProposerV1(DraftModelProposer):
 
         vLLM frees a block when the target is past it: it may already belong to another request.
         """
-        if self._window is None:
+        group = self.runner.kv_cache_config.kv_cache_groups[self.kv_cache_gid]
+        if (window := freed_behind(group.kv_cache_spec)) is None:
             return
         computed = self.runner.input_batch.num_computed_tokens_cpu[committed.requests]
-        first = np.repeat(computed - self._window + 1, committed.counts)
+        first = np.repeat(computed - window + 1, committed.counts)
         slots[torch.from_numpy(committed.positions < first)] = PADDING_SLOT
-
-    @cached_property
-    def _window(self) -> int | None:
-        """`freed_behind` of the draft's cache group."""
-        group = self.runner.kv_cache_config.kv_cache_groups[self.kv_cache_gid]
-        return freed_behind(group.kv_cache_spec)
 
     def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> DraftedTreesV1:
         """Grows one tree per request, level by level."""

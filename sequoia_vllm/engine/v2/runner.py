@@ -1,6 +1,6 @@
 """Model Runner V2 with token trees."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -93,11 +93,12 @@ class TreeRunner(GPUModelRunner):
     # Until: a backend can be chosen by the speculative method.
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model with our attention and our grammar masks; `set_up_trees` follows."""
+        most = most_masked(self.speculator.most_scored, self.max_num_reqs, self.max_num_tokens)
         with (
             self.tree_backend.replace_attention(),
             # Has room for the largest trees of all request slots: gigabytes. Until: vLLM's engine
             # core sends one mask for each node, and makes room by its schedule.
-            patched(model_runner, "StructuredOutputsWorker", self._masks_of_nodes),
+            patched(model_runner, "StructuredOutputsWorker", partial(MasksOfNodes, most)),
         ):
             super().load_model(*args, **kwargs)
 
@@ -124,7 +125,8 @@ class TreeRunner(GPUModelRunner):
         self.rejection_sampler = TreeVerifierV2(
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
         )
-        if any(_is_custom(processor) for processor in self.sampler.logits_processors):
+        kinds = map(type, self.sampler.logits_processors)
+        if any(not kind.__module__.startswith("vllm.") for kind in kinds):  # the user's own
             self.speculator.modes.some_draft = False
         # Penalties and bad words take the rows before a node for its history. Until: vLLM's sampler
         # is told each row's history.
@@ -142,10 +144,6 @@ class TreeRunner(GPUModelRunner):
     def _after_commit(self, slots: Tensor, num_sampled: Any, *args: Any) -> None:
         """Replaces the model state's `postprocess_state`, which looks for one state per token."""
         self._plain_postprocess_state(slots, 1, *args)
-
-    def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
-        most = most_masked(self.speculator.most_scored, self.max_num_reqs, self.max_num_tokens)
-        return MasksOfNodes(most, **options)
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Calls vLLM's; a trial adds an estimate for the draft's graphs that it did not capture."""
@@ -308,7 +306,3 @@ def new_proposer(
         raise TypeError(f"{path}, which drafts with {kind.name}, is not a TreeDrafter")
     chains = init_speculator(as_alone(vllm_config), device, req_states)
     return TreeProposerV2(found(chains, tables.tree, backend), req_states, tables)
-
-
-def _is_custom(processor: Any) -> bool:
-    return not type(processor).__module__.startswith("vllm.")

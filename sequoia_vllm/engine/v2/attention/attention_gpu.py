@@ -217,15 +217,8 @@ class FlashTreeBackend(FlashAttentionBackend):
     # Layers of some versions (`CHANGED`) may pass no keys and values to `forward`.
     supports_kv_cache_update_bypass = False
 
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
-        """The attention implementation."""
-        return FlashTreeImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        """The metadata builder."""
-        return FlashTreeBuilder
+    get_impl_cls = staticmethod(lambda: FlashTreeImpl)
+    get_builder_cls = staticmethod(lambda: FlashTreeBuilder)
 
 
 class TritonTreeBackend(TritonAttentionBackend):
@@ -233,12 +226,5 @@ class TritonTreeBackend(TritonAttentionBackend):
 
     supports_kv_cache_update_bypass = False
 
-    @staticmethod
-    def get_impl_cls() -> type[TritonAttentionImpl]:
-        """The attention implementation."""
-        return TritonTreeImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
-        """The metadata builder."""
-        return TritonTreeBuilder
+    get_impl_cls = staticmethod(lambda: TritonTreeImpl)
+    get_builder_cls = staticmethod(lambda: TritonTreeBuilder)

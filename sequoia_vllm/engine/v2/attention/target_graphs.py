@@ -64,9 +64,13 @@ class TreeGraphManager(ModelCudaGraphManager):
             return
         most_tokens = self.compilation_config.max_cudagraph_capture_size
         assert most_tokens is not None
+        tokens_by_batch = [drafts + 1 for drafts in scheduled_drafts(self.vllm_config)]
+        others = [drafts + 1 for drafts in fewer_drafts(self.vllm_config)]
+        most_by_batch = [drafts + 1 for drafts in most_drafts(self.vllm_config)]
+        shapes = decode_shapes(tokens_by_batch, most_tokens, others, most_by_batch)
         uniform = [
             _full_graph(tokens * requests, requests, loras, tokens)
-            for tokens, requests in self._shapes(most_tokens)
+            for tokens, requests in shapes
             for loras in self.lora_capture_cases
         ]
         if self._captures_mixed and self.cudagraph_mode.has_piecewise_cudagraphs():
@@ -151,13 +155,6 @@ class TreeGraphManager(ModelCudaGraphManager):
         mixed = next(fitting, None)
         self.is_mixed = mixed is not None
         return mixed or found
-
-    def _shapes(self, most_tokens: int) -> list[tuple[int, int]]:
-        """See `decode_shapes`."""
-        tokens_by_batch = [drafts + 1 for drafts in scheduled_drafts(self.vllm_config)]
-        others = [drafts + 1 for drafts in fewer_drafts(self.vllm_config)]
-        most_by_batch = [drafts + 1 for drafts in most_drafts(self.vllm_config)]
-        return decode_shapes(tokens_by_batch, most_tokens, others, most_by_batch)
 
 
 def _full_graph(

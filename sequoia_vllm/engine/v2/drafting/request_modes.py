@@ -63,9 +63,11 @@ class RequestModes:
     def start(self, slot: int, sampling_params: Any, prompt_tokens: int) -> None:
         """Notes a request that begins or resumes in this slot."""
         undrafted = not self.some_draft or never_drafts(sampling_params, self._thinks_first)
-        self._modes.np[slot] = SKIP if undrafted else mode_of(sampling_params)
-        self._most_committed[slot] = 0
+        self._modes.np[slot], self._most_committed[slot] = SKIP, 0
         if not undrafted:
+            drawn = SAMPLED if sampling_params.seed is None else SEEDED
+            is_greedy = sampling_params.temperature < GREEDY_BELOW
+            self._modes.np[slot] = GREEDY if is_greedy else drawn
             self._most_committed[slot] = most_committed(
                 sampling_params, self._thinks_first, prompt_tokens, self._longest
             )
@@ -76,10 +78,3 @@ class RequestModes:
         """Makes the modes of the requests that started visible to the device."""
         self._modes.copy_to_uva()
         self._most_nodes.copy_to_uva()
-
-
-def mode_of(sampling_params: Any) -> int:
-    """How a request with drafts is drafted and verified."""
-    if sampling_params.temperature < GREEDY_BELOW:
-        return GREEDY
-    return SAMPLED if sampling_params.seed is None else SEEDED
