@@ -72,9 +72,7 @@ def check_devices(group: Sequence[str], chosen_for: str | None) -> None:
 
 
 def decisions(vllm_config: Any) -> dict[str, str]:
-    """Decisions that all ranks must have alike, as made where this rank was started, in words. An
-    engine that does not speculate has one: no tree.
-    """
+    """Decisions that all ranks must have alike, in words; an engine without trees has one."""
     if not SequoiaSettings.enabled(vllm_config):
         return {"tree": "none"}
     settings = SequoiaSettings.of(vllm_config)

@@ -99,10 +99,7 @@ def is_or_will_be_tagged(speculative_config: Any) -> bool:
 
 
 def _received(data: dict[str, Any]) -> SequoiaSettings:
-    """Patches vLLM in each process that unpickles the configuration.
-
-    Ray Serve talks to engines from another process, where no plugins are loaded.
-    """
+    """Unpickles settings, and patches vLLM: Ray Serve's other processes load no plugins."""
     _load_plugin()
     known = {field.name for field in fields(SequoiaSettings)} & data.keys()
     values = {name: data[name] for name in known}
@@ -111,10 +108,7 @@ def _received(data: dict[str, Any]) -> SequoiaSettings:
 
 @cache
 def _load_plugin() -> None:
-    """Calls the plugin's entry point, once per process.
-
-    vLLM's ``load_general_plugins`` skips us where ``VLLM_PLUGINS`` does, and loads nothing twice.
-    """
+    """Calls the plugin's entry point once. vLLM leaves us out where ``VLLM_PLUGINS`` does."""
     for found in entry_points(group="vllm.general_plugins", name="sequoia"):
         found.load()()
 

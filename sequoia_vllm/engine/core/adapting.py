@@ -40,10 +40,7 @@ _MOST_OPEN = 64  # steps whose drafting has not ended; two are usual
 
 
 def new_adapter(vllm_config: Any, lookup: list[int] | None) -> SchedulerAdapter | None:
-    """What decides how much an engine drafts; None: it does not adapt.
-
-    ``lookup`` has the drafts by batch size, from 0 on, as vLLM's scheduler has them.
-    """
+    """What decides how much an engine drafts, by vLLM's ``lookup``; None: it does not adapt."""
     settings = SequoiaSettings.of(vllm_config)
     if lookup is None or settings.adapts_as is None:
         return None

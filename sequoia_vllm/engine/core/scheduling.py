@@ -104,10 +104,7 @@ class TreeScheduling(Scheduler):
         self.loaded.add(request.request_id)
 
     def _most_drafts(self) -> int:
-        """The most drafts of any batch: all running requests, and none to all of the waiting ones.
-
-        While few run, each that joins reserves slots for as many; its own tokens fill them later.
-        """
+        """The most drafts of any batch: of all running requests, with none to all waiting ones."""
         running, waiting = self.get_request_counts()
         largest = min(running + waiting, self.max_num_running_reqs)
         return max(self.dynamic_sd_lookup[max(running, 1) : largest + 1], default=0)
@@ -194,7 +191,7 @@ class TreeScheduling(Scheduler):
         return drafts
 
     def _without_ended(self, scheduled: Any, output: Any, paths: bytes) -> bytes:
-        """Leaves out trees of requests that were aborted during the step: nobody gets tokens.
+        """Leaves out trees of requests that were aborted while the step ran.
 
         Where the paths are of another step than ``output``, all are kept.
         """

@@ -99,10 +99,7 @@ def _first_usable(
 def known_drafts(
     target: str, kinds: Collection[Drafter], asked: Drafter | None = None
 ) -> list[KnownDraft] | str:
-    """The known drafters of this target that an engine may take, the best first, at least one.
-
-    Else a message with the JSON to write instead. ``asked``: the kind that the user asks for.
-    """
+    """The known drafters that an engine may take, the best first; or a message, with the fix."""
     taken = [kind for kind in kinds if asked is kind or (asked is None and kind.by_default)]
     fitting = known_for(target)
     found = [

@@ -128,10 +128,7 @@ def create_speculative_config(
     original: Callable[..., Any], self: EngineArgs, target_model_config: Any,
     target_parallel_config: Any,
 ) -> Any:  # fmt: skip
-    """Calls vLLM's with a Sequoia configuration translated to the method that drafts such chains.
-
-    None for an engine that does not speculate.
-    """
+    """Calls vLLM's, with Sequoia translated; None for an engine that does not speculate."""
     request = sequoia_request(self)
     if request is None:
         return original(self, target_model_config, target_parallel_config)
@@ -182,9 +179,9 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
 def apply(
     planned: Plan, create: Callable[..., Any], args: EngineArgs, target: Any, parallel: Any
 ) -> Any:
-    """Makes vLLM's speculative configuration of a plan, and changes its other objects.
+    """Makes vLLM's configuration of a plan (None: no speculation), and changes its other objects.
 
-    None: the engine does not speculate. ConfigError: vLLM cannot use the draft, or trees cannot.
+    ConfigError: vLLM cannot use the draft, or trees cannot.
     """
     for level, line in planned.notes:
         logger.log(level, "Sequoia: %s", line)

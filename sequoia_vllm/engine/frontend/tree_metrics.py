@@ -148,7 +148,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
     def _counts_of(self, report: StepReport, engine: int) -> TreeCounts | None:
         """Counts of a report's paths; None if another tree than this front end's was drafted.
 
-        Data-parallel engines on other nodes have configurations of their own (``--headless``).
+        Other nodes (``--headless``) have configurations of their own.
         """
         if report.tree == self.tree.checksum:
             return TreeCounts.from_bytes(self.tree, report.paths)

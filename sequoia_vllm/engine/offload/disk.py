@@ -249,7 +249,7 @@ def _copy_what_is_not_zero(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _take_back_once_packed(layer: _Layer) -> None:
-    """Has a layer take its weights back after each of its modules was processed, one by one.
+    """Has a layer take its weights back after each of its modules was packed.
 
     Without this, all packed weights would be in memory before `DiskOffloader.post_init`.
     """
@@ -317,10 +317,7 @@ class OffloadingCPUWorker(CPUWorker):
 
     # Until: vLLM has a place for tensors of speculators that are not weights.
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Loads the model with our offloader in place of the one for GPUs that vLLM's runner made.
-
-        vLLM's V1 runner on CPUs does not say when weights are ready (``post_init``).
-        """
+        """Loads the model with our offloader, and calls its ``post_init``: V1 on CPUs does not."""
         spec = offload_of(self.vllm_config.additional_config)
         if spec is not None:
             self._offloader = DiskOffloader(spec)

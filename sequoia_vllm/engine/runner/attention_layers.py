@@ -103,10 +103,7 @@ class LatentTreeBuilder(MLACommonMetadataBuilder):
 
 @contextmanager
 def replaced_backends(classes: Mapping[AttentionBackendEnum, str]) -> Iterator[None]:
-    """Within it, layers that are built under these names take our classes (by their paths).
-
-    Layers keep the class they find; a plain engine in the same process never sees the entries.
-    """
+    """Within it, layers that are built take our classes, by their paths, and keep them."""
     selector._cached_get_attn_backend.cache_clear()
     for name, path in classes.items():
         register_backend(name, path)
@@ -129,10 +126,7 @@ def unmaskable_features(impl: Any) -> dict[str, bool]:
 
 
 def window_of(impl: Any) -> int | None:
-    """Tokens that a query of this layer sees, itself included; None: all before it.
-
-    vLLM's GPU backends keep how far it looks back and ahead. The one for CPUs keeps the tokens.
-    """
+    """Tokens that a query sees, itself included; None: all before. GPUs keep (back, ahead)."""
     window = impl.sliding_window
     if isinstance(window, tuple):
         return None if window[0] < 0 else window[0] + 1

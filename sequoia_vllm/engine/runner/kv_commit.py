@@ -24,10 +24,7 @@ def accepted_moves(first_row: Tensor, accepted_nodes: Tensor) -> tuple[Tensor, T
 
 
 def layers_by_cache(kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> list[list[str]]:
-    """The layers whose tokens move together: one slot mapping, caches of one layout.
-
-    Layers that share one metadata object in some step do so in every step.
-    """
+    """The layers whose tokens move together, in every step: one metadata object, one layout."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, cache in kv_caches.items():
         key = id(metadata[name]), cache.shape, cache.stride(), cache.dtype

@@ -22,10 +22,7 @@ from sequoia_vllm.verification.topology import VerifyResult
 
 
 def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) -> SamplingMetadata:
-    """Drops the generators of requests in mid-prefill (``discarded``, bool ``[requests]``).
-
-    vLLM samples a token for them too, discards it and rewinds the generator: CPU ones cannot be.
-    """
+    """Drops generators of requests in mid-prefill, as vLLM rewinds them, and CPUs' cannot be."""
     if not metadata.generators:
         return metadata
     kept = {r: generator for r, generator in metadata.generators.items() if not discarded[r]}

@@ -29,7 +29,7 @@ class SequoiaGPUWorker(SequoiaWorker):
     def compile_or_warm_up_model(self) -> Any:
         """Warms up what vLLM's requests do not reach, then calls vLLM's.
 
-        Ours comes first: at the end of vLLM's it begins to warn of kernels that are compiled late.
+        At its end vLLM begins to warn of kernels that are compiled late.
         """
         self.model_runner.rejection_sampler.warm_up(self.model_config.dtype)
         fewer_requests = partial(warm_up, gpu_worker.warmup_kernels)

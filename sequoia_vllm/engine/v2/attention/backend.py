@@ -51,10 +51,7 @@ class TreeBackend(ABC):
     def attach(
         self, trees: ScoringTreesV2 | None, metadata: dict[str, Any], layers: list[str]
     ) -> None:
-        """Hands ``trees`` to the attention of these layers, where it has rows in this step.
-
-        Layers of a cache group share one metadata object, which has the group's block table.
-        """
+        """Hands ``trees`` to the attention of these layers, where it has rows in this step."""
         if trees is None and not self.attends_without_trees:
             return
         for shared in shared_metadata(metadata, layers):

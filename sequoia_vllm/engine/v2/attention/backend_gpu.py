@@ -48,10 +48,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 
 class NoTreesBackend:
-    """Registered for what trees cannot use: where vLLM prefers it, it takes the next one.
-
-    Selection happens before loading, and calls only `validate_configuration` of this class.
-    """
+    """Registered for what trees cannot use: vLLM then takes the next one that it prefers."""
 
     @staticmethod
     def validate_configuration(**_selected: Any) -> list[str]:

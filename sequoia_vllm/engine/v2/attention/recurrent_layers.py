@@ -48,10 +48,7 @@ class RecurrentTreeMetadata:
 
 
 class RecurrentTreeBuilder:
-    """Builds vLLM's metadata of an engine without speculation, and ours for trees.
-
-    Builders derive from it and one of vLLM's, this first.
-    """
+    """Builds vLLM's metadata without speculation, and ours for trees; derive from it first."""
 
     vllm_config: VllmConfig
     kv_cache_spec: Any

@@ -181,10 +181,7 @@ def _num_tokens(graph: BatchExecutionDescriptor) -> int:
 def _smallest_of_each(
     graphs: list[BatchExecutionDescriptor], tokens: int, loras: int
 ) -> list[BatchExecutionDescriptor]:
-    """The smallest graph for a batch of tokens, for each number of tokens per request.
-
-    ``graphs`` are full ones for decode steps, largest first.
-    """
+    """The smallest graph for so many tokens, of each number per request; ``graphs`` descend."""
     found = {
         graph.uniform_token_count: graph
         for graph in graphs

@@ -52,10 +52,7 @@ class DraftProgress:
         return self._read.gpu
 
     def committed_at_least(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """The fewest committed tokens that these requests may have, if the step sampled for them.
-
-        Each step commits a token, which the target computes in the next.
-        """
+        """The fewest committed tokens of these requests: a step commits one beyond its own."""
         return self._computed_at_least[slots] + 1
 
     def use_cache(self, block_sizes: Mapping[int, int]) -> None:

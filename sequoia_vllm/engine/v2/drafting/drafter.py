@@ -88,10 +88,7 @@ class DraftPass:
 
 
 class TreeDrafter(DraftModel):
-    """One kind of draft: the proposer loads it, and growth runs it.
-
-    ``chains`` is vLLM's speculator for this draft, which grows chains: ours only loads with it.
-    """
+    """One kind of draft: loaded with vLLM's speculator (`chains`), and run by growth."""
 
     reads_states: ClassVar[bool] = False
     """Whether it reads the target's hidden states, and so reads in every step."""

@@ -116,10 +116,7 @@ class TreeProposerV2(DraftModelSpeculator):
         return self.drafter.load(target_model, target_attn_layer_names)
 
     def allocate(self, target_model: torch.nn.Module) -> None:
-        """Allocates what drafting and verification need on the device besides models.
-
-        The runner calls it after loading, before memory profiling (see `SequoiaWorker.load_model`).
-        """
+        """Allocates what drafting and verification need besides models, before profiling."""
         self.drafted = allocate_drafted(
             self.plan, self.tree, self.max_num_reqs, self.drafter.vocab_size,
             self.draft_model_config.head_dtype, self.device,

@@ -49,10 +49,7 @@ class ImageRows:
         return cls(torch.cat(images), of_requests, of_places, reads)
 
     def placed(self, embedded: Tensor) -> Tensor:
-        """``[rows, H]``: the tokens' embeddings with those of images in their places.
-
-        Tokens that the head does not read have a row behind the others, which is cut.
-        """
+        """``[rows, H]``: the tokens' embeddings, with images' in the places that the head reads."""
         first_rows, counts = self.batch.first_rows[self.requests], self.batch.counts[self.requests]
         rows = torch.where(self.places < counts, first_rows + self.places, len(embedded))
         longer = torch.cat([embedded, embedded[:1]])

@@ -82,10 +82,7 @@ def most_scored(drafts_by_batch: Sequence[int], largest_tree: int, most_tokens: 
 
 
 def most_masked(scored: int, max_num_reqs: int, most_tokens: int) -> int:
-    """The most nodes of a step that may have a grammar's mask.
-
-    Requests outside the batch that drafts were scheduled for add a root each to those scored.
-    """
+    """The most nodes of a step with a grammar's mask: requests without drafts add a root each."""
     return min(scored + max_num_reqs, most_tokens)
 
 
