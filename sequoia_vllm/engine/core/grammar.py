@@ -85,21 +85,15 @@ def thinks_first(vllm_config: Any) -> bool:
     return bool(config.reasoning_parser) and not config.enable_in_reasoning
 
 
-@dataclass(frozen=True)
-class _Walked:
-    """A tree that a grammar has gone through, before the step that scores it."""
-
-    tokens: list[int]  # to be scored at nodes 1, 2, ...
-    masks: NDArray[np.int32]  # int32 ``[1 + len(tokens), V / 32]``
-
-
 class TreeGrammars:
     """What a Sequoia scheduler has for vLLM's `StructuredOutputManager`, which does the rest."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
         self.tree = SequoiaSettings.of(manager.vllm_config).tree
-        self._walked: dict[str, _Walked] = {}  # by request, until the next masks are filled
+        # What grammars have gone through, by request, until the next masks are filled: tokens to
+        # be scored at nodes 1, 2, ..., and int32 ``[1 + len(tokens), V / 32]``.
+        self._walked: dict[str, tuple[list[int], NDArray[np.int32]]] = {}
 
     @cached_property
     def stand_ins(self) -> StandIns | None:
@@ -124,7 +118,7 @@ class TreeGrammars:
         masks = self.manager.backend.allocate_token_bitmask(len(kept) + 1).fill_(_ALL).numpy()
         grammar.fill_bitmask(torch.from_numpy(masks), 0)
         scored = fill_nodes(grammar, name, self.tree, kept, masks, self.stand_ins)
-        self._walked[name] = _Walked(scored, masks)
+        self._walked[name] = scored, masks
         return scored
 
     def grammar_bitmask(
@@ -164,9 +158,9 @@ class TreeGrammars:
     def _take_walked(self, name: str, tokens: Sequence[int]) -> NDArray[np.int32] | None:
         """A request's masks that were filled before these tokens (maybe fewer) were scheduled."""
         walked = self._walked.get(name)
-        if walked is None or not tokens or walked.tokens[: len(tokens)] != list(tokens):
+        if walked is None or not tokens or walked[0][: len(tokens)] != list(tokens):
             return None
-        return walked.masks[: len(tokens) + 1]
+        return walked[1][: len(tokens) + 1]
 
 
 def fill_nodes(

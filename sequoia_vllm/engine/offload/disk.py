@@ -43,8 +43,8 @@ class _Layer:
     module: nn.Module  # the layer
     size: int  # bytes of its weights as they are loaded
     weights: list[_Weight] = field(default_factory=list)
-    region: Region | None = None
-    mapped: torch.Tensor | None = None  # the weights are loaded to these: a region, and its bytes
+    region: Region = field(init=False)
+    mapped: torch.Tensor = field(init=False)  # the region's bytes, until it is sealed
 
     def check_kept(self) -> None:
         """Raises OffloadError if its weights are no longer the module's."""
@@ -57,7 +57,6 @@ class _Layer:
 
     def take_back(self) -> None:
         """Moves weights that were packed, into memory, to where they were loaded to."""
-        assert self.mapped is not None
         own = dict(self.module.named_parameters())
         for weight in self.weights:
             packed = own.get(weight.name)
@@ -84,7 +83,8 @@ class DiskOffloader(BaseOffloader):
     def __init__(self, spec: OffloadSpec) -> None:
         self._spec = spec
         self._file = WeightFile(spec.directory)
-        self._layers: list[_Layer] | None = None
+        self._layers: list[_Layer] = []
+        self._has_target = False
         self._ring: LayerRing | None = None
         self._resident = 0
         self._modules: list[nn.Module] = []
@@ -95,9 +95,9 @@ class DiskOffloader(BaseOffloader):
         Raises:
             OffloadError: There is no room, or layers share weights.
         """
-        if self._layers is not None:
+        if self._has_target:
             return list(modules_generator)  # of the draft, whose model is built after the target's
-        self._layers = []
+        self._has_target = True
         most = int(self._spec.memory_gib * 2**30)
         for module in modules_generator:
             _check_unshared([*self._modules, module])
@@ -110,7 +110,6 @@ class DiskOffloader(BaseOffloader):
         return list(self._modules)
 
     def _take(self, module: nn.Module, size: int) -> None:
-        assert self._layers is not None
         layer = _Layer(module, size)
         if size:
             self._map(layer)
@@ -146,16 +145,12 @@ class DiskOffloader(BaseOffloader):
         if self._ring is not None:
             return
         _check_unshared(self._modules)
-        layers = self._layers or []
+        layers = self._layers
         if not layers:
-            raise OffloadError(
-                "no weights were offloaded: "
-                + (
-                    "all layers fit in memory_gib; leave offload out"
-                    if self._resident
-                    else "vLLM builds no decoder layers of this model one by one"
-                )
-            )
+            why = "vLLM builds no decoder layers of this model one by one"
+            if self._resident:
+                why = "all layers fit in memory_gib; leave offload out"
+            raise OffloadError(f"no weights were offloaded: {why}")
         regions = [self._seal(layer) for layer in layers]
         self._ring = LayerRing(self._file, regions, self._spec.buffers)
         for number, layer in enumerate(layers):
@@ -178,10 +173,8 @@ class DiskOffloader(BaseOffloader):
         here = {weight.name: weight.mapped.data_ptr() for weight in layer.weights}
         if {name: weight.data_ptr() for name, weight in large} != here:
             self._map(layer)  # they were packed, and take another size
-        assert layer.region is not None
-        assert layer.mapped is not None
         self._file.seal(layer.region, layer.mapped)
-        layer.mapped = None
+        del layer.mapped
         return layer.region
 
     def _wait_for_layer(self, layer_idx: int) -> None:
@@ -197,7 +190,7 @@ class DiskOffloader(BaseOffloader):
     @property
     def streamed_bytes(self) -> int:
         """Bytes that are read in every pass of the target."""
-        return sum(layer.region.length for layer in self._layers or () if layer.region)
+        return sum(layer.region.length for layer in self._layers)
 
     def close(self) -> None:
         """Ends reading, and gives the disk's space back."""
