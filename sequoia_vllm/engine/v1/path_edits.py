@@ -50,10 +50,8 @@ def edited_by_paths(
         float32 ``[rows, V]``; ``logits`` itself where nothing changes.
     """
     starts, ends = batch.num_prompt_tokens, batch.num_tokens_no_spec
-    edits = np.array([
-        edits_logits(params, ends[index] - starts[index])
-        for index, params in enumerate(sampling_params)
-    ])  # fmt: skip
+    num_outputs = (ends - starts)[: len(sampling_params)]
+    edits = np.array(list(map(edits_logits, sampling_params, num_outputs)))
     of_tree = edits[trees.requests.numpy()]
     if not of_tree.any():
         return logits
