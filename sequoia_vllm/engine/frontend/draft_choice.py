@@ -49,9 +49,8 @@ def find_draft(
             'use: leave "drafter" out here'
         )
     if asked is not None and (asked.is_targets_own or not asked.has_weights):
-        own, how = None, "without a model"
-        if asked.is_targets_own:
-            own, how = target, "with a layer of the target's own checkpoint"
+        own = target if asked.is_targets_own else None
+        how = "with a layer of the target's own checkpoint" if own else "without a model"
         if config.model not in (None, own):
             raise ConfigError(
                 f'"drafter": "{asked.kind}" drafts {how}, and "model" is {config.model!r}: leave '
