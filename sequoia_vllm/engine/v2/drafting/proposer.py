@@ -48,18 +48,7 @@ Begin = Callable[..., NDArray[np.int32]]  # `TreeProposerV2._begin`, bound to on
 
 
 class TreeProposerV2(DraftModelSpeculator):
-    """The speculator of trees: its `propose` replaces vLLM's. A step's outcome stays on the device.
-
-    Attributes:
-        accepted: The step's accepted nodes, int32 ``[R', D]``: nodes by depth, then -1, of the
-            first R' requests of the batch, which have trees; None: no request has.
-        longest: The most committed tokens with which a request gets a tree.
-        most_scored: The most rows of the target's logits in a step, warm-up included.
-        sampling: vLLM's `SamplingStates` with top-k, top-p and min-p, which it does not pass.
-        serves: True once the engine serves users, and survives a draft that fails.
-        on_trial: True while graphs are captured only to learn their memory, then dropped.
-        untried_bytes: Estimated memory of the graphs that were not captured on trial.
-    """
+    """The speculator of trees: `propose` replaces vLLM's. Outcomes stay on the device."""
 
     has_failed = False
     _has_trees = False  # some request may have one, for the next step
@@ -71,10 +60,13 @@ class TreeProposerV2(DraftModelSpeculator):
     def __init__(self, drafter: TreeDrafter, req_states: RequestState, tables: TreeTables) -> None:
         vllm_config, device = drafter.chains.vllm_config, drafter.chains.device
         super().__init__(vllm_config, device)
+        # The step's accepted nodes, int32 ``[R', D]``: nodes by depth, then -1, of the first R'
+        # requests of the batch, which have trees; None: no request has.
         self.accepted: Tensor | None = None
-        self.sampling: Any = None
-        self.serves = self.on_trial = False
-        self.untried_bytes = 0
+        self.sampling: Any = None  # vLLM's `SamplingStates`, which it does not pass
+        self.serves = False  # true once the engine serves users, and survives a draft that fails
+        self.on_trial = False  # true while graphs are captured only to learn their memory
+        self.untried_bytes = 0  # estimated memory of the graphs that were not captured on trial
         self.drafter = drafter
         self.num_extra_query_per_req = drafter.chains.num_extra_query_per_req
         self.tables = tables

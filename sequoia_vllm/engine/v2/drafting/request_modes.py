@@ -21,10 +21,6 @@ class RequestModes:
 
     In a step that adds requests, the runner calls `start` for each of them, then `apply_starts`.
 
-    Attributes:
-        some_draft: False if no request of this engine ever drafts: custom logits processors may
-            read a path's tokens.
-
     Args:
         thinks_first: See `reason_without_drafts`.
         longest: The most committed tokens with which a request gets a tree.
@@ -34,7 +30,7 @@ class RequestModes:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_nodes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_committed = np.zeros(max_num_reqs, dtype=np.int32)
-        self.some_draft = True
+        self.some_draft = True  # not with a user's processors, which may read a path's tokens
         self._thinks_first = thinks_first
         self._longest = longest
 
