@@ -28,8 +28,7 @@ from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.runner.attention_layers import supported_layers
 from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
-from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend, TreeScoring
 from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.tree_memory import log_added, most_masked

@@ -20,8 +20,7 @@ from sequoia_vllm.engine.runner.cpu_attention import (
     unsupported_attention,
 )
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
-from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend
 from sequoia_vllm.kernels.tree_shapes import only_shape
 
 

@@ -26,7 +26,6 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import (
     GPUTreeQueries,
     other_chains,
 )
-from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.mamba_layers import (
     ConvTreeLayer,
     GdnTreeLayer,
@@ -39,7 +38,7 @@ from sequoia_vllm.engine.v2.attention.recurrent_layers import (
     replaced_layers,
     scored_nodes,
 )
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.node_masks import NodeMasks
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
-from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.attention.scoring import TreeBackend
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.tree import TokenTree
 

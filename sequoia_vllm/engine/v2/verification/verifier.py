@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -21,16 +22,57 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0
 from sequoia_vllm.engine.v2.drafting.drafter import TextDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
-from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
 from sequoia_vllm.kernels.verify import TreesToVerify
 from sequoia_vllm.verification.methods import method_of
+
+
+class LogitsNeeds:
+    """What each request's logits need: nothing, a division by the temperature, or more.
+
+    vLLM's sampler has one flag per slot: whether `Sampler.apply_sampling_params` changes its
+    logits. We replace the sampler's `add_request`, and its states' method within that call. There
+    the flag is computed as if the temperature were 1: what it then says is "more". Edits that a
+    later vLLM adds count as well.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        states = sampler.sampling_states
+        self._needed = sampler.needs_logits_processing
+        self._more_needed = np.ones_like(self._needed)  # true until a slot's request is known
+        self._temperatures = states.temperature.np
+        self._add_request = sampler.add_request
+        self._add_to_states = states.add_request
+        self._states_at_one = SamplingStates(1, states.vocab_size)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        """Replaces the sampler's method: a request begins or resumes in this slot."""
+        self._add_request(req_idx, sampling_params)
+        self._more_needed[req_idx] = self._needed[req_idx]
+        self._needed[req_idx] |= self._temperatures[req_idx] not in (0.0, 1.0)
+
+    def add_to_states(self, req_idx: int, sampling_params: Any) -> bool:
+        """Replaces its states' method: tells whether they need more than the temperature."""
+        if not self._add_to_states(req_idx, sampling_params):
+            return False
+        at_one = copy(sampling_params)
+        at_one.temperature, at_one.seed = 1.0, 0  # without a seed one would be drawn
+        return self._states_at_one.add_request(0, at_one)
+
+    def any_more(self, slots: NDArray[np.intp]) -> bool:
+        """Whether any of these slots needs more than a temperature."""
+        return bool(self._more_needed[slots].any())
+
+    def nothing(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which of these slots need no edit: their logits are final."""
+        return ~self._needed[slots]
 
 
 @dataclass(frozen=True)
