@@ -114,7 +114,7 @@ def _profile(
     draft: ModelShape | None,
 ) -> Profile:
     """The profile of these curves; ``draft`` is a head's shape, None for a model."""
-    from sequoia_vllm.engine.common.device_name import current_device_name
+    from sequoia_vllm.engine.common.cluster import current_device_name
 
     engine = settings.engine
     head = draft.head if draft is not None else None

@@ -23,7 +23,7 @@ def pair_here(engine: EngineSpec) -> PairKey:
     if vLLM cannot read the target's configuration."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from sequoia_vllm.engine.common.device_name import current_device_name
+    from sequoia_vllm.engine.common.cluster import current_device_name
 
     try:
         config = EngineArgs(model=engine.target, dtype=engine.dtype).create_model_config()

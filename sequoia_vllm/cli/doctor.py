@@ -96,7 +96,7 @@ def _vllm_command() -> Finding:
 def _device() -> Finding:
     from vllm.platforms import current_platform
 
-    from sequoia_vllm.engine.common.device_name import current_device_name
+    from sequoia_vllm.engine.common.cluster import current_device_name
 
     name = current_platform.device_type
     if current_platform.is_cpu() or current_platform.is_cuda():

@@ -27,7 +27,7 @@ Reports read it, so that its figures never pass for a trained model's.
 
 def provenance(**more: Any) -> dict[str, Any]:
     """Arguments, time, commit, versions, device and ``more``, as plain data."""
-    from sequoia_vllm.engine.common.device_name import current_device_name
+    from sequoia_vllm.engine.common.cluster import current_device_name
 
     preloaded = os.environ.get("LD_PRELOAD", "")
     return {

@@ -34,7 +34,7 @@ def engine_files() -> list[Path]:
 
 
 GPU_FILES = (
-    "v2/attention/attention_gpu", "v2/attention/backend_gpu", "v2/attention/gdn_",
+    "v2/attention/attention_gpu", "v2/attention/backend_gpu",
     "v2/attention/mamba_", "v2/attention/mixed_", "v2/attention/recurrent_",
     "v2/attention/target_graphs",
     "v2/runner_gpu", "worker/worker_gpu",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.frontend import vllm_counts
+from sequoia_vllm.engine.frontend import tree_metrics
 from sequoia_vllm.tree import TokenTree
 
 BUDGET, NODES = 8192, 128
@@ -41,14 +41,14 @@ def lowering():
 @pytest.mark.parametrize("users", [None, 400, 8])
 def test_users_decide_how_many_requests_run(users, lowering):
     of = config(users)
-    vllm_counts.check_budget(lowering, of)
+    tree_metrics.check_budget(lowering, of)
     assert of.scheduler_config.max_num_active_seqs == users
     assert not lowering.warned
 
 
 def test_other_engines_are_left_alone(lowering):
     of = config(ours=False)
-    vllm_counts.check_budget(lowering, of)
+    tree_metrics.check_budget(lowering, of)
     assert of.scheduler_config.max_num_active_seqs == 64
 
 
@@ -58,7 +58,7 @@ def test_a_budget_that_vllm_refuses_leaves_the_users_number():
 
     of = config(400)
     with pytest.raises(ValueError, match="too few"):
-        vllm_counts.check_budget(refuse, of)
+        tree_metrics.check_budget(refuse, of)
     assert of.scheduler_config.max_num_active_seqs == 400
 
 
@@ -69,4 +69,4 @@ def test_blocks_take_no_rows_of_the_targets_batch(kind, slots):
     of = SimpleNamespace()
     if kind:
         replace(SETTINGS, drafter=kind).store(of)
-    assert vllm_counts.slots_for_drafting(lambda _: 127, of) == slots
+    assert tree_metrics.slots_for_drafting(lambda _: 127, of) == slots

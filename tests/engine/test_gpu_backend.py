@@ -11,7 +11,7 @@ from torch import nn
 
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables
-from sequoia_vllm.engine.v2.attention.other_rows import other_chains
+from sequoia_vllm.engine.v2.attention.attention_gpu import other_chains
 from sequoia_vllm.engine.v2.attention.scoring import OtherRows, TreeScoring
 from sequoia_vllm.tree import TokenTree
 

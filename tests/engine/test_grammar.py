@@ -15,7 +15,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from sequoia_vllm import plugin
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core import grammar
-from sequoia_vllm.engine.core.stand_ins import MOST_ALLOWED, StandIns
+from sequoia_vllm.engine.core.grammar import MOST_ALLOWED, StandIns
 from sequoia_vllm.tree import TokenTree
 
 VOCABULARY = 64

@@ -72,7 +72,7 @@ def applied(monkeypatch):
 @pytest.mark.parametrize("added", [{"num_bonus_tokens": 1}, {}], ids=["0.32", "0.33"])
 def test_vllms_worker_gets_a_request_for_each_row_and_room_for_what_is_scored(applied, added):
     sizes = {"max_num_logits": 1024 * LARGEST, "mask_stride": LARGEST, "vocab_size": 64}
-    worker = MasksOfNodes(3, 64, **sizes, **added)
+    worker = MasksOfNodes(3, **sizes, **added)
     assert applied["options"] == {"max_num_logits": 3, "mask_stride": 1, "vocab_size": 64, **added}
     batch = SimpleNamespace(req_ids=list("abcd"), cu_num_logits_np=FIRST_ROWS)
     logits = torch.zeros(sum(NODES), 64)
@@ -90,7 +90,7 @@ def test_vllms_worker_gets_a_request_for_each_row_and_room_for_what_is_scored(ap
 def test_a_warm_up_of_smaller_trees_may_send_masks_for_each_of_their_nodes(applied):
     """vLLM 0.33's does; it warms up a prefix of the tree, of whose nodes prompts score one."""
     sizes = {"max_num_logits": 1024 * LARGEST, "mask_stride": LARGEST, "vocab_size": 64}
-    worker = MasksOfNodes(8, 64, **sizes)
+    worker = MasksOfNodes(8, **sizes)
     runner = SimpleNamespace(
         structured_outputs_worker=worker, tree=SimpleNamespace(size=LARGEST),
         speculator=SimpleNamespace(most_scored=64),

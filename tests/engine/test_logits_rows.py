@@ -27,7 +27,7 @@ def test_rows_are_vllms(requests):
     )
     runner._get_cumsum_and_arange = GPUModelRunner._get_cumsum_and_arange.__get__(runner)
     expected = GPUModelRunner._calc_spec_decode_metadata(runner, drafts, ends)
-    rows = logits_rows(drafts, ends, CPU)
+    rows = logits_rows(drafts, ends)
     assert rows.logits_indices.tolist() == expected.logits_indices.tolist()
     assert rows.num_draft_tokens == expected.num_draft_tokens
     assert rows.max_spec_len == expected.max_spec_len

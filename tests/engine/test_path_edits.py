@@ -50,7 +50,6 @@ def trees_of(found: Histories):
         lambda name: False,
         np.cumsum(SIZES),
         np.array(SIZES) + 20,
-        CPU,
     )
 
 

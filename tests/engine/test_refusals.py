@@ -21,8 +21,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine.common.cluster import current_versions
-from sequoia_vllm.engine.common.replicas import as_alone
+from sequoia_vllm.engine.common.cluster import as_alone, current_versions
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend import engine_config as frontend
 from sequoia_vllm.engine.frontend import plan, refusals, request

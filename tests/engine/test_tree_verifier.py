@@ -6,8 +6,7 @@ import torch
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1, schedule_trees
-from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
-from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
+from sequoia_vllm.engine.v1.verifier import TargetDistribution, TreeVerifierV1
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import Truncation
 
@@ -34,7 +33,6 @@ def verified(
         grammars.__contains__,
         lengths.cumsum(),
         lengths + 10,
-        torch.device("cpu"),
     )
     logits = torch.nn.functional.one_hot(torch.tensor(rows), 9).log()
     temperatures = None if temperature is None else torch.full((len(lengths),), temperature)

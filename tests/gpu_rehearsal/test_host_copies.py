@@ -53,7 +53,7 @@ def test_drafting_may_follow_the_event_that_the_host_waits_for(copies, monkeypat
     """Requests that start in each of several steps, of which the host is one ahead."""
     from vllm.v1.worker.gpu import buffer_utils
 
-    from sequoia_vllm.engine.v2.drafting.draft_progress import HeadDraftProgress
+    from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress
 
     pools = buffer_utils.UvaBufferPool
     monkeypatch.setattr(pools, "copy_to_uva", pools.copy_to_uva)  # to be undone
@@ -63,7 +63,7 @@ def test_drafting_may_follow_the_event_that_the_host_waits_for(copies, monkeypat
     launches = []
     kernel = {(1,): lambda *arguments, **_: launches.append(arguments[2].tolist())}
     monkeypatch.setattr(buffer_utils, "_apply_write_kernel", kernel)
-    progress = HeadDraftProgress(4, [0, 1], torch.device("cpu"))
+    progress = DraftProgress(4, [0, 1], torch.device("cpu"))
     events = []
     for step in range(8):
         progress.start(step % 4, 0, [])

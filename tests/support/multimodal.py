@@ -358,7 +358,7 @@ def answer_with_its_layer(folder: str) -> dict[str, Any]:
     """Chains of Qwen3.5's own layer: vLLM's, ours, and ours if the layer reads no images."""
     from vllm import SamplingParams
 
-    from sequoia_vllm.engine.v2.drafting.image_rows import ImageRows
+    from sequoia_vllm.engine.v2.drafting.target_states import ImageRows
 
     run_in_float32()
     run_chains()

@@ -147,8 +147,7 @@ def test_one_registration_selects_the_drafter():
 @pytest.mark.parametrize("kind", DRAFTERS.values(), ids=DRAFTERS)
 def test_what_runs_each_kind_is_there(kind):
     pytest.importorskip("vllm")
-    from sequoia_vllm.engine.v1.proposer import DrafterV1
-    from sequoia_vllm.engine.v1.text_drafter import TextDrafterV1
+    from sequoia_vllm.engine.v1.proposer import DrafterV1, TextDrafterV1
     from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 
     for path in (kind.on_v2, *kind.on_v2_by_architecture.values()):

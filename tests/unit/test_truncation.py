@@ -6,7 +6,7 @@ from torch.nn.functional import one_hot
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
+from sequoia_vllm.engine.v1.verifier import TargetDistribution
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import (
     LARGEST_NUCLEUS,

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 
 from sequoia_vllm.drafters.lookup.table import Successors
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.v1.text_drafter import TextDrafterV1
+from sequoia_vllm.engine.v1.proposer import TextDrafterV1
 
 
 class LookupDrafterV1(TextDrafterV1):

@@ -14,7 +14,7 @@ from sequoia_vllm.drafters.lookup.table import Successors
 from sequoia_vllm.drafting.growth import TreeGrowth
 from sequoia_vllm.drafting.tree_tables import DraftLevels, picked
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
+from sequoia_vllm.engine.v2.drafting.drafter import TextDrafter
 
 
 class LookupGrowth(TreeGrowth):

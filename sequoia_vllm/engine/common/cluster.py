@@ -1,25 +1,27 @@
 """Checks of an engine's nodes and ranks: alike must be versions, trees, and devices of a TP group.
 
-The front end writes down its own versions, and the device that it chose a tree for; each worker
-compares at start-up, before any weight is loaded. Where one command starts a whole engine, its
-processes agree on the rest, too. But each node of ``--nnodes``, and of data parallelism with
-``--headless``, has a command of its own. That command chooses a tree by the files of its node.
-Unequal trees would be scored as if they were one.
+The front end writes down its versions, and the device of its tree; each worker compares at
+start-up. Each node of ``--nnodes``, and of data parallelism with ``--headless``, has a command of
+its own, which chooses a tree by the files of its node. Unequal trees would be scored as one.
 """
 
 import platform
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 from zlib import crc32
 
 import torch
+from vllm.platforms import current_platform
 
 from sequoia_vllm import __version__
 from sequoia_vllm.config import ConfigError
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.draft_schedule import scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.compat.versions import vllm_version
+from sequoia_vllm.engine.compat.versions import cpus_can_gather, vllm_version
 from sequoia_vllm.hardware.budget import in_ranges
+from sequoia_vllm.hardware.device import current_cpu_name
 
 
 def current_versions() -> dict[str, str]:
@@ -70,9 +72,7 @@ def check_devices(group: Sequence[str], chosen_for: str | None) -> None:
 
 
 def decisions(vllm_config: Any) -> dict[str, str]:
-    """Decisions that all ranks must have alike, as made where this rank was started, in words. An
-    engine that does not speculate has one: no tree.
-    """
+    """Decisions that all ranks must have alike, in words; an engine without trees has one."""
     if not SequoiaSettings.enabled(vllm_config):
         return {"tree": "none"}
     settings = SequoiaSettings.of(vllm_config)
@@ -115,11 +115,6 @@ def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
         )
 
 
-def check_worker(vllm_config: Any) -> None:
-    """`check_versions` for this worker."""
-    check_versions(SequoiaSettings.of(vllm_config).versions, current_versions(), platform.node())
-
-
 def check_group(vllm_config: Any, device_name: str, cpu_group: Any) -> None:
     """`check_devices` for the tensor-parallel group of this worker."""
     names = [""] * torch.distributed.get_world_size(cpu_group)
@@ -133,3 +128,55 @@ def check_ranks(vllm_config: Any, cpu_group: Any) -> None:
     here = platform.node(), decisions(vllm_config)
     torch.distributed.all_gather_object(ranks, here, group=cpu_group)
     check_decisions(ranks)
+
+
+def current_device_name(index: int = 0) -> str:
+    """Returns the name of the node's GPU ``index``, like "NVIDIA H200", or the CPU's model name."""
+    if current_platform.is_cpu():
+        return current_cpu_name()
+    return current_platform.get_device_name(index)
+
+
+def in_lock_step(vllm_config: Any) -> bool:
+    """Whether the engine's replicas meet in every forward pass of the target."""
+    parallel = vllm_config.parallel_config
+    return parallel.data_parallel_size > 1 and bool(vllm_config.model_config.is_moe)
+
+
+def are_started_apart(parallel_config: Any, is_moe: bool) -> bool:
+    """Whether ranks that run steps together may be started by several commands (Ray: by one)."""
+    parallel = parallel_config
+    replicas_apart = parallel.data_parallel_size > parallel.data_parallel_size_local
+    return parallel.nnodes_within_dp > 1 or (is_moe and replicas_apart)
+
+
+def fault_of_lock_step(vllm_config: Any) -> str | None:
+    """Why the engine's replicas must not run in lock step; None: they do not, or may.
+
+    They exchange rows of the target's layers, and before each pass numbers of rows and graphs: all
+    take the largest. A replica without requests runs padding. Each drafts alone (`as_alone`).
+    """
+    if not in_lock_step(vllm_config):
+        return None
+    speculative = vllm_config.speculative_config
+    has_passes = drafter(SequoiaSettings.on(speculative).drafter).has_weights
+    if has_passes and speculative.draft_model_config.is_moe:
+        return "which drafting passes do not, and the draft has experts, too"
+    if current_platform.is_cpu() and not cpus_can_gather():
+        return "which vLLM cannot do on CPUs (plain vLLM ends in the first request)"
+    return None
+
+
+def as_alone(vllm_config: Any) -> Any:
+    """The configuration that a draft runs with: as if its engine had no other replicas.
+
+    Replicas in lock step agree on a batch's size whenever a forward context is entered. A dense
+    draft exchanges nothing, and has as many passes as its own replica's trees need.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return vllm_config
+    alone = copy(vllm_config)
+    alone.parallel_config = copy(parallel)
+    alone.parallel_config.reconfigure_for_independent_dp_rank()
+    return alone

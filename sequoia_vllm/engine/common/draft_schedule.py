@@ -27,10 +27,8 @@ _is_users: ContextVar[bool | None] = ContextVar("is_users", default=None)
 
 def token_budget(scheduler_config: Any) -> int:
     """Tokens per step that the scheduler hands out."""
-    budget: int = (
-        scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
-    )
-    return budget
+    budget: int | None = scheduler_config.max_num_scheduled_tokens
+    return budget or int(scheduler_config.max_num_batched_tokens)
 
 
 def scheduled_drafts(vllm_config: Any) -> list[int]:
@@ -53,16 +51,14 @@ def fewer_drafts(vllm_config: Any) -> list[int]:
 def most_drafts(vllm_config: Any) -> list[int]:
     """Drafts per request that an engine may ever have, for batches of 1, 2, ... requests.
 
-    Engines that adapt may exceed their schedule, which may be too pessimistic: on V1 up to the
-    token budget, on V2, which captures graphs, for twice the requests of the schedule.
+    Engines that adapt may exceed their schedule: on V1 up to the token budget, on V2, which
+    captures graphs, for twice the requests of the schedule.
     """
     schedule = scheduled_drafts(vllm_config)
     if SequoiaSettings.of(vllm_config).adapts_as is None:
         return schedule
-    drafts, limits = (
-        vllm_config.speculative_config.num_speculative_tokens,
-        vllm_config.scheduler_config,
-    )
+    drafts = vllm_config.speculative_config.num_speculative_tokens
+    limits = vllm_config.scheduler_config
     budget, offloaded = token_budget(limits), is_offloaded(vllm_config)
     fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, budget, offloaded)
     most = drafts_by_batch(fitting, drafts, limits.max_num_seqs)
@@ -88,10 +84,8 @@ def planning_schedule(keep_schedule: bool) -> Iterator[None]:
 def check_schedule(original: Callable[..., None], self: Any) -> None:
     """Keeps schedules of trees with data parallelism, where vLLM's own check takes them away.
 
-    With unequal numbers of drafts vLLM's replicas would have unequal numbers of drafting passes, in
-    each of which they meet. Ours meet in none. vLLM repeats the check where it copies a
-    configuration for a draft, and at the end of an engine core's start. The schedule is fitted by
-    then.
+    vLLM's replicas meet in each drafting pass; ours meet in none. vLLM repeats the check where it
+    copies a configuration for a draft, and at the end of an engine core's start.
     """
     if not SequoiaSettings.enabled(self):
         original(self)
@@ -109,10 +103,7 @@ def is_fitting(record: logging.LogRecord) -> bool:
 def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
     """Fits the schedule of a Sequoia engine to its token budget, and CUDA graphs to the schedule.
 
-    Called while vLLM checks its configuration: limits are known, and nothing was derived yet.
-
-    Args:
-        keep_schedule: It is the user's: only warn where it does not fit.
+    Called while vLLM checks its configuration. A schedule of the user's is kept: only warn.
     """
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     speculative.num_speculative_tokens = SequoiaSettings.of(vllm_config).tree.num_speculative_tokens

@@ -1,7 +1,6 @@
 """Settings that the front end decides and the workers read: a tag on vLLM's speculative config.
 
-They are not in vLLM's ``additional_config``, as vLLM keys its compiled code by all of it. The tree
-and its expected speed differ from start to start, and no compiled code depends on them.
+They are not in vLLM's ``additional_config``, by which vLLM keys its compiled code.
 """
 
 from __future__ import annotations
@@ -100,12 +99,7 @@ def is_or_will_be_tagged(speculative_config: Any) -> bool:
 
 
 def _received(data: dict[str, Any]) -> SequoiaSettings:
-    """Patches vLLM in each process that unpickles the configuration.
-
-    Ray Serve configures engines in one process and talks to them in another, where no plugins are
-    loaded. Without the patches that process would refuse requests that Sequoia serves, and would
-    count no trees.
-    """
+    """Unpickles settings, and patches vLLM: Ray Serve's other processes load no plugins."""
     _load_plugin()
     known = {field.name for field in fields(SequoiaSettings)} & data.keys()
     values = {name: data[name] for name in known}
@@ -114,11 +108,7 @@ def _received(data: dict[str, Any]) -> SequoiaSettings:
 
 @cache
 def _load_plugin() -> None:
-    """Calls the plugin's entry point, once per process.
-
-    vLLM's ``load_general_plugins`` does not suffice: it does not load us where ``VLLM_PLUGINS``
-    leaves us out, and loads nothing a second time.
-    """
+    """Calls the plugin's entry point once. vLLM leaves us out where ``VLLM_PLUGINS`` does."""
     for found in entry_points(group="vllm.general_plugins", name="sequoia"):
         found.load()()
 

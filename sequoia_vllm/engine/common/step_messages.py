@@ -1,11 +1,8 @@
 """What became of a step's trees, on its way from the worker to the engine core and the front end.
 
 The worker puts a `StepOutcome` on the model runner's output. The engine core puts a `StepReport` on
-the statistics that vLLM sends to the front end with each step, if statistics are on.
-
-Where the engine core takes one step at a time, vLLM sends its workers three messages per step: run
-the target, sample, and say which tokens were drafted. Here the first also samples, unless masks of
-grammars are added, and drafts come with the sampled tokens. A step ahead nothing is changed.
+the statistics that vLLM sends to the front end with each step, if statistics are on. Where it takes
+one step at a time, drafts come with the sampled tokens.
 
 The other way go requests that begin on keys which a KV connector loaded. A connector may have
 stored a block before the draft read its tokens. So a draft model reads them again.
@@ -57,10 +54,9 @@ class StepReport:
 
 
 def attach_outcome(output: Any, outcome: StepOutcome) -> Any:
-    """``output`` of a model runner, carrying what became of the step's trees.
+    """A model runner's ``output``, None or vLLM's, with what became of the step's trees.
 
-    It is None or vLLM's. An asynchronous one becomes its ``model_runner_output``; the empty one is
-    all engines', and carries nothing.
+    An asynchronous one becomes its ``model_runner_output``; the empty one is all engines'.
     """
     if output is not None and output is not EMPTY_MODEL_RUNNER_OUTPUT:
         setattr(getattr(output, "model_runner_output", output), _OUTCOME, outcome)
@@ -76,8 +72,7 @@ def outcome_of(output: Any) -> StepOutcome:
 def add_report_field() -> None:
     """Adds the field `REPORT` to vLLM's statistics message, None by default; idempotent.
 
-    It must be there before the process makes its first decoder of that message,
-    which drops fields that it does not know.
+    It must come before the process's first decoder, which drops fields that it does not know.
     """
     if REPORT in SchedulerStats.__dataclass_fields__:
         return

@@ -23,13 +23,7 @@ class ContractError(SequoiaError, RuntimeError):
 
 
 def contract(device: Device, v2: bool = False, version: str | None = None) -> tuple[Expected, ...]:
-    """What we expect of vLLM there.
-
-    Args:
-        device: Where the engine runs.
-        v2: Whether it runs Model Runner V2; on GPUs it always does.
-        version: vLLM's; None: of the installed one.
-    """
+    """What we expect of vLLM there; on GPUs it always runs Model Runner ``v2``."""
     if device == "gpu":
         runner = (*place("v2"), *place("gpu"), *CHANGED)
     else:
@@ -64,11 +58,7 @@ def differences(expectations: Iterable[Expected]) -> list[str]:
 
 @cache
 def check_contract(v2: bool = False) -> None:
-    """Checks once per process.
-
-    Args:
-        v2: Whether Model Runner V2 runs here. On a CPU only the worker knows; on
-            GPUs it always does, whatever is given.
+    """Checks once per process; on a CPU only the worker knows whether Model Runner V2 runs.
 
     Raises:
         ContractError: One message with every difference and the versions we support.

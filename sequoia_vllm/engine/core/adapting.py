@@ -40,11 +40,7 @@ _MOST_OPEN = 64  # steps whose drafting has not ended; two are usual
 
 
 def new_adapter(vllm_config: Any, lookup: list[int] | None) -> SchedulerAdapter | None:
-    """What decides how much an engine drafts; None: it does not adapt.
-
-    Args:
-        lookup: Drafts by batch size, from 0 on, as vLLM's scheduler has them.
-    """
+    """What decides how much an engine drafts, by vLLM's ``lookup``; None: it does not adapt."""
     settings = SequoiaSettings.of(vllm_config)
     if lookup is None or settings.adapts_as is None:
         return None
@@ -85,12 +81,9 @@ class SchedulerAdapter:
         self._restore()
 
     def before_step(self, now: float, reset: set[str]) -> None:
-        """Notes that a step is about to be scheduled.
+        """Notes that a step is about to be scheduled, at ``now`` of ``time.perf_counter``.
 
-        Args:
-            now: By ``time.perf_counter``.
-            reset: Requests that lost their KV cache since the step before. No step was short of
-                memory then: a user reset the cache.
+        ``reset``: requests that lost their KV cache since the step before because a user reset it.
         """
         self._reset |= reset
         if self._before is None:
@@ -108,10 +101,8 @@ class SchedulerAdapter:
             is_busy: Whether requests go on.
         """
         self._follow_requests(scheduled)
-        requests, drafts = (
-            len(scheduled.num_scheduled_tokens),
-            scheduled.num_spec_tokens_to_schedule,
-        )
+        requests = len(scheduled.num_scheduled_tokens)
+        drafts = scheduled.num_spec_tokens_to_schedule
         if requests > 0:
             scored = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
             contexts = [new.num_computed_tokens for new in scheduled.scheduled_new_reqs]
@@ -144,8 +135,8 @@ class SchedulerAdapter:
     def _close_steps(self, outcome: StepOutcome) -> None:
         """Tells the controller of the steps whose drafting has ended, and of verified trees.
 
-        A GPU drafts after the outcome, which a step ahead nothing waits for. So the time between
-        two outcomes has the drafting of the former step; here each step gets its own.
+        A GPU drafts after the outcome: the time between two outcomes has the former step's
+        drafting.
         """
         self._paths += outcome.paths
         for drafting in (0.0,) if outcome.drafting is None else outcome.drafting:

@@ -20,13 +20,11 @@ _LEAST_GAIN = 2
 def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | None:
     """Why this request gets no drafts, or None if it gets trees.
 
-    Penalties, bad words and other edits of logits by earlier tokens are applied at each node by its
-    own path. The features that are left here keep a state per request.
+    The features that are left here keep a state per request; others are applied by a node's path.
 
     Args:
         sampling_params: vLLM's `SamplingParams`, as the front end completed it.
-        thinks_first: Grammars hold only once a request has ended its reasoning, which may be
-            amid a tree: see `grammar`.
+        thinks_first: Grammars hold only once a request has ended its reasoning, maybe amid a tree.
     """
     p = sampling_params
     if p is None:
@@ -47,11 +45,7 @@ def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | 
 
 
 def is_longer_than_draft(vllm_config: Any, prompt: Sequence[int] | None) -> bool:
-    """Whether a prompt ends where the draft cannot follow, though the target can.
-
-    Args:
-        prompt: Its tokens; None: they are not known.
-    """
+    """Whether a prompt (None: unknown) ends where the target can follow, and the draft not."""
     longest: int = vllm_config.speculative_config.draft_model_config.max_model_len
     if prompt is None or longest >= vllm_config.model_config.max_model_len:
         return False
@@ -60,11 +54,7 @@ def is_longer_than_draft(vllm_config: Any, prompt: Sequence[int] | None) -> bool
 
 
 def has_custom_processors(vllm_config: Any) -> bool:
-    """Whether an engine has logits processors of its user's: then no request of it drafts.
-
-    They may look at the tokens of a path. vLLM loads those that it is given, and all that
-    installed packages register.
-    """
+    """Whether an engine has logits processors of its user's, which may look at a path's tokens."""
     return bool(vllm_config.model_config.logits_processors) or _has_installed_processors()
 
 
@@ -83,11 +73,7 @@ def most_committed(
 ) -> int:
     """The most committed tokens with which this request can use a tree; 0: it never can.
 
-    The draft reads a request only up to there.
-
-    Args:
-        sampling_params, thinks_first: See `reason_without_drafts`.
-        longest: The most committed tokens with which any request gets a tree.
+    The draft reads a request only up to there. ``longest`` is the most of any request.
     """
     if never_drafts(sampling_params, thinks_first):
         return 0
@@ -138,5 +124,5 @@ def may_carry_placeholders(sampling_params: Any) -> bool:
     p = sampling_params
     if p is None or p.structured_outputs is not None:
         return False
-    budget = getattr(p, "thinking_token_budget", None)
-    return budget is None and not getattr(p, "logprob_token_ids", None)
+    has_budget = getattr(p, "thinking_token_budget", None) is not None
+    return not (has_budget or getattr(p, "logprob_token_ids", None))

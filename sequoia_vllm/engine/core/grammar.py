@@ -1,19 +1,19 @@
 """Structured output on trees: what the grammar allows after each node, along the node's own path.
 
-vLLM's manager takes a request's drafts for a chain: it drops those after the first that the grammar
-forbids, and fills one mask after another. With trees all drafts are scored, with a mask for each
-node. Forbidden tokens then have probability 0, and are rejected.
+vLLM's manager takes a request's drafts for a chain. With trees all drafts are scored, with a mask
+for each node. Forbidden tokens then have probability 0, and are rejected.
 
-On Model Runner V1 the scheduler has the drafts before the target sees them. There a forbidden
-draft is replaced where little is allowed (`stand_ins`), and the drafts below it are checked after
-its stand-in. So a path follows what a grammar forces. The verifier knows both tokens
-(`verification.replaced`). Elsewhere the target's forward runs ahead of the grammar, with drafts
-that never left the device.
+On Model Runner V1 the scheduler has the drafts before the target sees them. There a forbidden draft
+is replaced where little is allowed (`StandIns`), and the drafts below it are checked after its
+stand-in: a path follows what a grammar forces. The verifier knows both tokens
+(`verification.replaced`). Elsewhere the target's forward runs ahead of the grammar.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,56 @@ from numpy.typing import NDArray
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.core.stand_ins import StandIns, allows
 from sequoia_vllm.tree import TokenTree
+
+MOST_ALLOWED = 8
+"""Drafts are replaced where the grammar allows this many tokens or fewer. Where it allows more, a
+choice without a model is hardly ever right, and the grammar would have to check everything below. A
+forced string allows few: the tokens that are a beginning of it.
+"""
+
+
+def allows(mask: NDArray[np.int32], token: int) -> bool:
+    """Whether a mask, int32 ``[V / 32]``, allows this token; none if it is negative."""
+    return token >= 0 and bool(mask[token // 32] >> (token % 32) & 1)
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Chooses tokens for the children of a node, by its mask and their drafts alone."""
+
+    vocabulary: int  # tokens that the target has; masks may have more
+    length_of: Callable[[int], int]  # length of a token's text
+
+    @classmethod
+    def of(cls, manager: Any) -> StandIns:
+        """Stand-ins for the engine of vLLM's `StructuredOutputManager`."""
+        tokenizer = manager.tokenizer
+
+        @lru_cache(maxsize=4096)
+        def length_of(token: int) -> int:
+            [text] = tokenizer.convert_ids_to_tokens([token])
+            return len(text or "")  # ids of no token have none
+
+        return cls(manager.vllm_config.model_config.get_vocab_size(), length_of)
+
+    def __call__(self, mask: NDArray[np.int32], drafts: Sequence[int]) -> list[int]:
+        """Different tokens for the children: a draft if it is allowed, else one no sibling has.
+
+        The longest come first: a tokenizer mostly takes as much of a forced string as it can. A
+        forbidden draft stays where no token is left, or too many are allowed. ``mask``, int32 ``[V
+        / 32]``, says what the grammar allows after the node.
+        """
+        if all(allows(mask, token) for token in drafts):
+            return list(drafts)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=self.vocabulary)
+        allowed = np.flatnonzero(bits)
+        if len(allowed) > MOST_ALLOWED:
+            return list(drafts)
+        free = set(allowed.tolist()).difference(drafts)
+        best = iter(sorted(free, key=lambda token: (-self.length_of(token), token)))
+        return [token if allows(mask, token) else next(best, token) for token in drafts]
+
 
 BACKENDS = ("xgrammar", "guidance")
 """Backends whose grammars can go back as many tokens as they went forward."""
@@ -37,24 +85,15 @@ def thinks_first(vllm_config: Any) -> bool:
     return bool(config.reasoning_parser) and not config.enable_in_reasoning
 
 
-@dataclass(frozen=True)
-class _Walked:
-    """A tree that a grammar has gone through, before the step that scores it."""
-
-    tokens: list[int]  # to be scored at nodes 1, 2, ...
-    masks: NDArray[np.int32]  # int32 ``[1 + len(tokens), V / 32]``
-
-
 class TreeGrammars:
-    """vLLM's `StructuredOutputManager` for a Sequoia engine's scheduler.
-
-    ``manager`` is the engine core's, which does all but what is here.
-    """
+    """What a Sequoia scheduler has for vLLM's `StructuredOutputManager`, which does the rest."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
         self.tree = SequoiaSettings.of(manager.vllm_config).tree
-        self._walked: dict[str, _Walked] = {}  # by request, until the next masks are filled
+        # What grammars have gone through, by request, until the next masks are filled: tokens to
+        # be scored at nodes 1, 2, ..., and int32 ``[1 + len(tokens), V / 32]``.
+        self._walked: dict[str, tuple[list[int], NDArray[np.int32]]] = {}
 
     @cached_property
     def stand_ins(self) -> StandIns | None:
@@ -79,7 +118,7 @@ class TreeGrammars:
         masks = self.manager.backend.allocate_token_bitmask(len(kept) + 1).fill_(_ALL).numpy()
         grammar.fill_bitmask(torch.from_numpy(masks), 0)
         scored = fill_nodes(grammar, name, self.tree, kept, masks, self.stand_ins)
-        self._walked[name] = _Walked(scored, masks)
+        self._walked[name] = scored, masks
         return scored
 
     def grammar_bitmask(
@@ -90,8 +129,8 @@ class TreeGrammars:
     ) -> NDArray[np.int32] | None:
         """The manager's masks of the roots; then those of the other nodes.
 
-        The manager is asked for one request after another. Its layout of several requests' masks
-        differs by version, and takes the room of ``max_num_seqs`` largest trees.
+        The manager is asked for one request after another: its layout of several differs by
+        version.
 
         Returns:
             int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.
@@ -117,14 +156,11 @@ class TreeGrammars:
         return np.concatenate(found)
 
     def _take_walked(self, name: str, tokens: Sequence[int]) -> NDArray[np.int32] | None:
-        """A request's masks that were filled before these tokens were scheduled.
-
-        The tokens may be fewer by now.
-        """
+        """A request's masks that were filled before these tokens (maybe fewer) were scheduled."""
         walked = self._walked.get(name)
-        if walked is None or not tokens or walked.tokens[: len(tokens)] != list(tokens):
+        if walked is None or not tokens or walked[0][: len(tokens)] != list(tokens):
             return None
-        return walked.masks[: len(tokens) + 1]
+        return walked[1][: len(tokens) + 1]
 
 
 def fill_nodes(
@@ -141,9 +177,8 @@ def fill_nodes(
         grammar: vLLM's `StructuredOutputGrammar` of the request, at its root.
         tree: The engine's; the request drafts its first nodes.
         tokens: Tokens of nodes 1, 2, ...; -1: none.
-        masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is
-            filled. Nodes that the grammar forbids, and whatever is below, keep what is there:
-            no path leads to them.
+        masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is filled.
+            Nodes that the grammar forbids, and whatever is below, keep what is there.
 
     Returns:
         The tokens to score: ``tokens``, some of them replaced.

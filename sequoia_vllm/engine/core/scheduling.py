@@ -1,12 +1,9 @@
 """vLLM's scheduler with trees: how much is drafted, in which slots, for whom, and with what gain.
 
-It runs in the engine core, which is told to use it by ``scheduler_cls``. All that we keep there
-lies in its fields.
-
-A step's allocation covers the two trees that it writes. It scores one, which counts among the
-step's tokens. It grows the next one in look-ahead slots behind. vLLM looks up the drafts of the
-next tree after the allocation, when it knows how many requests it could schedule. So we bound the
-number before, by the requests that run.
+It runs in the engine core, told to by ``scheduler_cls``. A step's allocation covers the tree that
+it scores, which counts among the step's tokens, and the next one, in look-ahead slots behind. vLLM
+looks up the drafts of the next tree after the allocation, when it knows how many requests it could
+schedule. So we bound the number before, by the requests that run.
 """
 
 import logging
@@ -32,21 +29,6 @@ from sequoia_vllm.metrics.prometheus import Reason
 logger = logging.getLogger("vllm.sequoia")
 
 _SECONDS_OF_REPORT = 1.0  # then the front end is told again: it takes a silent engine for idle
-
-
-class DraftsAtMost:
-    """A table of drafts by batch size, cut to what there are slots for.
-
-    Args:
-        drafts: At batch sizes 0 (not used), 1, 2, ...; it may change.
-    """
-
-    def __init__(self, drafts: list[int], most: int) -> None:
-        self._drafts = drafts
-        self._most = most
-
-    def __getitem__(self, batch_size: int) -> int:
-        return min(self._drafts[batch_size], self._most)
 
 
 class TreeScheduling(Scheduler):
@@ -83,9 +65,8 @@ class TreeScheduling(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedules like vLLM, with slots for the drafts of this batch and no more drafts than so.
 
-        The batch may be smaller than expected, for example while a request's last token is under
-        way. In that step it drafts no more than a batch of all running requests. A step none of
-        whose requests ever drafts is scheduled, and measured, as one without drafts.
+        A batch may be smaller than expected. A step none of whose requests ever drafts is
+        scheduled, and measured, as one without drafts.
         """
         if self.dynamic_sd_lookup is None:
             return super().schedule(*args, **kwargs)
@@ -94,7 +75,7 @@ class TreeScheduling(Scheduler):
         lookup, slots = self.dynamic_sd_lookup, self.num_lookahead_tokens
         most = self._most_drafts()
         # Cut to the drafts that there are slots for, while a step is scheduled.
-        self.dynamic_sd_lookup = DraftsAtMost(lookup, most)
+        self.dynamic_sd_lookup = [min(drafts, most) for drafts in lookup]
         # Slots for the drafts of a step's batch, while it is scheduled.
         self.num_lookahead_tokens = self._slots_for(most)
         try:
@@ -123,11 +104,7 @@ class TreeScheduling(Scheduler):
         self.loaded.add(request.request_id)
 
     def _most_drafts(self) -> int:
-        """The most drafts of any batch: all running requests, and none to all of the waiting ones.
-
-        Few requests get many drafts. So while few run, each request that joins reserves slots for
-        as many; its own tokens fill them later.
-        """
+        """The most drafts of any batch: of all running requests, with none to all waiting ones."""
         running, waiting = self.get_request_counts()
         largest = min(running + waiting, self.max_num_running_reqs)
         return max(self.dynamic_sd_lookup[max(running, 1) : largest + 1], default=0)
@@ -183,8 +160,11 @@ class TreeScheduling(Scheduler):
         undrafted = self._reasons_of_new(scheduler_output)
         if self.log_stats:
             requests = len(scheduler_output.num_scheduled_tokens)
+            drafts = scheduler_output.num_spec_tokens_to_schedule
+            if self.adapter is not None and requests:
+                drafts = self.adapter.controller.decided(requests)
             report = StepReport(
-                drafts=self._decided(scheduler_output) if requests else None,
+                drafts=drafts if requests else None,
                 paths=served,
                 undrafted=undrafted,
                 speedup=None if self.adapter is None else self.adapter.controller.speedup,
@@ -210,18 +190,10 @@ class TreeScheduling(Scheduler):
         drafts, self.brought = self.brought, None
         return drafts
 
-    def _decided(self, scheduled: Any) -> int:
-        """Drafts per request of a step, trials left out."""
-        if self.adapter is not None:
-            return self.adapter.controller.decided(len(scheduled.num_scheduled_tokens))
-        drafts: int = scheduled.num_spec_tokens_to_schedule
-        return drafts
-
     def _without_ended(self, scheduled: Any, output: Any, paths: bytes) -> bytes:
         """Leaves out trees of requests that were aborted while the step ran.
 
-        Nobody gets their tokens, and vLLM counts none of them. Where the paths are of another step
-        than ``output``, all are kept.
+        Where the paths are of another step than ``output``, all are kept.
         """
         if not paths:
             return paths
@@ -234,10 +206,7 @@ class TreeScheduling(Scheduler):
         return b"".join(paths[i * size : (i + 1) * size] for i, keeps in enumerate(kept) if keeps)
 
     def _end_histograms(self, outputs: Any) -> None:
-        """Ends histograms of vLLM's ``--per-request-spec-decode-metrics`` at the tree's depth.
-
-        vLLM gives each a place for every drafted node. A path accepts at most one node of a level.
-        """
+        """Ends vLLM's histograms at the tree's depth: a path has at most one node of a level."""
         for output in outputs.values():
             for one in output.outputs:
                 if (metrics := one.spec_decode_metrics) is not None:
@@ -261,29 +230,25 @@ class TreeScheduling(Scheduler):
             prompt = request.prompt_token_ids
             if reason is None and is_longer_than_draft(self.vllm_config, prompt):
                 reason = "longer_than_draft"
-                self._say_too_long(len(prompt))
+                if not self._has_said_too_long:
+                    self._has_said_too_long = True
+                    draft = self.vllm_config.speculative_config.draft_model_config
+                    logger.warning(
+                        "Sequoia: a prompt of %d tokens has no drafts, nor will others as long: %s "
+                        "reads requests of up to %d tokens",
+                        len(prompt), draft.model, draft.max_model_len,
+                    )  # fmt: skip
             if reason is not None:
                 reasons.append(reason)
         return reasons
 
-    def _say_too_long(self, prompt_tokens: int) -> None:
-        """Logs the first prompt that is too long for the draft."""
-        if not self._has_said_too_long:
-            self._has_said_too_long = True
-            draft = self.vllm_config.speculative_config.draft_model_config
-            logger.warning(
-                "Sequoia: a prompt of %d tokens has no drafts, nor will others as long: %s reads "
-                "requests of up to %d tokens",
-                prompt_tokens, draft.model, draft.max_model_len,
-            )  # fmt: skip
-
     # Until: vLLM goes back to the turn's end.
     def _handle_stopped_request(self, request: Any) -> bool:
-        """Stops a request like vLLM, and lets a session's next turn begin where plain vLLM's does.
+        """Stops a request like vLLM; a session's next turn begins where plain vLLM's does.
 
-        The last step may have accepted tokens behind the turn's end. vLLM would write the next turn
-        behind their slots. Plain vLLM never computes the last token that it emits: the next turn
-        begins in that token's slot, and so it does here.
+        The last step may have accepted tokens behind the turn's end, and vLLM would go on behind
+        them. Plain vLLM never computes the last token that it emits: the next turn begins in its
+        slot.
         """
         if request.resumable:
             known = request.num_tokens - 1 + request.num_output_placeholders

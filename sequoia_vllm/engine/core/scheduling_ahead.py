@@ -15,9 +15,8 @@ _MOST_PADDED = 1 / 8
 class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
     """vLLM's asynchronous scheduler with trees, but without drafts for requests that never draft.
 
-    It runs a step ahead of the worker. After scheduling a step, it calls `_update_after_schedule`.
-    There vLLM gives every decoding request placeholders for the drafts that the step will grow; the
-    next step schedules them. Our method takes them away from requests that never draft.
+    It runs a step ahead of the worker: vLLM gives every decoding request placeholders for the
+    drafts that a step will grow. Our method takes them away from requests that never draft.
 
     A full CUDA graph needs equal numbers of drafts, so one request without drafts would take the
     graph from all others. While few requests are like it, they keep vLLM's placeholders: the worker

@@ -25,16 +25,13 @@ def find_draft(
     kinds: Collection[Drafter],
     kind_of: Callable[[str], Drafter],
 ) -> tuple[str, Drafter]:
-    """The draft that the configuration names, or the best known one of the target.
+    """The draft that the configuration names, or the best known one of the target, and its kind.
 
-    Where none is known and the user asks for no kind, a kind without weights drafts.
+    Where none is known and the user asks for no kind, a kind without weights drafts, by its name.
 
     Args:
         kinds: What the engine can draft with, where the drafter is left to us.
         kind_of: Reads what a draft of this name is; see `DraftReader.kind`.
-
-    Returns:
-        Its name (of one without weights the kind's), and what it is.
 
     Raises:
         ConfigError: There is no draft, or it cannot be used.
@@ -51,20 +48,15 @@ def find_draft(
             f'"drafter": "{asked.kind}": {asked.name} needs vLLM\'s Model Runner V2, which GPUs '
             'use: leave "drafter" out here'
         )
-    if asked is not None and not asked.has_weights:
-        if config.model is not None:
+    if asked is not None and (asked.is_targets_own or not asked.has_weights):
+        own = target if asked.is_targets_own else None
+        how = "with a layer of the target's own checkpoint" if own else "without a model"
+        if config.model not in (None, own):
             raise ConfigError(
-                f'"drafter": "{asked.kind}" drafts without a model, and "model" is '
-                f'{config.model!r}: leave "model" out, or "drafter"'
+                f'"drafter": "{asked.kind}" drafts {how}, and "model" is {config.model!r}: leave '
+                '"model" out, or "drafter"'
             )
-        return asked.kind, asked
-    if asked is not None and asked.is_targets_own:
-        if config.model not in (None, target):
-            raise ConfigError(
-                f'"drafter": "{asked.kind}" drafts with a layer of the target\'s own checkpoint, '
-                f'and "model" is {config.model!r}: leave "model" out, or "drafter"'
-            )
-        return found(target)
+        return found(own) if own else (asked.kind, asked)
     if config.model:
         return found(config.model)
     candidates, has_model = known_drafts(target, kinds, asked), False
@@ -87,8 +79,7 @@ def _first_usable(
 ) -> tuple[str, Drafter]:
     """The first known draft that trees draft with; raises what is wrong with the last if none is.
 
-    A head whose configuration cannot be read counts as a model: vLLM says why a draft cannot be
-    had, and there may be another one.
+    A head whose configuration cannot be read counts as a model: there may be another one.
     """
     for known in candidates:
         try:
@@ -107,14 +98,7 @@ def _first_usable(
 def known_drafts(
     target: str, kinds: Collection[Drafter], asked: Drafter | None = None
 ) -> list[KnownDraft] | str:
-    """The known drafters of this target that an engine may take, the best first.
-
-    Args:
-        asked: The kind that the user asks for; None: the kinds that are taken by default.
-
-    Returns:
-        At least one; or a message that none is known, with the JSON to write instead.
-    """
+    """The known drafters that an engine may take, the best first; or a message, with the fix."""
     taken = [kind for kind in kinds if asked is kind or (asked is None and kind.by_default)]
     fitting = known_for(target)
     found = [

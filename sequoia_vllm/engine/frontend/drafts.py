@@ -81,8 +81,8 @@ class DraftReader:
         """The kind of a checkpoint; its path does not matter.
 
         Raises:
-            ConfigError: Trees do not draft with it, or it is not what ``"drafter"`` says, or it is
-                a head that was made for another target; names what it is, and the fix.
+            ConfigError: Trees do not draft with it, or ``"drafter"`` says another, or it is another
+                target's head.
         """
         given = None if self.config.drafter is None else drafter(self.config.drafter)
         if given is not None and given.is_targets_own:
@@ -166,21 +166,14 @@ def head_shape(vllm_config: Any) -> ModelShape | None:
 
 
 def kinds_here() -> list[Drafter]:
-    """Kinds that an engine of this process can draft with, before its options are known.
-
-    Where options turn Model Runner V2 off, engines on GPUs are refused.
-    """
+    """Kinds that an engine of this process can draft with, before its options are known."""
     chosen = envs.VLLM_USE_V2_MODEL_RUNNER
     runs_v2 = current_platform.is_cuda() if chosen is None else chosen
     return [kind for kind in DRAFTERS.values() if runs_v2 or kind.on_v1]
 
 
 def check_method(kind: Drafter, draft: str, method: str) -> None:
-    """Checks that vLLM recognises a draft as its kind: vLLM also looks at names and paths.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Checks that vLLM, which also looks at names, takes a draft for its kind (ConfigError)."""
     if method == kind.method:
         return
     fix = 'put it into a folder without "eagle-", "eagle3", "dflash" and "dspark" in its path'

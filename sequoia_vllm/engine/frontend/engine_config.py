@@ -16,11 +16,13 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.engine.common.cluster import current_versions
-from sequoia_vllm.engine.common.device_name import current_device_name
+from sequoia_vllm.engine.common.cluster import (
+    are_started_apart,
+    current_device_name,
+    current_versions,
+)
 from sequoia_vllm.engine.common.draft_schedule import planning_schedule
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.replicas import are_started_apart
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings, to_be_tagged
 from sequoia_vllm.engine.compat.contract import check_contract
 from sequoia_vllm.engine.core.scheduling import TreeScheduling, before_users
@@ -100,10 +102,7 @@ def _sequoia_engine_config(
 
 
 def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
-    """Keeps ``max_model_len``, which vLLM cuts to the draft's, also as an engine core starts.
-
-    Beyond it vLLM's own V2 drafts cannot be skipped; ours are skipped. Other engines stay cut.
-    """
+    """Keeps ``max_model_len``, which vLLM cuts to the draft's: our drafts are skipped beyond."""
     if not SequoiaSettings.enabled(self):
         original(self)
 
@@ -129,11 +128,7 @@ def create_speculative_config(
     original: Callable[..., Any], self: EngineArgs, target_model_config: Any,
     target_parallel_config: Any,
 ) -> Any:  # fmt: skip
-    """Calls vLLM's with a Sequoia configuration translated to the method that drafts such chains.
-
-    Returns:
-        vLLM's speculative configuration; None for an engine that does not speculate.
-    """
+    """Calls vLLM's, with Sequoia translated; None for an engine that does not speculate."""
     request = sequoia_request(self)
     if request is None:
         return original(self, target_model_config, target_parallel_config)
@@ -145,11 +140,7 @@ def create_speculative_config(
 
 
 def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel: Any) -> Facts:
-    """Finds out all that a plan depends on: reads drafts, the library, options and the machine.
-
-    Raises:
-        ConfigError: There is no draft that this engine can use.
-    """
+    """Finds out all that a plan depends on (ConfigError: there is no draft for this engine)."""
     source = weight_source(args)
     reader = DraftReader(target, config)
     kinds = kinds_here()
@@ -167,8 +158,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
     shapes = None
     if kind.has_weights and config.is_tree_chosen:
         has_fp8_cache = args.kv_cache_dtype.startswith("fp8") or asks_for_fp8_cache(target)
-        shapes = reader.shapes(name, kind, has_fp8_cache)
-        shapes = shapes and with_streamed(shapes, source, pair)
+        shapes = with_streamed(reader.shapes(name, kind, has_fp8_cache), source, pair)
     return Facts(
         pair,
         kind,
@@ -189,13 +179,9 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
 def apply(
     planned: Plan, create: Callable[..., Any], args: EngineArgs, target: Any, parallel: Any
 ) -> Any:
-    """Makes vLLM's speculative configuration of a plan, and changes its other objects.
+    """Makes vLLM's configuration of a plan (None: no speculation), and changes its other objects.
 
-    Returns:
-        The tagged configuration; None: the engine does not speculate.
-
-    Raises:
-        ConfigError: vLLM cannot use the draft, or trees cannot.
+    ConfigError: vLLM cannot use the draft, or trees cannot.
     """
     for level, line in planned.notes:
         logger.log(level, "Sequoia: %s", line)

@@ -151,10 +151,8 @@ def _as_chain(
 ) -> dict[str, Any]:
     """The same as a speculative configuration of vLLM's own method for this kind of drafter.
 
-    That method's scheduling is what trees need: as many look-ahead slots as drafts
-    (`TreeScheduling`), and the draft's layers in the KV cache; for heads also the target's
-    auxiliary hidden states, and a prefix cache that leaves out what they read with a later
-    block's token. A kind without weights goes as the target: nothing of it is loaded.
+    It schedules as trees need: look-ahead slots, the draft's layers in the KV cache, a head's
+    states. A kind without weights goes as the target: nothing of it is loaded.
     """
     drafts = choice.tree.num_speculative_tokens
     # vLLM knows where the target's own layers lie, and that they are quantized alike.

@@ -1,5 +1,6 @@
 """Set-ups that Sequoia refuses at start-up, each with its reason and the fix."""
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm import envs
@@ -7,7 +8,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters.registry import DRAFTERS, drafter
-from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
+from sequoia_vllm.engine.common.cluster import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
@@ -46,21 +47,13 @@ _REASONS = {
 
 
 def refuse_model(model: Any, role: Role) -> None:
-    """Raises if trees cannot serve a model. Its layers are checked again at loading.
-
-    Raises:
-        ConfigError: With every reason, and the fix.
-    """
+    """Raises ConfigError, with every reason and the fix, if trees cannot serve a model."""
     if message := refusal_of(model.model, role, model.architectures, kinds_in_vllm(model)):
         raise ConfigError(message)
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
-    """Raises if this engine must not run with Sequoia, whatever its models are.
-
-    Raises:
-        ConfigError: With every reason found, and its fix.
-    """
+    """Raises ConfigError, with every reason and its fix, if this engine must not run."""
     checks = (
         _platform_reasons, _drafter_reasons, _tree_reasons, _parallel_reasons, _feature_reasons,
         _size_reasons,
@@ -71,7 +64,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 def kinds_in_vllm(model: Any) -> set[Kind]:
     """The kinds of model that vLLM takes this one for."""
-    described = _described(model)
+    described = kinds_of(_configuration(model))  # as commands ask: vLLM knows once it makes layers
     recurrent, is_served = _has_recurrent_layers(model), "hybrid" in described
     found: dict[Kind, bool] = {
         "mla": model.use_mla, "sparse": model.use_mla and "sparse" in described,
@@ -84,11 +77,6 @@ def kinds_in_vllm(model: Any) -> set[Kind]:
         "encoder-decoder": model.is_encoder_decoder, "pooling": model.runner_type == "pooling",
     }  # fmt: skip
     return {kind for kind, is_so in found.items() if is_so}
-
-
-def _described(model: Any) -> set[Kind]:
-    """Asks the configuration as commands do: vLLM finds it out when it makes the layers."""
-    return kinds_of(_configuration(model))
 
 
 def _configuration(model: Any) -> dict[str, Any]:
@@ -106,48 +94,46 @@ def _has_recurrent_layers(model: Any) -> bool:
     )
 
 
-def _present(checks: dict[str, bool]) -> list[str]:
-    return [reason for reason, found in checks.items() if found]
+def _present(check: Callable[[Any], dict[str, Any]]) -> Callable[[Any], list[str]]:
+    """Makes a check of an engine's configuration return the reasons that hold."""
+    return lambda vllm_config: [reason for reason, holds in check(vllm_config).items() if holds]
 
 
-def _platform_reasons(vllm_config: Any) -> list[str]:
+@_present
+def _platform_reasons(vllm_config: Any) -> dict[str, Any]:
     if current_platform.is_cpu():
         known = current_platform.get_cpu_architecture() == CpuArchEnum.X86
-        return _present(
-            {
-                "the KV cache layout is known on x86 CPUs only": not known,
-                "trees over recurrent layers are for GPUs, as vLLM's CPUs run such layers by "
-                "other code: serve this target on a GPU, or without Sequoia": (
-                    not vllm_config.use_v2_model_runner
-                    and "hybrid" in kinds_in_vllm(vllm_config.model_config)
-                ),
-                "vLLM offloads weights from GPUs to the host's memory, and nothing on CPUs: drop "
-                "--cpu-offload-gb and --offload-group-size (from a disk: "
-                '"offload": {"weights": "disk", "directory": ...} in the speculative config)': (
-                    offloading_backend(vllm_config.offload_config) is not None
-                ),
-            }
-        )
-    if not current_platform.is_cuda():
-        return [
-            f"it runs on CUDA GPUs and x86 CPUs, not on {current_platform.device_type} "
-            "(use vLLM's method draft_model there)"
-        ]
-    return _present(
-        {
-            "on GPUs it needs vLLM's Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and see "
-            "in vLLM's log which option turned it off": not vllm_config.use_v2_model_runner,
-            "outputs depend on what is batched together, as how much is drafted does: unset "
-            "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
-            "batch-sharded sampling hides other ranks' trees: drop "
-            "--enable-batch-sharded-sampling": bool(
-                vllm_config.parallel_config.enable_batch_sharded_sampling
+        return {
+            "the KV cache layout is known on x86 CPUs only": not known,
+            "trees over recurrent layers are for GPUs, as vLLM's CPUs run such layers by "
+            "other code: serve this target on a GPU, or without Sequoia": (
+                not vllm_config.use_v2_model_runner
+                and "hybrid" in kinds_in_vllm(vllm_config.model_config)
+            ),
+            "vLLM offloads weights from GPUs to the host's memory, and nothing on CPUs: drop "
+            "--cpu-offload-gb and --offload-group-size (from a disk: "
+            '"offload": {"weights": "disk", "directory": ...} in the speculative config)': (
+                offloading_backend(vllm_config.offload_config) is not None
             ),
         }
-    )
+    if not current_platform.is_cuda():
+        return {
+            f"it runs on CUDA GPUs and x86 CPUs, not on {current_platform.device_type} "
+            "(use vLLM's method draft_model there)": True
+        }
+    return {
+        "on GPUs it needs vLLM's Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and see "
+        "in vLLM's log which option turned it off": not vllm_config.use_v2_model_runner,
+        "outputs depend on what is batched together, as how much is drafted does: unset "
+        "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        "batch-sharded sampling hides other ranks' trees: drop --enable-batch-sharded-sampling": (
+            vllm_config.parallel_config.enable_batch_sharded_sampling
+        ),
+    }
 
 
-def _drafter_reasons(vllm_config: Any) -> list[str]:
+@_present
+def _drafter_reasons(vllm_config: Any) -> dict[str, Any]:
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)
     if not kind.has_weights:
         model = vllm_config.model_config
@@ -155,127 +141,107 @@ def _drafter_reasons(vllm_config: Any) -> list[str]:
         own = next((each.kind for each in DRAFTERS.values() if each.lies_in(stated)), None)
         fix = f'give "model" a draft model instead of "drafter": "{kind.kind}"'
         fix += f', or give "drafter": "{own}"' if own else ""
-        return _present(
-            {
-                f"{kind.name} drafts for targets that read text alone: {fix}": (
-                    model.is_multimodal_model or model.uses_mrope
-                ),
-            }
-        )
+        reads_more = model.is_multimodal_model or model.uses_mrope
+        return {f"{kind.name} drafts for targets that read text alone: {fix}": reads_more}
     if not kind.is_head:
-        return []
-    return _present(
-        {
-            f"heads and MTP layers need vLLM's Model Runner V2, which GPUs use, and the draft is "
-            f'{kind.name}: give "model" a draft model here': not vllm_config.use_v2_model_runner,
-            f"adapters change the LM head that {kind.name} shares with the target: drop "
-            '--enable-lora, or give "model" a draft model': vllm_config.lora_config is not None,
-        }
-    )
+        return {}
+    return {
+        f"heads and MTP layers need vLLM's Model Runner V2, which GPUs use, and the draft is "
+        f'{kind.name}: give "model" a draft model here': not vllm_config.use_v2_model_runner,
+        f"adapters change the LM head that {kind.name} shares with the target: drop "
+        '--enable-lora, or give "model" a draft model': vllm_config.lora_config is not None,
+    }
 
 
-def _tree_reasons(vllm_config: Any) -> list[str]:
+@_present
+def _tree_reasons(vllm_config: Any) -> dict[str, Any]:
     settings = SequoiaSettings.of(vllm_config)
     kind, fix = drafter(settings.drafter), 'leave "dynamic_tree" out, and trees are static'
     if not settings.dynamic_tree:
-        return []
-    return _present(
-        {
-            f"dynamic trees need vLLM's Model Runner V1, which CPUs use: {fix}": (
-                vllm_config.use_v2_model_runner
-            ),
-            f"{kind.name} drafts static trees only: {fix}": not kind.has_weights,
-        }
-    )
+        return {}
+    return {
+        f"dynamic trees need vLLM's Model Runner V1, which CPUs use: {fix}": (
+            vllm_config.use_v2_model_runner
+        ),
+        f"{kind.name} drafts static trees only: {fix}": not kind.has_weights,
+    }
 
 
-def _parallel_reasons(vllm_config: Any) -> list[str]:
+@_present
+def _parallel_reasons(vllm_config: Any) -> dict[str, Any]:
     parallel, fault = vllm_config.parallel_config, fault_of_lock_step(vllm_config)
     fix = "run one engine per replica, without --data-parallel-size"
     draft_size = vllm_config.speculative_config.draft_parallel_config.tensor_parallel_size
     pipeline = _PIPELINE_V2 if vllm_config.use_v2_model_runner else _PIPELINE_V1
-    return _present(
-        {
-            f"{pipeline}; use tensor parallelism within an engine, and more engines "
-            "(--data-parallel-size)": parallel.pipeline_parallel_size > 1,
-            f"replicas of a mixture of experts run in lock step, {fault}: {fix}": fault is not None,
-            "micro-batches would cut trees in two: drop --enable-dbo and --ubatch-size": (
-                in_lock_step(vllm_config) and parallel.use_ubatching
-            ),
-            "context parallelism is not supported: set decode_context_parallel_size to 1": (
-                parallel.decode_context_parallel_size > 1
-                or parallel.prefill_context_parallel_size > 1
-            ),
-            f"vLLM runs draft models at the target's tensor parallel size: give no "
-            f"draft_tensor_parallel_size, or {parallel.tensor_parallel_size}": (
-                draft_size != parallel.tensor_parallel_size
-            ),
-        }
-    )
+    return {
+        f"{pipeline}; use tensor parallelism within an engine, and more engines "
+        "(--data-parallel-size)": parallel.pipeline_parallel_size > 1,
+        f"replicas of a mixture of experts run in lock step, {fault}: {fix}": fault is not None,
+        "micro-batches would cut trees in two: drop --enable-dbo and --ubatch-size": (
+            in_lock_step(vllm_config) and parallel.use_ubatching
+        ),
+        "context parallelism is not supported: set decode_context_parallel_size to 1": (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
+        ),
+        f"vLLM runs draft models at the target's tensor parallel size: give no "
+        f"draft_tensor_parallel_size, or {parallel.tensor_parallel_size}": (
+            draft_size != parallel.tensor_parallel_size
+        ),
+    }
 
 
-def _feature_reasons(vllm_config: Any) -> list[str]:
+@_present
+def _feature_reasons(vllm_config: Any) -> dict[str, Any]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     draft = vllm_config.speculative_config.draft_model_config
     transfer = vllm_config.kv_transfer_config
     connectors = None if transfer is None else _fault_of_connectors(transfer)
-    return _present(
-        {
-            "a KV connector must take committed tokens only, after their step, and "
-            f"{connectors}: drop {_asks_for_transfer(cache)}, or use OffloadingConnector": (
-                connectors is not None
-            ),
-            "KV connectors were not tried with trees over recurrent layers: drop "
-            f"{_asks_for_transfer(cache)}": transfer is not None
-            and "hybrid" in kinds_in_vllm(model),
-            "encoder-cache transfer is not supported: drop --ec-transfer-config": (
-                vllm_config.ec_transfer_config is not None
-            ),
-            f"the KV cache dtype {cache.cache_dtype!r} is not supported here: use "
-            f"{_plain_cache(model)}": cache.cache_dtype not in _cache_dtypes(),
-            "a checkpoint asks for a quantized KV cache of a kind that is not supported here: use "
-            f"{_plain_cache(model)}": cache.cache_dtype == "auto"
-            and any(_asks_for_other_cache(which) for which in (model, draft)),
-            "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
-                cache.kv_sharing_fast_prefill
-            ),
-            "on CPUs vLLM cannot divide a KV cache beside a draft where layers share keys and have "
-            "heads of two sizes: serve it without Sequoia": not vllm_config.use_v2_model_runner
-            and _shares_keys_of_two_sizes(model),
-            "vLLM's V1 runner moves what follows a pruned video after trees have their positions: "
-            "drop --video-pruning-rate": not vllm_config.use_v2_model_runner
-            and _prunes_videos(model),
-            "prompt embeddings cannot be read by the draft: drop --enable-prompt-embeds": bool(
-                model.enable_prompt_embeds
-            ),
-            "float64 Gumbel noise is not supported: drop --use-fp64-gumbel": bool(
-                model.use_fp64_gumbel
-            ),
-            "sampling masks are not supported: drop --return-sampling-mask": bool(
-                model.return_sampling_mask
-            ),
-            "trace replay is not supported: drop --enable-trace-replay": bool(
-                model.enable_trace_replay
-            ),
-            "routed experts are those of the first rows, which in a tree are not the accepted "
-            "ones: drop --enable-return-routed-experts": vllm_config.aux_output_config.enabled,
-            "watermarking changes the sampler: drop --watermark-config": (
-                vllm_config.watermark_config is not None
-            ),
-        }
-    )
+    is_hybrid, on_v1 = "hybrid" in kinds_in_vllm(model), not vllm_config.use_v2_model_runner
+    return {
+        "a KV connector must take committed tokens only, after their step, and "
+        f"{connectors}: drop {_asks_for_transfer(cache)}, or use OffloadingConnector": connectors,
+        "KV connectors were not tried with trees over recurrent layers: drop "
+        f"{_asks_for_transfer(cache)}": transfer is not None and is_hybrid,
+        "encoder-cache transfer is not supported: drop --ec-transfer-config": (
+            vllm_config.ec_transfer_config is not None
+        ),
+        f"the KV cache dtype {cache.cache_dtype!r} is not supported here: use "
+        f"{_plain_cache(model)}": cache.cache_dtype not in _cache_dtypes(),
+        "a checkpoint asks for a quantized KV cache of a kind that is not supported here: use "
+        f"{_plain_cache(model)}": cache.cache_dtype == "auto"
+        and any(_asks_for_other_cache(which) for which in (model, draft)),
+        "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": (
+            cache.kv_sharing_fast_prefill
+        ),
+        "on CPUs vLLM cannot divide a KV cache beside a draft where layers share keys and have "
+        "heads of two sizes: serve it without Sequoia": on_v1
+        and getattr(model.hf_text_config, "num_kv_shared_layers", 0)
+        and getattr(model.hf_text_config, "global_head_dim", None) is not None,
+        "vLLM's V1 runner moves what follows a pruned video after trees have their positions: "
+        "drop --video-pruning-rate": on_v1
+        and model.multimodal_config is not None
+        and model.multimodal_config.is_multimodal_pruning_enabled(),
+        "prompt embeddings cannot be read by the draft: drop --enable-prompt-embeds": (
+            model.enable_prompt_embeds
+        ),
+        "float64 Gumbel noise is not supported: drop --use-fp64-gumbel": model.use_fp64_gumbel,
+        "sampling masks are not supported: drop --return-sampling-mask": (
+            model.return_sampling_mask
+        ),
+        "trace replay is not supported: drop --enable-trace-replay": model.enable_trace_replay,
+        "routed experts are those of the first rows, which in a tree are not the accepted "
+        "ones: drop --enable-return-routed-experts": vllm_config.aux_output_config.enabled,
+        "watermarking changes the sampler: drop --watermark-config": (
+            vllm_config.watermark_config is not None
+        ),
+    }
 
 
 def _fault_of_connectors(transfer: Any) -> str | None:
-    """Says why a connector must not run beside trees; None: it may.
-
-    Args:
-        transfer: vLLM's `KVTransferConfig`.
-    """
+    """Says why a connector of vLLM's `KVTransferConfig` must not run beside trees; None: it may."""
     several = transfer.kv_connector_extra_config.get("connectors", ())
     chosen = several if transfer.kv_connector == "MultiConnector" else [vars(transfer)]
-    faults = map(_fault_of_connector, chosen)
-    return next((fault for fault in faults if fault is not None), None)
+    return next(filter(None, map(_fault_of_connector, chosen)), None)
 
 
 def _fault_of_connector(connector: dict[str, Any]) -> str | None:
@@ -288,17 +254,6 @@ def _fault_of_connector(connector: dict[str, Any]) -> str | None:
             f"{name} with bidirectional_kv_xfer hands on what was accepted behind an answer's end"
         )
     return None
-
-
-def _shares_keys_of_two_sizes(model: Any) -> bool:
-    config = model.hf_text_config
-    is_shared = getattr(config, "num_kv_shared_layers", 0)
-    return bool(is_shared) and getattr(config, "global_head_dim", None) is not None
-
-
-def _prunes_videos(model: Any) -> bool:
-    images = model.multimodal_config
-    return images is not None and bool(images.is_multimodal_pruning_enabled())
 
 
 def _asks_for_transfer(cache: Any) -> str:
@@ -320,10 +275,7 @@ def _cache_dtypes() -> tuple[str, ...]:
 
 
 def _asks_for_other_cache(model: Any) -> bool:
-    """Whether vLLM quantizes the cache unasked, as it finds when it makes the layers, otherwise.
-
-    This is about compressed-tensors. Other formats have set the cache's dtype already.
-    """
+    """Whether vLLM quantizes the cache unasked, as for compressed-tensors, but not to e4m3."""
     if _cache_scheme(model) is None:
         return False
     return not (asks_for_fp8_cache(model) and "fp8" in _cache_dtypes())
@@ -341,22 +293,21 @@ def _cache_scheme(model: Any) -> dict[str, Any] | None:
     return config.get("kv_cache_scheme") if isinstance(config, dict) else None
 
 
-def _size_reasons(vllm_config: Any) -> list[str]:
+@_present
+def _size_reasons(vllm_config: Any) -> dict[str, Any]:
     nodes = vllm_config.speculative_config.num_speculative_tokens + 1
     budget = vllm_config.scheduler_config.max_num_batched_tokens
     length = vllm_config.model_config.max_model_len
-    return _present(
-        {
-            f"a tree of {nodes} nodes does not fit in max_num_batched_tokens={budget}: choose a "
-            "smaller tree or a larger budget": nodes >= budget,
-            f"a tree of {nodes} nodes does not fit in max_model_len={length}: choose a smaller "
-            "tree": nodes >= length,
-            f"a tree of {nodes} nodes is too large for recurrent layers: choose one of "
-            f"{MAX_NODES} nodes at most": nodes > MAX_NODES
-            and "hybrid" in kinds_in_vllm(vllm_config.model_config),
-            f"on GPUs vLLM warms up with requests of {warm_up_length(nodes)} tokens for a tree of "
-            f"{nodes} nodes, and max_model_len={length} has no room for them: choose a smaller "
-            "tree, or longer requests": nodes < length < warm_up_length(nodes)
-            and current_platform.is_cuda(),
-        }
-    )
+    return {
+        f"a tree of {nodes} nodes does not fit in max_num_batched_tokens={budget}: choose a "
+        "smaller tree or a larger budget": nodes >= budget,
+        f"a tree of {nodes} nodes does not fit in max_model_len={length}: choose a smaller "
+        "tree": nodes >= length,
+        f"a tree of {nodes} nodes is too large for recurrent layers: choose one of "
+        f"{MAX_NODES} nodes at most": nodes > MAX_NODES
+        and "hybrid" in kinds_in_vllm(vllm_config.model_config),
+        f"on GPUs vLLM warms up with requests of {warm_up_length(nodes)} tokens for a tree of "
+        f"{nodes} nodes, and max_model_len={length} has no room for them: choose a smaller "
+        "tree, or longer requests": nodes < length < warm_up_length(nodes)
+        and current_platform.is_cuda(),
+    }

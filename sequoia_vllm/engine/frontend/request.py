@@ -87,11 +87,7 @@ def sequoia_request(args: EngineArgs) -> dict[str, Any] | None:
 
 
 def names_sequoia(request: dict[str, Any]) -> bool:
-    """Whether this speculative configuration is meant for us.
-
-    Raises:
-        ConfigError: It is, but its method is misspelt, or missing.
-    """
+    """Whether this speculative configuration is ours; ConfigError: its method is misspelt."""
     method = request.get("method")
     if method == METHOD:
         return True

@@ -62,13 +62,8 @@ def look_up(
 ) -> LibraryAnswer:
     """Asks the library for the tree of a pair, if the tree is left to us.
 
-    For drafts without weights it has only the trees that the user tuned.
-
-    Args:
-        shapes: Shapes of both models; None: nothing is known of them.
-
-    Returns:
-        Its answer, or why it has none; None: it was not asked.
+    For drafts without weights it has only the trees that the user tuned. Returns its answer, or why
+    it has none; None: it was not asked.
     """
     if not config.is_tree_chosen:
         return None
@@ -104,10 +99,10 @@ def choose_engine_tree(
         ConfigError: The given schedule has more drafts than the given tree.
     """
     choice = _resolve(config, pair, found, levels, kind)
-    if max_model_len is not None and config.is_tree_chosen:
+    if config.is_tree_chosen and max_model_len is not None:
         most = max(max_model_len // _LENGTH_PER_NODE, 1)
         choice = _within(choice, most, "requests are short here")
-    if most_nodes is not None and config.is_tree_chosen:
+    if config.is_tree_chosen and most_nodes is not None:
         choice = _within(choice, most_nodes, "recurrent layers take no more")
     if config.num_speculative_tokens is not None:
         choice = replace(choice, tree=choice.tree.trim(config.num_speculative_tokens + 1))
@@ -144,11 +139,9 @@ def _resolve(
         vector = REFERENCE_ACCEPTANCE if own is None else Acceptance.of(own)
     assert isinstance(vector, Acceptance)  # by `SequoiaConfig.loaded`
     if isinstance(config.tree, TreeSpec):
-        given = config.tree
-        deepest = levels if given.depth is None else given.depth
-        return _optimal(
-            vector, given.model_copy(update={"depth": deepest}), "optimal for the given size"
-        )
+        deepest = levels if config.tree.depth is None else config.tree.depth
+        given = config.tree.model_copy(update={"depth": deepest})
+        return _optimal(vector, given, "optimal for the given size")
     if isinstance(config.tree, NamedTree):
         return TreeChoice(config.tree.tree, config.tree.title, gain=_gain_of(config.tree, pair))
     default_tree = DEFAULT_TREE if pair.offloading is None else DEFAULT_TREE_OFFLOADED
@@ -161,18 +154,16 @@ def _resolve(
         return _optimal(vector, default_tree, "optimal for the given acceptance")
     if not isinstance(found, Selection):
         return _optimal(vector, default_tree, f"default size; {found}")
-    choice = _of_library(pair, found)
+    schedule = found.entry.to_schedule()
+    gain = _gain_of_schedule(schedule, HOW_TIMED[found.entry.profile.source])
+    choice = TreeChoice(schedule.tree, found.reason, schedule.ranges, pair.device, gain)
     if levels is not None and choice.tree.depth > levels:
         why = f"default size; the draft drafts {levels} levels at most, fewer than {choice.source}"
         return _optimal(vector, default_tree, why)
     if choice.tree.size == 1 and config.tree is None:
-        default = _optimal(
-            vector,
-            default_tree,
-            f'default size; speculation is expected not to pay here ("tree": "{AUTO}" turns it '
-            f"off): {choice.source}",
-        )
-        return replace(default, gain=choice.gain)
+        why = "default size; speculation is expected not to pay here "
+        why += f'("tree": "{AUTO}" turns it off): {choice.source}'
+        return replace(_optimal(vector, default_tree, why), gain=choice.gain)
     return choice
 
 
@@ -194,17 +185,6 @@ def _gain_of(found: NamedTree, pair: PairKey) -> ExpectedGain:
 def _gain_of_schedule(schedule: StoredSchedule, source: str) -> ExpectedGain:
     estimate = schedule.estimate(1)
     return ExpectedGain(estimate.speedup, source, estimate.expected_tokens)
-
-
-def _of_library(pair: PairKey, selection: Selection) -> TreeChoice:
-    schedule = selection.entry.to_schedule()
-    return TreeChoice(
-        schedule.tree,
-        selection.reason,
-        schedule.ranges,
-        pair.device,
-        gain=_gain_of_schedule(schedule, HOW_TIMED[selection.entry.profile.source]),
-    )
 
 
 def _within(choice: TreeChoice, most_nodes: int, why: str) -> TreeChoice:
@@ -235,11 +215,7 @@ def gain_line(
 ) -> tuple[int, str]:
     """The level of the logging module, and one line for the log.
 
-    WARNING: the user forces drafts that may well not pay.
-
-    Args:
-        draft: What the draft is, and its name.
-        adapts: Whether the engine drafts as much as pays.
+    WARNING: the user forces drafts that may well not pay. ``draft`` is what it is, and its name.
     """
     doubt = _doubt(gain, size, on_cpu)
     if doubt is not None:

@@ -1,7 +1,4 @@
-"""Shows what became of trees, in the front end: as metrics and as a line of the log.
-
-There, off the engine's path, a stat logger counts what each `StepReport` says.
-"""
+"""Shows what became of trees, in the front end, and what vLLM counts and shows of our engines."""
 
 from __future__ import annotations
 
@@ -11,13 +8,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.engine.common.settings import SequoiaSettings, is_tagged, without_speculation
 from sequoia_vllm.engine.common.step_messages import REPORT, StepReport
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics, Watch
@@ -65,10 +64,7 @@ def _own_kinds(stat_loggers: Sequence[Any] | None) -> LoggerKinds | None:
 
 
 class LoggerKinds(PrometheusKinds):
-    """Makes metrics as a logger makes vLLM's: for Ray's ``ray_sequoia_...``, by replica.
-
-    This process does not export them, so their names need not be freed.
-    """
+    """Makes metrics as a logger makes vLLM's: for Ray's ``ray_sequoia_...``, by replica."""
 
     def __init__(self, logger_class: type[PrometheusStatLogger]) -> None:
         super().__init__()
@@ -89,18 +85,15 @@ class LoggerKinds(PrometheusKinds):
 
 def get_metrics(original: Callable[..., list[Any]], self: Any) -> list[Any]:
     """Returns vLLM's metrics, whose names start with ``vllm:``, and the trees'."""
-    return [*original(self), *(_read(_shown) if _shown is not None else [])]
-
-
-def _read(metrics: TreeMetrics) -> list[Any]:
-    return [
+    ours = [
         reader.Counter(family.name, sample.labels, int(sample.value))
         if family.type == "counter"
         else reader.Gauge(family.name, sample.labels, sample.value)
-        for family in metrics.collect()
+        for family in (_shown.collect() if _shown is not None else ())
         for sample in family.samples
         if not sample.name.endswith("_created")
     ]
+    return [*original(self), *ours]
 
 
 @dataclass(eq=False)
@@ -155,8 +148,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
     def _counts_of(self, report: StepReport, engine: int) -> TreeCounts | None:
         """Counts of a report's paths; None if another tree than this front end's was drafted.
 
-        Data-parallel engines on other nodes have configurations of their own (``--headless``). An
-        error raised here would end all requests.
+        Other nodes (``--headless``) have configurations of their own.
         """
         if report.tree == self.tree.checksum:
             return TreeCounts.from_bytes(self.tree, report.paths)
@@ -201,3 +193,58 @@ class TreeStatLogger(AggregateStatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Does nothing: the tree was logged when it was chosen."""
+
+
+def describe(original: Callable[..., str], self: Any) -> str:
+    """Describes a configuration as vLLM does, but names the method as users do."""
+    text = original(self)
+    return text.replace(f"method='{self.method}'", "method='sequoia'") if is_tagged(self) else text
+
+
+def init_acceptance_counters(
+    original: Callable[..., None], self: Any, speculative_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Makes vLLM's counters with a position for each level of a tree, not for each node."""
+    if is_tagged(speculative_config):
+        depth = SequoiaSettings.on(speculative_config).tree.depth
+        speculative_config = SimpleNamespace(num_speculative_tokens=depth)
+    original(self, speculative_config, *args, **kwargs)
+
+
+def hide_our_scheduler() -> None:
+    """Keeps vLLM from warning of our scheduler as of a user's own; idempotent."""
+    logging.getLogger("vllm.config.scheduler").addFilter(_is_not_about_ours)
+
+
+def _is_not_about_ours(record: logging.LogRecord) -> bool:
+    return "custom scheduler class sequoia_vllm." not in record.getMessage()
+
+
+def check_budget(original: Callable[..., None], self: Any) -> None:
+    """Checks as vLLM does, and keeps the number of requests (`lowers_active_requests`).
+
+    For a pass over blocks vLLM sets a row aside for each draft of every request. Trees' passes have
+    a row for each level. vLLM lowers the number where a configuration is copied, too.
+    """
+    if not SequoiaSettings.enabled(self):
+        original(self)
+        return
+    scheduler = self.scheduler_config
+    users, scheduler.max_num_active_seqs = scheduler.max_num_active_seqs, 1
+    try:
+        original(self)
+    finally:
+        scheduler.max_num_active_seqs = users
+
+
+def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
+    """Counts slots as vLLM does; none for blocks of a Sequoia engine (`counts_blocks_as_rows`)."""
+    blocks = is_tagged(self) and drafter(SequoiaSettings.on(self).drafter).in_one_pass
+    return 0 if blocks else original(self)
+
+
+def align_states(original: Callable[..., None], vllm_config: Any, backend: Any) -> None:
+    """Sizes cache blocks as vLLM does, but for states that have no input for each draft."""
+    if SequoiaSettings.enabled(vllm_config):
+        vllm_config = without_speculation(vllm_config)
+    original(vllm_config, backend)

@@ -30,7 +30,7 @@ from sequoia_vllm.engine.compat.versions import (
     lowers_active_requests,
 )
 from sequoia_vllm.engine.core.scheduling import post_step
-from sequoia_vllm.engine.frontend import engine_config, request, tree_metrics, vllm_counts
+from sequoia_vllm.engine.frontend import engine_config, request, tree_metrics
 
 _ORIGINAL = "_sequoia_original"  # set on what replaces a function of vLLM, to that function
 
@@ -54,9 +54,9 @@ def install() -> None:
     # one turns statistics on in every engine. Until: vLLM carries a speculative method's own
     # statistics from the worker to its loggers.
     _wrap(StatLoggerManager, "__init__", tree_metrics.init_stat_logger_manager)
-    vllm_counts.hide_our_scheduler()
+    tree_metrics.hide_our_scheduler()
     # vLLM's log would name the method draft_model.
-    _wrap(SpeculativeConfig, "__repr__", vllm_counts.describe)
+    _wrap(SpeculativeConfig, "__repr__", tree_metrics.describe)
     # Refuses drafts with another vocabulary size, whenever a configuration is made or copied; ours
     # are mapped, where vLLM's use_heterogeneous_vocab is greedy and for V1. Until: vLLM's
     # heterogeneous vocabularies draw at any temperature, on V2 too.
@@ -74,16 +74,16 @@ def install() -> None:
         # For block heads lowers max_num_active_seqs, so that a pass has a row for each draft;
         # trees' passes need one for each level, and take part of a batch. Until: vLLM asks the
         # speculative method how many requests it drafts for.
-        _wrap(VllmConfig, "_set_max_num_scheduled_tokens", vllm_counts.check_budget)
+        _wrap(VllmConfig, "_set_max_num_scheduled_tokens", tree_metrics.check_budget)
     if counts_blocks_as_rows():
         # For block heads counts these rows in the target's batch, too, which then has room for
         # fewer requests. Until: `counts_blocks_as_rows` is False of every version.
-        _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", vllm_counts.slots_for_drafting)
+        _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", tree_metrics.slots_for_drafting)
     # Makes room in each recurrent state for all drafts. Until: vLLM asks the speculative method.
-    _wrap(Platform, "_align_hybrid_block_size", vllm_counts.align_states, static=True)
+    _wrap(Platform, "_align_hybrid_block_size", tree_metrics.align_states, static=True)
     # Makes a counter for each node; a path ends at the tree's depth. Until: vLLM carries a
     # speculative method's own statistics from the worker to its loggers.
-    _wrap(SpecDecodingProm, "__init__", vllm_counts.init_acceptance_counters)
+    _wrap(SpecDecodingProm, "__init__", tree_metrics.init_acceptance_counters)
     # Reads metrics that are named vllm:... only; ours are sequoia:... Until: vLLM reads metrics of
     # other names.
     _wrap(LLMEngine, "get_metrics", tree_metrics.get_metrics)

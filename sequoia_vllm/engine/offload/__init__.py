@@ -1,12 +1,10 @@
 """Targets larger than memory: vLLM's own offloading on GPUs, and ours from a disk on CPUs.
 
 This module is the door: which weights lie outside the devices' memory, and what that costs. Its
-other files are ours from a disk: `worker` runs `disk` behind vLLM's abstraction; `weight_file` and
-`layer_ring` know no vLLM.
+other files are ours: `disk` has the worker; `weight_file` and `layer_ring` know no vLLM.
 
-Ours takes its settings from vLLM's ``additional_config``, so that plain engines and vLLM's own
-chains stream their weights, too: ``--additional-config '{"sequoia_offload": {"weights": "disk",
-"directory": "/data"}}'``. vLLM keys its compiled code by them: layers wait for weights there.
+Ours takes its settings from vLLM's ``additional_config`` (`KEY`), so that plain engines and vLLM's
+own chains stream their weights, too. vLLM keys its compiled code by it: layers wait for weights.
 
 Until: vLLM offloads weights on CPUs.
 
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sequoia")
 
 KEY = "sequoia_offload"
-_WORKER = "sequoia_vllm.engine.offload.worker.OffloadingCPUWorker"
+_WORKER = "sequoia_vllm.engine.offload.disk.OffloadingCPUWorker"
 # vLLM's own, as its platform names it, and those of ours that offload.
 _PLAIN = "vllm.v1.worker.cpu_worker.CPUWorker"
 _OURS = "sequoia_vllm.engine.worker.worker_cpu"
@@ -52,11 +50,7 @@ _ADVICE = {
 
 
 def offload_of(additional_config: Any) -> OffloadSpec | None:
-    """Reads what shall be read from a disk; None: nothing.
-
-    Raises:
-        ConfigError: Naming each wrong key or value.
-    """
+    """Reads what shall be read from a disk (ConfigError names wrong keys); None: nothing."""
     if not isinstance(additional_config, dict) or additional_config.get(KEY) is None:
         return None
     try:
@@ -68,11 +62,7 @@ def offload_of(additional_config: Any) -> OffloadSpec | None:
 def with_offload(
     additional_config: dict[str, Any] | None, offload: OffloadSpec | None
 ) -> dict[str, Any]:
-    """Adds what the speculative config says of offloading to ``additional_config``.
-
-    Raises:
-        ConfigError: It says something else already.
-    """
+    """Adds the speculative config's offload, unless the other config differs (ConfigError)."""
     config = dict(additional_config or {})
     if offload is None:
         return config
@@ -136,8 +126,9 @@ def is_offloaded(vllm_config: Any) -> bool:
 def offloading_backend(offload_config: Any) -> OffloadBackend | None:
     """The backend of vLLM's that is asked for, as vLLM chooses it; None: nothing is offloaded."""
     prefetch, uva = offload_config.prefetch, offload_config.uva
-    chosen = offload_config.offload_backend, prefetch.offload_group_size, uva.cpu_offload_gb
-    return chosen_backend(*chosen)
+    return chosen_backend(
+        offload_config.offload_backend, prefetch.offload_group_size, uva.cpu_offload_gb
+    )
 
 
 def chosen_backend(backend: str, group_size: int, cpu_offload_gb: float) -> OffloadBackend | None:
@@ -212,11 +203,8 @@ def with_streamed(
 def weight_source(arguments: Any) -> OffloadedLayers | OffloadSpec | None:
     """Where an engine reads weights from in every pass; None: all lie in its devices' memory.
 
-    On CPUs vLLM's offloaders do nothing, and ours reads from a disk. Trees are chosen before there
-    is an ``OffloadConfig``, so engine arguments are read.
-
-    Returns:
-        Its ``name`` is for `PairKey.offloading`.
+    Trees are chosen before there is an ``OffloadConfig``, so engine arguments are read. Its
+    ``name`` is for `PairKey.offloading`.
     """
     from vllm.platforms import current_platform
 
@@ -248,8 +236,7 @@ def offloaded_bytes(
     """Where one device's share of a loaded model's weights lies, whatever was asked for.
 
     Returns:
-        Bytes of all weights, of those in host memory, and of buffers on the device that these are
-        copied to.
+        Bytes of all weights, of those in host memory, and of their buffers on the device.
     """
     parameters = list(model.parameters())
     total = sum(parameter.nbytes for parameter in parameters)
@@ -271,11 +258,7 @@ def offloaded_bytes(
 def report_offloading(
     model: torch.nn.Module, offloader: Any, device: torch.device, offload_config: Any
 ) -> None:
-    """Logs how much of the target vLLM has offloaded; a warning where that brings nothing.
-
-    Args:
-        offload_config: vLLM's ``OffloadConfig``.
-    """
+    """Logs how much of the target vLLM has offloaded; a warning where that brings nothing."""
     backend = offloading_backend(offload_config)
     if backend is None:
         return

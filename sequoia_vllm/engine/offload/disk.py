@@ -1,19 +1,24 @@
 """vLLM's offloader for weights on a disk: CPUs have none of vLLM's."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.offloader.base import BaseOffloader
+from vllm.model_executor.offloader.base import BaseOffloader, set_offloader
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sequoia_vllm.config import OffloadSpec
-from sequoia_vllm.engine.offload.layer_ring import LayerRing
+from sequoia_vllm.engine.offload import offload_of
+from sequoia_vllm.engine.offload.layer_ring import LayerRing, keep_freed_memory
 from sequoia_vllm.engine.offload.weight_file import OffloadError, Region, WeightFile
 
 logger = logging.getLogger("vllm.sequoia")
@@ -38,8 +43,8 @@ class _Layer:
     module: nn.Module  # the layer
     size: int  # bytes of its weights as they are loaded
     weights: list[_Weight] = field(default_factory=list)
-    region: Region | None = None
-    mapped: torch.Tensor | None = None  # the weights are loaded to these: a region, and its bytes
+    region: Region = field(init=False)
+    mapped: torch.Tensor = field(init=False)  # the region's bytes, until it is sealed
 
     def check_kept(self) -> None:
         """Raises OffloadError if its weights are no longer the module's."""
@@ -52,7 +57,6 @@ class _Layer:
 
     def take_back(self) -> None:
         """Moves weights that were packed, into memory, to where they were loaded to."""
-        assert self.mapped is not None
         own = dict(self.module.named_parameters())
         for weight in self.weights:
             packed = own.get(weight.name)
@@ -69,8 +73,8 @@ class DiskOffloader(BaseOffloader):
 
     A layer's weights are mapped to a file as soon as vLLM has built the layer, so a checkpoint of
     any size is loaded. Weights that vLLM packs for its kernels go back there, module by module.
-    `post_init` gives each weight its place in a ring of buffers. Layers wait with the operations
-    of vLLM's own prefetching, which compiled models keep in order.
+    `post_init` gives each weight its place in a ring of buffers. Layers wait with the operations of
+    vLLM's own prefetching, which compiled models keep in order.
 
     Raises:
         OffloadError: The directory cannot be used.
@@ -79,7 +83,8 @@ class DiskOffloader(BaseOffloader):
     def __init__(self, spec: OffloadSpec) -> None:
         self._spec = spec
         self._file = WeightFile(spec.directory)
-        self._layers: list[_Layer] | None = None
+        self._layers: list[_Layer] = []
+        self._has_target = False
         self._ring: LayerRing | None = None
         self._resident = 0
         self._modules: list[nn.Module] = []
@@ -90,9 +95,9 @@ class DiskOffloader(BaseOffloader):
         Raises:
             OffloadError: There is no room, or layers share weights.
         """
-        if self._layers is not None:
+        if self._has_target:
             return list(modules_generator)  # of the draft, whose model is built after the target's
-        self._layers = []
+        self._has_target = True
         most = int(self._spec.memory_gib * 2**30)
         for module in modules_generator:
             _check_unshared([*self._modules, module])
@@ -105,7 +110,6 @@ class DiskOffloader(BaseOffloader):
         return list(self._modules)
 
     def _take(self, module: nn.Module, size: int) -> None:
-        assert self._layers is not None
         layer = _Layer(module, size)
         if size:
             self._map(layer)
@@ -121,12 +125,9 @@ class DiskOffloader(BaseOffloader):
 
     def _map(self, layer: _Layer) -> None:
         """Moves a layer's weights, as they are, into a new region of the file."""
-        length, layer.weights = 0, []
-        large = _large(layer.module)
-        offsets = []
-        for _, weight in large:
-            offsets.append(length)
-            length += -(-weight.nbytes // _ALIGNED) * _ALIGNED
+        large, layer.weights = _large(layer.module), []
+        sizes = (-(-weight.nbytes // _ALIGNED) * _ALIGNED for _, weight in large)
+        *offsets, length = accumulate(sizes, initial=0)
         layer.region, layer.mapped = self._file.region(length)
         for (name, weight), offset in zip(large, offsets, strict=True):
             mapped = _place(layer.mapped, offset, weight)
@@ -144,16 +145,12 @@ class DiskOffloader(BaseOffloader):
         if self._ring is not None:
             return
         _check_unshared(self._modules)
-        layers = self._layers or []
+        layers = self._layers
         if not layers:
-            raise OffloadError(
-                "no weights were offloaded: "
-                + (
-                    "all layers fit in memory_gib; leave offload out"
-                    if self._resident
-                    else "vLLM builds no decoder layers of this model one by one"
-                )
-            )
+            why = "vLLM builds no decoder layers of this model one by one"
+            if self._resident:
+                why = "all layers fit in memory_gib; leave offload out"
+            raise OffloadError(f"no weights were offloaded: {why}")
         regions = [self._seal(layer) for layer in layers]
         self._ring = LayerRing(self._file, regions, self._spec.buffers)
         for number, layer in enumerate(layers):
@@ -176,10 +173,8 @@ class DiskOffloader(BaseOffloader):
         here = {weight.name: weight.mapped.data_ptr() for weight in layer.weights}
         if {name: weight.data_ptr() for name, weight in large} != here:
             self._map(layer)  # they were packed, and take another size
-        assert layer.region is not None
-        assert layer.mapped is not None
         self._file.seal(layer.region, layer.mapped)
-        layer.mapped = None
+        del layer.mapped
         return layer.region
 
     def _wait_for_layer(self, layer_idx: int) -> None:
@@ -195,7 +190,7 @@ class DiskOffloader(BaseOffloader):
     @property
     def streamed_bytes(self) -> int:
         """Bytes that are read in every pass of the target."""
-        return sum(layer.region.length for layer in self._layers or () if layer.region)
+        return sum(layer.region.length for layer in self._layers)
 
     def close(self) -> None:
         """Ends reading, and gives the disk's space back."""
@@ -247,10 +242,9 @@ def _copy_what_is_not_zero(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _take_back_once_packed(layer: _Layer) -> None:
-    """Has a layer take its weights back after each of its modules was processed.
+    """Has a layer take its weights back after each of its modules was packed.
 
-    vLLM processes modules one by one, once all weights are loaded: without this, all packed
-    weights would be in memory before `DiskOffloader.post_init`.
+    Without this, all packed weights would be in memory before `DiskOffloader.post_init`.
     """
 
     def processed(process: Callable[[nn.Module], None], module: nn.Module) -> None:
@@ -258,8 +252,7 @@ def _take_back_once_packed(layer: _Layer) -> None:
         layer.check_kept()
         layer.take_back()
 
-    methods = (getattr(module, "quant_method", None) for module in layer.module.modules())
-    for method in {id(method): method for method in methods}.values():
+    for method in {getattr(module, "quant_method", None) for module in layer.module.modules()}:
         if isinstance(method, QuantizeMethodBase):
             process = method.process_weights_after_loading
             method.process_weights_after_loading = partial(processed, process)
@@ -286,3 +279,53 @@ def _activations(values: tuple[Any, ...]) -> torch.Tensor:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value
     raise OffloadError("a decoder layer takes or gives no activations: leave offload out")
+
+
+def _needs_weights_in_memory(name: str) -> Callable[..., Any]:
+    """A method of vLLM's worker that is refused, by its name, while weights are on a disk."""
+
+    def method(self: OffloadingCPUWorker, *args: Any, **kwargs: Any) -> Any:
+        if self._offloader is not None:
+            raise OffloadError(
+                f"{name} reads or writes all of the target's weights, and offload keeps them on a "
+                "disk: start another engine for other weights, or leave offload out"
+            )
+        return getattr(CPUWorker, name)(self, *args, **kwargs)
+
+    return method
+
+
+class OffloadingCPUWorker(CPUWorker):
+    """vLLM's CPU worker; offloads where the engine's configuration asks for it."""
+
+    _offloader: DiskOffloader | None = None
+
+    # Refused by name where weights are on a disk: parameters of offloaded layers are buffers that
+    # layers share.
+    reload_weights = _needs_weights_in_memory("reload_weights")
+    reset_weights = _needs_weights_in_memory("reset_weights")
+    compute_weight_checksums = _needs_weights_in_memory("compute_weight_checksums")
+    save_sharded_state = _needs_weights_in_memory("save_sharded_state")
+    save_tensorized_model = _needs_weights_in_memory("save_tensorized_model")
+
+    # Until: vLLM has a place for tensors of speculators that are not weights.
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Loads the model with our offloader, and calls its ``post_init``: V1 on CPUs does not."""
+        spec = offload_of(self.vllm_config.additional_config)
+        if spec is not None:
+            self._offloader = DiskOffloader(spec)
+            set_offloader(self._offloader)
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        if self._offloader is not None:
+            self._offloader.post_init()
+            # Memory that loading freed is given back. From here on only activations are freed.
+            keep_freed_memory()
+
+    def shutdown(self) -> Any:
+        """Shuts the worker down, then gives the disk's space back."""
+        ended = super().shutdown()
+        if self._offloader is not None:
+            set_offloader(None)
+            self._offloader.close()
+            self._offloader = None
+        return ended

@@ -29,10 +29,7 @@ class LayerRing:
 
     Args:
         regions: Each layer's, in the order of computation, sealed.
-        buffers: How many layers are in memory at once, at least 2.
-
-    Raises:
-        ValueError: There is no layer, or there are too few buffers.
+        buffers: How many layers are in memory at once, at least 2 (ValueError).
     """
 
     def __init__(self, file: WeightFile, regions: Sequence[Region], buffers: int = 3) -> None:
@@ -81,12 +78,9 @@ class LayerRing:
             self._threads.append(thread)
 
     def wait(self, layer: int) -> None:
-        """Returns when a layer's weights are in memory.
+        """Returns when a layer's weights are in memory; OffloadError: they could not be read.
 
         Layers are asked for in order; where a pass was broken off, reading begins anew.
-
-        Raises:
-            OffloadError: They could not be read.
         """
         with self._state:
             if self._computed % len(self._regions) != layer:
@@ -193,10 +187,7 @@ def keep_freed_memory() -> bool:
     """Has glibc keep memory that is freed from now on, instead of giving it back to the kernel.
 
     It maps blocks of more than 32 MiB anew at each allocation, and the kernel clears their pages at
-    each first touch. Wide layers have such activations.
-
-    Returns:
-        True if it does: not with another allocator or another C library.
+    each first touch. Wide layers have such activations. False with another allocator or C library.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt

@@ -1,9 +1,8 @@
 """One file without a name that holds weights while an engine runs.
 
-It has no name from the start, so that nothing of it is left however the process ends, and no
-other process can change it. Whatever loads a checkpoint writes it, through mapped memory. It is
-read with direct I/O, past the page cache. Where weights do not fit in memory, a cache of them
-would only displace what does.
+Nothing of it is left however the process ends, and no other process can change it. Whatever loads a
+checkpoint writes it, through mapped memory. It is read with direct I/O, past the page cache: where
+weights do not fit in memory, a cache of them would only displace what does.
 """
 
 import errno
@@ -52,10 +51,7 @@ class WeightFile:
     """Regions that are written once, sealed, and read many times.
 
     Args:
-        directory: Where it lies; on a disk, whose filesystem knows direct I/O.
-
-    Raises:
-        OffloadError: The directory cannot be used.
+        directory: Where it lies; on a disk, whose filesystem knows direct I/O (OffloadError).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -85,14 +81,11 @@ class WeightFile:
             ) from None
 
     def region(self, length: int) -> tuple[Region, torch.Tensor]:
-        """A new region, with its space taken on the disk.
+        """A new region, with its space taken on the disk; OffloadError: there is no room.
 
         Returns:
             The region, of whole pages, and its bytes: ``[region.length]`` uint8, zeros, mapped to
             the file. What is written is kept when the region is sealed.
-
-        Raises:
-            OffloadError: There is no room.
         """
         region = Region(self._end, -(-length // _PAGE) * _PAGE)
         try:
@@ -112,11 +105,7 @@ class WeightFile:
         return region, torch.frombuffer(mapped, dtype=torch.uint8)
 
     def seal(self, region: Region, written: torch.Tensor) -> None:
-        """Takes the checksums of what was written, and sends it to the disk.
-
-        Raises:
-            OffloadError: The disk did not take it.
-        """
+        """Takes the checksums of what was written, and sends it to the disk (or OffloadError)."""
         view = memoryview(written.numpy())
         self._checksums[region.offset] = [
             zlib.crc32(view[at : at + size]) for at, size in map(region.chunk, range(region.chunks))
@@ -133,14 +122,11 @@ class WeightFile:
             ) from None
 
     def read(self, region: Region, chunk: int, buffer: memoryview) -> None:
-        """Reads one chunk from the disk. From any thread.
+        """Reads one chunk from the disk, from any thread; OffloadError: it gave less, or none.
 
         Args:
             chunk: Which of ``region.chunks``.
             buffer: All of the region's bytes begin here, at a page.
-
-        Raises:
-            OffloadError: The disk gave an error, or less.
         """
         at, size = region.chunk(chunk)
         try:
@@ -154,11 +140,7 @@ class WeightFile:
             )
 
     def check(self, region: Region, chunk: int, buffer: memoryview) -> None:
-        """Compares a chunk that was read with what was written.
-
-        Raises:
-            OffloadError: They differ.
-        """
+        """Compares a chunk that was read with what was written; OffloadError: they differ."""
         at, size = region.chunk(chunk)
         if zlib.crc32(buffer[at : at + size]) != self._checksums[region.offset][chunk]:
             raise OffloadError(

@@ -41,9 +41,9 @@ class TreeForward(ABC):
     ) -> Tensor:
         """Runs attention like vLLM's implementation, but masks each tree node to its ancestors.
 
-        vLLM's kernels take no mask and treat every request as a chain. Their output for tree rows
-        is replaced by attention over context and ancestors, in one softmax. Keys and values of this
-        step are in the cache by now.
+        vLLM's kernels take no mask and treat every request as a chain. The rows of tree nodes get
+        attention over context and ancestors, in one softmax. This step's keys are in the cache by
+        now.
 
         Raises:
             KeysAreWritten: Where the metadata is `KEYS_ONLY`.
@@ -103,11 +103,7 @@ class LatentTreeBuilder(MLACommonMetadataBuilder):
 
 @contextmanager
 def replaced_backends(classes: Mapping[AttentionBackendEnum, str]) -> Iterator[None]:
-    """Within it, layers that are built under these names take our classes (by their paths).
-
-    Layers keep the class they find, so the entries are needed meanwhile only:
-    a plain engine in the same process never sees them.
-    """
+    """Within it, layers that are built take our classes, by their paths, and keep them."""
     selector._cached_get_attn_backend.cache_clear()
     for name, path in classes.items():
         register_backend(name, path)
@@ -130,10 +126,7 @@ def unmaskable_features(impl: Any) -> dict[str, bool]:
 
 
 def window_of(impl: Any) -> int | None:
-    """Tokens that a query of this layer sees, itself included; None: all before it.
-
-    vLLM's GPU backends keep how far it looks back and ahead. The one for CPUs keeps the tokens.
-    """
+    """Tokens that a query sees, itself included; None: all before. GPUs keep (back, ahead)."""
     window = impl.sliding_window
     if isinstance(window, tuple):
         return None if window[0] < 0 else window[0] + 1

@@ -13,25 +13,18 @@ NULL_BLOCK = 0
 class DraftBlocks:
     """Follows the blocks of requests from when they are given out until the draft has read them.
 
-    vLLM shares a block of a prompt once the target computes it. The draft may be behind, or read
-    nothing at all where a schedule says 0 drafts. A request that finds the block in the prefix
-    cache would then start on keys that were never written. So a new block of a request counts as
-    holding nothing of the draft's. It is *filled* when the draft has read the tokens of all of it.
-    Blocks are known by their ids, which vLLM takes from one pool for all cache groups.
+    vLLM shares a block of a prompt once the target computes it. The draft may be behind, and the
+    next request with that block would start on keys that were never written. So a new block counts
+    as holding nothing of the draft's. It is *filled* when the draft has read the tokens of all of
+    it. Blocks are known by their ids, which vLLM takes from one pool for all cache groups. A filled
+    block that is not known as such costs the draft a second reading; one that is wrongly taken for
+    filled would cost accepted drafts.
 
-    A filled block that is not known as such costs the draft a second reading; one
-    that is wrongly taken for filled would cost accepted drafts.
-
-    Where a group's layers have a sliding window, vLLM gives requests its null block in
-    place of those that lie before the window. Nobody reads or writes these, so they
-    count as filled.
-
-    Both runners' progress of models tells it when requests begin, get blocks and finish, and
-    calls `read` when a drafting pass reads their tokens.
+    vLLM's null block, in place of those before a sliding window, counts as filled.
 
     Args:
-        block_sizes: Tokens per block of each cache group that has layers of the
-            draft, by index of the group.
+        block_sizes: Tokens per block of each cache group that has layers of the draft, by index
+            of the group.
     """
 
     def __init__(self, block_sizes: Mapping[int, int]) -> None:
@@ -48,8 +41,8 @@ class DraftBlocks:
         """A request begins, or resumes after preemption.
 
         Args:
-            num_computed_tokens: How many of its first tokens are in the prefix cache; the
-                blocks of the others hold nothing yet.
+            num_computed_tokens: How many of its first tokens are in the prefix cache; the blocks of
+                the others hold nothing yet.
         """
         self._blocks[request] = {group: list(block_ids[group]) for group in self._block_sizes}
         for size, blocks in self._sized_blocks(request):
@@ -74,10 +67,7 @@ class DraftBlocks:
         return min(filled, default=limit)
 
     def read(self, request: Hashable, start: int, end: int) -> None:
-        """The draft reads a request from position ``start`` up to ``end``.
-
-        What lies before ``start`` it has read, or found in filled blocks.
-        """
+        """The draft reads a request up to ``end``, from where it has read or found blocks."""
         blocks = self._blocks[request]
         for group, size in self._block_sizes.items():
             self._filled.update(blocks[group][start // size : end // size])

@@ -9,17 +9,13 @@ from sequoia_vllm.attention.cpu_kernel import CacheGroup
 
 
 def accepted_moves(first_row: Tensor, accepted_nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the batch whose keys and values must move, and where to.
+    """Rows of the batch whose keys and values must move, and where to, both ``[M]``.
 
-    The j-th accepted node belongs in the slot that node j + 1 was scored in.
+    The j-th accepted node belongs in the slot of node j + 1. Nodes that are in place are left out.
 
     Args:
         first_row: int ``[B]``: row of each root in the batch's flat tokens.
         accepted_nodes: int ``[B, D]``, -1 padded.
-
-    Returns:
-        Source and target rows in the batch's flat tokens, both ``[M]``;
-        nodes that already are in place are left out.
     """
     place = torch.arange(1, accepted_nodes.shape[1] + 1, device=accepted_nodes.device)
     moves = (accepted_nodes >= 0) & (accepted_nodes != place)
@@ -28,12 +24,7 @@ def accepted_moves(first_row: Tensor, accepted_nodes: Tensor) -> tuple[Tensor, T
 
 
 def layers_by_cache(kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> list[list[str]]:
-    """The layers whose tokens move together: one slot mapping, caches of one layout.
-
-    Args:
-        metadata: Each layer's attention metadata of some step; layers that
-            share one object now do so in every step.
-    """
+    """The layers whose tokens move together, in every step: one metadata object, one layout."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, cache in kv_caches.items():
         key = id(metadata[name]), cache.shape, cache.stride(), cache.dtype
@@ -42,11 +33,7 @@ def layers_by_cache(kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> l
 
 
 class TargetCaches:
-    """The target's caches, grouped by their slot mapping.
-
-    Made in the first step that has trees; `move` is called once in each such step, after
-    verification.
-    """
+    """The target's caches, grouped by their slot mapping."""
 
     def __init__(self, kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> None:
         self._groups = [
@@ -55,12 +42,7 @@ class TargetCaches:
         ]
 
     def move(self, source_rows: Tensor, target_rows: Tensor, metadata: dict[str, Any]) -> None:
-        """Moves keys and values in every layer's cache, in place.
-
-        Args:
-            source_rows, target_rows: From `accepted_moves`.
-            metadata: Each layer's attention metadata of this step.
-        """
+        """Moves keys and values in every layer's cache, in place, as `accepted_moves` says."""
         if len(source_rows) == 0:
             return
         for layer, caches in self._groups:

@@ -19,9 +19,8 @@ _MOST_PENDING = 256
 class StepStats:
     """Sums over the steps since the last `reset`; cheap enough to be always on.
 
-    The worker counts each step and times all of it; the V1 runner and its proposer time the
-    forwards, too, which on V2 nothing waits for. After verification the runner hands over
-    the step's trees, by `observe` or `observe_paths`, and the worker sends them to the
+    The worker counts and times each step; the V1 runner and its proposer time the forwards, too.
+    After verification the runner hands over the step's trees, and the worker sends them to the
     front end (`take_paths`).
     """
 
@@ -89,11 +88,7 @@ class StepStats:
         self._counts.add(TreeCounts.of_paths(self.tree, pending))
 
     def to_dict(self) -> dict[str, Any]:
-        """The counters as plain data.
-
-        "tree_steps" counts verified trees, and "tokens" the tokens that they emitted. For the
-        others see `TreeCounts`.
-        """
+        """The counters as plain data: see `TreeCounts`. "tree_steps" counts verified trees."""
         counts = self.counts
         return {
             "steps": self.steps,

@@ -11,13 +11,10 @@ from vllm.distributed.parallel_state import get_tp_group
 
 
 def from_rank0(*decided: Tensor) -> tuple[Tensor, ...]:
-    """What rank 0 decided, by one broadcast.
+    """What rank 0 decided, by one broadcast, in the same shapes and dtypes.
 
     Args:
         decided: Integer tensors ``[R]`` or ``[R, columns]`` of one device.
-
-    Returns:
-        Rank 0's, in the same shapes and dtypes; the arguments where there is one rank.
     """
     if get_tp_group().world_size == 1:
         return decided

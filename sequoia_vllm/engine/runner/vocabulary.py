@@ -12,10 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.runner.trimmed_output import trim_output
 from sequoia_vllm.prompts import load_prompts
 from sequoia_vllm.vocabulary.mapped import MappedVocabulary, SharedVocabulary
 from sequoia_vllm.vocabulary.matching import Matching, match
@@ -89,15 +96,20 @@ def compare_vocabularies(target: TokensOf, draft: TokensOf) -> Comparison:
     if target.size == draft.size and share <= _TOLERATED:
         return Comparison(None, differing and f"the vocabularies differ a little: {differing}")
     matching = match(ours, theirs, target.size, draft.size)
-    _refuse_hopeless(matching, target, draft)
+    if matching.num_shared < _LEAST_SHARED * min(target.size, draft.size):
+        raise ConfigError(
+            f"the draft model {draft.tokenizer!r} has another vocabulary than the target "
+            f"{target.tokenizer!r}: of its {draft.size:,} tokens only {matching.num_shared:,} are "
+            f"also the target's, and it would hardly ever be accepted: {_FITTING_DRAFT}, or one "
+            "with more tokens of the same text"
+        )
     return Comparison(matching, _shared_in_words(matching, draft, tokenizer))
 
 
 def draft_vocabulary(
     vllm_config: Any, model: torch.nn.Module, device: torch.device
 ) -> SharedVocabulary:
-    """Makes the mapping by which an engine's draft reads the target's tokens and gives logits of
-    them.
+    """Makes the mapping by which an engine's draft reads, and gives logits of, the target's tokens.
 
     Args:
         model: The draft. With `SequoiaConfig.draft_vocabulary` its output layer is trimmed.
@@ -156,8 +168,7 @@ def tokens_to_draft(given: int | list[int], target: TokensOf) -> tuple[list[int]
 def difference(target: Mapping[int, bytes], draft: Mapping[int, bytes]) -> tuple[str, float]:
     """Compares the texts of two vocabularies' tokens, number by number.
 
-    Returns:
-        In words, and as a share of the larger one; "" and 0 where nothing does.
+    Returns in words, and as a share of the larger one; "" and 0 where nothing differs.
     """
     numbers = target.keys() | draft.keys()
     wrong = [number for number in numbers if target.get(number) != draft.get(number)]
@@ -179,27 +190,14 @@ def _refuse_other_size(target: TokensOf, draft: TokensOf) -> None:
     """Refuses a vocabulary of another size where the texts cannot be compared."""
     if target.size == draft.size:
         return
-    why = (
-        "vLLM is to load no tokenizer, or one in a way of its own"
-        if not target.is_readable
-        else "not both bring a tokenizer that could be read"
-    )
+    why = "not both bring a tokenizer that could be read"
+    if not target.is_readable:
+        why = "vLLM is to load no tokenizer, or one in a way of its own"
     raise ConfigError(
         f"the draft model {draft.tokenizer!r} has {draft.size:,} tokens and the target "
         f"{target.tokenizer!r} {target.size:,}, and they cannot be matched by their text, since "
         f"{why}: {_FITTING_DRAFT}, or let tokenizers be read (skip_tokenizer_init, tokenizer_mode)"
     )
-
-
-def _refuse_hopeless(matching: Matching, target: TokensOf, draft: TokensOf) -> None:
-    least = _LEAST_SHARED * min(target.size, draft.size)
-    if matching.num_shared < least:
-        raise ConfigError(
-            f"the draft model {draft.tokenizer!r} has another vocabulary than the target "
-            f"{target.tokenizer!r}: of its {draft.size:,} tokens only {matching.num_shared:,} are "
-            f"also the target's, and it would hardly ever be accepted: {_FITTING_DRAFT}, or one "
-            "with more tokens of the same text"
-        )
 
 
 def _shared_in_words(matching: Matching, draft: TokensOf, tokenizer: Any) -> str:
@@ -214,9 +212,10 @@ def _shared_in_words(matching: Matching, draft: TokensOf, tokenizer: Any) -> str
 
 def _share_of_text(is_drafted: NDArray[np.bool_], tokenizer: Any) -> float:
     """Share of the built-in prompts, as the target reads them, that tokens ``[Vt]`` make up."""
-    texts = [prompt.prompt or "" for prompt in load_prompts(None, None)]
     numbers = [
-        number for text in texts for number in tokenizer.encode(text, add_special_tokens=False)
+        number
+        for prompt in load_prompts(None, None)
+        for number in tokenizer.encode(prompt.prompt or "", add_special_tokens=False)
     ]
     known = [number for number in numbers if number < len(is_drafted)]
     return float(is_drafted[known].sum()) / max(len(numbers), 1)
@@ -224,7 +223,65 @@ def _share_of_text(is_drafted: NDArray[np.bool_], tokenizer: Any) -> float:
 
 def _same_files(target: str, draft: str) -> bool:
     """Whether both are folders whose tokenizers are the same, byte for byte."""
-    files = [Path(model) / "tokenizer.json" for model in (target, draft)]
-    if not all(file.is_file() for file in files):
-        return False
-    return files[0].read_bytes() == files[1].read_bytes()
+    ours, theirs = (Path(model) / "tokenizer.json" for model in (target, draft))
+    return ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes()
+
+
+def trim_output(model: torch.nn.Module, rows: Tensor, config: Any) -> None:
+    """Has `compute_logits` of a draft give these rows of its logits only.
+
+    The whole layer stays: tied models embed with it, and loaders write to it. Ranks of a
+    tensor-parallel group share the rows that are kept evenly, whoever had them.
+
+    Args:
+        rows: int64 ``[n]``: the rows that logits ``[rows, n]`` are for, in this order.
+
+    Raises:
+        ConfigError: The layer is not one matrix with plain rows.
+    """
+    calls: list[tuple[Any, ...]] = []
+    processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    hooks = [
+        processor.register_forward_pre_hook(lambda *call: calls.append(call))
+        for processor in processors
+    ]
+    states = torch.zeros(1, config.get_hidden_size(), dtype=config.dtype, device=rows.device)
+    with torch.inference_mode():
+        model.compute_logits(states)
+    for hook in hooks:
+        hook.remove()
+    if len(calls) != 1 or not _has_plain_rows(*calls[0][1]):
+        raise ConfigError(
+            f"the output layer of the draft {config.model!r} cannot be trimmed, as it is quantized "
+            'or more than one matrix: leave "draft_vocabulary" out, or give "model" another draft'
+        )
+    [(processor, (layer, *_))] = calls
+    trimmed = _with_rows(layer, rows)
+    processor.org_vocab_size = len(rows)
+    processor.register_forward_pre_hook(lambda _, args: (trimmed, *args[1:]))
+
+
+def _has_plain_rows(layer: Any, states: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether a logits processor that is called so multiplies with a matrix, and no more."""
+    plain = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+    return bias is None and isinstance(layer.quant_method, plain) and layer.weight.dim() == 2
+
+
+def _with_rows(layer: Any, rows: Tensor) -> ParallelLMHead:
+    """A layer of its own with these rows of another one, over the same ranks."""
+    shard = layer.shard_indices
+    own = rows - shard.org_vocab_start_index
+    is_here = (own >= 0) & (own < shard.num_org_elements)
+    weight = layer.weight.new_zeros(len(rows), layer.weight.shape[1])
+    weight[is_here] = layer.weight.detach()[own[is_here]]
+    if layer.tp_size > 1:
+        weight = get_tp_group().all_reduce(weight)
+    with torch.device(rows.device):
+        made = ParallelLMHead(
+            *weight.shape, params_dtype=weight.dtype, disable_tp=layer.tp_size == 1
+        )
+    first, last = made.shard_indices.org_vocab_start_index, made.shard_indices.org_vocab_end_index
+    made.weight.data.zero_()  # beyond the last rank's rows there is padding
+    made.weight.data[: last - first] = weight[first:last]
+    made.quant_method.process_weights_after_loading(made)
+    return made

@@ -8,6 +8,9 @@ Mark = Any
 """A moment: seconds on the host, or an event on a device."""
 
 
+_PARTS = ("target", "sampling", "verify", "commit", "drafting", "drawing")  # of a step, in seconds
+
+
 class Recording:
     """Wraps the methods of one runner, of a plain, a chain's or a Sequoia engine."""
 
@@ -72,12 +75,7 @@ class Recording:
                 "fewest": min(scheduled, default=0),
                 "most": max(scheduled, default=0),
                 "decoding": is_decoding(scheduler_output),
-                "target": 0.0,
-                "sampling": 0.0,
-                "verify": 0.0,
-                "commit": 0.0,
-                "drafting": 0.0,
-                "drawing": 0.0,
+                **dict.fromkeys(_PARTS, 0.0),
                 "passes": [],
             }
         )

@@ -1,8 +1,8 @@
 """The trees of a batch: as the proposer grew them, and as the scheduler sends them back.
 
-A step grows trees (`DraftedTreesV1`) and returns their tokens to vLLM's scheduler. The scheduler
-may cut them, and replaces tokens that a grammar forbids (`engine.core.grammar`). The next step
-lays out the returned tokens (`ScoringTreesV1`), scores and verifies them.
+A step grows trees (`DraftedTreesV1`) and returns their tokens to vLLM's scheduler, which may cut
+them, and replaces tokens that a grammar forbids. The next step lays out the returned tokens
+(`ScoringTreesV1`), scores and verifies them.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,7 @@ from sequoia_vllm.engine.runner.cpu_attention import TreeQueries
 
 @dataclass(frozen=True)
 class DraftedTreesV1:
-    """Trees of B requests from one drafting pass.
-
-    `TreeProposerV1.grow` returns it at the end of a step, and the runner keeps it for
-    each of the requests (`Draft`). In the next step `schedule_trees` compares its tokens
-    with those that the scheduler sends back, and the verifier reads its distributions.
-    """
+    """Trees of B requests from one drafting pass."""
 
     tokens: Tensor  # int64 ``[B, N]``: the tree's N nodes in stored order; column 0 is the root
     probs: Tensor
@@ -36,11 +31,6 @@ class DraftedTreesV1:
     store none: their verification does not need Q."""
     probs_rows: Tensor  # int64 ``[B, N]``: each node's row in ``probs``; -1: none
     layouts: TreeLayouts | None = None  # dynamic trees; None: all have the engine's topology
-
-    @classmethod
-    def dynamic(cls, tokens: Tensor, layouts: TreeLayouts) -> "DraftedTreesV1":
-        """Trees of greedy and seeded requests, which store no Q."""
-        return cls(tokens, torch.empty(0), torch.empty(0), layouts)
 
 
 @dataclass(frozen=True)
@@ -50,20 +40,13 @@ class Draft:
     grown: DraftedTreesV1
     row: int
 
-    def first(self, count: int) -> list[int]:
-        """Tokens of the first nodes below the root, as they were drawn."""
-        found: list[int] = self.grown.tokens[self.row, 1 : count + 1].tolist()
-        return found
-
 
 @dataclass(frozen=True)
 class ScoringTreesV1:
     """The trees of one step's batch: their rows in it, and their drafts.
 
-    `schedule_trees` makes it before the target's forward. The attention metadata, the
-    verifier and the commit read it. The runner drops it after sampling.
-
-    B is the number of requests with drafts, and N the size of their largest tree.
+    Attention, verifier and commit read it. B is the number of requests with drafts, and N the size
+    of their largest tree.
     """
 
     requests: Tensor  # int64 ``[B]``: index of each request in the batch
@@ -88,7 +71,7 @@ class ScoringTreesV1:
     @cached_property
     def rows(self) -> Tensor:
         """Row of each node in the flat tokens, int64 ``[B, N]``; padding repeats the root's."""
-        offsets = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        offsets = torch.arange(self.tokens.shape[1])
         return self.first_row[:, None] + torch.where(self.is_node, offsets, 0)
 
     @property
@@ -117,7 +100,6 @@ def schedule_trees(
     follows_grammar: Callable[[str], bool],
     query_ends: np.ndarray,
     seq_lens: np.ndarray,
-    device: torch.device,
 ) -> ScoringTreesV1 | None:
     """Matches the drafts that the scheduler sent back with the trees that were grown.
 
@@ -153,7 +135,9 @@ def schedule_trees(
     matched: list[Draft | None] = []
     for row, (_, request_id, scheduled) in enumerate(entries):
         draft = drafts.get(request_id)
-        grown = draft.first(len(scheduled)) if draft is not None else []
+        grown: list[int] = []
+        if draft is not None:
+            grown = draft.grown.tokens[draft.row, 1 : len(scheduled) + 1].tolist()
         is_ours = len(grown) == len(scheduled) and (
             grown == list(scheduled) or follows_grammar(request_id)
         )
@@ -183,7 +167,7 @@ def schedule_trees(
     first_logits_row = (np.cumsum(sampled_rows) - sampled_rows)[requests]
 
     def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return torch.from_numpy(np.ascontiguousarray(array))
 
     return ScoringTreesV1(
         requests=tensor(requests.astype(np.int64)),
@@ -203,22 +187,17 @@ def schedule_trees(
     )
 
 
-def logits_rows(
-    num_draft_tokens: np.ndarray, query_ends: np.ndarray, device: torch.device
-) -> SpecDecodeMetadata:
-    """Selects the rows whose logits the target computes: each request's root and drafts.
+def logits_rows(num_draft_tokens: np.ndarray, query_ends: np.ndarray) -> SpecDecodeMetadata:
+    """vLLM's metadata of the rows that logits are computed of: each request's root and drafts.
 
     Args:
         num_draft_tokens: int ``[requests]``: drafts that are scored.
         query_ends: int ``[requests]``: end of each request's rows in the batch.
-
-    Returns:
-        vLLM's metadata with these rows only: the Sequoia verifier reads no more.
     """
     counts = num_draft_tokens + 1
     skipped = query_ends - counts.cumsum()  # rows without logits, up to each request's
     rows = np.repeat(skipped, counts) + np.arange(counts.sum())
-    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    nothing = torch.empty(0, dtype=torch.int32)
     return SpecDecodeMetadata(
         draft_token_ids=nothing,
         num_draft_tokens=num_draft_tokens.tolist(),
@@ -226,5 +205,5 @@ def logits_rows(
         cu_num_sampled_tokens=nothing,
         target_logits_indices=nothing,
         bonus_logits_indices=nothing,
-        logits_indices=torch.from_numpy(rows).to(device),
+        logits_indices=torch.from_numpy(rows),
     )

@@ -1,7 +1,7 @@
 """How far the draft model has read each request, and what it has to read next.
 
-The draft *reads* a token when it computes the token's keys and values into its own KV
-cache. It must have read all of a request's committed tokens before it can draft.
+The draft *reads* a token when it computes the token's keys and values into its own KV cache. It
+must have read all of a request's committed tokens before it can draft.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,14 +33,13 @@ class CommittedTokens:
 class DraftProgressV1:
     """Follows how many tokens of each request the draft model has read.
 
-    Before the target's forward, the runner calls `forget` for finished requests and `start` for
-    those that begin or resume. It calls `extend` for those that get more cache blocks. After
-    sampling, and only if drafts are due, it calls `take` once. That returns the tokens to read
-    and counts them as read; `TreeProposerV1.advance` reads them at once.
+    Before the target's forward, the runner calls `forget`, `start` and `extend`. After sampling,
+    and only if drafts are due, it calls `take` once, and `TreeProposerV1.advance` reads these
+    tokens.
 
-    While the schedule asks for no drafts, the draft reads nothing; later the requests catch up.
-    It never reads requests that can use no tree. If another shares their blocks, it reads these
-    then. The draft skips tokens from the prefix cache that it has read for another request.
+    While the schedule asks for no drafts, the draft reads nothing; later the requests catch up. It
+    never reads requests that can use no tree. If another shares their blocks, it reads these then.
+    It skips tokens from the prefix cache that it has read for another request.
 
     Args:
         budget: The most tokens to read in one step; the rest waits for the next.
@@ -88,18 +87,15 @@ class DraftProgressV1:
         num_sampled: np.ndarray,
         reads: np.ndarray,
     ) -> CommittedTokens | None:
-        """Chooses the tokens to read now, and counts them as read.
+        """Chooses the tokens to read now, and counts them as read; None: there are none.
 
         Args:
             token_ids: int ``[requests, max_len]``: the tokens of each request.
-            known: int ``[requests]``: how many of these tokens the target has read with
-                this step, drafts not counted.
+            known: int ``[requests]``: how many of these tokens the target has read with this step,
+                drafts not counted.
             sampled: int ``[requests, W]``: the tokens that this step emitted.
             num_sampled: int ``[requests]``: how many of those each request emitted.
             reads: bool ``[requests]``: whether the draft reads a request.
-
-        Returns:
-            The tokens; None if there is nothing to read.
         """
         ends = known + num_sampled
         readers = {request_ids[row]: row for row in np.flatnonzero(reads).tolist()}
@@ -128,36 +124,25 @@ class DraftProgressV1:
     def _take_each(
         self, readers: Mapping[str, int], ends: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """How much each request reads, int64 ``[requests]`` each.
+        """First position, unread tokens and tokens to read now, int64 ``[requests]`` each.
 
-        Requests that begin to read come last, in the order in which they started: the prefix
-        cache may share blocks that an earlier request fills in this same pass.
-
-        Args:
-            readers: The rows of the requests that the draft reads, in the batch's order.
-            ends: int64 ``[requests]``: how many committed tokens each request has.
-
-        Returns:
-            The position of the first token to read, the number of unread tokens, and the
-            number that the budget allows to read now.
+        Requests that begin to read come last, in the order in which they started: the prefix cache
+        may share blocks that an earlier request fills in this same pass.
         """
         starts, counts, taken = np.zeros((3, len(ends)), dtype=np.int64)
         beginning = [request_id for request_id in self._cached if request_id in readers]
         left = self.budget
         for request_id in [*(i for i in readers if i in self._read), *beginning]:
             row = readers[request_id]
-            start = self._first_unread(request_id)
+            start = self._read.get(request_id)
+            if start is None:
+                start = self._blocks.filled_tokens(request_id, self._cached[request_id])
             counts[row] = max(int(ends[row]) - start, 0)
             starts[row], taken[row] = start, min(int(counts[row]), left)
             if taken[row] > 0:
                 left -= int(taken[row])
                 self._note_read(request_id, start, start + int(taken[row]))
         return starts, counts, taken
-
-    def _first_unread(self, request_id: str) -> int:
-        if request_id in self._read:
-            return self._read[request_id]
-        return self._blocks.filled_tokens(request_id, self._cached[request_id])
 
     def _note_read(self, request_id: str, start: int, end: int) -> None:
         self._cached.pop(request_id, None)

@@ -47,18 +47,16 @@ def _mend_broken(draft: Tensor) -> None:
 class DraftSampling:
     """Draws children without replacement, and keeps Q where the verifier will need it.
 
-    The runner makes one for each drafting pass. `TreeProposerV1.grow` calls `start`, then
-    `children` for each level from the root down, and `finish` at the end.
-
-    Greedy requests take the draft's top-k. Sampled requests draw by Gumbel-top-k at their
-    temperature, and their Q is stored. Seeded requests take the top-k under the noise that
-    will decide the target's token (see `seeded`). Sampled and seeded requests lower the logits
-    of tokens that their top-k, top-p and min-p exclude (see `Truncation`).
+    `TreeProposerV1.grow` calls `start`, then `children` for each level from the root down, and
+    `finish` at the end. Greedy requests take the draft's top-k. Sampled requests draw by
+    Gumbel-top-k at their temperature, and their Q is stored. Seeded requests take the top-k under
+    the noise that will decide the target's token (see `seeded`).
 
     Args:
         temperature: float32 ``[B]``; 0 is greedy.
         seeds: int64 ``[B, depth]``: the noise seeds of seeded requests.
         is_seeded: bool ``[B]``: which requests have a seed.
+        truncation: Sampled and seeded requests lower the logits of what it excludes.
     """
 
     def __init__(
@@ -101,18 +99,12 @@ class DraftSampling:
         return cls(temperature, seeds, is_seeded, truncation.of(torch.from_numpy(requests)))
 
     def start(self, tree: TokenTree, vocab_size: int) -> None:
-        """Begins trees of this topology.
-
-        Allocates Q for `children`: one float32 row per sampled request and node with children.
-        """
+        """Begins trees of this topology; allocates Q for each sampled node with children."""
         if not len(self.sampled):
             return
         internal = sum(1 for children in tree.children if children)
-        device = self.temperature.device
-        self._probs = torch.empty(len(self.sampled) * internal, vocab_size, device=device)
-        self._probs_rows = torch.full(
-            (len(self.temperature), tree.size), -1, dtype=torch.int64, device=device
-        )
+        self._probs = torch.empty(len(self.sampled) * internal, vocab_size)
+        self._probs_rows = torch.full((len(self.temperature), tree.size), -1, dtype=torch.int64)
         self._stored = 0
 
     def children(self, logits: Tensor, level: Level, given: Tensor) -> Tensor:
@@ -130,7 +122,7 @@ class DraftSampling:
         batch = len(self.temperature)
         logits, shape = logits.to(torch.float32), (batch, width, branch)
         if len(self.sampled) == batch:
-            drawn = torch.empty(shape, dtype=torch.int64, device=logits.device)
+            drawn = torch.empty(shape, dtype=torch.int64)
         else:  # greedy rows stay so
             drawn = preferred(logits, given.flatten()).topk(branch, dim=-1).indices.view(shape)
         per_request = logits.view(batch, width, -1)
@@ -154,11 +146,9 @@ class DraftSampling:
     def scores(self, logits: Tensor, depth: int, given: Tensor) -> Tensor:
         """What dynamic trees are chosen by, float32 ``[B, m, V]``: their softmax is a node's Q.
 
-        Noise that decides the target's token, too, is no uncertainty. So a seeded request's Q has
-        its noise, and the draft's logits at temperature 1 beside it.
-
-        Args:
-            logits, given: As of `children`, at nodes of this depth. No request is sampled.
+        Noise that decides the target's token, too, is no uncertainty: a seeded request's Q has it,
+        beside the draft's logits at temperature 1. Arguments as of `children`. No request is
+        sampled.
         """
         scores = preferred(logits.float(), given.flatten()).view(*given.shape, -1)
         if len(self.seeded):
@@ -185,6 +175,6 @@ class DraftSampling:
     def _store(self, probs: Tensor, nodes: Tensor) -> None:
         end = self._stored + len(probs)
         self._probs[self._stored : end] = probs
-        rows = torch.arange(self._stored, end, device=probs.device)
+        rows = torch.arange(self._stored, end)
         self._probs_rows[self.sampled[:, None], nodes.long()] = rows.view(len(self.sampled), -1)
         self._stored = end

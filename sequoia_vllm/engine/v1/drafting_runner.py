@@ -31,7 +31,7 @@ from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgress
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.proposer import RootsV1, TreeProposerV1
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
-from sequoia_vllm.engine.v1.target_distribution import truncation_of
+from sequoia_vllm.engine.v1.verifier import truncation_of
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
@@ -121,8 +121,6 @@ class DraftingRunner(CPUModelRunner):
     ) -> list[list[int]]:
         """Replaces vLLM's: the draft reads the committed tokens and grows trees.
 
-        A draft that fails is not run again: see `survive_draft`.
-
         Returns:
             Draft tokens of each request in stored tree order; empty: no tree.
         """
@@ -148,7 +146,8 @@ class DraftingRunner(CPUModelRunner):
             return drafts
         logits = self.drafter.advance(committed)
         levels = self._tables.levels_of(drafts_each)
-        chosen = self._requests_to_draft(committed)
+        discarded = self.discard_request_mask.np[committed.requests]
+        chosen = np.flatnonzero(committed.complete & ~discarded)
         is_dynamic = self._have_dynamic_trees(committed.requests[chosen], levels.tree)
         truncation = truncation_of(sampling_metadata, self._params())
         for grow, rows in (
@@ -220,11 +219,6 @@ class DraftingRunner(CPUModelRunner):
                 self._params(), self._thinks, prompts, longest, known + num_sampled, sampled
             ),
         )
-
-    def _requests_to_draft(self, committed: CommittedTokens) -> NDArray[np.int64]:
-        """Indices in ``committed`` of the requests that get a tree now."""
-        discarded = self.discard_request_mask.np[committed.requests]
-        return np.flatnonzero(committed.complete & ~discarded)
 
     def _params(self) -> list[Any]:
         """Each request's `SamplingParams`, in batch order."""

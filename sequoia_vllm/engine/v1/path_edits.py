@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.model_executor.layers.utils import apply_penalties
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
@@ -38,8 +39,7 @@ def edited_by_paths(
 ) -> Tensor:
     """Applies to all tree nodes what vLLM's sampler applies before the temperature, in its order.
 
-    These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` and
-    penalties. In each step with trees, the verifier sees only these logits.
+    These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` and penalties.
 
     Args:
         logits: ``[rows, V]``, any float dtype; not changed.
@@ -50,28 +50,27 @@ def edited_by_paths(
         float32 ``[rows, V]``; ``logits`` itself where nothing changes.
     """
     starts, ends = batch.num_prompt_tokens, batch.num_tokens_no_spec
-    edits = [
-        edits_logits(params, ends[index] - starts[index])
-        for index, params in enumerate(sampling_params)
-    ]
-    if not any(edits):
-        return logits
-    of_tree = np.array(edits)[trees.requests.cpu().numpy()]
+    num_outputs = (ends - starts)[: len(sampling_params)]
+    edits = np.array(list(map(edits_logits, sampling_params, num_outputs)))
+    of_tree = edits[trees.requests.numpy()]
     if not of_tree.any():
         return logits
     outputs = {
         index: batch.token_ids_cpu[index, starts[index] : ends[index]]
         for index in np.flatnonzero(edits).tolist()
     }
-    nodes = _nodes(trees, torch.from_numpy(of_tree).to(logits.device))
+    nodes = _nodes(trees, torch.from_numpy(of_tree))
     found = logits.to(torch.float32, copy=True)
     own = found[nodes.rows]
-    _allow(own, nodes, metadata)
+    if metadata.allowed_token_ids_mask is not None:
+        own.masked_fill_(metadata.allowed_token_ids_mask[nodes.requests], float("-inf"))
     _exclude_bad_words(own, nodes, metadata, outputs)
     for index, output in outputs.items():
         of_request = nodes.requests == index
         _keep_going(own, of_request, nodes, sampling_params[index], len(output))
-        _add_bias(own, of_request, sampling_params[index])
+        if bias := sampling_params[index].logit_bias:
+            tokens, values = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+            own[of_request.nonzero(), tokens] += values
     own = _penalise(own, nodes, metadata, outputs)
     found[nodes.rows] = own
     return found
@@ -117,71 +116,35 @@ def _paths(trees: ScoringTreesV1) -> Tensor:
     return paths[..., :-1]
 
 
-def _allow(logits: Tensor, nodes: NodesToEdit, metadata: SamplingMetadata) -> None:
-    if metadata.allowed_token_ids_mask is not None:
-        logits.masked_fill_(metadata.allowed_token_ids_mask[nodes.requests], float("-inf"))
-
-
 def _exclude_bad_words(
     logits: Tensor,
     nodes: NodesToEdit,
     metadata: SamplingMetadata,
     outputs: Mapping[int, NDArray[np.int32]],
 ) -> None:
-    for index, words in (metadata.bad_words_token_ids or {}).items():
-        rows = (nodes.requests == index).nonzero().squeeze(1)
-        if len(rows) == 0:
-            continue
-        longest = max(len(word) for word in words) - 1
-        recent = _recent_tokens(nodes, rows, outputs[index], longest)
-        for word in words:
-            before = torch.tensor(word[:-1], dtype=torch.int64, device=logits.device)
-            follows = (recent[:, longest - len(before) :] == before).all(dim=1)
-            logits[rows[follows], word[-1]] = float("-inf")
-
-
-def _recent_tokens(
-    nodes: NodesToEdit, rows: Tensor, output: NDArray[np.int32], count: int
-) -> Tensor:
-    """The last ``count`` tokens of these nodes' histories, int64 ``[len(rows), count]``.
-
-    Shorter histories begin with -1.
-    """
-    committed = np.full(count, -1, dtype=np.int64)
-    last = output[len(output) - min(count, len(output)) :]
-    committed[count - len(last) :] = last
-    before = torch.from_numpy(committed).to(rows.device).expand(len(rows), count)
-    history = torch.cat([before, nodes.paths[rows]], dim=1)
-    columns = nodes.depths[rows, None] + torch.arange(count, device=rows.device)
-    return history.gather(1, columns)
+    words = metadata.bad_words_token_ids or {}
+    own = [(row, r) for row, r in enumerate(nodes.requests.tolist()) if r in words]
+    paths = nodes.paths.tolist()
+    past: list[list[int]] = [[]] * len(paths)
+    for row, request in own:
+        past[row] = [*outputs[request].tolist(), *(token for token in paths[row] if token >= 0)]
+    apply_bad_words(logits, {row: words[request] for row, request in own}, past)
 
 
 def _keep_going(
     logits: Tensor, of_request: Tensor, nodes: NodesToEdit, params: Any, num_outputs: int
 ) -> None:
-    """Excludes stop tokens where the request has fewer than ``min_tokens``.
-
-    Where a grammar allows no other token they stay, as in vLLM.
-    """
+    """Excludes stop tokens below ``min_tokens``, unless a grammar allows no other, as vLLM."""
     if params.min_tokens <= num_outputs or not params.all_stop_token_ids:
         return
     short = of_request & (nodes.depths + num_outputs < params.min_tokens)
-    stops = torch.tensor(sorted(params.all_stop_token_ids), device=logits.device)
+    stops = torch.tensor(sorted(params.all_stop_token_ids))
     rows = short.nonzero()
     before = logits[rows, stops]
     logits[rows, stops] = float("-inf")
     if params.structured_outputs is not None:
         ends = logits[rows.squeeze(1)].isneginf().all(dim=1)
         logits[rows[ends], stops] = before[ends]
-
-
-def _add_bias(logits: Tensor, of_request: Tensor, params: Any) -> None:
-    if not params.logit_bias:
-        return
-    rows = of_request.nonzero()
-    tokens = torch.tensor(list(params.logit_bias), device=logits.device)
-    bias = torch.tensor(list(params.logit_bias.values()), device=logits.device)
-    logits[rows, tokens] += bias
 
 
 def _penalise(
@@ -199,7 +162,7 @@ def _penalise(
     for index, output in outputs.items():
         committed[index, : len(output)] = output
     history = [
-        torch.from_numpy(committed).to(logits.device)[nodes.requests],
+        torch.from_numpy(committed)[nodes.requests],
         torch.where(nodes.paths >= 0, nodes.paths, nothing),
     ]
     return apply_penalties(

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any
 
@@ -19,7 +18,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts
 from sequoia_vllm.drafting.tree_tables import DraftLevels
-from sequoia_vllm.engine.common.replicas import as_alone
+from sequoia_vllm.engine.common.cluster import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
@@ -27,18 +26,37 @@ from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.engine.v1.text_drafter import TextDrafterV1
 from sequoia_vllm.verification.retrieval import continuations, following
+
+
+class TextDrafterV1(ABC):
+    """A draft without a model on the V1 runner: it runs no passes, and reads the target's logits.
+
+    What it predicts may depend on these, but not on other nodes: see `TextDrafter`.
+    """
+
+    @abstractmethod
+    def prepare(self, vllm_config: VllmConfig) -> None:
+        """Allocates what it needs."""
+
+    @abstractmethod
+    def learn(self, tokens: Tensor, logits: Tensor, adapters: NDArray[np.int64]) -> None:
+        """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]`` of one step.
+
+        ``adapters [R]``: id of the LoRA adapter of each row's request; 0: none.
+        """
+
+    @abstractmethod
+    def logits(self, tokens: Tensor, adapters: NDArray[np.int64]) -> Tensor:
+        """Logits ``[R, V]`` after tokens int64 ``[R]``; ``adapters`` as in `learn`."""
+
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
 
 @dataclass(frozen=True)
 class InnerNodes:
-    """Positions and slots of the nodes that the draft reads while B requests grow their trees.
-
-    The nodes are in draft order (see `Level`), in consecutive slots.
-    """
+    """Nodes that the draft reads while B requests grow trees, in draft order (see `Level`)."""
 
     positions: Tensor
     slots: Tensor
@@ -51,18 +69,12 @@ class InnerNodes:
 
 @dataclass(frozen=True)
 class RootsV1:
-    """The roots of B requests' trees, which grow together.
+    """The roots of B requests' trees, which grow together."""
 
-    Attributes:
-        requests: int64 ``[B]``: indices of the requests in the batch.
-        tokens, positions: int64 ``[B]``: each root's.
-        logits: ``[B, V]``: the draft's, at each root.
-    """
-
-    requests: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    logits: Tensor
+    requests: NDArray[np.int64]  # int64 ``[B]``: indices of the requests in the batch
+    tokens: NDArray[np.int64]  # int64 ``[B]``
+    positions: NDArray[np.int64]  # int64 ``[B]``
+    logits: Tensor  # ``[B, V]``: the draft's
 
 
 class DrafterV1(ABC):
@@ -96,11 +108,9 @@ class WithoutModel(torch.nn.Module):
 class TreeProposerV1(DraftModelProposer):
     """Grows trees with vLLM's draft-model proposer (loading, KV cache, compilation).
 
-    Instead of its `propose`, the runner calls two methods at the end of a step. `advance` runs
-    the draft over the committed tokens, which fills its KV cache, and returns the logits after
-    the last of them. `grow` draws the root's children from these logits. For each further level
-    it runs the draft over the level's nodes with children, and draws their children. Later steps
-    overwrite the keys and values that `grow` writes.
+    Instead of `propose`, the runner calls `advance`, which reads the committed tokens, and `grow`,
+    which runs the draft over each further level's nodes with children. Later steps overwrite the
+    keys and values that `grow` writes.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any) -> None:
@@ -149,7 +159,7 @@ class TreeProposerV1(DraftModelProposer):
         super().dummy_run(num_tokens, use_cudagraphs, True, slot_mappings)
 
     def advance(self, committed: CommittedTokens) -> Tensor:
-        """Runs the draft over committed tokens that it has not read; fills its KV cache.
+        """Runs the draft over committed tokens that it has not read.
 
         Returns:
             Draft logits ``[R, V]`` after each request's last committed token.
@@ -214,22 +224,16 @@ class TreeProposerV1(DraftModelProposer):
         return adapters
 
     def _leave_out_before_windows(self, slots: Tensor, committed: CommittedTokens) -> None:
-        """Takes away the slots, in place, of tokens that no later token's sliding window reaches.
+        """Takes away, in place, slots of tokens that no later token's sliding window reaches.
 
-        vLLM frees a block when the target is past it, also where the draft has not read it yet.
-        The block may already belong to another request.
+        vLLM frees a block when the target is past it: it may already belong to another request.
         """
-        if self._window is None:
+        group = self.runner.kv_cache_config.kv_cache_groups[self.kv_cache_gid]
+        if (window := freed_behind(group.kv_cache_spec)) is None:
             return
         computed = self.runner.input_batch.num_computed_tokens_cpu[committed.requests]
-        first = np.repeat(computed - self._window + 1, committed.counts)
+        first = np.repeat(computed - window + 1, committed.counts)
         slots[torch.from_numpy(committed.positions < first)] = PADDING_SLOT
-
-    @cached_property
-    def _window(self) -> int | None:
-        """`freed_behind` of the draft's cache group."""
-        group = self.runner.kv_cache_config.kv_cache_groups[self.kv_cache_gid]
-        return freed_behind(group.kv_cache_spec)
 
     def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> DraftedTreesV1:
         """Grows one tree per request, level by level."""
@@ -253,10 +257,7 @@ class TreeProposerV1(DraftModelProposer):
     def grow_dynamic(
         self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling
     ) -> DraftedTreesV1:
-        """Grows one dynamic tree per request, of as many nodes and levels as the static one.
-
-        No request is sampled without a seed.
-        """
+        """Grows dynamic trees, as large and deep as the static one, of requests not sampled."""
         growth = DynamicGrowth(torch.from_numpy(roots.tokens), levels.tree.size, levels.tree.depth)
         inner = self._inner_nodes(growth.inner_depths, roots.requests, roots.positions)
         logits, told = roots.logits, self._told[torch.from_numpy(roots.requests)]
@@ -272,7 +273,8 @@ class TreeProposerV1(DraftModelProposer):
         tokens, parents = growth.best()
         take_from_rank0(tokens)
         take_from_rank0(parents)
-        return DraftedTreesV1.dynamic(tokens, TreeLayouts.of(parents, growth.depth))
+        layouts, no_q = TreeLayouts.of(parents, growth.depth), torch.empty(0)
+        return DraftedTreesV1(tokens, no_q, no_q, layouts)
 
     def _inner_nodes(
         self, depths: Tensor, requests: NDArray[np.int64], root_positions: NDArray[np.int64]
@@ -297,11 +299,8 @@ class TreeProposerV1(DraftModelProposer):
     ) -> Tensor:  # fmt: skip
         """Computes the draft's logits ``[B * m, V]`` at a level's m inner nodes, in one forward.
 
-        Args:
-            tokens: int64 ``[B, m]``: the tokens of the nodes.
-            requests: int64 ``[B]``: the indices of the requests in the batch.
-            seen: bool ``[m, M]`` or ``[B, m, M]``: which inner nodes each of them sees.
-            first: Place of the first of them in draft order.
+        ``seen``, bool ``[m, M]`` or ``[B, m, M]``, says which inner nodes each of them sees;
+        ``first`` is the place of the first of them in draft order.
         """
         if isinstance(self.drafter, TextDrafterV1):
             with self.runner.stats.timed("draft", len(tokens), tokens.numel()):
@@ -372,10 +371,7 @@ class TreeProposerV1(DraftModelProposer):
         return table[torch.from_numpy(requests)]
 
     def _slots(self, requests: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """The draft's cache slots, int64, of positions of requests (broadcast together).
-
-        Positions past the model's length get the padding slot.
-        """
+        """The draft's cache slots, int64, of these positions; padding past the model's length."""
         table = self._table.get_numpy_array()
         block = np.minimum(positions // self.block_size, table.shape[1] - 1)
         slots = table[requests, block] * np.int64(self.block_size) + positions % self.block_size

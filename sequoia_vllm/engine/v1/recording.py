@@ -43,7 +43,7 @@ class RecordingV1(Recording):
             self._trace_before, self._stats.trace = self._stats.trace, []
 
     def _add_chain_forward(self, start: Mark, end: Mark) -> None:
-        """Times the draft model of vLLM's chain, whose runner has no timers."""
+        """Times a chain's draft model, whose runner has no timers."""
         self._chain_forwards += end - start
 
     def _add_drafting(self, start: Mark, end: Mark) -> None:

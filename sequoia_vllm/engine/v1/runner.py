@@ -27,8 +27,7 @@ from sequoia_vllm.engine.v1.sampler_output import (
     forget_stale_budgets,
     without_discarded,
 )
-from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
-from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
+from sequoia_vllm.engine.v1.verifier import TargetDistribution, TreeVerifierV1, truncation_of
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import VerifyResult
 
@@ -36,10 +35,9 @@ from sequoia_vllm.verification.topology import VerifyResult
 class SequoiaCPUModelRunner(DraftingRunner):
     """Scores, verifies and commits the token trees that it grows within vLLM's V1 step.
 
-    vLLM's step calls, in this order: `_update_states` (requests finish, begin, resume) ->
-    `_prepare_inputs` (positions by depth) -> `_build_attention_metadata` (tree masks) ->
-    `_model_forward` (the target scores the trees) -> `_sample` (verify, commit) ->
-    `propose_draft_token_ids` (the draft reads the committed tokens and grows the next trees).
+    vLLM's step calls, in this order: `_update_states` -> `_prepare_inputs` (positions by depth) ->
+    `_build_attention_metadata` (tree masks) -> `_model_forward` (the target scores the trees) ->
+    `_sample` (verify, commit) -> `propose_draft_token_ids` (the draft grows the next trees).
     """
 
     attn_groups: list[list[Any]]
@@ -128,11 +126,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
-        """Calls vLLM's, then gives each tree node the position of its depth.
-
-        Slots stay as vLLM computed them, from consecutive positions. A step without drafts is
-        prepared as without speculation.
-        """
+        """Calls vLLM's, then gives each tree node the position of its depth; slots stay."""
         speculative = self.speculative_config
         if not scheduler_output.scheduled_spec_decode_tokens:
             self.speculative_config = None
@@ -152,7 +146,6 @@ class SequoiaCPUModelRunner(DraftingRunner):
             self._follows_grammar,
             self.query_start_loc.np[1 : num_reqs + 1],
             self.optimistic_seq_lens_cpu[:num_reqs].numpy(),
-            self.device,
         )
         if (trees := self._branching_trees) is not None:
             shifts = (trees.depths - torch.arange(trees.tokens.shape[1]))[trees.is_node]
@@ -174,14 +167,11 @@ class SequoiaCPUModelRunner(DraftingRunner):
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
         """Replaces vLLM's: our verifier needs only the rows to compute logits of."""
-        return logits_rows(num_draft_tokens, cu_num_scheduled_tokens, self.device)
+        return logits_rows(num_draft_tokens, cu_num_scheduled_tokens)
 
     # Until: vLLM's metadata carries a tree mask.
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """Builds vLLM's for the target's layers only, then adds the trees' rows and masks.
-
-        The draft builds its own metadata for each pass.
-        """
+        """Builds vLLM's for the target's layers only, then adds the trees' rows and masks."""
         # Lacks the draft's while the target's metadata is built: the draft builds its own. Until:
         # vLLM builds no metadata for layers that do not run.
         all_groups, self.attn_groups = self.attn_groups, self._groups_of_target
@@ -206,10 +196,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
     # -- after it: verify and commit ---------------------------------------------------
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
-        """Replaces vLLM's rejection sampler by the Sequoia verifier, then commits.
-
-        Requests without drafts go through vLLM's sampler, as without speculation.
-        """
+        """Verifies trees and commits; requests without drafts go through vLLM's sampler."""
         assert logits is not None
         trees, branching, self._trees = self._trees, self._branching_trees, None
         if self.speculative_config is not None:
@@ -230,7 +217,10 @@ class SequoiaCPUModelRunner(DraftingRunner):
             output = self.sampler(logits=logits, sampling_metadata=metadata)
             take_from_rank0(output.sampled_token_ids)
             return output
-        target = self._target_of(trees, logits, metadata)
+        params = self._params()
+        edited = edited_by_paths(logits, trees, metadata, params, self.input_batch)
+        truncation = truncation_of(metadata, params)
+        target = TargetDistribution(edited, metadata.temperature, truncation)
         result = self._verify(trees, target, metadata)
         output = combine_outputs(
             self.sampler, trees, result, logits, target, metadata, self.input_batch.num_reqs
@@ -241,13 +231,6 @@ class SequoiaCPUModelRunner(DraftingRunner):
             result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy(), trees.is_dynamic
         )
         return output
-
-    def _target_of(
-        self, trees: ScoringTreesV1, logits: Tensor, metadata: SamplingMetadata
-    ) -> TargetDistribution:
-        params = self._params()
-        logits = edited_by_paths(logits, trees, metadata, params, self.input_batch)
-        return TargetDistribution(logits, metadata.temperature, truncation_of(metadata, params))
 
     def _verify(
         self, trees: ScoringTreesV1, target: TargetDistribution, metadata: SamplingMetadata

@@ -17,19 +17,12 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
-from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
+from sequoia_vllm.engine.v1.verifier import TargetDistribution
 from sequoia_vllm.verification.topology import VerifyResult
 
 
 def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) -> SamplingMetadata:
-    """Drops the generators of requests in mid-prefill, so that they stay where they are.
-
-    vLLM samples a token for them too, discards it and rewinds the generator. CPU generators
-    cannot be rewound.
-
-    Args:
-        discarded: bool ``[requests]``: whose sampled token vLLM discards.
-    """
+    """Drops generators of requests in mid-prefill, as vLLM rewinds them, and CPUs' cannot be."""
     if not metadata.generators:
         return metadata
     kept = {r: generator for r, generator in metadata.generators.items() if not discarded[r]}
@@ -87,23 +80,20 @@ def _rows_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Finds the logits row behind each emitted token.
 
-    Returns:
-        int64 ``[requests]``: each root's row in the logits, or a treeless request's only row.
-        int64 ``[requests, W]``: emitted tokens, -1 padded; treeless requests have only -1.
-        int64 ``[requests, W]``: the logits row that each emitted token was drawn from; padding
-        repeats the root's. bool ``[requests]``: which requests have no tree.
+    Returns each request's root row ``[requests]``, emitted tokens ``[requests, W]`` with -1 for
+    none, their rows ``[requests, W]``, where padding repeats the root's, and which requests have no
+    tree.
     """
-    device = trees.requests.device
-    rows_of_request = torch.ones(num_reqs, dtype=torch.int64, device=device)
+    rows_of_request = torch.ones(num_reqs, dtype=torch.int64)
     rows_of_request[trees.requests] = trees.num_nodes
     root_rows = rows_of_request.cumsum(0) - rows_of_request
     width = result.output_tokens.shape[1]
-    tokens = torch.full((num_reqs, width), -1, dtype=torch.int64, device=device)
+    tokens = torch.full((num_reqs, width), -1, dtype=torch.int64)
     tokens[trees.requests] = result.output_tokens
     # Token j of a path was drawn at its node j - 1; the first at the root.
-    nodes = torch.zeros(num_reqs, width, dtype=torch.int64, device=device)
+    nodes = torch.zeros(num_reqs, width, dtype=torch.int64)
     nodes[trees.requests, 1:] = result.accepted_nodes.clamp(min=0)
-    without_tree = torch.ones(num_reqs, dtype=torch.bool, device=device)
+    without_tree = torch.ones(num_reqs, dtype=torch.bool)
     without_tree[trees.requests] = False
     return root_rows, tokens, root_rows[:, None] + nodes, without_tree
 
@@ -114,16 +104,9 @@ def wants_logprobs(metadata: SamplingMetadata) -> bool:
 
 
 def _values(mode: str, rows: Tensor, logits: Tensor, target: TargetDistribution) -> Tensor:
-    """Values to report of all tokens at these rows, float32 ``[requests * W, V]``.
-
-    Args:
-        mode: vLLM's ``logprobs_mode``.
-        rows: int64 ``[requests, W]``: rows of the logits.
-        logits: ``[all rows, V]``, unprocessed.
-        target: Processes the logits where the mode asks for it.
-    """
+    """Values to report of all tokens at rows ``[requests, W]``, float32 ``[requests * W, V]``."""
     if mode in PROCESSED_LOGPROBS_MODES:
-        requests = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
+        requests = torch.arange(len(rows)).repeat_interleave(rows.shape[1])
         values = target.process(rows.flatten(), requests)
     else:
         values = logits[rows.flatten()].to(torch.float32)
@@ -144,9 +127,8 @@ def _logprobs(
 def forget_stale_budgets(holder: ThinkingBudgetStateHolder, sampling_params: Sequence[Any]) -> None:
     """Removes budgets from the rows of requests that have none.
 
-    vLLM keeps budgets by batch row. When a request ends, another one may move into its row. vLLM
-    then leaves the budget in the row if the other request has none. The sampler would force the
-    end of thinking on it, and on its neighbours where it has drafts.
+    vLLM keeps budgets by batch row. When a request ends, another one without a budget may move into
+    its row, and the sampler would force the end of thinking on it and its neighbours with drafts.
 
     Args:
         sampling_params: Each request's `SamplingParams`, in batch order.

@@ -1,9 +1,8 @@
 """Seeded requests: they get the same tokens as from plain vLLM.
 
 vLLM's CPU sampler draws one 31-bit seed per token from the request's generator and returns
-``argmax(logits + gumbel(seed))``. A tree node at depth d stands for plain vLLM's d-th next draw.
-So the target's token at a node is a *function* of its logits, and matching verifies the request,
-as for greedy ones. Neither the batch nor the trimming of the tree changes its output.
+``argmax(logits + gumbel(seed))``. A tree node at depth d stands for plain vLLM's d-th next draw. So
+the target's token at a node is a *function* of its logits, and matching verifies the request.
 """
 
 import torch
@@ -30,8 +29,7 @@ def consume_seeds(generator: torch.Generator, count: int) -> None:
 class SessionSeeds:
     """Follows requests whose prompts come in pieces; each turn continues the last one's seeds.
 
-    The last step of a turn may have drawn seeds for tokens behind its end. The runner calls
-    `continue_session` when the next piece arrives, and `forget` when the request has finished.
+    The last step of a turn may have drawn seeds for tokens behind its end.
     """
 
     def __init__(self) -> None:
@@ -57,18 +55,14 @@ class SessionSeeds:
 
 
 def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
-    """The noise that vLLM's CPU sampler adds to a row's logits.
+    """The noise that vLLM's CPU sampler adds to a row's logits, float32 ``[R, V]``.
 
-    Drafting alone uses it: with the target's noise, the draft often chooses the target's token.
-    A wrong value here would lower acceptance, but keep outputs correct.
+    Drafting alone uses it: a wrong value would lower acceptance, but keep outputs correct.
 
     Args:
         seeds: int64 ``[R]``.
-
-    Returns:
-        float32 ``[R, V]``.
     """
-    token = torch.arange(1, vocab_size + 1, device=seeds.device)
+    token = torch.arange(1, vocab_size + 1)
     bits = _shift(_mix(_mix(seeds)[:, None] + token * _GAMMA), 11)
     uniform = (bits.double() + 0.5) * 2.0**-53
     return -torch.log(-torch.log(uniform)).float()

@@ -4,30 +4,86 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from sequoia_vllm.engine.v1.batch_trees import Draft, ScoringTreesV1
 from sequoia_vllm.engine.v1.seeded import consume_seeds, peek_seeds
-from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
 from sequoia_vllm.verification.replaced import verify_replaced
+from sequoia_vllm.verification.sampling import GREEDY_BELOW, Truncation
 from sequoia_vllm.verification.topology import Topology, VerifyResult
 from sequoia_vllm.verification.walk import match_nodes, match_tree, take_rows
+
+
+def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Truncation:
+    """The top-k, top-p and min-p of a batch's requests."""
+    min_p = [params.min_p if params is not None else 0.0 for params in sampling_params]
+    return Truncation(
+        top_k=metadata.top_k,
+        top_p=metadata.top_p,
+        min_p=torch.tensor(min_p) if any(min_p) else None,
+    )
+
+
+@dataclass(frozen=True)
+class TargetDistribution:
+    """Applies temperature, min-p, top-k and top-p as vLLM's sampler does, in its order.
+
+    The verifier asks only for rows that its walk reaches: `probabilities` where it samples,
+    `process` where a seed decides.
+    """
+
+    logits: Tensor  # ``[rows, V]``: the target's logits of this step, any float dtype
+    temperature: Tensor | None  # float32 ``[requests]``, or None if all are greedy
+    truncation: Truncation  # what each request excludes
+
+    def is_greedy(self, requests: Tensor) -> Tensor:
+        """Which of these requests are greedy, bool ``[A]``; needs a batch where some are not."""
+        assert self.temperature is not None
+        return self.temperature[requests] < GREEDY_BELOW
+
+    def process(self, rows: Tensor, requests: Tensor) -> Tensor:
+        """Logits of these rows after the sampling parameters of their requests.
+
+        Args:
+            rows: int64 ``[A]``: rows of ``logits``.
+            requests: int64 ``[A]``: the request of each row.
+
+        Returns:
+            float32 ``[A, V]``, a fresh tensor; excluded tokens are -inf. Greedy requests get
+            temperature 1, and no processing if the whole batch is greedy, as in vLLM's sampler.
+        """
+        logits = self.logits[rows].to(torch.float32)
+        if self.temperature is None:
+            return logits
+        temperature = self.temperature[requests]
+        temperature = torch.where(temperature < GREEDY_BELOW, 1.0, temperature)
+        logits.div_(temperature.unsqueeze(1))
+        own = self.truncation.of(requests)
+        if own.min_p is not None:
+            probs = logits.softmax(dim=-1)
+            floor = probs.amax(dim=-1, keepdim=True) * own.min_p.unsqueeze(1)
+            logits.masked_fill_(probs < floor, float("-inf"))
+        return apply_top_k_top_p(logits, own.top_k, own.top_p)
+
+    def probabilities(self, rows: Tensor, requests: Tensor) -> Tensor:
+        """P of these rows; float32 ``[A, V]``, a fresh tensor. See `process`."""
+        return self.process(rows, requests).softmax(dim=-1, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class TreeVerifierV1:
     """Applies the Sequoia verifier to the trees of one step.
 
-    The runner calls `verify` once per step with trees, after the target's forward and before
-    the commit. It changes nothing but the generators of seeded requests.
-
-    Greedy requests are matched against the target's argmax, seeded requests against the token
-    that their seed gives (see `seeded`). `method` verifies the others with the stored draft
-    distributions; `verify_replaced` handles trees in which a grammar replaced drafts.
+    Greedy requests are matched against the target's argmax, seeded requests against the token that
+    their seed gives (see `seeded`). `method` verifies the others with the stored draft
+    distributions.
     """
 
     greedy_argmax: Callable[[Tensor], Tensor]  # ``logits [R, V] -> tokens [R]``: the engine's
@@ -41,22 +97,17 @@ class TreeVerifierV1:
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
-        """Accepted nodes and emitted tokens of every tree.
+        """Accepted nodes and emitted tokens of every tree, in the order of ``trees.requests``.
 
         Args:
-            generators: Generators of the batch's seeded requests, by request
-                index; each advances by one draw per emitted token.
-
-        Returns:
-            Rows in the order of ``trees.requests``.
+            generators: Those of seeded requests, by request index; each advances by one draw per
+                emitted token.
         """
         if target.temperature is None:
-            everyone = torch.arange(len(trees.requests), device=trees.requests.device)
+            everyone = torch.arange(len(trees.requests))
             return self._verify_greedy(trees, everyone, target)
         greedy = target.is_greedy(trees.requests)
-        seeded = torch.tensor(
-            [request in generators for request in trees.requests.tolist()], device=greedy.device
-        )
+        seeded = torch.tensor([request in generators for request in trees.requests.tolist()])
         kinds = (
             (greedy, self._verify_greedy),
             (seeded & ~greedy, partial(self._verify_seeded, generators=generators)),
@@ -127,8 +178,8 @@ class TreeVerifierV1:
 
 def topology_of(parents: Tensor) -> Topology:
     """`Topology` of trees with parents int64 ``[B, N]``; cached, as most steps repeat them."""
-    host = parents.cpu().numpy()
-    return _topology(host.tobytes(), host.shape).to(parents.device)
+    host = parents.numpy()
+    return _topology(host.tobytes(), host.shape)
 
 
 @lru_cache(maxsize=1024)
@@ -138,10 +189,7 @@ def _topology(parents: bytes, shape: tuple[int, int]) -> Topology:
 
 
 def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Tensor]:
-    """Stored Q of these drafts: ``probs [P, V]`` and the row of each node, ``[B, max_nodes]``.
-
-    A request without a draft of ours has no children: the verifier does not read its row.
-    """
+    """Stored Q of these drafts: ``probs [P, V]`` and the row of each node, ``[B, max_nodes]``."""
     passes = {id(draft.grown): draft.grown for draft in drafts if draft is not None}
     if not passes:
         return torch.zeros(0, 0), torch.zeros(len(drafts), max_nodes, dtype=torch.int64)
@@ -149,7 +197,7 @@ def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Te
     starts = accumulate((len(part) for part in stored[:-1]), initial=0)
     offsets = dict(zip(passes, starts, strict=True))
     probs = stored[0] if len(stored) == 1 else torch.cat(stored)
-    rows = torch.zeros(len(drafts), max_nodes, dtype=torch.int64, device=probs.device)
+    rows = torch.zeros(len(drafts), max_nodes, dtype=torch.int64)
     for index, draft in enumerate(drafts):
         if draft is not None:
             own = draft.grown.probs_rows[draft.row, :max_nodes]
@@ -160,10 +208,9 @@ def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Te
 def _merge(results: list[tuple[Tensor, VerifyResult]], batch: int) -> VerifyResult:
     """Joins the results of disjoint sets of rows in batch order."""
     depth = max(result.accepted_nodes.shape[1] for _, result in results)
-    device = results[0][0].device
-    accepted = torch.full((batch, depth), -1, dtype=torch.int64, device=device)
-    tokens = torch.full((batch, depth + 1), -1, dtype=torch.int64, device=device)
-    counts = torch.zeros(batch, dtype=torch.int64, device=device)
+    accepted = torch.full((batch, depth), -1, dtype=torch.int64)
+    tokens = torch.full((batch, depth + 1), -1, dtype=torch.int64)
+    counts = torch.zeros(batch, dtype=torch.int64)
     for chosen, result in results:
         accepted[chosen, : result.accepted_nodes.shape[1]] = result.accepted_nodes
         tokens[chosen, : result.output_tokens.shape[1]] = result.output_tokens

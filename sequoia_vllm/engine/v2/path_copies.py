@@ -9,11 +9,7 @@ from torch import Tensor
 
 
 class PathCopies:
-    """Copies of accepted paths under way from the device to the host.
-
-    The runner calls `start` after the commit in each step with trees, and `arrived` in every
-    step. On CPUs copies arrive at once.
-    """
+    """Copies of accepted paths under way from device to host; on CPUs they arrive at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -55,10 +51,7 @@ class PathCopies:
 
 
 class DraftingClock:
-    """Seconds that a GPU drafts after a step's outcome has left for the engine core.
-
-    On CPUs the outcome comes after drafting, and nothing is timed.
-    """
+    """Seconds that a GPU drafts after a step's outcome has left; on CPUs outcomes come later."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

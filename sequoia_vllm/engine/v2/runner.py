@@ -1,6 +1,6 @@
 """Model Runner V2 with token trees."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -21,15 +21,14 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.common.cluster import as_alone
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.runner.attention_layers import supported_layers
 from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
-from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend, TreeScoring
 from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.tree_memory import log_added, most_masked
@@ -43,12 +42,12 @@ from sequoia_vllm.kernels.tree_shapes import only_shape
 class TreeRunner(GPUModelRunner):
     """Grows, scores, verifies and commits token trees within vLLM's V2 step.
 
-    vLLM's step calls, in this order: `add_requests` (requests begin, resume, get blocks)
-    -> `prepare_inputs` -> `prepare_attn` (positions by depth) -> the model state's
-    `prepare_attn`, which is `_attention_metadata` (tree masks) -> the target's forward ->
-    `sample` (the verifier in the rejection sampler's place, then the commit) -> the
-    proposer's `propose` (the draft reads the committed tokens and grows the next trees) ->
-    `take_draft_token_ids`, if the scheduler asks for drafts. Nothing waits for the device.
+    vLLM's step calls, in this order: `add_requests` -> `prepare_inputs` -> `prepare_attn`
+    (positions by depth) -> the model state's `prepare_attn`, which is `_attention_metadata` (tree
+    masks) -> the target's forward -> `sample` (the verifier in the rejection sampler's place, then
+    the commit) -> the proposer's `propose` (the draft reads the committed tokens and grows the next
+    trees) -> `take_draft_token_ids`, if the scheduler asks for drafts. Nothing waits for the
+    device.
     """
 
     backend_class: type[TreeBackend]  # tree attention and commit of the device
@@ -93,11 +92,12 @@ class TreeRunner(GPUModelRunner):
     # Until: a backend can be chosen by the speculative method.
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model with our attention and our grammar masks; `set_up_trees` follows."""
+        most = most_masked(self.speculator.most_scored, self.max_num_reqs, self.max_num_tokens)
         with (
             self.tree_backend.replace_attention(),
             # Has room for the largest trees of all request slots: gigabytes. Until: vLLM's engine
             # core sends one mask for each node, and makes room by its schedule.
-            patched(model_runner, "StructuredOutputsWorker", self._masks_of_nodes),
+            patched(model_runner, "StructuredOutputsWorker", partial(MasksOfNodes, most)),
         ):
             super().load_model(*args, **kwargs)
 
@@ -124,8 +124,9 @@ class TreeRunner(GPUModelRunner):
         self.rejection_sampler = TreeVerifierV2(
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
         )
-        if any(_is_custom(processor) for processor in self.sampler.logits_processors):
-            self.speculator.modes.give_no_drafts()
+        kinds = map(type, self.sampler.logits_processors)
+        if any(not kind.__module__.startswith("vllm.") for kind in kinds):  # the user's own
+            self.speculator.modes.some_draft = False
         # Penalties and bad words take the rows before a node for its history. Until: vLLM's sampler
         # is told each row's history.
         self.sampler.logits_processors = along_paths(
@@ -140,15 +141,8 @@ class TreeRunner(GPUModelRunner):
             self.model_state.prepare_inputs = self._model_inputs
 
     def _after_commit(self, slots: Tensor, num_sampled: Any, *args: Any) -> None:
-        """Replaces the model state's `postprocess_state`, which looks for one state per token.
-
-        The commit has left a request one state, as plain decoding does with its one token.
-        """
+        """Replaces the model state's `postprocess_state`, which looks for one state per token."""
         self._plain_postprocess_state(slots, 1, *args)
-
-    def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
-        most = most_masked(self.speculator.most_scored, self.max_num_reqs, self.max_num_tokens)
-        return MasksOfNodes(most, self.max_num_tokens, **options)
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Calls vLLM's; a trial adds an estimate for the draft's graphs that it did not capture."""
@@ -276,13 +270,10 @@ class TreeRunner(GPUModelRunner):
 
 
 class AdaptersOfNodes(LoraState):
-    """Maps all rows of a request's logits to its adapter; vLLM's class maps one row.
-
-    In each step the runner calls `expect_rows`, then `make_lora_inputs`.
-    """
+    """Maps all rows of a request's logits to its adapter; vLLM's class maps one row."""
 
     def expect_rows(self, rows: NDArray[np.int32]) -> None:
-        """Notes the number of logits rows of each request in the batch, int ``[requests]``."""
+        """Notes each request's rows of logits, int ``[requests]``; `make_lora_inputs` follows."""
         self._rows = rows
 
     # Until: vLLM's V2 runner maps all rows of logits to adapters.
@@ -306,11 +297,7 @@ def new_proposer(
     tables: TreeTables,
     backend: TreeBackend,
 ) -> TreeProposerV2:
-    """Makes the proposer, with the drafter that the engine's kind names by a dotted path.
-
-    Raises:
-        TypeError: The kind names a class that is no `TreeDrafter`.
-    """
+    """Makes the proposer, with the drafter that the engine's kind names by a dotted path."""
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)
     path = kind.on_v2_for(vllm_config.speculative_config.draft_model_config.architectures)
     found = resolve_name(path)
@@ -318,7 +305,3 @@ def new_proposer(
         raise TypeError(f"{path}, which drafts with {kind.name}, is not a TreeDrafter")
     chains = init_speculator(as_alone(vllm_config), device, req_states)
     return TreeProposerV2(found(chains, tables.tree, backend), req_states, tables)
-
-
-def _is_custom(processor: Any) -> bool:
-    return not type(processor).__module__.startswith("vllm.")

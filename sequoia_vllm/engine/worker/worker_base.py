@@ -1,5 +1,6 @@
 """Base of Sequoia's workers, on every device and runner."""
 
+import platform
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -8,9 +9,15 @@ from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker
 
-from sequoia_vllm.engine.common.cluster import check_group, check_ranks, check_worker
-from sequoia_vllm.engine.common.device_name import current_device_name
-from sequoia_vllm.engine.common.replicas import in_lock_step
+from sequoia_vllm.engine.common.cluster import (
+    check_group,
+    check_ranks,
+    check_versions,
+    current_device_name,
+    current_versions,
+    in_lock_step,
+)
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import StepOutcome, attach_outcome
 
 
@@ -32,12 +39,9 @@ class SequoiaWorker(AgreeingWorker):
 
     # Until: vLLM compares versions of plugins between nodes, and one node configures all.
     def init_device(self) -> None:
-        """Calls vLLM's if versions, decisions and devices fit the engine's.
-
-        Raises:
-            ConfigError: Naming what differs, and the fix.
-        """
-        check_worker(self.vllm_config)
+        """Calls vLLM's if versions, decisions and devices fit the engine's (ConfigError if not)."""
+        versions = SequoiaSettings.of(self.vllm_config).versions
+        check_versions(versions, current_versions(), platform.node())
         super().init_device()
         check_group(
             self.vllm_config, current_device_name(self.device.index or 0), get_tp_group().cpu_group
@@ -47,10 +51,8 @@ class SequoiaWorker(AgreeingWorker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Calls vLLM's, then makes all that trees need on the device besides weights.
 
-        It does so after the model is loaded. Memory taken during loading counts as weights: the
-        second level of sleep throws it away, and only a loader makes it again. Our memory is of the
-        kind that vLLM keeps through sleep, like its own from `initialize_from_config` on. It is
-        there before memory is profiled.
+        Memory taken while loading counts as weights, and is lost in the second level of sleep. Ours
+        is of the kind that vLLM keeps, and there before memory is profiled.
         """
         super().load_model(load_dummy_weights=load_dummy_weights)
         if self.use_v2_model_runner:
@@ -66,10 +68,7 @@ class SequoiaWorker(AgreeingWorker):
 
     @cached_property
     def _takes_single_steps(self) -> bool:
-        """Whether the engine core waits for a step's outcome before it schedules the next.
-
-        Stages of a pipeline, which have several steps under way, are refused at start-up.
-        """
+        """Whether the engine core waits for a step's outcome: pipelines are refused at start-up."""
         return not self.vllm_config.scheduler_config.async_scheduling
 
     # Until: vLLM tells plugins how long the parts of a step take; vLLM's engine core sends workers
@@ -92,10 +91,7 @@ class SequoiaWorker(AgreeingWorker):
 
     # Until: vLLM carries a speculative method's own statistics from the worker to its loggers.
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Calls vLLM's, timed as part of the step.
-
-        Its output says what became of its trees, and which are next.
-        """
+        """Calls vLLM's, timed; its output says what became of its trees, and which are next."""
         stats, drafts, drafting = self.model_runner.stats, None, None
         stats.steps += 1
         with stats.timed("step"):

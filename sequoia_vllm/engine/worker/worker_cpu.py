@@ -5,7 +5,7 @@ from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
 
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.compat.contract import check_contract
-from sequoia_vllm.engine.offload.worker import OffloadingCPUWorker
+from sequoia_vllm.engine.offload.disk import OffloadingCPUWorker
 from sequoia_vllm.engine.worker.worker_base import AgreeingWorker, SequoiaWorker
 
 
@@ -17,11 +17,7 @@ class SequoiaCPUWorker(SequoiaWorker, OffloadingCPUWorker):
     """vLLM's CPU worker with our model runner."""
 
     def init_device(self) -> None:
-        """Calls vLLM's, which builds `CPUModelRunner` by that module-level name.
-
-        The name is patched meanwhile: no second runner, with its buffers, is
-        built only to be thrown away.
-        """
+        """Calls vLLM's, which builds `CPUModelRunner` by that module-level name: ours meanwhile."""
         check_contract(v2=self.use_v2_model_runner)
         if self.use_v2_model_runner:
             from sequoia_vllm.engine.v2.runner_cpu import SequoiaCPUModelRunnerV2

@@ -27,9 +27,9 @@ class SequoiaGPUWorker(SequoiaWorker):
 
     # Until: its warm-up has a sampled request without penalties; for statistics: never.
     def compile_or_warm_up_model(self) -> Any:
-        """Warms up what vLLM's requests do not reach (`TreeVerifierV2.warm_up`), then calls vLLM's.
+        """Warms up what vLLM's requests do not reach, then calls vLLM's.
 
-        Ours comes first: at the end of vLLM's it begins to warn of kernels that are compiled late.
+        At its end vLLM begins to warn of kernels that are compiled late.
         """
         self.model_runner.rejection_sampler.warm_up(self.model_config.dtype)
         fewer_requests = partial(warm_up, gpu_worker.warmup_kernels)

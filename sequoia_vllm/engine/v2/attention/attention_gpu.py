@@ -6,7 +6,7 @@ kernel, which reads the same KV cache. No row goes through both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -27,29 +27,67 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
-from sequoia_vllm.engine.v2.attention.other_rows import OtherChains
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.node_masks import NodeMasks
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 
 
+@dataclass(frozen=True)
+class OtherChains:
+    """Rows that are not tree nodes, after all nodes: chains of tokens, as vLLM expects them."""
+
+    first: int  # the first such row
+    metadata: Any  # vLLM's, as if the batch had only their requests
+
+
+def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
+    """vLLM's metadata of the batch without these trees; None: nothing is left.
+
+    Tensors that begin in the middle of a buffer are copied: Triton compiles a kernel for the
+    alignment of its pointers, and would compile vLLM's again while requests wait.
+    """
+    if (rows := trees.others) is None:
+        return None
+    begin = trees.num_requests
+    alone = replace(
+        metadata,
+        num_actual_tokens=metadata.num_actual_tokens - rows.first,
+        max_query_len=rows.max_rows,
+        query_start_loc=metadata.query_start_loc[begin:] - rows.first,
+        max_seq_len=rows.max_keys,
+        seq_lens=metadata.seq_lens[begin:].clone(),
+        block_table=metadata.block_table[begin:].clone(),
+        scheduler_metadata=None,  # FlashAttention 3's plan is for all rows; now each layer plans
+        **_ranges_of_images(metadata, begin, rows.first),
+    )
+    return OtherChains(rows.first, alone)
+
+
+def _ranges_of_images(metadata: Any, request: int, row: int) -> dict[str, Any]:
+    """Where images' tokens see each other, by request or row, without the first of either."""
+    ranges: dict[str, Any] = {}
+    if (by_request := getattr(metadata, "mm_prefix_range_tensor", None)) is not None:
+        ranges["mm_prefix_range_tensor"] = by_request[request:].clone()
+        ranges["mm_prefix_range"] = {
+            index - request: found
+            for index, found in metadata.mm_prefix_range.items()
+            if index >= request
+        }
+    if (by_row := getattr(metadata, "mm_prefix_query_range_tensor", None)) is not None:
+        ranges["mm_prefix_query_range_tensor"] = by_row[row:].clone()
+    return ranges
+
+
 @dataclass(frozen=True, kw_only=True)
 class GPUTreeQueries(NodeQueries):
-    """Tree nodes of a pass of draft or target, and what they attend to.
+    """Tree nodes of a pass of draft or target, and what they attend to."""
 
-    Attributes:
-        block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
-        masks: The kernel's form of ``ancestors``, made once for each window.
-        workspace: The kernel's buffers.
-        others: The batch's other rows; None: it has none.
-        flash_max_context: Longest context, if FlashAttention reads the contexts; None: our
-            kernel reads them.
-    """
-
-    block_table: Tensor
-    masks: NodeMasks
-    workspace: TreeAttentionWorkspace
-    others: OtherChains | None = None
+    block_table: Tensor  # int32 ``[R, max_blocks]``: the cache blocks of each request
+    masks: NodeMasks  # the kernel's form of ``ancestors``, made once for each window
+    workspace: TreeAttentionWorkspace  # the kernel's buffers
+    others: OtherChains | None = None  # the batch's other rows; None: it has none
     flash_max_context: int | None = None
+    """Longest context, if FlashAttention reads the contexts; None: our kernel reads them."""
 
     @property
     def only_trees(self) -> bool:
@@ -59,15 +97,10 @@ class GPUTreeQueries(NodeQueries):
 
 @dataclass(frozen=True)
 class DraftMetadata:
-    """Attention metadata of a draft pass, whose rows are all tree nodes.
-
-    Attributes:
-        tree: The nodes.
-        slot_mapping: int64 ``[rows]``: slots of their keys and values.
-    """
+    """Attention metadata of a draft pass, whose rows are all tree nodes."""
 
     tree: GPUTreeQueries
-    slot_mapping: Tensor
+    slot_mapping: Tensor  # int64 ``[rows]``: slots of their keys and values
 
 
 class GPUTreeForward(TreeForward):
@@ -121,8 +154,7 @@ class GPUTreeForward(TreeForward):
     ) -> Tensor | None:
         """Writes the trees' attention to their contexts.
 
-        Returns:
-            Its log-sum-exps, float32 ``[Hq, T]``; None: the trees' kernel does it all.
+        Returns its log-sum-exps, float32 ``[Hq, T]``; None: the trees' kernel does it all.
         """
         return None
 
@@ -185,15 +217,8 @@ class FlashTreeBackend(FlashAttentionBackend):
     # Layers of some versions (`CHANGED`) may pass no keys and values to `forward`.
     supports_kv_cache_update_bypass = False
 
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
-        """The attention implementation."""
-        return FlashTreeImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        """The metadata builder."""
-        return FlashTreeBuilder
+    get_impl_cls = staticmethod(lambda: FlashTreeImpl)
+    get_builder_cls = staticmethod(lambda: FlashTreeBuilder)
 
 
 class TritonTreeBackend(TritonAttentionBackend):
@@ -201,12 +226,5 @@ class TritonTreeBackend(TritonAttentionBackend):
 
     supports_kv_cache_update_bypass = False
 
-    @staticmethod
-    def get_impl_cls() -> type[TritonAttentionImpl]:
-        """The attention implementation."""
-        return TritonTreeImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
-        """The metadata builder."""
-        return TritonTreeBuilder
+    get_impl_cls = staticmethod(lambda: TritonTreeImpl)
+    get_builder_cls = staticmethod(lambda: TritonTreeBuilder)

@@ -1,7 +1,6 @@
-"""CPU_ATTN with trees, for Model Runner V2.
+"""CPU_ATTN with trees, for Model Runner V2, as on the V1 runner.
 
-vLLM's CPU builds run the V2 runner if Triton has a CPU driver. Attention and KV cache are the
-same as on the V1 runner.
+vLLM's CPU builds run the V2 runner if Triton has a CPU driver.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from sequoia_vllm.engine.runner.cpu_attention import (
     unsupported_attention,
 )
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
-from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend
 from sequoia_vllm.kernels.tree_shapes import only_shape
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import (
@@ -23,22 +24,58 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import (
     DraftMetadata,
     GPUTreeForward,
     GPUTreeQueries,
+    other_chains,
 )
-from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.attention.backend_classes import CLASSES
-from sequoia_vllm.engine.v2.attention.gdn_layers import GdnTreeLayer
-from sequoia_vllm.engine.v2.attention.mamba_layers import ConvTreeLayer, MambaTreeLayer
-from sequoia_vllm.engine.v2.attention.other_rows import other_chains
+from sequoia_vllm.engine.v2.attention.mamba_layers import (
+    ConvTreeLayer,
+    GdnTreeLayer,
+    MambaTreeLayer,
+)
 from sequoia_vllm.engine.v2.attention.recurrent_layers import (
+    NodeStates,
     RecurrentTreeLayer,
     RecurrentTreeMetadata,
     replaced_layers,
+    scored_nodes,
 )
-from sequoia_vllm.engine.v2.attention.recurrent_states import NodeStates, scored_nodes
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.node_masks import NodeMasks
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace
+
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+class NoTreesBackend:
+    """Registered for what trees cannot use: vLLM then takes the next one that it prefers."""
+
+    @staticmethod
+    def validate_configuration(**_selected: Any) -> list[str]:
+        """Reasons why vLLM must not use it for any layer."""
+        return [
+            "trees cannot use it: leave --attention-backend out, or name FLASH_ATTN (for latent "
+            "attention TRITON_MLA)"
+        ]
+
+
+CLASSES = {
+    AttentionBackendEnum.FLASH_ATTN: f"{_PACKAGE}.attention_gpu.FlashTreeBackend",
+    AttentionBackendEnum.TRITON_ATTN: f"{_PACKAGE}.attention_gpu.TritonTreeBackend",
+    AttentionBackendEnum.TRITON_MLA: f"{_PACKAGE}.mla_layers.MLATreeBackend",
+    **dict.fromkeys(
+        (
+            # Preferred on Blackwell; the next two where images attend in both directions.
+            AttentionBackendEnum.FLASHINFER, AttentionBackendEnum.TRITON_FLASHINFER,
+            AttentionBackendEnum.TRITON_FLASH_ATTN,
+            AttentionBackendEnum.CUTLASS_MLA, AttentionBackendEnum.FLASH_ATTN_MLA,
+            AttentionBackendEnum.FLASHINFER_MLA, AttentionBackendEnum.FLASHMLA,
+            AttentionBackendEnum.TOKENSPEED_MLA,
+        ),
+        f"{__name__}.{NoTreesBackend.__qualname__}",
+    ),
+}  # fmt: skip
+"""Paths of our classes."""
+
 
 _LARGEST_HEAD = 512  # Gemma 4's layers without a window, and latents
 

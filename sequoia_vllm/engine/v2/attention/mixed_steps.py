@@ -14,8 +14,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import window_of
 from sequoia_vllm.engine.v2.attention.attention_gpu import GPUTreeForward
-from sequoia_vllm.engine.v2.attention.backend import shared_metadata
 from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
+from sequoia_vllm.engine.v2.attention.scoring import shared_metadata
 from sequoia_vllm.hardware.graph_sizes import MIXED_TOKENS
 from sequoia_vllm.kernels.segments import CHAIN, TREE, cut_rows, most_segments, with_chain
 
@@ -37,7 +37,6 @@ class MixedSteps:
     replay, and waits for nothing on the device.
 
     Args:
-        backend: Has the kernel's masks and memory.
         ancestors: bool ``[N, N]``: the engine's tree.
         impls: The target's attention.
         max_num_reqs: Requests of the largest step.

@@ -125,12 +125,5 @@ class MLATreeBuilder(LatentTreeBuilder, TritonMLAMetadataBuilder):
 class MLATreeBackend(TritonMLABackend):
     """Registered for TRITON_MLA in the workers of a Sequoia engine only."""
 
-    @staticmethod
-    def get_impl_cls() -> type[TritonMLAImpl]:
-        """The attention implementation."""
-        return MLATreeImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonMLAMetadataBuilder]:
-        """The metadata builder."""
-        return MLATreeBuilder
+    get_impl_cls = staticmethod(lambda: MLATreeImpl)
+    get_builder_cls = staticmethod(lambda: MLATreeBuilder)

@@ -22,42 +22,33 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from sequoia_vllm.engine.common.settings import without_speculation
+from sequoia_vllm.engine.runner.kv_commit import layers_by_cache
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.recurrent_tree import (
     NEVER,
     KeptNodes,
     RecurrentHeads,
+    RecurrentStates,
     ScoredNodes,
+    commit_nodes,
     convolve_nodes,
 )
 
 
 @dataclass
 class RecurrentTreeMetadata:
-    """What a layer needs in a step with trees, whose rows come first.
+    """What a layer needs in a step with trees, whose rows come first."""
 
-    Attributes:
-        state_indices: int32 ``[R]``: block of each tree's state; 0: a CUDA graph's padding.
-        block_table: int32 ``[R, columns]``: all state blocks of a request.
-        block_size: Tokens after which vLLM keeps a state for others; `NEVER`: it keeps none.
-        num_rows: Rows of tree nodes.
-        others: vLLM's metadata, as if the batch had only the requests without trees; None: it has
-            no others.
-        tree: The nodes; the runner sets it.
-    """
-
-    state_indices: Tensor
-    block_table: Tensor
-    block_size: int
-    num_rows: int
-    others: Any = None
-    tree: ScoredNodes | None = None
+    state_indices: Tensor  # int32 ``[R]``: block of each tree's state; 0: a CUDA graph's padding
+    block_table: Tensor  # int32 ``[R, columns]``: all state blocks of a request
+    block_size: int  # tokens after which vLLM keeps a state for others; `NEVER`: it keeps none
+    num_rows: int  # of tree nodes
+    others: Any = None  # vLLM's metadata of the requests without trees alone; None: there are none
+    tree: ScoredNodes | None = None  # the nodes; the runner sets it
 
 
 class RecurrentTreeBuilder:
-    """Builds vLLM's metadata of an engine without speculation, and ours for trees.
-
-    Builders derive from it and one of vLLM's, this first.
-    """
+    """Builds vLLM's metadata without speculation, and ours for trees; derive from it first."""
 
     vllm_config: VllmConfig
     kv_cache_spec: Any
@@ -145,18 +136,14 @@ class RecurrentTreeLayer:
 
     Layers derive from it and one of vLLM's, this first.
 
-    Attributes:
-        builder: Builds this kind of layer's metadata; of both classes.
-        kept: What nodes leave for the commit; set once layers are loaded.
-        place: Which of its layers this is.
     """
 
-    builder: Any
+    builder: Any  # builds this kind of layer's metadata; of both classes
     prefix: str
     kv_cache: tuple[Tensor, ...]
     conv1d: Any
-    kept: KeptNodes
-    place: int
+    kept: KeptNodes  # what nodes leave for the commit; set once layers are loaded
+    place: int  # which of its layers this is
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -241,3 +228,70 @@ def replaced_layers(*classes: type) -> Iterator[None]:
     finally:
         for name in ours:
             del op_registry_oot[name]
+
+
+class NodeStates:
+    """The target's recurrent layers.
+
+    Args:
+        layers: By name, all of one shape; at least one.
+        rows: The most nodes of a step, roots included.
+    """
+
+    def __init__(self, layers: dict[str, RecurrentTreeLayer], rows: int) -> None:
+        self._layers = layers
+        [shape] = {layer.shape for layer in layers.values()}
+        [weight, *_] = [layer.convolution.weight for layer in layers.values()]
+        self.kept = KeptNodes.empty(
+            shape, len(weight), len(layers), rows, weight.dtype, weight.device
+        )
+        for place, layer in enumerate(layers.values()):
+            layer.kept, layer.place = self.kept, place
+        self._groups: list[tuple[str, RecurrentStates]] = []
+
+    def commit(self, metadata: dict[str, Any], trees: ScoringTreesV2, accepted: Tensor) -> None:
+        """Replays the accepted paths on all layers' states: at most two launches per cache group.
+
+        Args:
+            metadata: Each layer's metadata of this step.
+            accepted: int32 ``[R, D]``: accepted nodes by depth, then -1.
+        """
+        if not self._groups:
+            self._groups = self._by_group(metadata)
+        for name, states in self._groups:
+            found = metadata[name]
+            commit_nodes(
+                states,
+                self.kept,
+                nodes=found.tree,
+                accepted=accepted,
+                context_lens=trees.context_lens,
+                block_table=found.block_table,
+                block_size=found.block_size,
+            )
+
+    def _by_group(self, metadata: dict[str, Any]) -> list[tuple[str, RecurrentStates]]:
+        """The first layer of each cache group, and the states of all its layers."""
+        inputs = {name: layer.last_inputs for name, layer in self._layers.items()}
+        found = []
+        for names in layers_by_cache(inputs, metadata):
+            layers = [self._layers[name] for name in names]
+            states = RecurrentStates.of(
+                [layer.last_inputs for layer in layers],
+                [state for layer in layers for state in layer.kv_cache[1:]],
+                [layer.place for layer in layers],
+            )
+            found.append((names[0], states))
+        return found
+
+
+def scored_nodes(trees: ScoringTreesV2, metadata: RecurrentTreeMetadata) -> ScoredNodes:
+    """The trees, as kernels read them; views of buffers that stay in place for CUDA graphs."""
+    return ScoredNodes(
+        cu_nodes=trees.query_start_loc,
+        slots=trees.request_slots,
+        parents=trees.parents,
+        ancestors=trees.ancestors,
+        depth=trees.depth,
+        state_indices=metadata.state_indices[: trees.num_requests],
+    )

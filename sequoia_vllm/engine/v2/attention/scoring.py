@@ -1,8 +1,11 @@
-"""Prepares the target's pass on Model Runner V2: tree nodes' positions, and the keys they see."""
+"""Prepares the target's pass on Model Runner V2: nodes' positions, keys, and each device's part."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,37 +18,21 @@ from sequoia_vllm.kernels.scoring_inputs import place_nodes
 
 @dataclass(frozen=True)
 class OtherRows:
-    """Rows of prompts and of requests that decode without drafts; they follow all trees' rows.
+    """Rows of prompts and of requests that decode without drafts; they follow all trees' rows."""
 
-    Attributes:
-        first: The first such row.
-        max_rows: The most such rows of any request.
-        max_keys: Upper bound of the tokens of any such request.
-    """
-
-    first: int
-    max_rows: int
-    max_keys: int
+    first: int  # the first such row
+    max_rows: int  # the most such rows of any request
+    max_keys: int  # upper bound of the tokens of any such request
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringTreesV2(NodeQueries):
-    """The trees of a batch; vLLM sorts their requests first.
+    """The trees of a batch, for attention and commit; vLLM sorts their requests first."""
 
-    `TreeScoring` makes it before the target's forward. The backend makes the attention's queries
-    from it, and reads it again to commit the accepted paths.
-
-    Attributes:
-        parents: int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1.
-        depth: Of the tree's deepest node.
-        others: The rows that are not tree nodes; None: there are none.
-        by_flash: Whether FlashAttention reads the contexts, where a layer can leave them to it.
-    """
-
-    parents: Tensor
-    depth: int
-    others: OtherRows | None = None
-    by_flash: bool = False
+    parents: Tensor  # int32 ``[N]``, or ``[S, N]`` by slot: each node's; the root's is -1
+    depth: int  # of the tree's deepest node
+    others: OtherRows | None = None  # the rows that are not tree nodes; None: there are none
+    by_flash: bool = False  # whether FlashAttention reads contexts, where a layer can leave it to
 
     @property
     def num_requests(self) -> int:
@@ -57,11 +44,9 @@ class TreeScoring:
     """Turns vLLM's layout of drafts as chains into trees.
 
     Before the target's forward the runner calls `place`, which writes the positions and the
-    contexts that the forward reads. Then it calls `trees_of` for the attention metadata, or
-    `trees_to_capture` while vLLM captures CUDA graphs.
-
-    vLLM computes slots from consecutive positions, and they stay so. Node i has slot c + i and
-    RoPE position c + depth(i), where c is the context's length.
+    contexts that the forward reads; then `trees_of`, or `trees_to_capture` for CUDA graphs. vLLM's
+    slots stay: node i has slot c + i and RoPE position c + depth(i), where c is the context's
+    length.
     """
 
     def __init__(self, tables: TreeTables, max_num_reqs: int, device: torch.device) -> None:
@@ -70,10 +55,10 @@ class TreeScoring:
         self.slots = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
 
     def place(self, batch: InputBatch, axes: Tensor | None = None) -> None:
-        """Gives tree nodes the position of their depth, and notes contexts' lengths and slots.
+        """Gives nodes the position of their depth, and notes contexts' lengths and slots, in place.
 
-        It writes in place, on the device, to buffers that CUDA graphs read. With ``axes``, M-RoPE's
-        positions ``[axes, tokens]``, it places nodes there and notes nothing.
+        With ``axes``, M-RoPE's positions ``[axes, tokens]``, it places nodes there and notes
+        nothing.
         """
         if batch.num_draft_tokens > 0:
             noted = (self.context_lens, self.slots) if axes is None else None
@@ -124,3 +109,76 @@ class TreeScoring:
             max_keys=max_keys,
             others=others,
         )
+
+
+class TreeBackend(ABC):
+    """Tree attention and commit on one kind of device.
+
+    Args:
+        ancestors: bool ``[N, N]``, on the device: the engine's tree; or those of `TreeShapes`.
+    """
+
+    @abstractmethod
+    def __init__(self, ancestors: Tensor) -> None: ...
+
+    @abstractmethod
+    def replace_attention(self) -> AbstractContextManager[None]:
+        """Makes layers built within the block use our attention backend."""
+
+    @abstractmethod
+    def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
+        """Reason why tree attention cannot serve this layer; None: it can."""
+
+    def keep_nodes(self, layers: dict[str, Any], rows: int) -> int:
+        """Allocates what recurrent ``layers`` of the target keep of nodes until the commit.
+
+        Args:
+            rows: The most nodes of a step, roots included.
+
+        Returns:
+            Bytes; 0: there are no such layers.
+        """
+        return 0
+
+    attends_without_trees = False
+    """Whether our attention has rows in steps without trees, too; so with latents on GPUs."""
+
+    @abstractmethod
+    def scoring_queries(self, trees: ScoringTreesV2 | None, metadata: Any) -> Any:
+        """Makes the ``tree`` attribute of the target's attention metadata."""
+
+    def attach(
+        self, trees: ScoringTreesV2 | None, metadata: dict[str, Any], layers: list[str]
+    ) -> None:
+        """Hands ``trees`` to the attention of these layers, where it has rows in this step."""
+        if trees is None and not self.attends_without_trees:
+            return
+        for shared in shared_metadata(metadata, layers):
+            shared.tree = self.scoring_queries(trees, shared)
+
+    @abstractmethod
+    def draft_metadata(self, queries: NodeQueries, block_table: Tensor, slots: Tensor) -> Any:
+        """Attention metadata of one draft pass.
+
+        Args:
+            block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
+            slots: int64 ``[rows]``: slots of the queries' keys.
+        """
+
+    @abstractmethod
+    def commit(
+        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTreesV2,
+        accepted: Tensor,
+    ) -> None:  # fmt: skip
+        """Moves the accepted path's keys and values to the slots after the root.
+
+        Args:
+            caches: The target's caches, by layer; of recurrent layers their states.
+            metadata: Each layer's attention metadata of this step.
+            accepted: int32 ``[R, D]``: accepted nodes by depth, then -1.
+        """
+
+
+def shared_metadata(metadata: dict[str, Any], layers: list[str]) -> list[Any]:
+    """The metadata objects of these layers, each once: one for each of their cache groups."""
+    return list({id(metadata[name]): metadata[name] for name in layers}.values())

@@ -25,9 +25,6 @@ class LongBatch(BatchExecutionDescriptor):
 class TreeGraphManager(ModelCudaGraphManager):
     """vLLM's manager with full graphs for each number of drafts, at the batch sizes that use it.
 
-    Its constructor calls `_init_candidates` once, when the engine starts. This sets which graphs
-    vLLM captures, and which of them it tries for a batch of so many tokens.
-
     Args:
         captures_mixed: Whether there are full graphs for mixed steps, too: of any requests with
             trees, prompts or single tokens. They are `MixedSteps`'.
@@ -67,19 +64,21 @@ class TreeGraphManager(ModelCudaGraphManager):
             return
         most_tokens = self.compilation_config.max_cudagraph_capture_size
         assert most_tokens is not None
+        tokens_by_batch = [drafts + 1 for drafts in scheduled_drafts(self.vllm_config)]
+        others = [drafts + 1 for drafts in fewer_drafts(self.vllm_config)]
+        most_by_batch = [drafts + 1 for drafts in most_drafts(self.vllm_config)]
+        shapes = decode_shapes(tokens_by_batch, most_tokens, others, most_by_batch)
         uniform = [
-            BatchExecutionDescriptor(
-                cg_mode=mode,
-                num_tokens=tokens * requests,
-                num_reqs=requests,
-                uniform_token_count=tokens,
-                num_active_loras=loras,
-            )
-            for tokens, requests in self._shapes(most_tokens)
+            _full_graph(tokens * requests, requests, loras, tokens)
+            for tokens, requests in shapes
             for loras in self.lora_capture_cases
         ]
         if self._captures_mixed and self.cudagraph_mode.has_piecewise_cudagraphs():
-            self._mixed = self._mixed_graphs(most_tokens)
+            self._mixed = [  # the smallest first
+                _full_graph(tokens, requests, loras)
+                for tokens, requests in mixed_shapes(self.max_num_reqs, most_tokens)
+                for loras in self.lora_capture_cases
+            ]
         uniform.sort(key=_num_tokens, reverse=True)
         least = self._long_from
         long = [
@@ -106,19 +105,6 @@ class TreeGraphManager(ModelCudaGraphManager):
             for tokens in range(most_tokens + 1)
             for loras in self.lora_capture_cases
         }
-
-    def _mixed_graphs(self, most_tokens: int) -> list[BatchExecutionDescriptor]:
-        """Full graphs for steps of any kind, the smallest first."""
-        return [
-            BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.FULL,
-                num_tokens=tokens,
-                num_reqs=requests,
-                num_active_loras=loras,
-            )
-            for tokens, requests in mixed_shapes(self.max_num_reqs, most_tokens)
-            for loras in self.lora_capture_cases
-        ]
 
     # Until: vLLM tells what is captured which graph it is for.
     def capture(self, *args: Any, **kwargs: Any) -> None:
@@ -170,12 +156,18 @@ class TreeGraphManager(ModelCudaGraphManager):
         self.is_mixed = mixed is not None
         return mixed or found
 
-    def _shapes(self, most_tokens: int) -> list[tuple[int, int]]:
-        """See `decode_shapes`."""
-        tokens_by_batch = [drafts + 1 for drafts in scheduled_drafts(self.vllm_config)]
-        others = [drafts + 1 for drafts in fewer_drafts(self.vllm_config)]
-        most_by_batch = [drafts + 1 for drafts in most_drafts(self.vllm_config)]
-        return decode_shapes(tokens_by_batch, most_tokens, others, most_by_batch)
+
+def _full_graph(
+    tokens: int, requests: int, loras: int, each: int | None = None
+) -> BatchExecutionDescriptor:
+    """A full graph of so many tokens, ``each`` per request; None: any number per request."""
+    return BatchExecutionDescriptor(
+        cg_mode=CUDAGraphMode.FULL,
+        num_tokens=tokens,
+        num_reqs=requests,
+        uniform_token_count=each,
+        num_active_loras=loras,
+    )
 
 
 def _long(graph: BatchExecutionDescriptor) -> LongBatch:
@@ -189,13 +181,7 @@ def _num_tokens(graph: BatchExecutionDescriptor) -> int:
 def _smallest_of_each(
     graphs: list[BatchExecutionDescriptor], tokens: int, loras: int
 ) -> list[BatchExecutionDescriptor]:
-    """The smallest graph for at least ``tokens`` tokens, for each number of tokens per request.
-
-    Args:
-        graphs: Full graphs for decode steps, largest first.
-        tokens: Tokens of the batch.
-        loras: Number of adapters, as vLLM counts them for a graph.
-    """
+    """The smallest graph for so many tokens, of each number per request; ``graphs`` descend."""
     found = {
         graph.uniform_token_count: graph
         for graph in graphs

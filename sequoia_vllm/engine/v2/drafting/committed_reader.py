@@ -27,8 +27,8 @@ _LONGEST_UNSPLIT = 16384
 class CommittedReader:
     """Reads committed tokens, as many as each request has: with a graph if one fits.
 
-    Only the device knows how many tokens a request reads. The host knows bounds: they choose the
-    graph. Rows that no request needs are padding, behind those of all requests.
+    Only the device knows how many a request reads. The host knows bounds, which choose the graph.
+    Rows that no request needs are padding, behind those of all requests.
     """
 
     drafter: TreeDrafter  # reads

@@ -21,8 +21,6 @@ _TRIED, _LEAST_BYTES = 2, 1 << 20
 class DraftGraphs(CudaGraphManager):
     """vLLM's graph manager (memory pool, capture, replay) for one of the draft's passes.
 
-    An engine has one for passes that read committed tokens, and one for passes that grow trees.
-    They are separate because a step with a long prompt reads without a graph and grows with one.
     vLLM's own draft models run without graphs, and its capture sizes are the target's.
 
     Args:
@@ -60,10 +58,7 @@ class DraftGraphs(CudaGraphManager):
         self._capture_descs = {CUDAGraphMode.FULL: shapes} if shapes else {}
 
     def capture_all(self, on_trial: bool = False) -> None:
-        """Captures the pass for every shape.
-
-        On trial it captures only the largest shapes, and `untried_bytes` estimates the others.
-        """
+        """Captures every shape; on trial the largest: `untried_bytes` estimates the others."""
         if on_trial:
             self._max_full_descs_to_capture = _TRIED
             self._capture_mem_samples: list[int] = []
@@ -91,8 +86,7 @@ class DraftGraphs(CudaGraphManager):
         """Replays the smallest graph that fits; False: there is none.
 
         Args:
-            tokens: Tokens (or drafts) per request, or `RAGGED`.
-            rows: Tokens of all requests, if ragged.
+            tokens: Tokens (or drafts) per request, or `RAGGED`: then of all requests ``rows``.
         """
         if shape := self._shape_of(num_reqs, tokens, rows):
             self.run_fullgraph(shape)

@@ -1,12 +1,10 @@
 """How much of each request the draft has read: exact on the device, bounded on the host.
 
-The draft *reads* a token when it computes the token's keys and values into its own KV
-cache. A step's outcome stays on the device: vLLM schedules the next step before it is
-known. The host knows only the most tokens that a request may have gained. This bounds the
-rows of the draft's next pass, and the device knows which rows are real.
+The draft *reads* a token when it computes the token's keys and values into its own KV cache. A
+step's outcome stays on the device: vLLM schedules the next step before it is known. The host bounds
+what a request may have gained, and so the rows of the draft's next pass.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,14 +22,16 @@ from sequoia_vllm.engine.runner.draft_blocks import BlockIds, DraftBlocks
 _BUFFERS = 3
 
 
-class DraftProgress(ABC):
-    """Follows how many tokens of each request the draft has read.
+class DraftProgress:
+    """Follows how many tokens of each request the draft has read. This one is a head's.
 
-    Before the target's forward, the runner calls `start` for requests that begin or resume
-    and `extend` for those that get more cache blocks. After every step the proposer calls
-    `gain`. `committed_at_least` tells which requests can still use a tree. If the draft is to
-    read, `most_unread` decides how, and `take_bounds` gives the rows of its pass. The pass adds
-    the tokens that it has really read to `read` on the device.
+    Before the target's forward, the runner calls `start` and `extend`. After every step the
+    proposer calls `gain`. If the draft is to read, `most_unread` decides how, and `take_bounds`
+    gives the rows of its pass. The pass adds the tokens that it has really read to `read`.
+
+    A head reads in every step what the target computed. It fills a block when the target computes
+    it, and needs no `DraftBlocks`. vLLM takes one block less from the prefix cache for it, as a
+    block's last entry holds the next block's first token.
 
     Args:
         depths: The most drafts that a step can accept if it scores 0, 1, 2, ... of them.
@@ -52,16 +52,12 @@ class DraftProgress(ABC):
         return self._read.gpu
 
     def committed_at_least(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """The fewest committed tokens that these requests may have, if the step sampled for them.
-
-        Each step commits a token, which the target computes in the next.
-        """
+        """The fewest committed tokens of these requests: a step commits one beyond its own."""
         return self._computed_at_least[slots] + 1
 
-    def use_cache(self, block_sizes: Mapping[int, int]) -> None:  # noqa: B027 (a head needs none)
+    def use_cache(self, block_sizes: Mapping[int, int]) -> None:
         """Notes the block sizes of the allocated KV cache, see `DraftBlocks`."""
 
-    @abstractmethod
     def start(
         self, slot: int, num_computed_tokens: int, block_ids: BlockIds, is_loaded: bool = False
     ) -> None:
@@ -71,13 +67,17 @@ class DraftProgress(ABC):
             num_computed_tokens: How many of its first tokens are in the prefix cache.
             is_loaded: Whether a connector has loaded some of them.
         """
+        self._read.stage_write_elem(slot, num_computed_tokens)
+        self._computed_at_least[slot] = num_computed_tokens
 
-    def extend(self, slot: int, block_ids: BlockIds) -> None:  # noqa: B027
+    def extend(self, slot: int, block_ids: BlockIds) -> None:
         """Notes new blocks of the request in this slot, by their ids for each cache group."""
 
-    @abstractmethod
     def gain(self, batch: InputBatch) -> None:
         """Notes how many tokens each request of this step may have gained at most."""
+        slots, certain, accepted = self._gained(batch)
+        self._bounds[slots] = certain + accepted
+        self._computed_at_least[slots] += certain
 
     def _gained(self, batch: InputBatch) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Slots, tokens that were computed, and the most accepted drafts, each ``[R]``."""
@@ -86,65 +86,32 @@ class DraftProgress(ABC):
             drafts = np.zeros_like(scheduled)
         return batch.idx_mapping_np, scheduled - drafts, self._depths[drafts]
 
-    @abstractmethod
     def most_unread(self, slots: NDArray[np.intp]) -> int:
         """The most tokens that the draft may have to read for one of these requests."""
+        return int(self._bounds[slots].max(initial=0))
 
-    @abstractmethod
     def take_bounds(
         self, slots: NDArray[np.intp], reads: NDArray[np.bool_], budget: int
     ) -> NDArray[np.int32]:
-        """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum.
+        """Rows to read now, int32 ``[R]``: all there may be; a model's up to ``budget`` in sum.
 
         Args:
             slots: ``[R]``.
             reads: ``[R]``: whether the draft reads a request. Once it does not, it never does.
             budget: Rows.
         """
-
-
-class HeadDraftProgress(DraftProgress):
-    """Follows a head, which reads in every step what the target computed, and no more rows.
-
-    It fills a block when the target computes it. So it needs no `DraftBlocks`. vLLM takes one block
-    less from the prefix cache for it: it fills a block's last entry with the next block's first
-    token.
-    """
-
-    def start(
-        self, slot: int, num_computed_tokens: int, block_ids: BlockIds, is_loaded: bool = False
-    ) -> None:
-        """See `DraftProgress.start`."""
-        self._read.stage_write_elem(slot, num_computed_tokens)
-        self._computed_at_least[slot] = num_computed_tokens
-
-    def gain(self, batch: InputBatch) -> None:
-        """See `DraftProgress.gain`."""
-        slots, certain, accepted = self._gained(batch)
-        self._bounds[slots] = certain + accepted
-        self._computed_at_least[slots] += certain
-
-    def most_unread(self, slots: NDArray[np.intp]) -> int:
-        """See `DraftProgress.most_unread`."""
-        return int(self._bounds[slots].max(initial=0))
-
-    def take_bounds(
-        self, slots: NDArray[np.intp], reads: NDArray[np.bool_], budget: int
-    ) -> NDArray[np.int32]:
-        """See `DraftProgress.take_bounds`."""
         self._read.apply_write()
         return np.where(reads, self._bounds[slots], 0)
 
 
 class ModelDraftProgress(DraftProgress):
-    """Follows how many tokens of each request the draft model has read.
+    """Follows a draft model, which reads nothing while the schedule asks for no drafts.
 
-    While the schedule asks for no drafts, the draft reads nothing; later the requests catch up.
-    It never reads requests that can use no tree. If another shares their blocks, it reads these
-    then. The draft skips tokens from the prefix cache that it has read for another request.
+    Later the requests catch up. It never reads requests that can use no tree. If another shares
+    their blocks, it reads these then. It skips tokens from the prefix cache that it has read for
+    another request.
 
     Args:
-        max_num_reqs, depths, device: See `DraftProgress`.
         unknown_drafts: The most drafts of a request that the scheduler counts as accepted
             before their outcome is known.
     """

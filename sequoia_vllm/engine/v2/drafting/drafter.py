@@ -1,5 +1,7 @@
 """What kinds of drafters differ in on Model Runner V2: how one is loaded, and how it runs."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +14,66 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
-from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
+from sequoia_vllm.engine.runner.attention_layers import freed_behind
+from sequoia_vllm.engine.v2.attention.scoring import TreeBackend
+from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class DraftCache:
+    """The draft's part of the paged KV cache."""
+
+    block_tables: BlockTables  # vLLM's, gathered for the batch by the target's pass
+    groups: dict[str, int]  # index of the cache group of each draft layer
+    block_sizes: dict[int, int]  # tokens per block, by group
+    windows: dict[int, int]  # sliding window in tokens, by group; groups without one are absent
+
+    @classmethod
+    def of(
+        cls,
+        block_tables: BlockTables,
+        kv_cache_config: KVCacheConfig,
+        layers: set[str],
+        depth: int,
+    ) -> DraftCache:
+        """The part of these layers, for trees of this depth.
+
+        Raises:
+            ValueError: The draft's sliding window is too short for the tree.
+        """
+        by_index = kv_cache_config.kv_cache_groups
+        groups = {
+            name: index
+            for index, group in enumerate(by_index)
+            for name in group.layer_names
+            if name in layers
+        }
+        specs = {index: by_index[index].kv_cache_spec for index in groups.values()}
+        windows = {i: w for i, spec in specs.items() if (w := freed_behind(spec)) is not None}
+        if windows and min(windows.values()) <= depth + 1:
+            raise ValueError(
+                f"the draft has a sliding window of {min(windows.values())} tokens, too few for a "
+                f"tree of depth {depth}: choose a shallower tree"
+            )
+        sizes = {index: spec.block_size for index, spec in specs.items()}
+        return cls(block_tables, groups, sizes, windows)
+
+    def by_layer(self, slots: Tensor) -> dict[str, Tensor]:
+        """Each draft layer's row of ``slots``."""
+        return {name: slots[group] for name, group in self.groups.items()}
+
+    def inputs(self, rows: int, all_token_ids: Tensor, longest: int) -> DraftInputs:
+        """Buffers for passes of up to so many rows; arguments as of `DraftInputs`."""
+        tables, sizes = self.block_tables.input_block_tables, self.block_tables.block_sizes
+        paged = PagedTables.of(tables, sizes, self.windows)
+        return DraftInputs.empty(paged, rows, all_token_ids, longest)
 
 
 @dataclass(frozen=True)
@@ -33,26 +88,15 @@ class DraftPass:
 
 
 class TreeDrafter(DraftModel):
-    """One kind of draft: the proposer loads it, and growth runs it.
-
-    Attributes:
-        reads_states: Whether it reads the target's hidden states, and so reads in every step.
-        chains: vLLM's speculator for this draft, which grows chains. Ours only loads with it.
-        model: vLLM's model, once it is loaded.
-        cache: The draft's KV cache, once there is one.
-        least_rows: Least rows of a request in its widest pass, however small its tree.
-        only_keys: True while nothing grows from what is read.
-        images: `ImageRows` that the next pass reads in place of tokens; None: there are none.
-        tree: The engine's largest.
-        backend: Tree attention of the device.
-    """
+    """One kind of draft: loaded with vLLM's speculator (`chains`), and run by growth."""
 
     reads_states: ClassVar[bool] = False
-    model: Any
-    cache: DraftCache
-    least_rows = 1
-    only_keys = False
-    images: Any = None
+    """Whether it reads the target's hidden states, and so reads in every step."""
+    model: Any  # vLLM's, once it is loaded
+    cache: DraftCache  # the draft's KV cache, once there is one
+    least_rows = 1  # of a request in its widest pass, however small its tree
+    only_keys = False  # true while nothing grows from what is read
+    images: Any = None  # `ImageRows` that the next pass reads in place of tokens; None: none
 
     def __init__(self, chains: DraftModelSpeculator, tree: TokenTree, backend: TreeBackend) -> None:
         self.chains: Any = chains
@@ -155,9 +199,8 @@ class HeadDrafter(TreeDrafter):
 def nothing_offloaded() -> Iterator[None]:
     """Keeps models built in the block on the device; then restores the engine's offloader.
 
-    One offloader serves all models of a process. Reading the draft from host memory at every
-    level would cost more than it saves. Also, vLLM's prefetch backend takes only one model's
-    layers.
+    One offloader serves a whole process. Reading the draft from host memory at every level would
+    cost more than it saves. Also, vLLM's prefetch backend takes only one model's layers.
     """
     offloader = get_offloader()
     set_offloader(NoopOffloader())
@@ -165,3 +208,32 @@ def nothing_offloaded() -> Iterator[None]:
         yield
     finally:
         set_offloader(offloader)
+
+
+class TextDrafter(TreeDrafter):
+    """A draft without a model: it runs no passes, and reads the target's logits.
+
+    Its `new_growth` grows trees without passes. What it predicts may depend on the target's logits
+    and on committed text, but not on other nodes: else a tree has not the law it is verified
+    against.
+    """
+
+    def load(self, target_model: torch.nn.Module, target_layers: set[str]) -> torch.nn.Module:
+        """Loads nothing; see `TreeDrafter.load`."""
+        return torch.nn.Module()
+
+    def run(self, rows: DraftPass) -> DraftStates:
+        """Is not called: there are no passes."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Is not called, either."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def learn(self, tokens: Tensor, logits: Tensor, slots: Tensor) -> None:
+        """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]``, not to be changed.
+
+        Args:
+            slots: int32 ``[R]``: the slot of each row's request.
+        """

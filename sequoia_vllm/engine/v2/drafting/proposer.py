@@ -25,17 +25,17 @@ from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v2.drafting.committed_reader import CommittedReader, max_keys
-from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
 from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs, capture_drafting
-from sequoia_vllm.engine.v2.drafting.draft_progress import (
-    DraftProgress,
-    HeadDraftProgress,
-    ModelDraftProgress,
+from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress, ModelDraftProgress
+from sequoia_vllm.engine.v2.drafting.drafter import (
+    DraftCache,
+    DraftPass,
+    HeadDrafter,
+    TextDrafter,
+    TreeDrafter,
 )
-from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, HeadDrafter, TreeDrafter
 from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
 from sequoia_vllm.engine.v2.drafting.target_states import TargetStates
-from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
 from sequoia_vllm.engine.v2.drafting.tree_memory import (
     allocate_drafted,
     has_soft_cap,
@@ -48,22 +48,7 @@ Begin = Callable[..., NDArray[np.int32]]  # `TreeProposerV2._begin`, bound to on
 
 
 class TreeProposerV2(DraftModelSpeculator):
-    """The speculator of trees: its `propose` replaces vLLM's. A step's outcome stays on the device.
-
-    `CommittedReader` reads, `TreeGrowth` grows, and both run the `TreeDrafter`, which is what
-    kinds of drafters differ in.
-
-    Attributes:
-        accepted: The step's accepted nodes, int32 ``[R', D]``: nodes by depth, then -1, of the
-            first R' requests of the batch, which have trees; None: no request has.
-        longest: The most committed tokens with which a request gets a tree.
-        most_scored: The most rows of the target's logits in a step, warm-up included.
-        sampling: vLLM's `SamplingStates` with top-k, top-p and min-p, which it does not pass.
-        serves: True once the engine serves users, and survives a draft that fails.
-        has_failed: True once the draft has failed; then it does not run again.
-        on_trial: True while graphs are captured only to learn their memory, then dropped.
-        untried_bytes: Estimated memory of the graphs that were not captured on trial.
-    """
+    """The speculator of trees: `propose` replaces vLLM's. Outcomes stay on the device."""
 
     has_failed = False
     _has_trees = False  # some request may have one, for the next step
@@ -75,10 +60,13 @@ class TreeProposerV2(DraftModelSpeculator):
     def __init__(self, drafter: TreeDrafter, req_states: RequestState, tables: TreeTables) -> None:
         vllm_config, device = drafter.chains.vllm_config, drafter.chains.device
         super().__init__(vllm_config, device)
+        # The step's accepted nodes, int32 ``[R', D]``: nodes by depth, then -1, of the first R'
+        # requests of the batch, which have trees; None: no request has.
         self.accepted: Tensor | None = None
-        self.sampling: Any = None
-        self.serves = self.on_trial = False
-        self.untried_bytes = 0
+        self.sampling: Any = None  # vLLM's `SamplingStates`, which it does not pass
+        self.serves = False  # true once the engine serves users, and survives a draft that fails
+        self.on_trial = False  # true while graphs are captured only to learn their memory
+        self.untried_bytes = 0  # estimated memory of the graphs that were not captured on trial
         self.drafter = drafter
         self.num_extra_query_per_req = drafter.chains.num_extra_query_per_req
         self.tables = tables
@@ -94,9 +82,8 @@ class TreeProposerV2(DraftModelSpeculator):
             drafter.least_rows, most,
         )  # fmt: skip
         depths = depths_by_drafts(tree)
-        self.progress: DraftProgress
         if drafter.reads_states:
-            self.progress = HeadDraftProgress(self.max_num_reqs, depths, device)
+            self.progress = DraftProgress(self.max_num_reqs, depths, device)
         else:
             # vLLM schedules so many steps before it knows outcomes.
             unknown = (vllm_config.max_concurrent_batches - 1) * tree.num_speculative_tokens
@@ -121,11 +108,7 @@ class TreeProposerV2(DraftModelSpeculator):
         return self.drafter.load(target_model, target_attn_layer_names)
 
     def allocate(self, target_model: torch.nn.Module) -> None:
-        """Allocates what drafting and verification need on the device besides models.
-
-        The runner calls it after loading, before memory profiling, and outside the memory pool of
-        weights (see `SequoiaWorker.load_model`).
-        """
+        """Allocates what drafting and verification need besides models, before profiling."""
         self.drafted = allocate_drafted(
             self.plan, self.tree, self.max_num_reqs, self.drafter.vocab_size,
             self.draft_model_config.head_dtype, self.device,
@@ -205,25 +188,6 @@ class TreeProposerV2(DraftModelSpeculator):
         prompt = request.prompt_token_ids or request.prefill_token_ids or []
         self.modes.start(slot, request.sampling_params, len(prompt))
 
-    def _survive(self) -> None:
-        """Handles the draft's failure: no request has a tree from now on.
-
-        Raises:
-            Exception: The draft's, where the engine cannot go on: at start-up, on several
-                ranks, or after errors that leave the device unusable.
-        """
-        if not self.serves:
-            raise
-        survive_draft(self.vllm_config)
-        self.has_failed = True
-        self.drafted.nodes.zero_()
-
-    def _drop_trees(self) -> None:
-        """Leaves no request a tree: steps that are scheduled already must not find an old one."""
-        if self._has_trees:
-            self.drafted.nodes.zero_()
-            self._has_trees = False
-
     # -- one drafting pass ---------------------------------------------------------------
 
     @torch.inference_mode()
@@ -250,8 +214,7 @@ class TreeProposerV2(DraftModelSpeculator):
         """Replaces vLLM's: the draft reads the committed tokens and grows trees.
 
         Returns:
-            Draft tokens int64 ``[R, N]`` in stored tree order. Beyond a request's nodes
-            (`drafted.nodes`) they have no meaning.
+            Draft tokens int64 ``[R, N]`` in stored tree order; beyond a request's nodes any.
         """
         states = self._target_states
         if dummy_run:  # the first one comes before caches exist
@@ -268,9 +231,12 @@ class TreeProposerV2(DraftModelSpeculator):
             try:
                 begin = partial(self._begin, input_batch, num_sampled)
                 self._advance(input_batch, begin, drafts)
-            except Exception:
-                self._last_grown = None
-                self._survive()
+            except Exception:  # no request has a tree from now on
+                if not self.serves:
+                    raise
+                survive_draft(self.vllm_config)
+                self._last_grown, self.has_failed = None, True
+                self.drafted.nodes.zero_()
         if states is not None:
             states.forget()
         if self.has_failed:
@@ -293,14 +259,15 @@ class TreeProposerV2(DraftModelSpeculator):
             self._draft(batch, begin, reads, drafts)
         elif reads.any() and self._reader.must_read(batch, reads):
             self._reader.only_read(batch, begin(self.tables.levels_of(1), batch.num_reqs, 0))
-        else:
-            self._drop_trees()
+        elif self._has_trees:  # steps that are scheduled already must not find an old one
+            self.drafted.nodes.zero_()
+            self._has_trees = False
 
     def _reads(self, can_draft: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which requests the draft reads, bool ``[R]``, given those that can use a tree.
 
-        With prefix caching a head reads all: others may share their blocks, and it could never
-        catch up.
+        With prefix caching a head reads all: others share their blocks, and it could never catch
+        up.
         """
         shares = self.vllm_config.cache_config.enable_prefix_caching and self.modes.some_draft
         return np.ones_like(can_draft) if self.drafter.reads_states and shares else can_draft
@@ -330,8 +297,7 @@ class TreeProposerV2(DraftModelSpeculator):
     ) -> NDArray[np.int32]:
         """Prepares the pass; returns the most rows of each request, int32 ``[R]``.
 
-        Of the first ``readers`` requests those that the draft reads are read, and the first
-        ``num_trees`` get trees.
+        Reads of the first ``readers`` requests; the first ``num_trees`` get trees.
         """
         bounds = np.zeros(batch.num_reqs, dtype=np.int32)
         bounds[:readers] = self.progress.take_bounds(

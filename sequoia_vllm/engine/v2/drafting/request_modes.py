@@ -20,12 +20,6 @@ class RequestModes:
     """The mode of every request slot, and the most nodes it verifies, on host and device.
 
     In a step that adds requests, the runner calls `start` for each of them, then `apply_starts`.
-    The kernels that draw and verify drafts read `gpu`. On the host, the verifier asks which
-    requests are `sampled`, the runner which requests ever have drafts, and the proposer which
-    can still use some.
-
-    Attributes:
-        some_draft: False if no request of this engine ever drafts.
 
     Args:
         thinks_first: See `reason_without_drafts`.
@@ -36,7 +30,7 @@ class RequestModes:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_nodes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_committed = np.zeros(max_num_reqs, dtype=np.int32)
-        self.some_draft = True
+        self.some_draft = True  # not with a user's processors, which may read a path's tokens
         self._thinks_first = thinks_first
         self._longest = longest
 
@@ -50,10 +44,6 @@ class RequestModes:
         """int32 ``[slots]``: the most nodes that each request may verify."""
         return self._most_nodes.gpu
 
-    def give_no_drafts(self) -> None:
-        """Stops all drafts, for engines whose custom logits processors may read a path's tokens."""
-        self.some_draft = False
-
     def sampled(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Which requests in these slots have drafts and sample without a seed."""
         return self._modes.np[slots] == SAMPLED
@@ -63,20 +53,17 @@ class RequestModes:
         return int(self._modes.np[slot]) != SKIP
 
     def can_draft(self, slots: NDArray[np.intp], committed: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which requests in these slots can use a tree, now or later.
-
-        Args:
-            slots: ``[R]``.
-            committed: ``[R]``: tokens that each request has at least.
-        """
+        """Which of these slots ``[R]`` can use a tree, given the least committed tokens ``[R]``."""
         return self._most_committed[slots] >= committed
 
     def start(self, slot: int, sampling_params: Any, prompt_tokens: int) -> None:
         """Notes a request that begins or resumes in this slot."""
         undrafted = not self.some_draft or never_drafts(sampling_params, self._thinks_first)
-        self._modes.np[slot] = SKIP if undrafted else mode_of(sampling_params)
-        self._most_committed[slot] = 0
+        self._modes.np[slot], self._most_committed[slot] = SKIP, 0
         if not undrafted:
+            drawn = SAMPLED if sampling_params.seed is None else SEEDED
+            is_greedy = sampling_params.temperature < GREEDY_BELOW
+            self._modes.np[slot] = GREEDY if is_greedy else drawn
             self._most_committed[slot] = most_committed(
                 sampling_params, self._thinks_first, prompt_tokens, self._longest
             )
@@ -87,10 +74,3 @@ class RequestModes:
         """Makes the modes of the requests that started visible to the device."""
         self._modes.copy_to_uva()
         self._most_nodes.copy_to_uva()
-
-
-def mode_of(sampling_params: Any) -> int:
-    """How a request with drafts is drafted and verified."""
-    if sampling_params.temperature < GREEDY_BELOW:
-        return GREEDY
-    return SAMPLED if sampling_params.seed is None else SEEDED

@@ -1,29 +1,72 @@
 """The target's hidden states of a step, gathered for a head."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.engine.v2.drafting.drafter import HeadDrafter
-from sequoia_vllm.engine.v2.drafting.image_rows import ImageRows
 from sequoia_vllm.kernels.target_states import gather_target_states
 
 
-class TargetStates:
-    """Gathers the states that a head reads with the committed tokens.
+@dataclass(frozen=True)
+class ImageRows:
+    """Embeddings of a step's images, and which of the tokens that a head reads they belong to.
 
-    A step leaves the target's states (of some layers, or the last ones) at all nodes. One launch
-    gathers the accepted path's before the head reads. The states do not outlive the step, so the
-    head reads in every step.
+    vLLM counts a token by its row in the target's pass, which has one for each node. The head's
+    pass has rows for accepted nodes only, which only the device knows.
+
+    """
+
+    embeddings: Tensor  # ``[m, H]``
+    requests: Tensor  # int64 ``[m]``: the batch's request that each belongs to
+    places: Tensor  # int64 ``[m]``: its place among the tokens that the request reads
+    batch: DraftBatch  # what each request reads
+
+    @classmethod
+    def of(cls, mm_inputs: Any, batch: InputBatch, reads: DraftBatch) -> ImageRows | None:
+        """Takes what vLLM gives `propose`; None: the step reads no image.
+
+        Args:
+            mm_inputs: Embeddings ``[k, H]`` of each image, and bool ``[T]`` on the host: which rows
+                of the target's pass, each for the token behind its own, have one. None: nothing.
+            reads: What the head reads of each request.
+        """
+        if mm_inputs is None or not mm_inputs[0]:
+            return None
+        images, has_one = mm_inputs
+        rows, starts = np.flatnonzero(has_one.numpy()), batch.query_start_loc_np[: batch.num_reqs]
+        requests = np.searchsorted(starts, rows, side="right") - 1
+        places = np.stack([requests, rows - starts[requests]]).astype(np.int64)
+        of_requests, of_places = async_tensor_h2d(places, device=images[0].device)
+        return cls(torch.cat(images), of_requests, of_places, reads)
+
+    def placed(self, embedded: Tensor) -> Tensor:
+        """``[rows, H]``: the tokens' embeddings, with images' in the places that the head reads."""
+        first_rows, counts = self.batch.first_rows[self.requests], self.batch.counts[self.requests]
+        rows = torch.where(self.places < counts, first_rows + self.places, len(embedded))
+        longer = torch.cat([embedded, embedded[:1]])
+        longer[rows.clamp_(max=len(embedded))] = self.embeddings.to(embedded.dtype)
+        return longer[:-1]
+
+
+class TargetStates:
+    """Gathers the states that a head reads with the committed tokens, in one launch.
+
+    A step leaves the target's states (of some layers, or the last ones) at all nodes; the head
+    needs the accepted path's. They do not outlive the step, so the head reads in every step.
 
     Attributes:
         gathered: ``[rows, W]``: a buffer that stays in place; states of all layers side by side.
 
     Args:
-        head: Says which states it reads.
         rows: Rows of the largest pass that reads them in their place.
         batch: What each request reads.
     """

@@ -56,7 +56,6 @@ def log_added(target: ModelConfig, drafts: int, rows: int, kept_bytes: int) -> N
     """Logs what trees add to the target's memory. vLLM counts all of it in its profile.
 
     Args:
-        target: Its logits have its vocabulary.
         drafts: Most drafts of a request: keys and values, or latents, of as many tokens.
         rows: See `most_scored`.
         kept_bytes: Memory for what nodes leave in recurrent layers; 0: there are none.
@@ -83,14 +82,7 @@ def most_scored(drafts_by_batch: Sequence[int], largest_tree: int, most_tokens: 
 
 
 def most_masked(scored: int, max_num_reqs: int, most_tokens: int) -> int:
-    """The most nodes of a step that may have a grammar's mask.
-
-    Args:
-        scored: See `most_scored`.
-        max_num_reqs: Most requests; those outside the batch that drafts were scheduled for add
-            a root each.
-        most_tokens: Most tokens of a step.
-    """
+    """The most nodes of a step with a grammar's mask: requests without drafts add a root each."""
     return min(scored + max_num_reqs, most_tokens)
 
 
@@ -108,10 +100,7 @@ def take_logits_memory(
 
     Args:
         rows: See `most_scored`.
-        largest_tree: Nodes of the largest tree, which are edited together.
-        vocab_size: V.
-        dtype: Type of the target's logits; sampling parameters edit a float32 copy.
-        device: The engine's.
+        largest_tree: Nodes of the largest tree, which are edited together, as a float32 copy.
         capped: True if the target has a soft cap, which needs a second copy of the logits.
     """
     edited = min(rows, max(largest_tree, get_max_chunk_logits(vocab_size)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,27 +18,20 @@ class MasksOfNodes(StructuredOutputsWorker):
     """vLLM's worker for grammar masks, with one mask for each node, request after request.
 
     `TreeGrammars` fills one mask per scored node. The warm-up of some versions (`CHANGED`, of
-    `compat.versions`) sends `largest` masks for each request. To handle both, we tell
-    vLLM's code that every row of logits is a request with one position.
+    `compat.versions`) sends `largest` masks for each request. For both, every row of logits is a
+    request with one position to vLLM's code.
 
     Args:
         most: Masks that there is room for; more are applied in turns.
-        most_rows: The most rows of logits in a step.
         mask_stride: Nodes of the largest tree.
         others: vLLM's arguments. We replace ``max_num_logits``, which has room for the largest
             trees of all requests: gigabytes if they are many.
     """
 
-    def __init__(self, most: int, most_rows: int, mask_stride: int, **others: Any) -> None:
+    def __init__(self, most: int, mask_stride: int, **others: Any) -> None:
         super().__init__(**(others | {"max_num_logits": most, "mask_stride": 1}))
         self._most = most
         self.largest = mask_stride  # in the warm-up, of the size that is warmed up
-        self._most_rows = most_rows
-
-    @cached_property
-    def _rows(self) -> _Rows:
-        # Made on first use: memory taken while models are loaded does not survive sleep.
-        return _Rows.of(self._most_rows, self.device)
 
     # Until: vLLM's engine core sends one mask for each node, and makes room by its schedule.
     def apply_grammar_bitmask(
@@ -49,11 +41,9 @@ class MasksOfNodes(StructuredOutputsWorker):
         grammar_req_ids: list[str],
         grammar_bitmask: NDArray[np.int32],
     ) -> None:
-        """Forbids tokens, in place.
+        """Forbids tokens of logits ``[rows, V]``, in place.
 
         Args:
-            logits: ``[rows, V]``: the target's logits.
-            input_batch: The step's batch.
             grammar_req_ids: Requests that have masks, in the masks' order.
             grammar_bitmask: int32 ``[masks, V / 32]``: one bit per allowed token.
         """
@@ -68,7 +58,7 @@ class MasksOfNodes(StructuredOutputsWorker):
         )
         if len(masks) < len(grammar_bitmask):
             grammar_bitmask = grammar_bitmask[masks]
-        of_logits = self._rows.first(len(logits))
+        of_logits = _Rows.of(len(logits), self.device)
         for start in range(0, len(rows), self._most):
             part = slice(start, start + self._most)
             super().apply_grammar_bitmask(
@@ -116,11 +106,6 @@ class _Rows:
     num_draft_tokens_per_req: None = None  # none, as without speculation
 
     @classmethod
-    def of(cls, most: int, device: torch.device) -> _Rows:
-        ends = np.arange(most + 1, dtype=np.int32)
-        return cls(range(most), torch.arange(most + 1, dtype=torch.int32, device=device), ends)
-
-    def first(self, count: int) -> _Rows:
-        """The first ``count`` rows."""
-        ends = slice(count + 1)
-        return _Rows(range(count), self.cu_num_logits[ends], self.cu_num_logits_np[ends])
+    def of(cls, rows: int, device: torch.device) -> _Rows:
+        ends = np.arange(rows + 1, dtype=np.int32)
+        return cls(range(rows), torch.arange(rows + 1, dtype=torch.int32, device=device), ends)

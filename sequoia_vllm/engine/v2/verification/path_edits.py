@@ -13,20 +13,15 @@ from sequoia_vllm.kernels.path_edits import NodeRows, exclude_bad_words, penalis
 def along_paths(processors: list[Any], parents: Tensor) -> list[Any]:
     """vLLM's logits processors, with penalties and bad words by each node's own path.
 
-    A request without a tree has only a root, and the same logits as from vLLM. Logit bias, allowed
-    tokens and ``min_tokens`` go by positions, which trees set by depth. ``parents`` are those of
-    `TreeShapes`.
+    Logit bias, allowed tokens and ``min_tokens`` go by positions, which trees set by depth.
+    ``parents`` are those of `TreeShapes`.
     """
     by_kind: dict[type, Any] = {PenaltiesState: PathPenalties, BadWordsState: PathBadWords}
     return [by_kind[type(one)](one, parents) if type(one) in by_kind else one for one in processors]
 
 
 class _OfPaths:
-    """Replaces one of vLLM's processors, which still keeps the requests' state.
-
-    vLLM's sampler calls `add_request` and `apply_staged_writes` when requests begin, and `apply`
-    in steps in which some request needs more than a temperature.
-    """
+    """Replaces one of vLLM's processors, which still keeps the requests' state."""
 
     def __init__(self, state: Any, parents: Tensor) -> None:
         self._state = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -21,16 +22,57 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0
+from sequoia_vllm.engine.v2.drafting.drafter import TextDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
-from sequoia_vllm.engine.v2.drafting.text_drafter import TextDrafter
-from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
 from sequoia_vllm.kernels.verify import TreesToVerify
 from sequoia_vllm.verification.methods import method_of
+
+
+class LogitsNeeds:
+    """What each request's logits need: nothing, a division by the temperature, or more.
+
+    vLLM's sampler has one flag per slot: whether `Sampler.apply_sampling_params` changes its
+    logits. We replace the sampler's `add_request`, and its states' method within that call. There
+    the flag is computed as if the temperature were 1: what it then says is "more". Edits that a
+    later vLLM adds count as well.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        states = sampler.sampling_states
+        self._needed = sampler.needs_logits_processing
+        self._more_needed = np.ones_like(self._needed)  # true until a slot's request is known
+        self._temperatures = states.temperature.np
+        self._add_request = sampler.add_request
+        self._add_to_states = states.add_request
+        self._states_at_one = SamplingStates(1, states.vocab_size)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        """Replaces the sampler's method: a request begins or resumes in this slot."""
+        self._add_request(req_idx, sampling_params)
+        self._more_needed[req_idx] = self._needed[req_idx]
+        self._needed[req_idx] |= self._temperatures[req_idx] not in (0.0, 1.0)
+
+    def add_to_states(self, req_idx: int, sampling_params: Any) -> bool:
+        """Replaces its states' method: tells whether they need more than the temperature."""
+        if not self._add_to_states(req_idx, sampling_params):
+            return False
+        at_one = copy(sampling_params)
+        at_one.temperature, at_one.seed = 1.0, 0  # without a seed one would be drawn
+        return self._states_at_one.add_request(0, at_one)
+
+    def any_more(self, slots: NDArray[np.intp]) -> bool:
+        """Whether any of these slots needs more than a temperature."""
+        return bool(self._more_needed[slots].any())
+
+    def nothing(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which of these slots need no edit: their logits are final."""
+        return ~self._needed[slots]
 
 
 @dataclass(frozen=True)
@@ -61,10 +103,9 @@ class Verified:
 class TreeVerifierV2(RejectionSampler):
     """vLLM's rejection sampler, whose call verifies trees.
 
-    vLLM calls it once per step with drafts, after the target's forward. It reads the target's
-    logits, the trees and draft logits that the speculator left on the device, and the requests'
-    modes and sampling parameters. It returns the emitted tokens to vLLM. The runner reads the
-    accepted nodes from `paths`, for commit and statistics.
+    It reads the target's logits, the trees and draft logits that the speculator left on the device,
+    and the requests' modes and sampling parameters. The runner reads the accepted nodes from
+    `paths`.
 
     It derives from vLLM's class because vLLM also reads other attributes, which differ between
     versions.
@@ -98,7 +139,6 @@ class TreeVerifierV2(RejectionSampler):
 
         Args:
             logits: ``[rows, V]``: the target's logits at all nodes.
-            input_batch: The batch, with positions by depth.
             draft_logits: Not used; the proposer keeps them by node.
             invalid_drafts: bool ``[rows]``: drafts that a grammar excludes.
         """
@@ -106,7 +146,9 @@ class TreeVerifierV2(RejectionSampler):
             tokens = input_batch.input_ids[input_batch.logits_indices]
             drafter.learn(tokens, logits, input_batch.expanded_idx_mapping)
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        processed: list[Tensor] | None = [] if self._reports_processed(input_batch) else None
+        is_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        reports = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None
+        processed: list[Tensor] | None = [] if is_processed and reports else None
         verified = self._verify_batch(logits, input_batch, invalid_drafts, processed)
         if processed is not None:
             logits = torch.cat(processed)
@@ -130,8 +172,8 @@ class TreeVerifierV2(RejectionSampler):
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles the kernels that vLLM's warm-up does not reach, so that no request waits.
 
-        Requests of that warm-up are greedy, or have every sampling parameter. Other sampled
-        requests may need only their temperatures. Kernels then read logits in the model's dtype.
+        That warm-up's requests are greedy, or have every sampling parameter. Others may need only
+        their temperatures: kernels then read logits in the model's dtype.
         """
         device = self._speculator.device
         inputs = VerifierInputs.empty(1, torch.zeros(1, dtype=torch.int64, device=device))
@@ -147,11 +189,6 @@ class TreeVerifierV2(RejectionSampler):
         processed = torch.zeros(1, vocabulary, dtype=torch.float32, device=device)
         for logits in (of_the_model, processed):
             self._walk(logits, inputs.temperatures, inputs.tokens, one_row, inputs, verified)
-
-    def _reports_processed(self, batch: InputBatch) -> bool:
-        """Whether a request of the batch gets logprobs of its final logits."""
-        is_mode = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        return is_mode and self.sampler.get_logprobs_dims(batch.idx_mapping_np) is not None
 
     def _verify_batch(
         self,
@@ -225,14 +262,10 @@ class TreeVerifierV2(RejectionSampler):
         verified: Verified,
         **known: Any,
     ) -> None:
-        """Launches the kernels that verify these requests' trees; see `kernels.verify`.
+        """Launches the kernels that verify these requests' trees; ``known`` facts save launches.
 
-        Args:
-            logits: ``[rows, V]``, final except for the temperatures.
-            temperatures: float32 ``[R]``: divisors of the logits.
-            own_tokens: int64 ``[rows]``: the target's token after each node.
-            cu_num_logits: int32 ``[R + 1]``: first row of each request.
-            known: Facts that save launches, see `kernels.verify.verify_trees`.
+        Of logits ``[rows, V]``, to be divided by ``temperatures [R]``; ``own_tokens [rows]`` are
+        the target's after each node, and ``cu_num_logits [R + 1]`` the first row of each request.
         """
         drafted, tables = self._speculator.drafted, self._speculator.tables
         trees = TreesToVerify(
@@ -264,10 +297,9 @@ class TreeVerifierV2(RejectionSampler):
         return self._method.tree_tables(speculator.tree.parents, speculator.device)
 
     def _leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
-        """Whether the walk applies the temperatures of these requests, which need nothing else.
+        """Whether the walk applies these requests' temperatures, to the few rows that it reads.
 
-        The walk reads few rows, and the sampler would copy and divide all. But seeded requests
-        need all rows, divided by vLLM to the bit, for the target's own tokens.
+        Seeded requests need all rows, divided by vLLM to the bit, for the target's own tokens.
         """
         needs = self._needs
         return not needs.any_more(slots) and bool((sampled | needs.nothing(slots)).all())
