@@ -18,7 +18,7 @@ _COUNT_EVERY = 32  # steps: counting many trees takes as long as counting those 
 _FEWEST_TREES = 16
 # Accepted tokens that count as received before any was: a single end says little.
 _RECEIVED = 16.0
-# Weight of one step in the share of requests with trees, and in the mix that is served.
+# Weight of one step in shares of requests and of time, and in the mix that is served.
 _SHARE_FADES, _MIX_FADES = 0.02, 0.01
 _GAIN_HALF_LIFE = 5.0  # seconds: vLLM's log has a line every ten
 _MOST_PROMPTS = 0.9  # cap on the share of the time that prompts are estimated to take
@@ -47,6 +47,8 @@ class Speeds:
         self._context = 0.0  # tokens of a request
         self._mixed = 0.0  # share of steps that read prompts
         self._prompts, self._seconds = 0.0, 1e-9  # a step's prompt tokens, and its time
+        # By number of drafts, the share of a step's time that drafting takes, without prompts.
+        self._drafting: dict[int, float] = {}
 
     def note(self, step: Step) -> int:
         """Takes a step; returns how many trees it verified."""
@@ -71,6 +73,10 @@ class Speeds:
             self._with_trees += (share - self._with_trees) * _SHARE_FADES
         if step.seconds is not None:
             self.times.add(step.drafts, step.batch_size, step.seconds, step.prompts, step.context)
+            if step.prompts == 0 and step.seconds > 0:
+                share = step.drafting / step.seconds
+                usual = self._drafting.get(step.drafts, share)
+                self._drafting[step.drafts] = usual + (share - usual) * _SHARE_FADES
         return trees
 
     def _compare(self, step: Step, seconds: float) -> None:
@@ -85,17 +91,18 @@ class Speeds:
             self._plain_uncounted += plain + self._reading(step, drafts or 0, seconds, plain)
 
     def _reading(self, step: Step, drafts: int, seconds: float, plain: float) -> float:
-        """Seconds that plain decoding would take for a step's prompts, beside decoding: by the
-        step's own time, less what drafts cost in it. Requests that read prompts have no trees
-        yet."""
+        """Seconds that plain decoding would take for a step's prompts, beside decoding.
+
+        The step's own time tells them better than prices do, less its drafting and what its trees
+        cost the target. Requests that read prompts have no trees yet, but grow the first.
+        """
         times = self.times
         level = times.known(drafts, step.batch_size, step.context) if drafts else None
         if step.prompts == 0 or level is None:
             return step.prompts * times.prompt_price(0)
-        draft_reads = step.prompts * (times.prompt_price(drafts) - times.prompt_price(0))
         with_trees = len(step.paths) / self._path_bytes / step.batch_size
-        extra = max(level - plain, 0.0) * with_trees
-        return max(seconds - plain - extra - draft_reads, 0.0)
+        scoring = max(level * (1 - self._drafting.get(drafts, 0.0)) - plain, 0.0) * with_trees
+        return max(seconds - step.drafting - plain - scoring, 0.0)
 
     def count(self) -> None:
         """Counts the trees of the latest steps."""

@@ -33,6 +33,7 @@ class Step:
     """Tokens that requests received beyond one each: accepted ones, less those that were cut off at
     a request's end."""
     grown: int | None = None  # drafts per request for the next step; None: `drafts`
+    drafting: float = 0.0  # seconds of it that the next step's drafts took
 
 
 @dataclass

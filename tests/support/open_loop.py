@@ -56,10 +56,14 @@ class Machine:
         """Seconds of a step; ``rows`` are those of prompts and trees."""
         seconds = self._pass(rows) + self.context * context
         if drafts > 0:
-            seconds += self.draft * depth * self._pass(trees * drafts / depth)
-            seconds += self.draft * self.row * prompts
             seconds += self.tree_context * context * (1 + drafts // 16)
-        return seconds
+        return seconds + self.drafting(depth, drafts, trees, prompts)
+
+    def drafting(self, depth: int, drafts: int, trees: int, prompts: int) -> float:
+        """Seconds of these in which the draft reads, and grows trees."""
+        if drafts == 0:
+            return 0.0
+        return self.draft * (depth * self._pass(trees * drafts / depth) + self.row * prompts)
 
     def _pass(self, rows: float) -> float:
         return float((self.weights**3 + (self.row * rows) ** 3) ** (1 / 3))
@@ -160,8 +164,9 @@ class Server:
                 self._depths[drafts], drafts, len(decoding), rows, prompts, context
             )
             self.clock += seconds
-            seconds *= self.rng.lognormal(0, self.machine.noise)
-            seconds *= 3 if self.rng.random() < self.machine.disturbed else 1
+            noise = self.rng.lognormal(0, self.machine.noise)
+            noise *= 3 if self.rng.random() < self.machine.disturbed else 1
+            drafting = self.machine.drafting(self._depths[drafts], drafts, len(decoding), prompts)
             gained, paths = self._verify([r for r in decoding if r.drafts])
             for r in decoding:
                 if r.emitted == 0:
@@ -171,8 +176,8 @@ class Server:
             if self.observe is not None:
                 self.observe(
                     batch_size=len(scheduled), drafts=drafts, is_steady=drafts == before,
-                    seconds=seconds, paths=paths, gained=gained, prompts=prompts,
-                    context=context, preempted=preempted,
+                    seconds=seconds * noise, drafting=drafting * noise, paths=paths,
+                    gained=gained, prompts=prompts, context=context, preempted=preempted,
                 )  # fmt: skip
             before = drafts
             self.history.append(drafts)

@@ -18,6 +18,7 @@ from sequoia_vllm.metrics.counts import TreeCounts, paths_of
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 from tests.support.open_loop import Machine, Request, Seen, Server, poisson, walks_of
+from tests.support.step_clock import MACHINE as STEADY
 
 PROSE, CODE, NONE = (0.55, 0.1, 0.05), (0.85, 0.08, 0.03), (0.05, 0.01, 0.0)
 TREE = optimize_tree(Acceptance.of([0.6, 0.15, 0.08]), 16, 8)
@@ -522,8 +523,9 @@ def test_children_that_were_never_offered_are_assumed():
 
 
 @pytest.mark.parametrize("answer", [2, 3, 8, 20, 100])
-@pytest.mark.parametrize("machine", [GPU, CPU])
-@pytest.mark.parametrize("clients", [1, 4])
+@pytest.mark.parametrize(
+    ("clients", "machine"), [(1, GPU), (1, CPU), (1, STEADY), (4, GPU), (4, CPU)]
+)
 def test_the_speedup_is_what_clients_see(clients, machine, answer):
     """Each asks again at once; tokens behind a request's end are nothing to its user."""
 
@@ -548,7 +550,7 @@ def test_the_speedup_is_what_clients_see(clients, machine, answer):
     shown = np.average(gains[1:], weights=np.diff(times))
     # Without drafts several clients stay in step. Their prompts are read at once, which costs more.
     # The metric knows nothing of it: for answers of 3 tokens it is 0.87 to 0.94 of the clients'.
-    assert (0.95 if clients == 1 else 0.86) < shown / seen < 1.05
+    assert (0.96 if clients == 1 else 0.86) < shown / seen < 1.03
     assert seen > 0.98
 
 

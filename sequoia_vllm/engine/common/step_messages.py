@@ -36,6 +36,7 @@ class StepOutcome:
     drafting: tuple[float, ...] | None = None
     """Seconds from the outcomes of steps to the ends of their drafting, of the steps that have
     ended since, in order; None: outcomes come after drafting."""
+    drafted: float = 0.0  # seconds of drafting before the outcome
 
 
 @dataclass(frozen=True)

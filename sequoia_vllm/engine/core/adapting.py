@@ -145,7 +145,10 @@ class SchedulerAdapter:
             step, follows = self._open.popleft()
             if (seconds := step.seconds) is not None:
                 seconds = max(seconds + drafting - follows * self._drafting, 0.0)
-            self.controller.observe(replace(step, seconds=seconds, paths=self._paths))
+            drafted = drafting + outcome.drafted
+            self.controller.observe(
+                replace(step, seconds=seconds, paths=self._paths, drafting=drafted)
+            )
             self._drafting, self._paths = drafting, b""
 
     def _follow_requests(self, scheduled: Any) -> None:

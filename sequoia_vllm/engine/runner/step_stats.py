@@ -27,7 +27,7 @@ class StepStats:
     tree: TokenTree  # the engine's tree
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by part: "target" (its forward, without the LM head), "draft" (its forwards, with
-    theirs) and "step" (all of the step)."""
+    theirs), "drafting" (all of it, on V1) and "step" (all of the step)."""
     steps: int = 0  # engine steps
     trace: list[tuple[str, int, int, float]] | None = None
     """If not None, every model forward: (part, requests, tokens, seconds)."""
@@ -38,7 +38,7 @@ class StepStats:
 
     def reset(self) -> None:
         """Starts counting anew."""
-        self.seconds = {"target": 0.0, "draft": 0.0, "step": 0.0}
+        self.seconds = dict.fromkeys(("target", "draft", "drafting", "step"), 0.0)
         self.steps = 0
         self.trace = None if self.trace is None else []
         self._counts = TreeCounts(self.tree)

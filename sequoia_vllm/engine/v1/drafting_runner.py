@@ -125,7 +125,8 @@ class DraftingRunner(CPUModelRunner):
             Draft tokens of each request in stored tree order; empty: no tree.
         """
         try:
-            return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
+            with self.stats.timed("drafting"):
+                return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
         except Exception:
             survive_draft(self.vllm_config)
             self.draft_has_failed = True

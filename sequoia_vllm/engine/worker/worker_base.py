@@ -93,6 +93,7 @@ class SequoiaWorker(AgreeingWorker):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Calls vLLM's, timed; its output says what became of its trees, and which are next."""
         stats, drafts, drafting = self.model_runner.stats, None, None
+        before = stats.seconds["drafting"]
         stats.steps += 1
         with stats.timed("step"):
             output = super().sample_tokens(grammar_output)
@@ -105,7 +106,8 @@ class SequoiaWorker(AgreeingWorker):
         if has_failed:
             self._draft_limit = 0
         paths = stats.take_paths()
-        outcome = StepOutcome(paths, self._draft_limit, has_failed, drafts, drafting)
+        drafted = stats.seconds["drafting"] - before
+        outcome = StepOutcome(paths, self._draft_limit, has_failed, drafts, drafting, drafted)
         return attach_outcome(output, outcome)
 
     def sequoia_stats(self, reset: bool = False, trace: bool = False) -> dict[str, Any]:
