@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
+from sequoia_vllm.bench.measure import BenchSettings, GreedyCheck, Mismatch
+from sequoia_vllm.bench.methods import methods, usual_chains
+from sequoia_vllm.bench.report import BenchReport, Result, plot_speeds, run_bench
 from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
 from sequoia_vllm.cli.measuring import (
     CacheOption,
@@ -29,13 +33,15 @@ from sequoia_vllm.cli.measuring import (
     quiet_engines,
 )
 from sequoia_vllm.figures import check_format, require_matplotlib
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sequoia_vllm.bench.measure import GreedyCheck, Mismatch
-    from sequoia_vllm.bench.report import BenchReport, Result
-    from sequoia_vllm.prompts import Prompt
+from sequoia_vllm.hardware.cost import check_batch_sizes
+from sequoia_vllm.prompts import (
+    Prompt,
+    encode_prompts,
+    load_prompts,
+    load_tokenizer,
+    prompts_sha256,
+    source_name,
+)
 
 MISMATCH = 1  # exit code
 NONE = "none"  # of --chain
@@ -94,11 +100,6 @@ def bench(
         draft = draft or draft_to_measure(target)
     options = dict(locals())
     check_output("--output", output)
-    from sequoia_vllm.bench.measure import BenchSettings
-    from sequoia_vllm.bench.methods import usual_chains
-    from sequoia_vllm.bench.report import plot_speeds, run_bench
-    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
-
     with friendly_errors():
         if plot is not None:
             check_output("--plot", plot)
@@ -130,9 +131,6 @@ def bench(
 
 def _compared(options: dict[str, Any]) -> dict[str, Any]:
     """What the options compare: fields of `BenchSettings`. It loads nothing, so typos end here."""
-    from sequoia_vllm.bench.methods import methods
-    from sequoia_vllm.hardware.cost import check_batch_sizes
-
     temperatures = _temperatures(options["temperature"])
     chains = [] if options["chain"] in (None, NONE) else options["chain"].split(",")
     trees = [tree.strip() for tree in options["trees"].split(",")]
@@ -148,8 +146,6 @@ def _compared(options: dict[str, Any]) -> dict[str, Any]:
 
 def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:
     """The settings for the report, with the prompts' name and hash instead of their path."""
-    from sequoia_vllm.prompts import prompts_sha256, source_name
-
     shown = (
         "num_prompts", "batch_sizes", "temperature", "trees", "chain", "max_tokens",
         "rounds", "dtype", "eager", "kv_cache_gib", "offload_memory_gib",

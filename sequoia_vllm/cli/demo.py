@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import platformdirs
 import typer
 from rich.markup import escape
 
-from sequoia_vllm.bench.methods import SERVED
+from sequoia_vllm.bench.engines import in_this_process, most_engines
+from sequoia_vllm.bench.measure import (
+    BenchSettings,
+    EngineCase,
+    MethodRuns,
+    RoundRun,
+    Watch,
+    measure,
+)
+from sequoia_vllm.bench.methods import SERVED, Method, methods
+from sequoia_vllm.bench.report import Result, chain_samples_wrongly, disagreement, results
 from sequoia_vllm.checkout import find_checkout
 from sequoia_vllm.cli.bench import print_check, speeds_table
 from sequoia_vllm.cli.common import console, error_console, fail, friendly_errors, note, print_json
@@ -24,15 +35,10 @@ from sequoia_vllm.cli.measuring import (
     measuring,
     quiet_engines,
 )
+from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.interrupts import processes_end_here
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sequoia_vllm.bench.measure import BenchSettings, EngineCase, MethodRuns, RoundRun, Watch
-    from sequoia_vllm.bench.methods import Method
-    from sequoia_vllm.bench.report import Result
-
+from sequoia_vllm.measuring.provenance import provenance
+from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -120,13 +126,6 @@ def demo(
     with friendly_errors():
         pair = EMBEDDED if target or draft or small_pair else chat_pair()
         target, draft = target or pair.target, draft or pair.draft
-        from sequoia_vllm.bench.engines import in_this_process, most_engines
-        from sequoia_vllm.bench.measure import BenchSettings
-        from sequoia_vllm.bench.methods import methods
-        from sequoia_vllm.bench.report import chain_samples_wrongly
-        from sequoia_vllm.measuring.engines import EngineSpec
-        from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
-
         spec = EngineSpec(target, draft, dtype="float32", kv_cache_gib=0.25)
         compared = methods(draft, (chain or _CHAINS).split(","), [pair.tree])
         texts = load_prompts(pair.prompts, num_prompts)
@@ -151,10 +150,6 @@ def demo(
 
 
 def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
-    from sequoia_vllm.bench.measure import measure
-    from sequoia_vllm.bench.report import disagreement, results
-    from sequoia_vllm.measuring.provenance import provenance
-
     with measuring("demo:", "interrupted") as report:
         found = measure(settings, report, watch=None if as_json else answers_shown(asked))
     greedy, sampled = found.runs.values()

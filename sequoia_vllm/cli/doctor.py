@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, fail, print_json
@@ -187,9 +189,6 @@ def _target(model: str) -> Finding:
 
 
 def _print(checks: list[tuple[str, Finding]], ok: bool) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, check in checks:
         mark = "[red]no[/]" if not check.ok else "[yellow]! [/]" if check.warns else "[green]ok[/]"

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,11 +18,9 @@ from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, drafts_from_text, 
 from sequoia_vllm.hardware.models import published_shape
 from sequoia_vllm.hardware.support import Kind, Role, kinds_of
 from sequoia_vllm.json_input import read_json
+from sequoia_vllm.measuring.engines import EngineSpec, compare_models, load_config
+from sequoia_vllm.measuring.interrupts import engines_end_here, exit_code
 from sequoia_vllm.model_source import GIVE_FOLDER, folder_problem, hub_problem
-
-if TYPE_CHECKING:
-    from sequoia_vllm.measuring.engines import EngineSpec
-
 
 TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
 DraftOption = Annotated[
@@ -80,8 +78,6 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
     """Shows a progress bar while engines run, and keeps their output aside. Ctrl-C and SIGTERM end
     it within ten seconds, with the note ``if_interrupted``. However it ends, no engine stays
     behind."""
-    from sequoia_vllm.measuring.interrupts import engines_end_here, exit_code
-
     try:
         with (
             engines_print_aside(shown=os.environ.get(_LEVEL) != _QUIET),
@@ -141,7 +137,6 @@ def check_models(target: str, draft: str) -> None:
     models = {"target": target} | ({"draft": draft} if has_weights else {})
     for role, model in models.items():
         check_name(role, model)
-    from sequoia_vllm.measuring.engines import compare_models, load_config
 
     for model in models.values():
         load_config(model)
@@ -175,8 +170,6 @@ def check_name(role: str, model: str) -> None:
 
 def engine_spec(options: dict[str, Any]) -> EngineSpec:
     """The engines that a command's options describe."""
-    from sequoia_vllm.measuring.engines import EngineSpec
-
     directory, offload = options["offload_directory"], None
     if directory is not None:
         memory_gib = options["offload_memory_gib"]

@@ -7,10 +7,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from sequoia_vllm.calibration import tuned_tree
+from sequoia_vllm.calibration.measure_acceptance import (
+    AcceptanceSettings,
+    AcceptanceTask,
+    measure_acceptance,
+)
+from sequoia_vllm.calibration.measure_profile import ProfileSettings, checked, measure_profile
 from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
 from sequoia_vllm.cli.measuring import (
     CacheOption,
@@ -30,18 +37,18 @@ from sequoia_vllm.cli.measuring import (
     quiet_engines,
 )
 from sequoia_vllm.cli.tree import plot_tree
+from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.drafters.registry import draft_option
+from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree, look_up
 from sequoia_vllm.figures import FigureError
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.tree_library import TreeLibrary
+from sequoia_vllm.library.user_files import make_writable
 from sequoia_vllm.measuring.provenance import synthetic_models
-
-if TYPE_CHECKING:
-    from sequoia_vllm.calibration.measure_acceptance import AcceptanceSettings
-    from sequoia_vllm.calibration.measure_profile import ProfileSettings
-    from sequoia_vllm.library.pair_key import PairKey
-    from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree.acceptance import Acceptance
 
 
 @dataclass(frozen=True)
@@ -134,10 +141,6 @@ def tune(
 
 
 def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSettings]:
-    from sequoia_vllm.calibration.measure_acceptance import AcceptanceSettings
-    from sequoia_vllm.calibration.measure_profile import ProfileSettings
-    from sequoia_vllm.calibration.tuned_tree import quick_engine
-
     quick, eager = options["quick"], options["eager"]
     budget = QUICK if quick else FULL
     if options["offload_directory"] is not None:
@@ -161,7 +164,7 @@ def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSetti
         max_tokens_total=budget.max_tokens_total,
     )  # fmt: skip
     if quick:
-        engine = quick_engine(engine)
+        engine = tuned_tree.quick_engine(engine)
     timing = ProfileSettings(
         engine, prompts=prompts, tokens=numbers("--tokens", budget.tokens), contexts=contexts,
         batch_sizes=tuple(sizes), max_tokens=budget.timed, rounds=budget.rounds,
@@ -181,8 +184,6 @@ _STOPPED_BY = {
 
 def count(settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
     """Measures acceptance, and notes how far it got; ``stage`` begins the progress line."""
-    from sequoia_vllm.calibration.measure_acceptance import AcceptanceTask, measure_acceptance
-
     task = AcceptanceTask.prepare(settings)
     with measuring(f"{stage}acceptance:", _INTERRUPTED) as report:
         measured = measure_acceptance(task, report)
@@ -195,19 +196,12 @@ def count(settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
 
 def time_steps(settings: ProfileSettings, vectors: Sequence[Acceptance], stage: str) -> Profile:
     """Measures a profile; see `measure_profile` and `count`."""
-    from sequoia_vllm.calibration.measure_profile import measure_profile
-
     with measuring(f"{stage}profile:", _INTERRUPTED) as report:
         return measure_profile(settings, report, vectors)
 
 
 def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str, Any]:
     """Measures acceptance and times, then chooses and saves the tree; returns the report."""
-    from sequoia_vllm.calibration import tuned_tree
-    from sequoia_vllm.calibration.measure_profile import checked
-    from sequoia_vllm.library.tree_library import TreeLibrary
-    from sequoia_vllm.library.user_files import make_writable
-
     timing = checked(timing)  # before anything is counted
     engine, context, largest = timing.engine, timing.contexts[0], max(timing.tokens)
     library, pair = TreeLibrary(), tuned_tree.pair_here(engine)
@@ -247,9 +241,6 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
 
 def _now_used(pair: PairKey) -> str:
     """The source of the tree that an engine with this pair gets by "tree": "auto"."""
-    from sequoia_vllm.config import SequoiaConfig
-    from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree, look_up
-
     config = SequoiaConfig.parse({**draft_option(pair.draft), "tree": "auto"})
     return choose_engine_tree(config, pair, look_up(config, pair)).source
 

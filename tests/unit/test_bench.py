@@ -74,14 +74,14 @@ def test_the_default_is_what_a_server_runs(monkeypatch):
     found = []
     monkeypatch.setattr("sequoia_vllm.cli.bench.draft_to_measure", lambda target: "known")
     monkeypatch.setattr("sequoia_vllm.cli.bench.check_models", lambda *_: None)
-    monkeypatch.setattr("sequoia_vllm.prompts.load_tokenizer", lambda _: SimpleNamespace())
-    monkeypatch.setattr("sequoia_vllm.prompts.encode_prompts", lambda *_, **__: [[1]])
+    monkeypatch.setattr("sequoia_vllm.cli.bench.load_tokenizer", lambda _: SimpleNamespace())
+    monkeypatch.setattr("sequoia_vllm.cli.bench.encode_prompts", lambda *_, **__: [[1]])
 
     def stop(settings, *_):
         found.extend(settings.methods)
         raise BenchError("enough")
 
-    monkeypatch.setattr("sequoia_vllm.bench.report.run_bench", stop)
+    monkeypatch.setattr("sequoia_vllm.cli.bench.run_bench", stop)
     assert "enough" in CliRunner().invoke(app, ["bench", "--model", "t"]).stderr
     assert [method.name for method in found] == [
         "plain vLLM", "chain of 1", "chain of 2", "chain of 4", "Sequoia",
