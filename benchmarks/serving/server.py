@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import PROMPTS, TARGET
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.measuring.interrupts import engines_end_here
+from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
 _START_SECONDS = 600.0
 BATCH = 16  # most requests that a server runs at once
@@ -84,8 +85,6 @@ def write_prompts(folder: Path) -> None:
     """Writes ``short.json`` and ``long.json`` for ``vllm bench serve``. The prompts in
     ``examples/models`` are one text: each begins where one of them does, and long ones go on with
     the next."""
-    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
-
     tokenizer = load_tokenizer(TARGET)
     encoded = encode_prompts(load_prompts(Path(PROMPTS), 200), tokenizer)
     for kind, length in PROMPT_TOKENS.items():

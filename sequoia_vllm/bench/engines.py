@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
+from sequoia_vllm.engine.common.draft_schedule import scheduled_drafts
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.measuring.engines import (
     EngineSpec,
@@ -70,16 +72,12 @@ class BenchEngine:
     @property
     def tree(self) -> TokenTree | None:
         """The engine's tree; None: another method, or "auto" chose not to speculate."""
-        from sequoia_vllm.engine.common.settings import SequoiaSettings
-
         if not SequoiaSettings.enabled(self._config):
             return None
         return SequoiaSettings.of(self._config).tree
 
     def drafts(self, batch_size: int) -> int:
         """Drafts of each request at this batch size."""
-        from sequoia_vllm.engine.common.draft_schedule import scheduled_drafts
-
         if self.method.kind is Kind.CHAIN:
             return self.method.most_drafts
         return 0 if self.tree is None else scheduled_drafts(self._config)[batch_size - 1]
