@@ -1,12 +1,10 @@
 """What users write under ``--speculative-config``: every key, documented and checked."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -182,7 +180,7 @@ class SequoiaConfig(_Strict):
         return self.tree in (None, AUTO) and self.acceptance is None
 
     @classmethod
-    def parse(cls, request: str | dict[str, Any]) -> SequoiaConfig:
+    def parse(cls, request: str | dict[str, Any]) -> Self:
         """Reads ``"sequoia"`` or the JSON object; dashes in keys count as underscores. Raises
         ConfigError, which names each wrong key or value."""
         data = {"method": request} if isinstance(request, str) else request
@@ -197,7 +195,7 @@ class SequoiaConfig(_Strict):
                 f"speculative config of method 'sequoia': {problems_of(error)}"
             ) from None
 
-    def loaded(self) -> SequoiaConfig:
+    def loaded(self) -> Self:
         """The same with the tree, the acceptance vector and the tokens that it names loaded. Raises
         TreeError, AcceptanceError, LibraryError or ConfigError, which names what is wrong with
         which."""

@@ -3,13 +3,11 @@
 A file has one prompt per line, as JSON or as text. Only `load_tokenizer` imports transformers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -45,7 +43,7 @@ class Prompt(_Line):
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Prompt:
+    def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError(f"a line holds {_LINE_HELP}")
         if self.messages is not None and self.messages[-1].role == "assistant":

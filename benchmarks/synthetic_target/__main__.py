@@ -1,7 +1,5 @@
 """``python -m benchmarks.synthetic_target``: writes a synthetic target."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated

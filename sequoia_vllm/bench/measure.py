@@ -6,8 +6,6 @@ equal logits may win. The target then scores the whole output again. From the di
 token must be within `NEAR_TIE` of the target's best one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass

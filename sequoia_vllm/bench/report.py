@@ -1,13 +1,11 @@
 """A whole comparison: measured, summed up with its provenance, as a file and as a picture."""
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -55,7 +53,7 @@ class Spread(FileModel):
     high: float = Field(description="The highest round's.")
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Self:
         """Sums up one value per round, at least one."""
         return cls(median=median(values), low=min(values), high=max(values))
 

@@ -1,7 +1,5 @@
 """Counts how often the verifier accepts drafts on a live engine, and what the counts tell."""
 
-from __future__ import annotations
-
 import datetime
 import math
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from itertools import cycle, islice, takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -175,7 +173,7 @@ class AcceptanceTask:
     tree: TokenTree
 
     @classmethod
-    def prepare(cls, settings: AcceptanceSettings) -> AcceptanceTask:
+    def prepare(cls, settings: AcceptanceSettings) -> Self:
         """Reads prompts and model files, and starts no engine. Raises PromptError, CalibrationError
         or TreeError if they cannot be used."""
         engine = settings.engine

@@ -1,7 +1,5 @@
 """``sequoia-vllm bench``: compares plain vLLM, its chain and Sequoia on this machine."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any

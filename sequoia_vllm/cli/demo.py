@@ -1,7 +1,5 @@
 """``sequoia-vllm demo``: answers questions with vLLM, with trees and without, and compares."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

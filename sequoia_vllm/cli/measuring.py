@@ -1,7 +1,5 @@
 """Shared by commands that run engines or read models: options, checks, and progress."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -1,7 +1,5 @@
 """``sequoia-vllm tune``: the best tree for a model pair on this machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Which tree, and how much of it at each batch size (paper, sections 4.1 and G.5, extended)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass

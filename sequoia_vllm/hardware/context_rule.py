@@ -4,8 +4,6 @@ It takes a launch more in each layer. Our kernel reads a context at the speed of
 of a tree. For many rows arithmetic takes longer, and FlashAttention's is faster.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,10 +5,8 @@ A profile is a JSON file (`Profile`), written by the measuring tool
 `sequoia_vllm.hardware.roofline`). All times are in seconds, per engine step, for the whole batch.
 """
 
-from __future__ import annotations
-
 import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -45,7 +43,7 @@ class Curve(FileModel):
     """Interquartile range of each time, seconds."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Curve:
+    def _consistent(self) -> Self:
         if any(b <= a for a, b in zip(self.tokens, self.tokens[1:], strict=False)):
             raise ValueError(f"tokens must increase, not {self.tokens}")
         for name, values in (("seconds", self.seconds), ("spread", self.spread)):
@@ -116,7 +114,7 @@ class Profile(FileModel):
     """Free form: argv, versions, git SHA, configuration hashes of the models."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Profile:
+    def _consistent(self) -> Self:
         for name, curves in (
             ("target_forward", self.target_forward),
             ("draft_level", self.draft_level),

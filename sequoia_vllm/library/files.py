@@ -1,9 +1,7 @@
 """File formats of the tree library: measured acceptance in, trees out."""
 
-from __future__ import annotations
-
 import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -98,7 +96,7 @@ class AcceptanceFile(FileModel):
         return values
 
     @model_validator(mode="after")
-    def _same_shape(self) -> AcceptanceFile:
+    def _same_shape(self) -> Self:
 
         def shape(values: list[Any]) -> list[int]:
             return [len(row) if isinstance(row, list) else 0 for row in values]
@@ -157,7 +155,7 @@ class TreeEntry(FileModel):
     estimates: list[ScheduleEstimate] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _consistent(self) -> TreeEntry:
+    def _consistent(self) -> Self:
         expected = 1
         for first, last, drafts in self.schedule:
             if first != expected or last < first:
@@ -187,7 +185,7 @@ class LibraryFile(FileModel):
     entries: list[TreeEntry] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _consistent(self) -> LibraryFile:
+    def _consistent(self) -> Self:
         names = [entry.name for entry in self.entries]
         for name in names:
             if names.count(name) > 1:

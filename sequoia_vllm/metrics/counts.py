@@ -1,10 +1,9 @@
 """Counters of verified trees, in one vector to add and send, and the log line about them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +62,7 @@ class TreeCounts:
         self.scored_nodes, self.accepted_nodes = nodes
 
     @classmethod
-    def of_paths(cls, tree: TokenTree, paths: Sequence[NDArray[np.int32]]) -> TreeCounts:
+    def of_paths(cls, tree: TokenTree, paths: Sequence[NDArray[np.int32]]) -> Self:
         """Counts verified trees; ``paths``: from `paths_of`, in any groups."""
         counts = cls(tree)
         if not paths:
@@ -97,7 +96,7 @@ class TreeCounts:
         self.accepted[:] = (offered & (children == nodes[:, :, None])).sum(axis=0)
 
     @classmethod
-    def from_bytes(cls, tree: TokenTree, packed: bytes) -> TreeCounts:
+    def from_bytes(cls, tree: TokenTree, packed: bytes) -> Self:
         """`of_paths` of the bytes of such arrays, one after another. Raises ValueError if they are
         of a tree of another depth."""
         width = 1 + tree.depth
@@ -123,7 +122,7 @@ class TreeCounts:
         """Tokens emitted by them: the accepted nodes, and one bonus token each."""
         return int(self._totals[1])
 
-    def add(self, other: TreeCounts) -> None:
+    def add(self, other: Self) -> None:
         """Adds the counts of further steps with the same tree."""
         np.add(self.values, other.values, out=self.values)
 
