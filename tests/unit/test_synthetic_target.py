@@ -8,7 +8,11 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks.synthetic_target import SyntheticTargetError, write_synthetic_target
+from benchmarks.synthetic_target import (
+    SyntheticTargetError,
+    checkpoint,
+    write_synthetic_target,
+)
 from benchmarks.synthetic_target.__main__ import app
 from sequoia_vllm.measuring.provenance import synthetic_origin
 
@@ -61,9 +65,11 @@ def test_the_function_is_preserved(source, tmp_path):
 
 
 @pytest.mark.parametrize("times", [2, 3, 5])
-def test_a_larger_hidden_size_preserves_the_function(source, tmp_path, times):
+def test_a_larger_hidden_size_preserves_the_function(source, tmp_path, times, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1 << 18)  # several files
     made = write_synthetic_target(str(source), tmp_path / "made", layers=4, hidden=64 * times)
     torch.testing.assert_close(logits(made.folder), logits(source), rtol=1e-4, atol=1e-4)
+    assert len(list(made.folder.glob("*.safetensors"))) > 1
     config = AutoConfig.from_pretrained(made.folder)
     sizes = (config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
     assert sizes == (64 * times, 4 * times, 2 * times)
