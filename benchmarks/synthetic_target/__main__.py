@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.synthetic_target.write import DTYPES, write_synthetic_target
 from sequoia_vllm.cli.common import console, fail, friendly_errors, progress_bar
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -43,8 +44,6 @@ def synthetic_target(
     change no logit. So realistic sizes can be timed, with realistic acceptance,
     where no trained large pair is at hand. Its config.json says what it is.
     """
-    from benchmarks.synthetic_target.write import DTYPES, write_synthetic_target
-
     if params is not None and (layers is not None or width is not None):
         fail("--params chooses layers and width: leave out --layers and --width")
     if params is layers is width is hidden is None:

@@ -1,18 +1,16 @@
 """Reading and writing safetensors checkpoints piece by piece."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from sequoia_vllm.errors import SequoiaError
-
-if TYPE_CHECKING:
-    import torch
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -57,8 +55,6 @@ class SourceCheckpoint:
     """Reads tensors of a safetensors checkpoint by name, when asked for."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
         index = folder / _INDEX
         names = [_SINGLE]
         if index.is_file():
@@ -108,8 +104,6 @@ def copy_tokenizer(origin: Path, folder: Path) -> None:
 
 def write_checkpoint(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Writes tensors into one file, or into shards of about 1 GiB and their index."""
-    from safetensors.torch import save_file
-
     places: dict[str, str] = {}  # file of each tensor
     pending: dict[str, torch.Tensor] = {}
     size = total = shards = 0

@@ -6,14 +6,10 @@ of opposite sign, which read equal copies and cancel; one copy that is left over
 final norm keeps the first copy alone.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 _INITIAL_STD = 0.02
 _POOL = (1 << 22) + 15  # odd: no two rows of a matrix begin alike
@@ -52,16 +48,12 @@ class Growth:
 
     def grown_outside(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor outside of the layers."""
-        import torch
-
         if name != "model.norm.weight":
             return tensor.repeat(1, self.times)
         return torch.cat([tensor, tensor.new_zeros(len(tensor) * (self.times - 1))])
 
     def grown(self, part: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of one of the source's layers."""
-        import torch
-
         size = self.size(part, tuple(tensor.shape))
         if tensor.shape == size:
             return tensor
@@ -84,8 +76,6 @@ class Growth:
 
     def added(self, part: str, own: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of an added layer, which adds nothing to the residual stream."""
-        import torch
-
         size = self.size(part, own)
         if part.startswith(_OUTPUTS) or part.endswith(".bias"):
             return torch.zeros(size, dtype=dtype)
@@ -93,8 +83,6 @@ class Growth:
 
     def random(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Repeats a pool of 4 million normal numbers: drawing billions would take minutes."""
-        import torch
-
         if dtype not in self._pools:
             pool = torch.empty(_POOL).normal_(
                 0, _INITIAL_STD, generator=torch.Generator().manual_seed(0)

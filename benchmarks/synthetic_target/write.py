@@ -7,15 +7,15 @@ Speeds measured on such a model are those of a larger target whose draft agrees 
 the small pair does.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from benchmarks.synthetic_target.checkpoint import (
     SourceCheckpoint,
@@ -27,9 +27,6 @@ from benchmarks.synthetic_target.checkpoint import (
 )
 from benchmarks.synthetic_target.tensors import Growth, is_of_width
 from sequoia_vllm.measuring.provenance import CONFIG_KEY
-
-if TYPE_CHECKING:
-    import torch
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -213,8 +210,6 @@ def _tensors(
     dtype: str,
     report: Report | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
-
     kind = getattr(torch, dtype)
     growth = Growth(shape.hidden // own.hidden, shape.width)
     in_layers: dict[int, dict[str, str]] = {}
