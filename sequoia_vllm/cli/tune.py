@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,37 +48,27 @@ from sequoia_vllm.library.user_files import make_writable
 from sequoia_vllm.measuring.provenance import synthetic_models
 from sequoia_vllm.tree.acceptance import Acceptance
 
-
-@dataclass(frozen=True)
-class Budget:
-    """How much to measure unless options say otherwise."""
-
-    precision: float = 0.02  # count until acceptance is known so well, see `AcceptanceSettings`
-    max_tokens_total: int = 100_000
-    branch: int = 10
-    depth: int = 5
-    # Tokens per completion for counting acceptance, which varies most between prompts: few tokens
-    # of many prompts tell more.
-    counted: int = 128
-    batch_sizes: str = "1,2,4,8"
-    tokens: str = "1,2,3,4,5,6,8,12,16,32,64"
-    context: str = "512"
-    timed: int = 32  # tokens per completion for timing steps
-    rounds: int = 3
-    enough_seconds: float | None = None  # see `ProfileSettings`
-
-
-FULL = Budget()
-QUICK = Budget(0.07, 4_000, 4, 3, 32, "1,4", "1,2,4,8,16,32", "128", 24, 2, 60)
+# How much to measure unless options say otherwise. Tokens per completion, to count and to time: as
+# acceptance varies most between prompts, few tokens of many prompts tell more.
+FULL = {
+    "max_tokens_total": 100_000, "counted": 128, "timed": 32, "batch_sizes": "1,2,4,8",
+    "tokens": "1,2,3,4,5,6,8,12,16,32,64", "context": "512",
+}  # fmt: skip
+QUICK = {
+    "max_tokens_total": 4_000, "counted": 32, "timed": 24, "batch_sizes": "1,4",
+    "tokens": "1,2,4,8,16,32", "context": "128",
+}  # fmt: skip
+QUICK_COUNTING: dict[str, Any] = {"precision": 0.07, "branch": 4, "depth": 3}
+QUICK_TIMING: dict[str, Any] = {"rounds": 2, "enough_seconds": 60}
 # Passes that wait for weights make larger trees pay; few small ones need timing.
 OFFLOADED, OFFLOADED_QUICK = "1,8,16,32,48,64,96,128", "1,16,32,64,128"
 COUNTING, TIMING = "Counting accepted drafts", "Timing steps"
 
 
 def _budgeted(panel: str, field: str, explained: str, **checks: Any) -> Any:
-    """An option whose default is a field of the `Budget`."""
+    """An option whose default is in `FULL` and `QUICK`."""
     # No square brackets: rich takes them for markup.
-    default = f"Default {getattr(FULL, field)}, with --quick {getattr(QUICK, field)}."
+    default = f"Default {FULL[field]}, with --quick {QUICK[field]}."
     return typer.Option(
         help=f"{explained} {default}", show_default=False, rich_help_panel=panel, **checks
     )
@@ -94,8 +84,8 @@ def tune(
     top_p: Annotated[float, typer.Option(
         min=1e-6, max=1, help="Top-p of every request; 1: off.")] = 1.0,
     max_tokens: Annotated[int | None, typer.Option(min=8, show_default=False, help=
-        f"Tokens per completion. Default {FULL.counted} to count, {FULL.timed} to time; with "
-        f"--quick {QUICK.counted} and {QUICK.timed}.")] = None,
+        f"Tokens per completion. Default {FULL['counted']} to count, {FULL['timed']} to time; with "
+        f"--quick {QUICK['counted']} and {QUICK['timed']}.")] = None,
     max_tokens_total: Annotated[int | None, _budgeted(
         COUNTING, "max_tokens_total", "Stop when so many tokens were generated.", min=1)] = None,
     batch_sizes: Annotated[str | None, _budgeted(
@@ -140,33 +130,28 @@ def tune(
 
 def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSettings]:
     quick, eager = options["quick"], options["eager"]
-    budget = QUICK if quick else FULL
+    budget: dict[str, Any] = dict(QUICK if quick else FULL)
     if options["offload_directory"] is not None:
-        budget = replace(budget, tokens=OFFLOADED_QUICK if quick else OFFLOADED)
-    names = ("max_tokens_total", "batch_sizes", "tokens", "context")
-    given = {name: options[name] for name in names if options[name] is not None}
+        budget["tokens"] = OFFLOADED_QUICK if quick else OFFLOADED
+    budget |= {name: options[name] for name in budget.keys() & options if options[name] is not None}
     if options["max_tokens"] is not None:
-        given |= dict.fromkeys(("counted", "timed"), options["max_tokens"])
-    budget = replace(budget, **given)
-    sizes = check_batch_sizes(list(numbers("--batch-sizes", budget.batch_sizes)))
-    contexts = numbers("--context", budget.context)
+        budget |= dict.fromkeys(("counted", "timed"), options["max_tokens"])
+    sizes = check_batch_sizes(list(numbers("--batch-sizes", budget["batch_sizes"])))
+    contexts = numbers("--context", budget["context"])
     if min(contexts) < 1:
-        fail(f"--context {budget.context}: give at least 1")
+        fail(f"--context {budget['context']}: give at least 1")
     engine = engine_spec(options)
-    prompts, temperature = options["prompts"], options["temperature"]
+    shared = {name: options[name] for name in ("prompts", "temperature")}
     counting = AcceptanceSettings(
         # Compilation does not change acceptance, and may take longer than the counting.
-        replace(engine, enforce_eager=eager or quick),
-        prompts=prompts, temperature=temperature, top_p=options["top_p"], branch=budget.branch,
-        depth=budget.depth, max_tokens=budget.counted, precision=budget.precision,
-        max_tokens_total=budget.max_tokens_total,
+        replace(engine, enforce_eager=eager or quick), **shared, top_p=options["top_p"],
+        max_tokens=budget["counted"], max_tokens_total=budget["max_tokens_total"],
+        **(QUICK_COUNTING if quick else {}),
     )  # fmt: skip
-    if quick:
-        engine = tuned_tree.quick_engine(engine)
     timing = ProfileSettings(
-        engine, prompts=prompts, tokens=numbers("--tokens", budget.tokens), contexts=contexts,
-        batch_sizes=tuple(sizes), max_tokens=budget.timed, rounds=budget.rounds,
-        temperature=temperature, enough_seconds=budget.enough_seconds,
+        tuned_tree.quick_engine(engine) if quick else engine, **shared, contexts=contexts,
+        tokens=numbers("--tokens", budget["tokens"]), batch_sizes=tuple(sizes),
+        max_tokens=budget["timed"], **(QUICK_TIMING if quick else {}),
     )  # fmt: skip
     return counting, timing
 
