@@ -21,17 +21,13 @@ class Step:
     batch_size: int
     drafts: int | None
     """Drafts per request, in this step and the one before; None: the number has just changed."""
-    seconds: float | None
-    """Time since the step before, or since it was scheduled if the engine was idle; None: not
-    known."""
+    seconds: float | None  # since the step before, or its scheduling after idling; None: not known
     workload: Workload
     paths: bytes = b""  # its verified trees, as bytes (`TreeCounts.from_bytes`)
     prompts: int = 0  # prompt tokens that it read
     context: int = 0
     preempted: int = 0  # requests that lost their KV cache before it, for want of memory
-    gained: int = 0
-    """Tokens that requests received beyond one each: accepted ones, less those that were cut off at
-    a request's end."""
+    gained: int = 0  # tokens beyond one each: accepted, less those cut off at a request's end
     grown: int | None = None  # drafts per request for the next step; None: `drafts`
     drafting: float = 0.0  # seconds of it that the next step's drafts took
 

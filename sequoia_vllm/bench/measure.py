@@ -42,9 +42,7 @@ class Mismatch(FileModel):
     position: int = Field(ge=0, description="Output tokens that agree before it.")
     token: int | None = Field(default=None, description="The method's; none: it ended there.")
     plain_token: int | None = Field(default=None, description="Plain vLLM's; none: it ended there.")
-    gap: float | None = None
-    """Largest gap (nats) from the difference on: log-probability of the target's best token less
-    that of the method's."""
+    gap: float | None = None  # largest from the difference on, nats below the best token
     near_tie: bool = Field(description="Whether rounding explains it: no error.")
 
 

@@ -68,8 +68,7 @@ class ProfileSettings:
     """File with prompts (`load_prompts`), cut and joined to length; None: the built-in set."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Tree sizes, root included; 1 is plain decoding. At each batch size and context
-    `Ladder.goes_on` decides where to end."""
+    """Tree sizes, root included; 1 is plain decoding. `Ladder.goes_on` decides where to end."""
     contexts: tuple[int, ...] = (256, 1024)  # tokens of a request amid its completion
     max_tokens: int = 32
     rounds: int = 3  # how often to measure everything; the middle round counts
@@ -299,8 +298,7 @@ class Ladder:
     """Decides after each tree size whether a larger one might still be the best."""
 
     frontiers: tuple[Frontier, ...] = ()
-    """The most expected tokens of trees of each size, one frontier per acceptance vector; empty:
-    acceptance is not known."""
+    """The most expected tokens by size, for each acceptance vector; empty: not known."""
 
     @classmethod
     def of(cls, vectors: Sequence[Acceptance], largest: int) -> Ladder:

@@ -89,8 +89,7 @@ class KnownDevice(DeviceSpec):
     match: list[str] = Field(min_length=1)  # patterns for the whole driver name, see `normalize`
     library: bool = Field(description="Whether the library holds trees computed for it.")
     host_link: LinkName | None = None
-    """Link to the host's memory; none: boards differ. In machines with slower slots, or where
-    devices share one, it is less."""
+    """Link to the host's memory; none: boards differ. Slower or shared slots have less."""
 
     def spec(self) -> DeviceSpec:
         """Only the datasheet values."""

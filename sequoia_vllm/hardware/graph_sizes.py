@@ -11,12 +11,7 @@ from itertools import groupby
 
 from sequoia_vllm.graph_batches import half_octaves, last_with, powers_of_two
 
-MOST_TOKENS = 1024
-"""Tokens of the largest step that is captured.
-
-Larger steps take longer on the device than their launches take on the host. By the roofline that is
-4 ms and more for a model of 1B parameters on an H200.
-"""
+MOST_TOKENS = 1024  # tokens of the largest captured step: larger ones outlast their launches
 
 # By datasheets of the library's GPUs, arithmetic takes as long as reading weights in steps of 117
 # to 419 tokens. So far padding costs little.

@@ -23,9 +23,7 @@ class Experts(FileModel):
     width: int = Field(ge=1, description="Width of a routed expert.")
     layers: int = Field(ge=1, description="Layers with experts; the others are dense.")
     shared: int = Field(default=0, ge=0, description="Width of what every token goes to, too.")
-    weight_bytes: float | None = Field(default=None, gt=0)
-    """Bytes of a routed expert's weight, where these alone are quantized; none: as of the layers'
-    others."""
+    weight_bytes: float | None = Field(default=None, gt=0)  # where these alone are quantized
 
 
 class Recurrent(FileModel):

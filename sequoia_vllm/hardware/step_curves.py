@@ -40,9 +40,7 @@ class StepRecord:
     most: int  # tokens of the request that has most
     target: float  # the target's forward passes, LM head included
     decoding: bool = True  # whether none of its requests read its prompt
-    sampling: float = 0.0
-    """From the target's logits to what is emitted; in a Sequoia engine all of verification and
-    commit."""
+    sampling: float = 0.0  # from the target's logits to what is emitted: all verification, commit
     verify: float = 0.0  # walking the trees; 0 in a plain engine of Model Runner V1
     commit: float = 0.0  # moving accepted keys and values; 0 in a plain engine
     drafting: float = 0.0

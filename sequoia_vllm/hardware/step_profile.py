@@ -36,8 +36,7 @@ class Curve(FileModel):
     batch_size: Count = Field(description="Requests in the batch.")
     context_length: Count = Field(description="Committed tokens of each request.")
     tokens: list[Count] = Field(min_length=1)
-    """Tokens of *each request* in the forward pass, increasing. The target scores a tree of n nodes
-    with n tokens."""
+    """Tokens of *each request*, increasing. The target scores a tree of n nodes with n tokens."""
     seconds: list[Seconds] = Field(min_length=1)  # median time, one for each of `tokens`
     spread: list[Annotated[float, Field(ge=0)]] | None = None
     """Interquartile range of each time, seconds."""
@@ -61,9 +60,8 @@ class Overhead(FileModel):
     context_length: Count | None = None  # committed tokens of each request; none: whatever it is
     plain_seconds: float = Field(ge=0, le=1e5)  # a plain step: scheduling, sampling, output
     tree_seconds: float = Field(ge=0, le=1e5)
-    """A speculative step: all of the plain one's, plus commit and tree bookkeeping, and
-    verification unless the profile has a curve for it (drawing children belongs to the draft
-    level)."""
+    """A speculative step: all of the plain one's, commit and tree bookkeeping, and verification
+    unless the profile has a curve for it (drawing children belongs to the draft level)."""
     commit_seconds: float | None = Field(default=None, ge=0, le=1e5)
     """Moving accepted keys and values, of trees that are no chains."""
 
@@ -95,21 +93,17 @@ class Profile(FileModel):
     """One draft forward pass over the nodes of one level that have children, drawing those children
     included; of a drafter that drafts all levels in one pass: drawing alone."""
     draft_reading: list[Curve] | None = None
-    """The step's first draft pass, over what was committed; of a drafter that drafts all levels in
-    one pass: that pass, by the positions of its block. None: the first pass takes what one over a
-    level does."""
+    """The step's first draft pass, over what was committed, or by the positions of the block of a
+    one-pass drafter. None: the first pass takes what one over a level does."""
     head: HeadShape | None = None  # what the draft is, where it is a head; none: a model
     overhead: list[Overhead] = Field(min_length=1, description="The rest of a step.")
     verification: list[Curve] | None = None
-    """Walking the trees of a step with their logits, by nodes scored; none: not told apart from the
-    target's pass and the rest."""
+    """Walking the trees of a step, by nodes scored; none: in the target's pass and the rest."""
     datasheet: DeviceSpec | None = None  # the datasheet values used (roofline only)
     target_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
     draft_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
     assumptions: dict[str, float] | None = None  # what the roofline assumed and nobody measured
-    streamed: StreamedWeights | None = None
-    """Weights of the target that each of its passes reads from outside the devices' memory; none:
-    all are in it. Computed profiles only."""
+    streamed: StreamedWeights | None = None  # of the target; computed profiles only
     provenance: dict[str, Any] = Field(default_factory=dict)
     """Free form: argv, versions, git SHA, configuration hashes of the models."""
 

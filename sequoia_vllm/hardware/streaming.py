@@ -46,9 +46,7 @@ class StreamedWeights(FileModel):
     """Bytes of these weights, on each device of a tensor-parallel group."""
     bytes_per_second: float = Field(gt=0, description="Achieved, of each device.")
     source: str = Field(min_length=1, description="Where they lie and how they come, in words.")
-    overlaps: bool
-    """Whether reading goes on while the device computes: a pass takes the longer of both, and else
-    both."""
+    overlaps: bool  # reading goes on while the device computes: a pass takes the longer of both
     tile_rows: int | None = Field(default=None, ge=1)
     """Rows of a tile of the matrix products, where these read the weights themselves, once for each
     tile; none: weights are copied once for all rows."""

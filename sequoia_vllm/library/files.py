@@ -44,11 +44,8 @@ class AcceptanceCounts(FileModel):
     """The counts behind a vector, and what ended the counting."""
 
     stopped_by: Literal["precision", "tokens", "prompts"]
-    """What ended it: the precision asked for was reached, the most tokens were generated, or every
-    prompt had its greedy completion."""
-    precision: float
-    """Half-width of an entry's 95 % interval, times the share of trees that reach its depth; the
-    largest of these."""
+    """The precision asked for, the most tokens, or that every prompt had its greedy completion."""
+    precision: float  # largest half-width (95 %) times the share of trees that reach its depth
     wanted_precision: float = Field(gt=0, description="The precision asked for.")
     most_tokens: int = Field(ge=1, description="The most tokens it was to generate.")
     trees: int = Field(ge=0, description="Trees verified.")
@@ -145,9 +142,7 @@ class TreeEntry(FileModel):
     temperature: float | None = Field(default=None, ge=0)
     acceptance: list[float] | list[list[float]]
     profile: ProfileReference
-    streamed: StreamedWeights | None = None
-    """Weights of the target that were taken to be read from outside the devices' memory in every
-    pass; none: nothing is."""
+    streamed: StreamedWeights | None = None  # outside the devices' memory; none: nothing is
     tree: StoredTree = Field(description="With the keys of a tree file.")
     schedule: list[tuple[int, int, int]] = Field(min_length=1)
     """[first, last, drafts] for ranges of batch sizes, without gaps from 1; each request drafts
