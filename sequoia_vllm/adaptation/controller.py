@@ -42,24 +42,18 @@ _SAY_EVERY = 60.0  # seconds between log lines about one octave
 
 
 class DraftController:
-    """Follows an engine's steps, and keeps its table of drafts by batch size.
-
-    Acceptance by depth and child predicts tokens per step of every prefix of the tree, separately
-    for each workload. `StepTimes` gives seconds per step at the recent contexts and prompts.
-    Short trials measure other numbers of drafts, and none. Under steady load, speculation that
-    does not pay is off within 200 steps.
+    """Follows an engine's steps, and keeps its table of drafts by batch size (docs/internals.md,
+    Adaptation). Under steady load, speculation that does not pay is off within 200 steps.
 
     Args:
         tree: The engine's tree.
-        schedule: Initial drafts at batch sizes 0 (not used), 1, 2, ...
+        schedule: Initial drafts at batch sizes 0 (not used), 1, 2, ...; kept as they are.
         most: The most drafts at these batch sizes.
-        sizes: Numbers of drafts to choose among, besides 0 and the schedule's; limited by
-            ``most``.
+        sizes: Numbers of drafts to choose among, besides 0 and the schedule's, up to ``most``.
 
     Attributes:
         lookup: Drafts at batch sizes 0, 1, 2, ...; changed in place.
         decisions: How often ``lookup`` changed, trials not counted.
-        schedule: The initial drafts.
     """
 
     def __init__(

@@ -6,13 +6,9 @@ of moving their bytes and doing their arithmetic. Decoding is bound by bytes. So
 costs little more than one token until the device's operations per byte are half used up. This is
 why speculation pays.
 
-A head (`HeadShape`) reads more in a step's first pass than in those over levels.
-One that drafts all levels in its first pass draws below it: the logits are there.
-
 More devices divide products and attention. They do not divide launches and logits, and add
-reductions, whose bytes grow with the tokens and whose number with the layers. The draft is split
-like the target, as vLLM requires. Its products shrink too, but its launches and reductions do not.
-So a draft level becomes dearer relative to the target, and the best trees become shallower.
+reductions. The draft is split like the target, as vLLM requires. So a draft level becomes dearer
+relative to the target, and the best trees become shallower.
 
 Figures that no datasheet has are in `Assumptions`, and are copied into the profile. Nothing here
 checks that the models fit the memory.

@@ -1,14 +1,9 @@
 """Makes the curves of a profile from recorded times of engine steps.
 
-A step is timed from its start to the start of the next one, so that scheduling,
-sampling and output are in it. The cost model adds up a step as
-
-    target_forward(n) + verification(n) + draft_level(committed) + draft_level(width) ...
-        + tree_seconds
-
-The curves made here add up to exactly the measured step, for every tree size that was measured. The
-target's part is the time that neither the draft's levels nor verification explain. Its share that
-does not grow with the tree is `tree_seconds`.
+A step is timed from its start to the start of the next one, so that scheduling, sampling and
+output are in it. The curves add up to exactly the measured step (`CostModel.prefix_seconds`), for
+every tree size that was measured. The target's part is the time that neither the draft's levels nor
+verification explain. Its share that does not grow with the tree is `tree_seconds`.
 
 Machines are shared and times are noisy, so everything is measured in rounds. A value is the median
 of its middle round: the quietest round would flatter a size that was lucky once. Its spread is the

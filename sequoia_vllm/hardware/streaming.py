@@ -4,19 +4,10 @@ A pass then takes as long as moving the weights: tens of times as long as from t
 memory, and hardly longer for hundreds of tokens than for one. The paper's largest trees are for
 such targets (768 nodes for a 70B target on one L40).
 
-Any source with a number of bytes and a rate can be described: the host's memory over a link, or a
-disk. vLLM offloads with two backends, which differ in what a wide tree costs:
-
-- *prefetch* copies layers into buffers on the device while others compute. With two buffers or
-  more a pass takes the longer of copying and computing; with one, copying waits for computing
-  and the pass takes both. The bytes do not depend on the tree.
-- *UVA* has the matrix products themselves read the weights through the link. A product works
-  on tiles of rows, and reads each weight once for each tile: the bytes of a pass grow with
-  ceil(rows / rows of a tile), so that 768 nodes cost six times what one does. The rest of the
-  pass is taken not to overlap with it.
-
-Both stream layers only: embeddings and the output matrix stay where they are. The draft is taken
-to be resident, since it runs many times in a step.
+Any source with a number of bytes and a rate can be described. vLLM has two backends, which stream
+layers only: *prefetch* copies them into buffers while others compute, whatever the tree. With *UVA*
+products read the weights through the link, once for each tile of rows: 768 nodes cost six times
+what one does. The draft is taken to be resident, since it runs many times in a step.
 """
 
 import math

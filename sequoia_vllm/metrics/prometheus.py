@@ -87,10 +87,6 @@ HELP = {
 class TreeMetrics:
     """The metrics in `HELP`, with vLLM's labels and their own. Any thread may call.
 
-    For trees vLLM's ``vllm:spec_decode_num_drafts`` counts trees, and ``num_draft_tokens`` nodes
-    without roots: accepted / drafted is low by design. Position i of
-    ``num_accepted_tokens_per_pos`` counts trees that accepted more than i nodes.
-
     Counts of a step are small integers that `observe` adds up; `flush` brings the many counters up
     to date. Gauges of the present load are there from an engine's first step until `rest`.
 
