@@ -25,20 +25,11 @@ INITIAL_DEVIATION = 0.02  # as Llama's
 
 
 class FrozenTarget:
-    """A model of Llama's or Qwen's form in evaluation mode, whose layers are listened to.
+    """A model of Llama's or Qwen's form in evaluation mode, or SequoiaError: its layers are heard.
 
-    Hidden states are computed again for each batch and not stored: those of three layers of
-    SmolLM2 take 3.4 kB a token, which is 4 GB for a million tokens.
-
-    Args:
-        folder: The target's.
-        layers: 0 is the embedding, n the output of the n-th layer with the
-            residual added, before any norm: vLLM's numbers.
-        device: Where it runs.
-        dtype: Of its weights.
-
-    Raises:
-        SequoiaError: If its modules do not have the names of Llama's.
+    Layer 0 is the embedding, n the output of the n-th layer with the residual added, before any
+    norm: vLLM's numbers. Hidden states are computed again for each batch and not stored: those of
+    three layers of SmolLM2 take 3.4 kB a token, which is 4 GB for a million tokens.
     """
 
     def __init__(

@@ -73,7 +73,8 @@ def choose_tree(
     """The tree with the most expected tokens per second at this batch size.
 
     It searches the optimal trees of every depth and size (`Frontier`); above 128 nodes, of every
-    eighth size.
+    eighth size. A tree of size 1 means: do not speculate. Raises AcceptanceError, ProfileError or
+    TreeError if ``acceptance`` is no such vector, or ``batch_size`` or a limit is below 1.
 
     Args:
         acceptance: p[k] or p[d][k].
@@ -81,13 +82,6 @@ def choose_tree(
         max_depth: Most edges from the root to a leaf; never more than the draft has levels.
         max_branch: Most children of a node; None: as many as the vector has.
         context_length: Which of the profile's contexts; None: its shortest.
-
-    Returns:
-        The tree, in value order. A tree of size 1 means: do not speculate.
-
-    Raises:
-        AcceptanceError, ProfileError, TreeError: ``acceptance`` is no such vector, or
-            ``batch_size`` or a limit is below 1.
     """
     sizes, limits = check_batch_sizes([batch_size]), (max_size, max_depth, max_branch)
     search = _TreeSearch(Acceptance.of(acceptance), profile, context_length, sizes, *limits)
@@ -109,12 +103,9 @@ def choose_schedule(
     have the highest geometric mean of speeds over these sizes.
 
     Args:
-        acceptance, profile, max_size, context_length: See `choose_tree`.
         batch_sizes: Those of the table; the largest also stands for all above it.
         tolerance: Share of speed that may be given up for fewer ranges.
-
-    Raises:
-        AcceptanceError, ProfileError, TreeError: See `choose_tree`.
+        acceptance, profile, max_size, context_length: See `choose_tree`, also for errors.
     """
     acceptance = Acceptance.of(acceptance)
     sizes = check_batch_sizes(list(batch_sizes))

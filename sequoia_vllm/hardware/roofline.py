@@ -49,17 +49,14 @@ def roofline_profile(
     batch_sizes: Sequence[int] = BATCH_SIZES,
     streamed: StreamedWeights | None = None,
 ) -> Profile:
-    """The profile that datasheet values predict.
+    """The profile that datasheet values predict. Raises ValueError if ``dtype`` is not known, a
+    model cannot be split over so many devices, or the draft does not fit beside streamed weights.
 
     Args:
         dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`.
         assumptions: What the datasheet does not say; None: the defaults.
         tokens: Tokens per request, increasing, from 1; None: up to `largest_tree`.
         streamed: Weights of the target that are not in the devices' memory; None: all are.
-
-    Raises:
-        ValueError: ``dtype`` is not known, a model cannot be split over so many devices, or the
-            draft does not fit beside streamed weights.
     """
     value_bytes = bytes_per_value(dtype)
     for shape in (target, draft):

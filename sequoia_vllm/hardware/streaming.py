@@ -65,15 +65,13 @@ def streamed_layers(
     backend: OffloadBackend = "prefetch",
     buffers: int = OVERLAPPING_BUFFERS,
 ) -> StreamedWeights:
-    """A number of bytes of a target's layers, offloaded as vLLM does.
+    """A number of bytes of a target's layers, offloaded as vLLM does. Raises ValueError if the size
+    or the rate is not above 0 and finite.
 
     Args:
         size: Bytes on each device, as vLLM counts; more than the layers have: all of them.
         source: Where from, in words ("PCIe 4.0 x16").
         buffers: Layers that prefetching has buffers for (``--offload-prefetch-step``).
-
-    Raises:
-        ValueError: The size or the rate is not above 0 and finite.
     """
     for what, value in (("size", size), ("rate", bytes_per_second)):
         if not 0 < value < math.inf:

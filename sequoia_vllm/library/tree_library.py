@@ -151,13 +151,9 @@ class TreeLibrary:
            nearest in size. Devices without a datasheet (CPUs) have only the first two.
 
         Trees are for the acceptance measured on the pair, or the weakest published one. A name is
-        compared as it is; a directory by its files.
-
-        Args:
-            shapes: What the models' configurations say; None: nothing is known of them.
-
-        Raises:
-            DeviceError, LibraryError: The device name is empty, or there is no tree.
+        compared as it is; a directory by its files. ``shapes`` are what the models' configurations
+        say; None: nothing is known of them. Raises DeviceError if the device name is empty, and
+        LibraryError if there is no tree.
         """
         if (own := self.tuned(pair)) is not None:
             return own
