@@ -17,7 +17,6 @@ from sequoia_vllm.bench.measure import (
     GreedyCheck,
     MethodRuns,
     Opener,
-    RoundRun,
     measure,
     pooled,
 )
@@ -241,9 +240,7 @@ def results(found: BenchRuns, *, chain_is_wrong: bool) -> list[Result]:
         best = max(chains, key=lambda one: median(_rates(one)), default=None)
         for one in runs:
             wrong = chain_is_wrong and one in chains and case.temperature > 0
-            declined = one.method.kind is Kind.SEQUOIA and one.drafts == 0
-            note = CHAIN_SAMPLES_WRONGLY if wrong else DECLINED if declined else None
-            summed.append(_result(case, one, runs[0], note, one is best))
+            summed.append(_result(case, one, runs[0], one is best, wrong))
     return summed
 
 
@@ -252,37 +249,31 @@ def _rates(runs: MethodRuns) -> list[float]:
 
 
 def _result(
-    case: EngineCase, runs: MethodRuns, plain: MethodRuns, note: str | None, best_chain: bool
+    case: EngineCase, runs: MethodRuns, plain: MethodRuns, best: bool, wrong: bool
 ) -> Result:
-    rates = _rates(runs)
-    speedup = Spread.of([rate / base for rate, base in zip(rates, _rates(plain), strict=True)])
+    rates, kind = _rates(runs), runs.method.kind
     steady = pooled([one.steady for one in runs.rounds])
+    steps = max(1, sum(one.parts["steps"] for one in runs.rounds))
+    parts = {part: sum(one.parts[part] for one in runs.rounds) / steps for part in PARTS}
     depth = 0 if runs.tree is None else runs.tree.trim(runs.drafts + 1).depth
     trees = sum(one.counters["tree_steps"] for one in runs.rounds if one.counters)
-    drafted = trees / (steady.steps * case.batch_size)
+    declined = kind is Kind.SEQUOIA and runs.drafts == 0
     return Result(
         method=runs.method.name,
-        kind=runs.method.kind,
+        kind=kind,
         batch_size=case.batch_size,
         temperature=case.temperature,
         drafts=runs.drafts,
-        depth=runs.drafts if runs.method.kind is Kind.CHAIN else depth,
+        depth=runs.drafts if kind is Kind.CHAIN else depth,
         tokens_per_second=Spread.of(rates),
-        speedup=speedup,
+        speedup=Spread.of([rate / base for rate, base in zip(rates, _rates(plain), strict=True)]),
         tokens_per_step=steady.tokens_per_step,
         step_seconds=steady.step_seconds,
-        split=split(runs.rounds, steady.step_seconds),
-        best_chain=best_chain,
-        note=note,
-        drafted=drafted if runs.method.kind is Kind.SEQUOIA else None,
+        split=StepSplit(**parts, other=steady.step_seconds - sum(parts.values())),
+        best_chain=best,
+        note=CHAIN_SAMPLES_WRONGLY if wrong else DECLINED if declined else None,
+        drafted=trees / (steady.steps * case.batch_size) if kind is Kind.SEQUOIA else None,
     )
-
-
-def split(rounds: Sequence[RoundRun], step_seconds: float) -> StepSplit:
-    """Mean time of each part of a step that takes ``step_seconds``."""
-    steps = max(1, sum(one.parts["steps"] for one in rounds))
-    parts = {part: sum(one.parts[part] for one in rounds) / steps for part in PARTS}
-    return StepSplit(**parts, other=step_seconds - sum(parts.values()))
 
 
 def synthetic_note(model: BenchModel) -> str | None:
