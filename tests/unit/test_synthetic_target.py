@@ -8,11 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks.synthetic_target import (
-    SyntheticTargetError,
-    checkpoint,
-    write_synthetic_target,
-)
+from benchmarks.synthetic_target import SyntheticTargetError, checkpoint, write_synthetic_target
 from benchmarks.synthetic_target.__main__ import app
 from sequoia_vllm.measuring.provenance import synthetic_origin
 
