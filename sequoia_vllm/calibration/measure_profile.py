@@ -1,7 +1,5 @@
 """Times the steps of a plain and a Sequoia engine, and makes a profile of them."""
 
-from __future__ import annotations
-
 import datetime
 import random
 import time
@@ -68,7 +66,7 @@ class ProfileSettings:
     """File with prompts (`load_prompts`), cut and joined to length; None: the built-in set."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Tree sizes, root included; 1 is plain decoding. `Ladder.goes_on` decides where to end."""
+    """Tree sizes, root included; 1 is plain decoding. `goes_on` decides where to end."""
     contexts: tuple[int, ...] = (256, 1024)  # tokens of a request amid its completion
     max_tokens: int = 32
     rounds: int = 3  # how often to measure everything; the middle round counts
@@ -95,8 +93,8 @@ def measure_profile(
     encoded = encode_prompts(prompts, load_tokenizer(settings.engine.target), raw=True)
     report = progress or (lambda what, done, total: None)
     with _engines(settings, report) as (plain, sequoia):
-        ladder = Ladder.of(vectors, settings.tokens[-1])
-        rounds = Rounds(settings, encoded, ladder, (plain, sequoia), report)
+        frontiers = [Frontier.of(one, settings.tokens[-1], MAX_DEPTH) for one in vectors]
+        rounds = Rounds(settings, encoded, frontiers, (plain, sequoia), report)
         rounds.run()
         dtype = str(plain.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
         head = head_shape(sequoia.llm_engine.vllm_config)
@@ -224,7 +222,7 @@ class Rounds:
 
     settings: ProfileSettings
     encoded: list[list[int]]
-    ladder: Ladder
+    frontiers: list[Frontier]  # of each acceptance vector; empty: acceptance is not known
     engines: tuple[Any, Any]  # plain, Sequoia
     report: Progress
 
@@ -252,7 +250,7 @@ class Rounds:
                 for times in self.times:
                     for size in self.settings.trees:
                         self._run(self.engines[1], times, size)
-                        if size >= _SMALLEST_TREE and not self.ladder.goes_on(times, size):
+                        if size >= _SMALLEST_TREE and not goes_on(self.frontiers, times, size):
                             break
                 self._in_round = sum(1 + len(times.trees) for times in self.times)
             else:
@@ -293,39 +291,27 @@ class Rounds:
         self._done += 1
 
 
-@dataclass(frozen=True)
-class Ladder:
-    """Decides after each tree size whether a larger one might still be the best."""
+def goes_on(frontiers: Sequence[Frontier], times: BatchTimes, size: int) -> bool:
+    """True if a tree larger than ``size``, which was just timed, might be the best.
 
-    frontiers: tuple[Frontier, ...] = ()
-    """The most expected tokens by size, for each acceptance vector; empty: not known."""
+    False if a step with this tree already takes as long as 12 plain steps: we assume that no
+    draft gets so many tokens accepted. If acceptance is known, by a frontier for each vector, also
+    False if no larger tree can be the fastest, even with its most tokens in its shortest step.
+    """
 
-    @classmethod
-    def of(cls, vectors: Sequence[Acceptance], largest: int) -> Ladder:
-        """The ladder for trees of up to ``largest`` nodes."""
-        return cls(tuple(Frontier.of(vector, largest, MAX_DEPTH) for vector in vectors))
+    def typical(rounds: list[list[TimedStep]]) -> float:
+        return float(np.median([timed.seconds for timed in middle_round(rounds)]))
 
-    def goes_on(self, times: BatchTimes, size: int) -> bool:
-        """True if a tree larger than ``size``, which was just timed, might be the best.
-
-        False if a step with this tree already takes as long as 12 plain steps: we assume that no
-        draft gets so many tokens accepted. If acceptance is known, also False if no larger tree
-        can be the fastest, even with its most tokens in its shortest possible step.
-        """
-
-        def typical(rounds: list[list[TimedStep]]) -> float:
-            return float(np.median([timed.seconds for timed in middle_round(rounds)]))
-
-        plain = typical(times.plain)
-        if typical(times.trees[size]) >= _MOST_PLAIN_STEPS * plain:
-            return False
-        # We assume that all trees of a measuring tree's size and depth take the same time.
-        timed = {(n, measuring_tree(n).depth): typical(rounds) for n, rounds in times.trees.items()}
-        return not self.frontiers or any(
-            _highest(frontier, times, size)
-            > max(1 / plain, *(frontier.expected_tokens[at] / s for at, s in timed.items()))
-            for frontier in self.frontiers
-        )
+    plain = typical(times.plain)
+    if typical(times.trees[size]) >= _MOST_PLAIN_STEPS * plain:
+        return False
+    # We assume that all trees of a measuring tree's size and depth take the same time.
+    timed = {(n, measuring_tree(n).depth): typical(rounds) for n, rounds in times.trees.items()}
+    return not frontiers or any(
+        _highest(frontier, times, size)
+        > max(1 / plain, *(frontier.expected_tokens[at] / s for at, s in timed.items()))
+        for frontier in frontiers
+    )
 
 
 def _highest(frontier: Frontier, times: BatchTimes, size: int) -> float:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from sequoia_vllm.calibration import measure_profile
-from sequoia_vllm.calibration.measure_profile import Ladder, ProfileSettings, Rounds
+from sequoia_vllm.calibration.measure_profile import ProfileSettings, Rounds, goes_on
 from sequoia_vllm.errors import CalibrationError
+from sequoia_vllm.hardware.choose import MAX_DEPTH
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_curves import (
     BatchTimes,
@@ -138,15 +139,14 @@ def test_missing_steps():
 
 def test_the_ladder_ends_where_a_step_is_as_long_as_many_plain_ones():
     times = measured(1)
-    goes_on = Ladder().goes_on
     plain_step = TARGET[1] + PLAIN_REST
-    assert goes_on(times, 8)
+    assert goes_on([], times, 8)
     usual = times.trees[8][1]
     slow = [TimedStep(timed.step, 12.5 * plain_step) for timed in usual]
-    assert not goes_on(replace(times, trees={**times.trees, 8: [slow]}), 8)
+    assert not goes_on([], replace(times, trees={**times.trees, 8: [slow]}), 8)
     # One slow round does not end it.
     rounds = [usual, slow, usual]
-    assert goes_on(replace(times, trees={**times.trees, 8: rounds}), 8)
+    assert goes_on([], replace(times, trees={**times.trees, 8: rounds}), 8)
 
 
 def a_step(target, passes=(), most=1, seconds=None):
@@ -165,7 +165,7 @@ def climbed(ladder, target_of, plain=0.1):
     for size in (2, 4, 8, 16, 32, 64):
         levels = [1] * measuring_tree(size).depth
         times.trees[size] = [[a_step(target_of(size), levels)] * 8]
-        if size >= 4 and not ladder.goes_on(times, size):
+        if size >= 4 and not goes_on(ladder, times, size):
             break
     return list(times.trees)
 
@@ -174,12 +174,12 @@ USUAL = Acceptance.of([[0.6, 0.12, 0.06, 0.03]])
 
 
 def test_the_ladder_ends_where_no_larger_tree_can_win():
-    ladder = Ladder.of([USUAL], 64)
+    ladder = [Frontier.of(USUAL, 64, MAX_DEPTH)]
     assert climbed(ladder, lambda n: 0.1)[-1] == 64  # another token costs nothing
     assert climbed(ladder, lambda n: 0.1 + 0.01 * n)[-1] == 16
     assert climbed(ladder, lambda n: 0.1 * n) == [2, 4]
     # Without acceptance it is the 12 plain steps that end it.
-    assert climbed(Ladder(), lambda n: 0.1 * n) == [2, 4, 8, 16]
+    assert climbed([], lambda n: 0.1 * n) == [2, 4, 8, 16]
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.0003, 0.001, 0.003, 0.01, 0.03])
@@ -192,7 +192,7 @@ def test_what_is_not_timed_was_not_the_answer(slope):
         seconds = 0.1 + slope * size + 0.004
         return max(frontier.expected_tokens[size, d] / (seconds + 0.002 * d) for d in depths)
 
-    last = climbed(Ladder.of([USUAL], 64), lambda n: 0.1 + slope * n)[-1]
+    last = climbed([Frontier.of(USUAL, 64, MAX_DEPTH)], lambda n: 0.1 + slope * n)[-1]
     best = max(range(2, 65), key=speed)
     assert best <= last or speed(best) < 1 / 0.103
 
@@ -200,7 +200,7 @@ def test_what_is_not_timed_was_not_the_answer(slope):
 def test_a_slow_moment_does_not_end_the_ladder():
     timed, slow = (a_step(target, [1] * 3, 8, target + 0.01) for target in (0.1, 5.0))
     times = BatchTimes(1, 64, [[a_step(0.1, seconds=0.1)] * 5], {8: [[timed] * 3 + [slow] * 2]})
-    assert Ladder.of([USUAL], 64).goes_on(times, 8)
+    assert goes_on([Frontier.of(USUAL, 64, MAX_DEPTH)], times, 8)
 
 
 def test_token_windows():
@@ -257,7 +257,7 @@ def ran(monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "enough", "rounds"), [(1, 60, 3), (9, 60, 2), (9, None, 3)])
 def test_no_round_begins_when_measuring_took_long_enough(ran, seconds, enough, rounds):
-    times, plain, sequoia, reports = ran(Ladder(), seconds, rounds=3, enough_seconds=enough)
+    times, plain, sequoia, reports = ran([], seconds, rounds=3, enough_seconds=enough)
     assert plain == [(1, 1)] * rounds
     assert sequoia == sorted([(1, 2), (1, 4), (1, 8)] * rounds)
     assert len(reports) == 4 * rounds
@@ -265,7 +265,8 @@ def test_no_round_begins_when_measuring_took_long_enough(ran, seconds, enough, r
 
 
 def test_sizes_that_cannot_win_are_left_out_of_all_rounds(ran):
-    poor = Ladder.of([Acceptance.of([0.1, 0.02])], 8)  # a step of 4 takes twice a plain one
+    # A step of 4 takes twice a plain one.
+    poor = [Frontier.of(Acceptance.of([0.1, 0.02]), 8, MAX_DEPTH)]
     _, _, sequoia, reports = ran(poor, rounds=2)
     assert sequoia == [(1, 2), (1, 2), (1, 4), (1, 4)]
     assert reports[-1][1:] == (5, 6)
