@@ -4,12 +4,13 @@ import math
 import re
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from sequoia_vllm.drafters.registry import HeadShape
-from sequoia_vllm.json_file import FileModel, read_model
+from sequoia_vllm.json_file import FileModel
+from sequoia_vllm.json_input import read_json
 
 _FILE = Path(__file__).with_name("models.json")
 
@@ -269,13 +270,11 @@ class ModelClass(FileModel):
     """Devices that the library has trees for with the target offloaded."""
 
 
-class _ClassFile(FileModel):
-    source: str
-    shapes: list[ModelShape]
-    classes: dict[str, tuple[str, str]]
-    heads: dict[str, tuple[str, str]]
-    offloaded: dict[str, tuple[str, str]]
-    offloaded_on: dict[str, list[str]]
+@cache
+def _catalogue() -> tuple[dict[str, ModelShape], Any]:
+    """Shapes by their models' names, and all that is in the file."""
+    file = read_json(_FILE, "model shapes", ValueError)
+    return {shape["name"]: ModelShape.model_validate(shape) for shape in file["shapes"]}, file
 
 
 @cache
@@ -284,13 +283,13 @@ def model_classes(
 ) -> dict[str, ModelClass]:
     """The library's model classes by id. "heads": the draft is a head, of which the library has no
     trees; "offloaded": the target is offloaded."""
-    file = read_model(_FILE, _ClassFile, "model shapes", ValueError)
-    shapes, devices = {shape.name: shape for shape in file.shapes}, file.offloaded_on
+    shapes, file = _catalogue()
+    devices = file["offloaded_on"]
     return {
         id_: ModelClass(
             id=id_, target=shapes[target], draft=shapes[draft], devices=devices.get(id_, [])
         )
-        for id_, (target, draft) in getattr(file, part).items()
+        for id_, (target, draft) in file[part].items()
     }
 
 
@@ -299,14 +298,12 @@ def every_class() -> dict[str, ModelClass]:
     return model_classes() | model_classes("heads") | model_classes("offloaded")
 
 
-@cache
 def published_shape(name: str) -> ModelShape | None:
     """The shape of a published model of our classes, or of its Instruct version, by its name on the
     Hub, without a download; None: not there."""
-    base = name.removesuffix("-Instruct")
-    shapes = read_model(_FILE, _ClassFile, "model shapes", ValueError).shapes
-    found = (shape for shape in shapes if shape.name in (name, base))
-    return next((shape.model_copy(update={"name": name}) for shape in found), None)
+    shapes, _ = _catalogue()
+    found = shapes.get(name) or shapes.get(name.removesuffix("-Instruct"))
+    return found and found.model_copy(update={"name": name})
 
 
 def parameters_from_name(name: str) -> float | None:
