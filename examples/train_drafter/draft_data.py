@@ -137,7 +137,7 @@ def _keep_recipe(recipe: DraftDataRecipe, out: Path) -> None:
     path = out / "recipe.json"
     if path.is_file() and (there := read_recipe(out)) != recipe:
         raise SequoiaError(
-            f"{out} has data of another recipe, {asdict(there)}: name another folder"
+            f"{out} has data of another recipe, {asdict(there)}: choose another folder"
         )
     path.write_text(json.dumps(asdict(recipe), indent=2) + "\n", "utf-8")
 
