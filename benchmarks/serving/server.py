@@ -38,10 +38,8 @@ class Load:
     temperature: float = 0.0
 
     def options(self, folder: Path, tokens: int, warm_up: int | None = None) -> list[str]:
-        """Options of ``vllm bench serve``; prompts lie in the folder, answers have these tokens.
-
-        To warm up with so many tokens, other prompts come, and each answer brings the next request.
-        """
+        """Options of ``vllm bench serve``; prompts lie in the folder, answers have these tokens. To
+        warm up with so many, other prompts come, and each answer brings the next request."""
         requests, how = self.requests, [f"--request-rate={self.rate:g}"]
         if warm_up is not None:
             requests = math.ceil(warm_up / tokens)

@@ -27,9 +27,8 @@ def check_gguf_packages() -> None:
 
 
 def convert(source: str, out: Path, gguf_file: str | None = None) -> None:
-    """Writes config, generation config, bfloat16 weights, tokenizer and chat template to ``out``,
-    which must not exist, from a folder or a name on the Hub, and the file in it that holds the
-    weights."""
+    """Writes config, generation config, bfloat16 weights, tokenizer and chat template to ``out``, a
+    new folder, from a folder or a name on the Hub, and its file with the weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

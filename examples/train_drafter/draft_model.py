@@ -117,9 +117,8 @@ def embed_like(
 
 
 def reduced_tokenizer(target: Any, counts: NDArray[np.int64], size: int) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer with some of the target's tokens, by how often each was seen
-    (``counts``): special tokens and characters are always among them, and what a token is merged
-    from."""
+    """A byte-pair tokenizer with the target's most seen tokens (``counts``): special tokens and
+    characters are always among them, and what a token is merged from."""
     backend = getattr(target, "backend_tokenizer", None)
     described = json.loads(backend.to_str()) if backend is not None else {}
     model = described.get("model", {})

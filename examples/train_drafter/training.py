@@ -49,9 +49,8 @@ class Texts:
         return torch.from_numpy(out)
 
     def shuffled_batches(self, size: int, seed: int) -> Iterator[torch.Tensor]:
-        """Batches without end, every pass over the texts in a new order. Eight that follow each
-        other share their texts out by length: with answers of at most 192 tokens a quarter less is
-        padding."""
+        """Batches without end, every pass in a new order. Eight that follow each other share their
+        texts out by length: with answers of up to 192 tokens a quarter less is padding."""
         rng = np.random.default_rng(seed)
         order: list[int] = []
         together = max(1, min(BATCHES_TOGETHER, len(self) // size))
@@ -90,13 +89,9 @@ def split(texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def cross_entropies(
     logits: torch.Tensor, likely: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """Cross-entropy of ``logits`` ``[N, vocabulary]`` with the target's distribution, nats,
-    ``[N]``.
-
-    The target's likeliest tokens, by the drafter's numbers, are known with their probabilities,
-    ``[N, 16]``, all others together as the rest. A token that the drafter does not have counts
-    nothing.
-    """
+    """Cross-entropy of ``logits`` ``[N, vocabulary]`` with the target's distribution, nats ``[N]``.
+    The target's likeliest tokens, by the drafter's numbers, have their probabilities, ``[N, 16]``,
+    all others are the rest. A token that the drafter does not have counts nothing."""
     logits = logits.float()
     of_likely = logits.gather(1, likely.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
     known = likely != IGNORED

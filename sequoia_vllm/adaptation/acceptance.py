@@ -61,8 +61,7 @@ class FadingAcceptance:
 
     def estimate(self) -> Acceptance:
         """The vector ``[depth][child]``; rarely offered positions borrow from other depths. A child
-        never offered has the prior's acceptance, scaled down where a row would sum to more than
-        1."""
+        never offered has the prior's acceptance, scaled down where a row would exceed 1."""
         prior = self._prior.table
         shape = np.maximum(self._offered.shape, prior.shape)
         offered, accepted = _padded(self._offered, shape), _padded(self._accepted, shape)

@@ -218,12 +218,9 @@ class DraftController:
         return int(lost / (_MOST_LOST * gained[drafts] / speeds[drafts]))
 
     def _could_pay(self, drafts: int, step: Step) -> bool:
-        """Whether so many drafts could be faster, given the times of other steps.
-
-        While speculation is off, this is true of one number only. That is the smallest unseen
-        one if any of these could pay, else the best that nearly pays, else the smallest.
-        These show current acceptance at the least cost.
-        """
+        """Whether so many drafts could be faster, given the times of other steps. While speculation
+        is off, one number only: the smallest unseen one if any could pay, else the best that nearly
+        pays, else the smallest. It shows current acceptance at the least cost."""
         batch_size, current = step.batch_size, self.lookup[step.batch_size]
         ranges = self._ranges(batch_size, step.workload)
         if drafts == 0 or current not in ranges:

@@ -92,15 +92,10 @@ def wilson_interval(
 
 
 def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate:
-    """The acceptance vector of these counts (`StepStats.offered`, `StepStats.accepted`).
-
-    Rows below the root with fewer than 100 trials are dropped: the optimizer uses the last row for
-    all deeper levels. Late children may have fewer trials, as trees are trimmed from the end. A
-    row's shares are scaled to 1 if they sum to more.
-
-    Raises:
-        CalibrationError: No tree was verified.
-    """
+    """The acceptance vector of these counts (`StepStats.offered`, `StepStats.accepted`), or
+    CalibrationError if no tree was verified. Rows below the root with fewer than 100 trials are
+    dropped: the optimizer uses the last row for all deeper levels. Late children may have fewer, as
+    trees are trimmed from the end. A row's shares are scaled to 1 if they sum to more."""
     if not offered or not offered[0] or offered[0][0] == 0:
         raise CalibrationError("no tree was verified: give more prompts, or more tokens for each")
     enough = takewhile(lambda tried: tried[0] >= FEWEST_TRIALS, offered[1:])

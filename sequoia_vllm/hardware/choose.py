@@ -168,11 +168,8 @@ class _TreeSearch:
         self._frontier = _frontier(acceptance, min(max_size, timed), max_depth, max_branch)
 
     def best(self, batch_size: int) -> TokenTree:
-        """The fastest tree at this batch size; the root alone if plain decoding is.
-
-        Trees are made best bound first, only while they could still win: the bound of (n, d) times
-        every draft level as if it had one node.
-        """
+        """The fastest tree at this batch size; the root alone if plain decoding is. Trees are made
+        best bound first, while they could still win; a bound times each level as one node."""
         largest = min(len(self._frontier.expected_tokens) - 1, self.cost.max_tokens(batch_size))
         sizes = np.arange(2, largest + 1)
         sizes = sizes[(sizes <= _EACH_SIZE_TO) | (sizes % _SIZE_STEP == 0) | (sizes == largest)]
@@ -206,10 +203,8 @@ class _TreeSearch:
 def _speedups(
     tree: TokenTree, acceptance: Acceptance, cost: CostModel, batch_sizes: list[int]
 ) -> NDArray[np.float64]:
-    """Speed of each prefix over plain decoding, ``[batches, size]``.
-
-    The first is 1, and 0 are sizes that were not timed at a batch size, and are not used at it.
-    """
+    """Speed of each prefix over plain decoding, ``[batches, size]``: 1 for the first, 0 for sizes
+    that were not timed at a batch size, and are not used at it."""
     prefixes = Prefixes.of(tree, acceptance)
     rows = np.zeros((len(batch_sizes), tree.size))
     for row, batch_size in zip(rows, batch_sizes, strict=True):

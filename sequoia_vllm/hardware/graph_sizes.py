@@ -56,12 +56,9 @@ def decode_shapes(
 
 
 def mixed_shapes(max_num_seqs: int, most_tokens: int) -> list[tuple[int, int]]:
-    """Full graphs for steps that read prompts, too: (tokens, most requests), the smallest first.
-
-    Up to 256 tokens padding costs little: see `_FEW_TOKENS`. Requests that a step does not have
-    cost a launch's empty programs, so there are graphs for few requests, too. With one request no
-    step is mixed.
-    """
+    """Full graphs for steps that read prompts, too: (tokens, most requests), the smallest first. Up
+    to 256 tokens padding costs little: see `_FEW_TOKENS`. Requests that a step does not have cost a
+    launch's empty programs, so some are for few. With one request no step is mixed."""
     last = min(MIXED_TOKENS, most_tokens)
     sizes = {*range(32, 128, 32), *range(128, last, 64), last}
     requests = sorted({min(most, max_num_seqs) for most in (8, 32, 128, max_num_seqs)} - {1})
@@ -75,8 +72,7 @@ def mixed_shapes(max_num_seqs: int, most_tokens: int) -> list[tuple[int, int]]:
 
 def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     """Sizes of graphs for steps of any kind, in tokens, ascending; the last is the ceiling of all.
-    They reach as far as `decode_shapes` needs, up to `MOST_TOKENS`, and at least as far as
-    vLLM's."""
+    They reach as far as `decode_shapes` needs, up to `MOST_TOKENS`, no less than vLLM's."""
     by_batch = list(enumerate(tokens_by_batch, start=1))
     decoding = max((b * tokens for b, tokens in by_batch if b * tokens <= MOST_TOKENS), default=1)
     mixed = min(MIXED_TOKENS, 2 * len(tokens_by_batch) * max(tokens_by_batch))

@@ -241,12 +241,9 @@ class _Forward:
         return shape.attention_layers * self._assumed.small_kernel_seconds
 
     def _roofline(self, moved: float, operations: float) -> float:
-        """Seconds of work that is split over all devices.
-
-        The longer of reading and computing has a corner, where nodes look free until both take as
-        long, and the best trees end just there. An H100 has none, and fits this root without a
-        constant of its own (docs/notebook/2026-11-22-h100.md).
-        """
+        """Seconds of work that is split over all devices. The longer of reading and computing has a
+        corner, where nodes look free until both take as long, and the best trees end just there. An
+        H100 has none, and fits this root without a constant (docs/notebook/2026-11-22-h100.md)."""
         reading = moved / self._bytes_per_second
         computing = operations / self._operations_per_second
         return math.hypot(reading, computing) / self._devices

@@ -183,8 +183,7 @@ def draft_curves(
     drafts: list[Curve], head: HeadShape | None
 ) -> tuple[list[Curve], list[Curve] | None]:
     """What was measured of a draft (`BatchCurves.draft`) as a profile's ``draft_level`` and
-    ``draft_reading``. Of a head that drafts in one pass these are times of that pass, with all of
-    the drawing."""
+    ``draft_reading``; of a head that drafts in one pass, of that pass with all of the drawing."""
     if head is None or not head.drafts_in_one_pass:
         return drafts, None
     nothing = {"tokens": [1], "seconds": [_SHORTEST], "spread": None}

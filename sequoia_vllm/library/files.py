@@ -55,10 +55,8 @@ class AcceptanceCounts(FileModel):
 
 
 class AcceptanceFile(FileModel):
-    """A measured or published acceptance vector (``trees/acceptance/*.json``).
-
-    ``sequoia-vllm tree build --acceptance`` reads it too.
-    """
+    """A measured or published acceptance vector (``trees/acceptance/*.json``), which ``sequoia-vllm
+    tree build --acceptance`` reads too."""
 
     described = "acceptance"
     refused = AcceptanceError

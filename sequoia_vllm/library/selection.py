@@ -212,9 +212,8 @@ def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | Non
 def computed_entry(
     device: str, spec: DeviceSpec, shapes: PairShapes, pair: PairKey, vector: AcceptanceFile
 ) -> tuple[TreeEntry, str]:
-    """The entry that the library would have for models of these shapes, by the roofline of this
-    device or the one whose datasheet is used; and what it was computed from. Raises LibraryError,
-    which says why, if it cannot be computed."""
+    """The entry that the library would have for models of these shapes, by this device's roofline
+    or that of the datasheet used; and from what. Raises LibraryError, which says why, if none."""
     target, draft, streamed = shapes.target, shapes.draft, shapes.streamed
     if target is None or draft is None:
         raise LibraryError(shapes.problem or "the models' shapes are not known")

@@ -259,8 +259,7 @@ def engines_end_here() -> Iterator[None]:
 @contextmanager
 def processes_end_here() -> Iterator[None]:
     """Ends all processes started within the block, also if this process is killed; earlier ones are
-    left alone. Within the block either signal ends this process in any case
-    (`signals_end_this`)."""
+    left alone. Within it either signal ends this process in any case (`signals_end_this`)."""
     spared = {process.pid for process in descendants()}
     with adopted_orphans(), children_die_with_this_process(), signals_end_this(spared) as signals:
         try:
