@@ -214,10 +214,11 @@ class TreeRunner(GPUModelRunner):
             input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs
         )
         if for_capture:
-            nodes = input_batch.num_tokens // input_batch.num_reqs
+            requests = input_batch.num_reqs
+            nodes = input_batch.num_tokens // requests
             trees = None
             if nodes > 1:
-                trees = self._scoring.trees_to_capture(input_batch, nodes, self.max_model_len)
+                trees = self._scoring.trees(input_batch, requests, nodes, self.max_model_len)
         else:
             trees = self._scoring.trees_of(input_batch)
         self._trees, self._metadata = trees, metadata
