@@ -30,11 +30,7 @@ def current_versions() -> dict[str, str]:
 
 
 def check_versions(front_end: Mapping[str, str], here: Mapping[str, str], node: str) -> None:
-    """Raises unless this node has the front end's versions.
-
-    Raises:
-        ConfigError: Naming both versions of each package that differs.
-    """
+    """Raises ConfigError, naming both versions, unless this node has the front end's."""
     differing = [
         f"{name} {here.get(name, 'unknown')} here and {version} there"
         for name, version in front_end.items()
@@ -92,11 +88,7 @@ def decisions(vllm_config: Any) -> dict[str, str]:
 
 
 def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Raises unless all ranks that run steps together were started with the same decisions.
-
-    Raises:
-        ConfigError: Naming each difference, and the fix.
-    """
+    """Raises ConfigError, naming each difference, unless these ranks were started alike."""
     differing = []
     for name in set.intersection(*(set(decided) for _, decided in ranks)):
         first: dict[str, str] = {}  # first rank by decision

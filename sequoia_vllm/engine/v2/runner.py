@@ -102,11 +102,7 @@ class TreeRunner(GPUModelRunner):
             super().load_model(*args, **kwargs)
 
     def set_up_trees(self) -> None:
-        """Prepares the loaded models for trees; the worker calls it once, after `load_model`.
-
-        Raises:
-            ValueError: A layer's attention cannot score trees; the message names both.
-        """
+        """Prepares loaded models for trees; ValueError: a layer's attention cannot score them."""
         self.speculator.allocate(self.model)
         layers = supported_layers(self.vllm_config, self.tree_backend.unsupported_attention)
         self._target_layers = [
