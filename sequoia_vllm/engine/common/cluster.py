@@ -3,6 +3,7 @@
 The front end writes down its versions, and the device of its tree; each worker compares at
 start-up. Each node of ``--nnodes``, and of data parallelism with ``--headless``, has a command of
 its own, which chooses a tree by the files of its node. Unequal trees would be scored as one.
+Replicas of a mixture of experts run in lock step, and drafts do not.
 """
 
 import platform
