@@ -92,7 +92,7 @@ def test_layers_that_leave_long_contexts_to_flash_attention(changed, leaves):
 
 def test_graphs_are_captured_for_the_longest_requests(backend):
     scoring = TreeScoring(TABLES, 4, CPU)
-    captured = scoring.trees_to_capture(batch([8, 8], [3, 3]), 4, 131072)
+    captured = scoring.trees(batch([8, 8], [3, 3]), 2, 4, 131072)
     metadata = SimpleNamespace(block_table=torch.zeros(2, 8192, dtype=torch.int32))
     assert backend.scoring_queries(captured, metadata).max_keys == 131072
 

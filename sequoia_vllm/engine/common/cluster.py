@@ -3,6 +3,7 @@
 The front end writes down its versions, and the device of its tree; each worker compares at
 start-up. Each node of ``--nnodes``, and of data parallelism with ``--headless``, has a command of
 its own, which chooses a tree by the files of its node. Unequal trees would be scored as one.
+Replicas of a mixture of experts run in lock step, and drafts do not.
 """
 
 import platform
@@ -30,11 +31,7 @@ def current_versions() -> dict[str, str]:
 
 
 def check_versions(front_end: Mapping[str, str], here: Mapping[str, str], node: str) -> None:
-    """Raises unless this node has the front end's versions.
-
-    Raises:
-        ConfigError: Naming both versions of each package that differs.
-    """
+    """Raises ConfigError, naming both versions, unless this node has the front end's."""
     differing = [
         f"{name} {here.get(name, 'unknown')} here and {version} there"
         for name, version in front_end.items()
@@ -92,11 +89,7 @@ def decisions(vllm_config: Any) -> dict[str, str]:
 
 
 def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Raises unless all ranks that run steps together were started with the same decisions.
-
-    Raises:
-        ConfigError: Naming each difference, and the fix.
-    """
+    """Raises ConfigError, naming each difference, unless these ranks were started alike."""
     differing = []
     for name in set.intersection(*(set(decided) for _, decided in ranks)):
         first: dict[str, str] = {}  # first rank by decision

@@ -11,21 +11,13 @@ _PREFIX = "sequoia"  # of names that can only be meant for us
 
 
 def most_drafts(sampling_params: Any) -> int | None:
-    """Most nodes, besides the root, that are drafted for a request; None: the engine decides.
-
-    Args:
-        sampling_params: vLLM's `SamplingParams`, checked by `check_options`.
-    """
+    """Most nodes, besides the root, that are drafted for a request; None: the engine decides."""
     options = sampling_params.extra_args if sampling_params is not None else None
     return options.get(MOST_DRAFTS) if options else None
 
 
 def check_options(sampling_params: Any) -> None:
-    """Refuses options that a Sequoia engine does not have, and wrong values.
-
-    Raises:
-        VLLMValidationError: Naming the option and what it may be; HTTP clients get a 400.
-    """
+    """Refuses unknown options and wrong values (VLLMValidationError: HTTP clients get a 400)."""
     for name, value in (sampling_params.extra_args or {}).items():
         if name in _OPTIONS:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

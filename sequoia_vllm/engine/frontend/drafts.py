@@ -44,11 +44,7 @@ class DraftReader:
         self._found: dict[str, Any] = {}
 
     def read(self, draft: str) -> Any:
-        """Reads a draft's configuration like vLLM's ``SpeculativeConfig``. Not to be changed.
-
-        Raises:
-            OSError, ValueError, RuntimeError: It cannot be read.
-        """
+        """Reads a draft's configuration like vLLM; not to be changed; raises `_UNREADABLE`."""
         if draft not in self._found:
             try:
                 self._found[draft] = self._read(draft)

@@ -164,7 +164,7 @@ class OffloadedLayers:
     def streamed(
         self, target: ModelShape, dtype: str, device: str, devices: int
     ) -> StreamedWeights | None:
-        """The bytes of a pass and their rate; None where passes read only some of the parameters.
+        """The bytes of a pass and their rate; None: passes read only some parameters.
 
         Raises:
             ValueError: The type is not known.

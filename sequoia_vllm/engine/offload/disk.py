@@ -90,11 +90,7 @@ class DiskOffloader(BaseOffloader):
         self._modules: list[nn.Module] = []
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[Any]:
-        """Lets vLLM load the target's layers into the file; a draft's stay as they are.
-
-        Raises:
-            OffloadError: There is no room, or layers share weights.
-        """
+        """Lets vLLM load the target's layers into the file (OffloadError); a draft's stay."""
         if self._has_target:
             return list(modules_generator)  # of the draft, whose model is built after the target's
         self._has_target = True

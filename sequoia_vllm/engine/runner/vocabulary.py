@@ -78,11 +78,7 @@ class Comparison:
 
 @lru_cache(maxsize=8)
 def compare_vocabularies(target: TokensOf, draft: TokensOf) -> Comparison:
-    """Compares all tokens of two models by their text.
-
-    Raises:
-        ConfigError: The draft cannot serve this target; says why, and what to do.
-    """
+    """Compares all tokens of two models by their text; ConfigError: the draft cannot serve."""
     if target.size == draft.size and _same_files(target.tokenizer, draft.tokenizer):
         return Comparison(None)
     theirs, tokenizer = None, target.load()

@@ -102,11 +102,7 @@ class TreeRunner(GPUModelRunner):
             super().load_model(*args, **kwargs)
 
     def set_up_trees(self) -> None:
-        """Prepares the loaded models for trees; the worker calls it once, after `load_model`.
-
-        Raises:
-            ValueError: A layer's attention cannot score trees; the message names both.
-        """
+        """Prepares loaded models for trees; ValueError: a layer's attention cannot score them."""
         self.speculator.allocate(self.model)
         layers = supported_layers(self.vllm_config, self.tree_backend.unsupported_attention)
         self._target_layers = [
@@ -214,10 +210,11 @@ class TreeRunner(GPUModelRunner):
             input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs
         )
         if for_capture:
-            nodes = input_batch.num_tokens // input_batch.num_reqs
+            requests = input_batch.num_reqs
+            nodes = input_batch.num_tokens // requests
             trees = None
             if nodes > 1:
-                trees = self._scoring.trees_to_capture(input_batch, nodes, self.max_model_len)
+                trees = self._scoring.trees(input_batch, requests, nodes, self.max_model_len)
         else:
             trees = self._scoring.trees_of(input_batch)
         self._trees, self._metadata = trees, metadata

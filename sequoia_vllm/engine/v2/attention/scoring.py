@@ -44,7 +44,7 @@ class TreeScoring:
     """Turns vLLM's layout of drafts as chains into trees.
 
     Before the target's forward the runner calls `place`, which writes the positions and the
-    contexts that the forward reads; then `trees_of`, or `trees_to_capture` for CUDA graphs. vLLM's
+    contexts that the forward reads; then `trees_of`, or `trees` for CUDA graphs. vLLM's
     slots stay: node i has slot c + i and RoPE position c + depth(i), where c is the context's
     length.
     """
@@ -80,16 +80,9 @@ class TreeScoring:
                 max_keys=int(lengths[num_requests:].max()),
             )
         max_keys = int(lengths[:num_requests].max())
-        return self._trees(batch, num_requests, int(drafts.max()) + 1, max_keys, others)
+        return self.trees(batch, num_requests, int(drafts.max()) + 1, max_keys, others)
 
-    def trees_to_capture(self, batch: InputBatch, nodes: int, max_keys: int) -> ScoringTreesV2:
-        """The trees of a CUDA graph for a batch of ``nodes`` tokens per request.
-
-        A replay has equally many requests, some perhaps without tokens.
-        """
-        return self._trees(batch, batch.num_reqs, nodes, max_keys)
-
-    def _trees(
+    def trees(
         self,
         batch: InputBatch,
         requests: int,
@@ -97,6 +90,7 @@ class TreeScoring:
         max_keys: int,
         others: OtherRows | None = None,
     ) -> ScoringTreesV2:
+        """The trees of the first requests, of ``nodes`` nodes at most; also those of a graph."""
         return ScoringTreesV2(
             request_slots=self.slots[:requests],
             context_lens=self.context_lens[:requests],

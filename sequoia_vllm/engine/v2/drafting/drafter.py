@@ -43,11 +43,7 @@ class DraftCache:
         layers: set[str],
         depth: int,
     ) -> DraftCache:
-        """The part of these layers, for trees of this depth.
-
-        Raises:
-            ValueError: The draft's sliding window is too short for the tree.
-        """
+        """The part of these layers; ValueError: a window is too short for trees of this depth."""
         by_index = kv_cache_config.kv_cache_groups
         groups = {
             name: index

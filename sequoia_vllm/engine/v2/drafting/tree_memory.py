@@ -27,11 +27,7 @@ def allocate_drafted(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DraftedTrees:
-    """Allocates the drafted trees of the largest batch that the schedule allows.
-
-    Raises:
-        ConfigError: The device has too little memory; the message says how to need less.
-    """
+    """Allocates the largest batch's trees; ConfigError says how to need less memory."""
     rows = plan.logits_rows
     size = rows * vocab_size * dtype.itemsize
     if size >= _WORTH_SAYING:
