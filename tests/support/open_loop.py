@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -93,20 +93,21 @@ class Request:
 
 
 def poisson(
-    rng: np.random.Generator, rate: float, count: int,
-    acceptance: Callable[[float], tuple[float, ...]], prompt: Callable[[float], int] = lambda _: 64,
-    output: int = 96,
-) -> list[Request]:  # fmt: skip
-    """Requests that arrive at random; the functions take a request's place, from 0 to 1."""
-    arrivals = np.cumsum(rng.exponential(1 / rate, count))
-    outputs = 8 + rng.exponential(output - 8, count).astype(int)
-    prompts = [8 + int(rng.exponential(prompt(place / count))) for place in range(count)]
-    return [
-        Request(arrival, prompt, output, acceptance(number / count), number)
-        for number, (arrival, prompt, output) in enumerate(
-            zip(arrivals.tolist(), prompts, outputs.tolist(), strict=True)
-        )
-    ]
+    rate: float, count: int, acceptance: Any, prompt: Any = 64, output: int = 96, rng: Any = 0
+) -> list[Request]:
+    """Requests that arrive at random.
+
+    Acceptance and length of prompts may be functions of a request's place, from 0 to 1.
+    """
+
+    def each(value: Any) -> list[Any]:
+        return [value(n / count) if callable(value) else value for n in range(count)]
+
+    rng = np.random.default_rng(rng)
+    arrivals = np.cumsum(rng.exponential(1 / rate, count)).tolist()
+    outputs = (8 + rng.exponential(output - 8, count).astype(int)).tolist()
+    prompts = [8 + int(rng.exponential(length)) for length in each(prompt)]
+    return list(map(Request, arrivals, prompts, outputs, each(acceptance), range(count)))
 
 
 @dataclass

@@ -338,6 +338,8 @@ GPU, CPU = Machine(), Machine(row=1.2e-3, context=1e-7, tree_context=3e-7, draft
 TWO_CORES = Machine(0.08, 8e-3, 8e-7, 2.4e-6, 0.05, disturbed=0.02)
 TWO_CORES_SCHEDULE = [0] + [5] * 3 + [2] * 4 + [1] * (BATCHES - 8)
 WEAK = (0.35, 0.08, 0.04)
+# By a request's place in the trace.
+CODE_THEN_WEAK, LONGER = (lambda x: CODE if x < 0.5 else WEAK), (lambda x: 64 if x < 0.4 else 1000)
 BUDGET, MOST_RUNNING = 512, 64
 
 
@@ -369,23 +371,12 @@ def fixed_servers(machine: Machine, **limits: int) -> dict[int, Server]:
     }
 
 
-def steady(rate, acceptance, count, prompt=64, output=96):
-    return lambda: poisson(
-        np.random.default_rng(0), rate, count, lambda _: acceptance, lambda _: prompt, output
-    )
-
-
-def drifting_acceptance() -> list[Request]:
-    return poisson(np.random.default_rng(0), 6, 600, lambda place: CODE if place < 0.5 else WEAK)
-
-
-def drifting_contexts() -> list[Request]:
-    rng = np.random.default_rng(0)
-    return poisson(rng, 3, 800, lambda _: PROSE, lambda place: 64 if place < 0.4 else 1000)
+def trace_of(*arguments, **options):
+    return lambda: poisson(*arguments, **options)
 
 
 def bursts() -> list[Request]:
-    trace = poisson(np.random.default_rng(0), 6, 800, lambda _: PROSE)
+    trace = poisson(6, 800, PROSE)
     for place, request in enumerate(trace):
         request.arrival = 8.0 * (place // 40)
     return trace
@@ -394,15 +385,15 @@ def bursts() -> list[Request]:
 @pytest.mark.parametrize(
     ("machine", "trace", "share"),
     [
-        pytest.param(GPU, steady(4, PROSE, 400), 0.98, id="prose"),
-        pytest.param(GPU, steady(4, PROSE, 500, prompt=500), 0.98, id="long prompts"),
-        pytest.param(CPU, steady(1, WEAK, 320), 0.98, id="a small device"),
-        pytest.param(GPU, drifting_acceptance, 0.98, id="drifting acceptance"),
-        pytest.param(GPU, drifting_contexts, 0.98, id="drifting contexts"),
+        pytest.param(GPU, trace_of(4, 400, PROSE), 0.98, id="prose"),
+        pytest.param(GPU, trace_of(4, 500, PROSE, prompt=500), 0.98, id="long prompts"),
+        pytest.param(CPU, trace_of(1, 320, WEAK), 0.98, id="a small device"),
+        pytest.param(GPU, trace_of(6, 600, CODE_THEN_WEAK), 0.98, id="drifting acceptance"),
+        pytest.param(GPU, trace_of(3, 800, PROSE, LONGER), 0.98, id="drifting contexts"),
         pytest.param(GPU, bursts, 0.98, id="bursts"),
         # Where nothing pays: plain decoding is the best.
-        pytest.param(GPU, steady(4, NONE, 500), 0.99, id="no acceptance"),
-        pytest.param(GPU, steady(16, NONE, 1500, 256, 16), 0.99, id="prompts in most steps"),
+        pytest.param(GPU, trace_of(4, 500, NONE), 0.99, id="no acceptance"),
+        pytest.param(GPU, trace_of(16, 1500, NONE, 256, 16), 0.99, id="prompts in most steps"),
     ],
 )
 def test_users_wait_no_longer_than_with_the_best_fixed_number_of_drafts(machine, trace, share):
@@ -414,7 +405,7 @@ def test_users_wait_no_longer_than_with_the_best_fixed_number_of_drafts(machine,
 
 def test_more_requests_than_can_be_served_are_served_as_fast_as_by_the_best_choice():
     """All arrive at once; on a small device drafts take time from prompts."""
-    trace = steady(1e6, WEAK, 400)
+    trace = trace_of(1e6, 400, WEAK)
     fixed = [Seen.of(one.serve(trace())) for one in fixed_servers(CPU).values()]
     seen = Seen.of(controlled_server(CPU).serve(trace()))
     assert seen.drained_per_second >= 0.98 * max(one.drained_per_second for one in fixed)
@@ -423,10 +414,8 @@ def test_more_requests_than_can_be_served_are_served_as_fast_as_by_the_best_choi
 def test_where_load_grows_tokens_come_as_fast_as_with_the_best_choice():
     """A busy hour after a quiet one: larger batches than any before."""
     rng = np.random.default_rng(0)
-    traces = [
-        poisson(rng, rate, count, lambda _: PROSE, lambda _: 32, 64)
-        for rate, count in [(0.3, 12), (0.9, 26), (2, 72)]
-    ]
+    loads = [(0.3, 12), (0.9, 26), (2, 72)]
+    traces = [poisson(rate, count, PROSE, 32, 64, rng) for rate, count in loads]
 
     def tokens_per_second(server: Server, traces: list[list[Request]]) -> float:
         for trace in traces:
@@ -475,10 +464,7 @@ def test_a_start_under_load_loses_little(rows, acceptance, least):
     """Two requests a second come at once, on a device that has no room for whole trees."""
 
     def tokens_per_second(server: Server, seed: int) -> float:
-        rng = np.random.default_rng(seed)
-        return Seen.of(
-            server.serve(poisson(rng, 2, 160, lambda _: acceptance, lambda _: 32, 64))
-        ).tokens_per_second
+        return Seen.of(server.serve(poisson(2, 160, acceptance, 32, 64, seed))).tokens_per_second
 
     relative = []
     for seed in range(8):
@@ -556,7 +542,7 @@ def test_the_speedup_is_what_clients_see(clients, machine, answer):
 
 def test_where_drafts_cause_preemptions_trees_shrink_first():
     limits = {"slots": 32 * 110, "most_running": 32}
-    trace = steady(1e6, PROSE, 300)
+    trace = trace_of(1e6, 300, PROSE)
     fixed = fixed_servers(GPU, **limits)
     seen = [Seen.of(server.serve(trace())) for server in fixed.values()]
     server = controlled_server(GPU, **limits)
