@@ -201,17 +201,20 @@ def answers_shown(asked: list[str]) -> Watch:
 def summary(greedy: Sequence[Result], identical: bool) -> str:
     """Tells in one sentence what Sequoia gained, and whether its output is the same."""
     tree = greedy[-1]
-    gained = f"{tree.speedup.median:.2f}x as fast as plain vLLM ({tree.speedup.in_words})"
+    same = "gave plain vLLM's greedy answers, token for token,"
+    if not identical:
+        same = "did not give plain vLLM's greedy answers, which is an error, and was"
+    gained = f"{tree.speedup.median:.2f}x as fast ({tree.speedup.in_words})"
     if tree.is_plain:
-        gained = "as fast as plain vLLM, as it drafted nothing"
+        gained = "as fast, as it drafted nothing"
     elif tree.speedup.median < 1:
         gained += ", which is slower"
     chain = "".join(
-        f", vLLM's best {one.method} {one.speedup.median:.2f}x" for one in greedy if one.best_chain
+        f"; vLLM's best {one.method} was {one.speedup.median:.2f}x as fast"
+        for one in greedy
+        if one.best_chain
     )
-    output = "are" if identical else "differ from"
-    output += " plain vLLM's, " + ("token for token" if identical else "which is an error")
-    return f"On this machine Sequoia was {gained}{chain}, and its greedy answers {output}."
+    return f"On this machine Sequoia {same} {gained}{chain}."
 
 
 def _as_dict(runs: MethodRuns, result: Result) -> dict[str, Any]:

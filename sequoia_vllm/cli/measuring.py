@@ -111,9 +111,12 @@ def known_draft(target: str, heads: bool | None = None) -> str | None:
     usable.sort(key=lambda pair: not pair[0].by_default)
     for kind, known in usable:
         # Engines pass over a head whose configuration is not at hand.
+        name = known.name_for(target)
         with suppress(ConfigError):
-            if not kind.is_head or read_config("draft", known.name_for(target)):
-                return known.name_for(target)
+            if not kind.is_head or read_config("draft", name):
+                return name
+        if kind.by_default:
+            note(f"engines that can read {name} draft with it; here it cannot be read: download it")
     return usable[0][1].name_for(target) if usable else None
 
 

@@ -34,7 +34,7 @@ def advise(*arguments: str, code: int = 0) -> str:
 
 
 def advice(*arguments: str):
-    return json.loads(advise(*arguments, "--json"))
+    return json.loads(command("advise", *arguments, "--json").stdout)
 
 
 PREDICTIONS = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")

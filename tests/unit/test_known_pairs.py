@@ -103,13 +103,14 @@ def test_heads_are_taken_where_one_has_run_on_a_gpu():
     assert kinds_for("Qwen/Qwen3-8B", "dflash") == ["dflash"] * 4
 
 
-def test_commands_say_and_take_the_same(monkeypatch):
+def test_commands_say_and_take_the_same(monkeypatch, capsys):
     target, head = "Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"
     said = in_words(target, (), ())
     assert f"{head} (EAGLE-3 head, the default on GPUs)" in said
     assert "Qwen3-8B-speculator.dflash (DFlash head, not run here)" in said
     assert named_draft(target) == named_draft(target, heads=False) == "Qwen/Qwen3-0.6B"
     assert named_draft(target, heads=True) == "Qwen/Qwen3-0.6B"  # no head can be read here
+    assert f"engines that can read {head} draft with it" in capsys.readouterr().err
     monkeypatch.setattr("sequoia_vllm.cli.measuring.read_config", lambda *_: {"a": 1})
     assert named_draft(target, heads=True) == head
 
