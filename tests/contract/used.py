@@ -29,8 +29,7 @@ ENGINE = PACKAGE / "engine"
 
 def engine_files() -> list[Path]:
     """The engine's modules, and those that run each kind of drafter."""
-    runners = [*PACKAGE.glob("drafters/*/v1.py"), *PACKAGE.glob("drafters/*/v2.py")]
-    return sorted([*ENGINE.rglob("*.py"), *runners])
+    return sorted([*ENGINE.rglob("*.py"), *PACKAGE.glob("drafters/*/v[12].py")])
 
 
 GPU_FILES = (
@@ -84,10 +83,11 @@ class Module:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Name | ast.Attribute):
                 chain = tuple(ast.unparse(node).split("."))
-                found = self.chains if chain[0] in self.imported else self.attributes
-                key: Any = chain if chain[0] in self.imported else chain[-1]
-                if found is self.chains or isinstance(node, ast.Attribute):
-                    found.setdefault(key, []).extend([calls[node]] if node in calls else [])  # type: ignore[attr-defined]
+                call = [calls[node]] if node in calls else []
+                if chain[0] in self.imported:
+                    self.chains.setdefault(chain, []).extend(call)
+                elif isinstance(node, ast.Attribute):
+                    self.attributes.setdefault(chain[-1], []).extend(call)
 
     def _imports(self) -> Iterator[tuple[str, str]]:
         for node in ast.walk(self.tree):
@@ -99,9 +99,7 @@ class Module:
     def place(self) -> str:
         if self.file.startswith(GPU_FILES):
             return "gpu"
-        if self.file.startswith(CPU_FILES):
-            return "cpu_v1"
-        if self.file.endswith("/v1.py"):
+        if self.file.startswith(CPU_FILES) or self.file.endswith("/v1.py"):
             return "cpu_v1"
         return "v2" if self.file.startswith("v2/") or self.file.endswith("/v2.py") else "everywhere"
 
@@ -132,11 +130,7 @@ class TwoPackages(Sources):
 
 
 class Use:
-    """What the engine uses of the vLLM in a directory.
-
-    Args:
-        vllm: The directory that holds the package.
-    """
+    """What the engine uses of the vLLM package in a directory."""
 
     def __init__(self, vllm: Path) -> None:
         self.sources = TwoPackages(vllm, REPOSITORY)
@@ -240,9 +234,8 @@ class Use:
         return ", ".join([*names[:last], "..."])
 
     def _add_watched(self, place: str, path: str) -> None:
-        modules = [one for one in self.modules if place in ("everywhere", one.place)]
-        if place == "v2":
-            modules = [one for one in self.modules if one.place in ("v2", "gpu")]
+        places = {"everywhere": tuple(self.places), "v2": ("v2", "gpu")}.get(place, (place,))
+        modules = [one for one in self.modules if one.place in places]
         owner = self.sources.find(path)
         has = {name for base in self.sources._bases(owner) for name in self._members(base)}
         for name in sorted(has & {name for one in modules for name in one.attributes}):
@@ -307,8 +300,7 @@ class Use:
         for one in ours:
             where = next(other for other in self.modules if other.name == one.module)
             for name, place in _defined(one).items():
-                if found := _definition(vllms, name):
-                    path = f"{path_of(found)}.{name}"
+                if path := _defined_at(vllms, name):
                     self._replace(where, path, "subclass", place, one.node)
                     self._add(where.place, path, self._parameters(self.sources.find(path)))
             self._add_set(where, one, vllms)
@@ -331,21 +323,20 @@ class Use:
         for node in ast.walk(ours.node):
             if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != "self":
                 continue
-            if node.attr not in own and (found := _definition(vllms, node.attr)):
-                path = f"{path_of(found)}.{node.attr}"
+            if node.attr not in own and (path := _defined_at(vllms, node.attr)):
                 definition = self.sources.find(path)
                 called = [calls[node]] if node in calls else []
                 self._add(module.place, path, self._called(definition, called, bound=1))
 
 
-def _definition(classes: list[Definition], name: str) -> Definition | None:
-    return next((one for one in classes if name in _defined(one)), None)
+def _defined_at(classes: list[Definition], name: str) -> str | None:
+    return next((f"{path_of(one)}.{name}" for one in classes if name in _defined(one)), None)
 
 
 def _defined(of: Definition) -> dict[str, ast.stmt]:
     """What a class defines, methods or not, but for what Python itself calls."""
     found: dict[str, ast.stmt] = {}
-    for node in of.node.body if isinstance(of.node, ast.ClassDef) else ():
+    for node in of.class_body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found[node.name] = node
         elif isinstance(node, ast.Assign):

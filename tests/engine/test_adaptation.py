@@ -1,17 +1,23 @@
-"""Engines that draft as much as pays: tokens stay plain vLLM's, and what was learned is kept."""
+"""Engines that draft as much as pays: what the core tells its controller, and what it decides."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.step_times import StepTimes
-from tests.support.engines import metric, running, sequoia, tokens_of
+from sequoia_vllm.engine.common.step_messages import StepOutcome
+from sequoia_vllm.engine.core import adapting
+from sequoia_vllm.engine.core.adapting import SchedulerAdapter
+from sequoia_vllm.engine.v2.path_copies import DraftingClock
+from sequoia_vllm.tree import TokenTree
+from tests.support.engines import generated, metric, plain_outputs, running, sequoia
 from tests.support.models import prompts, save_random_draft
-
-pytestmark = pytest.mark.engine
 
 PROMPTS = prompts(4)
 GREEDY = SamplingParams(temperature=0, max_tokens=280, ignore_eos=True)
@@ -21,7 +27,8 @@ def scheduler_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def test_drafts_that_do_not_pay_end_and_stay_away(plain_outputs, tmp_path, monkeypatch):
+@pytest.mark.engine
+def test_drafts_that_do_not_pay_end_and_stay_away(tmp_path, monkeypatch):
     """An untrained draft is never right. By default: nothing is said of adapting."""
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
     monkeypatch.setattr("sequoia_vllm.engine.core.adapting._SAVE_DECISIONS", 0.0)
@@ -30,7 +37,7 @@ def test_drafts_that_do_not_pay_end_and_stay_away(plain_outputs, tmp_path, monke
     config = sequoia(draft=save_random_draft(tmp_path))
     del config["adapt"]
     with running(config) as llm:
-        found = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        found = generated(llm, PROMPTS, GREEDY)
         assert scheduler_of(llm).dynamic_sd_lookup[4:8] == [0] * 4
         trees = metric(llm, "vllm:spec_decode_num_drafts")
         assert metric(llm, "sequoia:measured_speedup") > 0
@@ -40,16 +47,17 @@ def test_drafts_that_do_not_pay_end_and_stay_away(plain_outputs, tmp_path, monke
     assert json.loads(path.read_text())["lookup"][4] == 0
     with running(config) as llm:
         short = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        found = tokens_of(llm.generate(PROMPTS, short, use_tqdm=False))
+        found = generated(llm, PROMPTS, short)
         assert metric(llm, "vllm:spec_decode_num_drafts") <= 4  # of its first step
         # Measuring tools get as many drafts as are configured, whatever was decided.
         llm.collective_rpc("sequoia_limit_drafts", args=(3,))
-        assert tokens_of(llm.generate(PROMPTS, short, use_tqdm=False)) == found
+        assert generated(llm, PROMPTS, short) == found
         assert set(scheduler_of(llm).dynamic_sd_lookup[1:]) == {3}
         assert metric(llm, "vllm:spec_decode_num_drafts") > 4 * 15
     assert found == [tokens[:24] for tokens in plain_outputs(PROMPTS, GREEDY)]
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("setting", [{"adapt": False}, {"adapt": None}])
 def test_frozen_engines_draft_as_configured(tmp_path, setting):
     """Told so, or because they are told how much to draft at which batch size."""
@@ -61,7 +69,8 @@ def test_frozen_engines_draft_as_configured(tmp_path, setting):
         assert set(scheduler_of(llm).dynamic_sd_lookup[1:]) == {15}
 
 
-def test_tokens_do_not_depend_on_decisions(plain_outputs, monkeypatch):
+@pytest.mark.engine
+def test_tokens_do_not_depend_on_decisions(monkeypatch):
     """Whatever a controller decides, and however often."""
     rng = np.random.default_rng(0)
 
@@ -71,6 +80,160 @@ def test_tokens_do_not_depend_on_decisions(plain_outputs, monkeypatch):
 
     monkeypatch.setattr(DraftController, "observe", observe)
     with running(sequoia(adapt=True), max_num_seqs=3) as llm:
-        found = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        found = generated(llm, PROMPTS, GREEDY)
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 100
     assert found == plain_outputs(PROMPTS, GREEDY)
+
+
+# -- steps as vLLM's scheduler describes them ------------------------------------------------
+
+
+class NotingController(DraftController):
+    def __init__(self) -> None:
+        super().__init__(TokenTree.chain(3), [3] * 9, [3] * 9, [3, 1])
+        self.steps = []
+
+    def observe(self, step) -> None:
+        self.steps.append(step)
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path):
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
+    return NotingController()
+
+
+def step_of(new=(), cached=(), drafts=3, preempted=()) -> SchedulerOutput:
+    """``new`` and ``cached``: (request, tokens scheduled, drafts among them, tokens computed)."""
+    output = SchedulerOutput.make_empty()
+    output.num_spec_tokens_to_schedule = drafts
+    output.num_scheduled_tokens = {name: tokens for name, tokens, _, _ in (*new, *cached)}
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+    output.scheduled_spec_decode_tokens = {n: [-1] * d for n, _, d, _ in cached if d}
+    requests = CachedRequestData.make_empty()
+    requests.req_ids = [name for name, *_ in cached]
+    requests.num_computed_tokens = [computed for *_, computed in cached]
+    output.scheduled_cached_reqs = requests
+    greedy = SamplingParams(temperature=0)
+    output.scheduled_new_reqs = [
+        NewRequestData(name, None, [], greedy, None, ([],), computed, None)
+        for name, _, _, computed in new
+    ]
+    output.preempted_req_ids = set(preempted)
+    return output
+
+
+def test_steps_are_told_with_their_prompts_contexts_and_preemptions(told):
+    adapter = SchedulerAdapter(told, "a-pair", keeps=False)
+    adapter.before_step(0.75, set())
+    adapter.follow(step_of(new=[("a", 100, 0, 0)]), StepOutcome(), 0, 1.0, is_busy=True)
+    adapter.before_step(1.25, set())  # within the step
+    adapter.follow(step_of(cached=[("a", 4, 3, 100)]), StepOutcome(), 2, 1.5, is_busy=True)
+    mixed = step_of(new=[("b", 50, 0, 16)], cached=[("a", 4, 3, 103)], preempted=["c"])
+    adapter.follow(mixed, StepOutcome(), 1, 1.75, is_busy=False)
+    adapter.before_step(8.0, set())
+    changed = step_of(cached=[("a", 4, 3, 105), ("b", 1, 0, 66)], drafts=1)
+    adapter.follow(changed, StepOutcome(), 0, 9.0, is_busy=True)
+    first, alone, mixed, changed = told.steps
+    assert (first.drafts, first.seconds, first.prompts, first.context) == (None, 0.25, 99, 0)
+    assert (alone.drafts, alone.seconds, alone.prompts, alone.context) == (3, 0.5, 0, 100)
+    assert (mixed.drafts, mixed.seconds, mixed.prompts, mixed.context) == (3, 0.25, 49, 119)
+    assert [step.preempted for step in told.steps] == [0, 0, 1, 0]
+    assert (changed.drafts, changed.seconds, changed.prompts) == (None, 1.0, 0)
+    assert [step.gained for step in told.steps] == [0, 2, 1, 0]
+    assert changed.workload == "greedy"
+
+
+def test_on_gpus_a_step_ends_with_its_drafting(told):
+    """Outcomes come before drafting; that of a step with a prompt takes 300 ms, of others 100."""
+    adapter = SchedulerAdapter(told, "a-pair", keeps=False)
+    decode = step_of(cached=[("a", 4, 3, 9)])
+    adapter.before_step(0.0, set())
+    for now, scheduled, paths, drafting, is_busy in [
+        (0.5, step_of(new=[("a", 100, 0, 0)]), b"", (), True),
+        (1.3, decode, b"", (), True),  # 300 ms for the draft to read the prompt
+        (1.9, step_of(new=[("b", 50, 0, 0)], cached=[("a", 4, 3, 9)]), b"one", (0.3,), True),
+        (2.7, decode, b"two", (0.1, 0.3), False),
+        (9.5, decode, b"three", (0.1,), True),  # after a pause
+        (10.1, decode, b"", (0.1,), True),
+    ]:
+        adapter.before_step(9.0, set())
+        adapter.follow(scheduled, StepOutcome(paths, drafting=drafting), 0, now, is_busy)
+    assert [step.seconds for step in told.steps] == pytest.approx([0.8, 0.6, 0.8, 0.6, 0.6])
+    assert [step.prompts for step in told.steps] == [99, 0, 49, 0, 0]
+    assert [step.paths for step in told.steps] == [b"one", b"two", b"", b"three", b""]
+
+
+def test_a_gpu_times_drafting_without_being_waited_for(monkeypatch):
+    now, done = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def query(self) -> bool:
+            return self in done
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 1e3 * (other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = DraftingClock(torch.device("cuda"))
+    clock.end()  # of a step that failed
+    for seconds in (0.25, 0.5):
+        clock.begin()
+        now[0] += seconds
+        clock.end()
+    assert clock.ended() == ()
+    done += [end for _, end in clock._under_way]
+    assert clock.ended() == pytest.approx((0.25, 0.5))
+    assert clock.ended() == ()
+    on_cpu = DraftingClock(torch.device("cpu"))
+    on_cpu.begin()
+    on_cpu.end()
+    assert on_cpu.ended() is None
+
+
+def test_requests_that_a_user_reset_were_not_preempted(told):
+    """Drafts that took too much memory are fewer for a while; a reset says nothing of memory."""
+    adapter = SchedulerAdapter(told, "a-pair", keeps=False)
+    nothing = StepOutcome()
+    adapter.before_step(1.0, {"a", "b"})
+    adapter.follow(
+        step_of(cached=[("c", 4, 3, 9)], preempted=["a", "b", "d"]), StepOutcome(), 0, 1.5, True
+    )
+    adapter.before_step(1.5, set())
+    adapter.follow(step_of(cached=[("c", 4, 3, 9)], preempted=["a"]), nothing, 0, 2.0, True)
+    assert [step.preempted for step in told.steps] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "measured", "has_room", "begins"),
+    [
+        pytest.param([15] * 8, False, False, [5, 2, 1, 1, 1, 1, 1, 1], id="nothing is known"),
+        pytest.param([15] * 8, True, False, [15, 15, 7, 7, 5, 3, 3, 3], id="measured, too large"),
+        pytest.param(
+            [5, 3, 2, 2, 1, 1, 0, 0], True, False, [5, 3, 2, 2, 1, 1, 0, 0], id="measured"
+        ),
+        pytest.param([15] * 8, True, True, [15] * 8, id="whole trees are free"),
+    ],
+)
+def test_larger_batches_begin_with_twice_the_nodes_of_one_request(
+    monkeypatch, tmp_path, scheduled, measured, has_room, begins
+):
+    """However many were measured to pay there: the load may be another."""
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
+    settings = SimpleNamespace(
+        tree=TokenTree.chain(15), chosen_for="cpu" if measured else None, adapts_as="p", keeps=False
+    )
+    known = SimpleNamespace(of=lambda _: settings)
+    monkeypatch.setattr(adapting, "SequoiaSettings", known)
+    monkeypatch.setattr(adapting, "most_drafts", lambda _: [15] * 8)
+    monkeypatch.setattr(adapting, "fewer_drafts", lambda _: [15, 11, 7, 5, 3, 2, 1])
+    monkeypatch.setattr(adapting, "is_offloaded", lambda _: has_room)
+    config = SimpleNamespace(use_v2_model_runner=False)
+    adapter = adapting.new_adapter(config, [15, *scheduled])
+    assert adapter.controller.lookup[1:] == begins

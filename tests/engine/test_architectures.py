@@ -1,4 +1,4 @@
-"""Targets with sliding windows, soft caps, sinks and experts: greedy tokens are plain vLLM's.
+"""Targets with windows, soft caps, sinks, experts, latents: greedy tokens are plain vLLM's.
 
 Windows are of 40 tokens, and prompts and completions go beyond. A model that drafts for itself
 is right in every draft, unless attention over its own trees is wrong: so it tests drafts, too.
@@ -9,8 +9,10 @@ from vllm import SamplingParams
 
 from sequoia_vllm.engine.v1.draft_progress import DraftProgressV1
 from tests.support.architectures import CONFIGS, VOCABULARY, save_architecture
-from tests.support.engines import cache_kinds, metric, running, sequoia, tokens_of
-from tests.support.generating import random_prompts
+from tests.support.engines import cache_kinds, generated, metric, plain_outputs, running, sequoia
+from tests.support.generating import greedy_and_seeded, random_prompts
+from tests.support.latents import VOCABULARY as LATENT_VOCABULARY
+from tests.support.latents import save_latent_pair
 from tests.support.models import save_llama
 
 pytestmark = pytest.mark.engine
@@ -40,16 +42,13 @@ LIKE_OTHERS = {"gemma3", "mixtral", "qwen3_moe"}
 def test_a_model_that_drafts_for_itself(folder, name):
     options = {"model": str(folder / name), **OPTIONS}
     prompts = random_prompts(LENGTHS, VOCABULARY)
-    with running(None, **options) as llm:
-        plain = tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False))
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    plain = plain_outputs(prompts, params, **options)
     with running(sequoia(16, draft=folder / name), **options) as llm:
-        assert (
-            tokens_of(llm.generate(random_prompts(LENGTHS, VOCABULARY), PARAMS, use_tqdm=False))
-            == plain
-        )
-        # 100 tokens of 4 requests, the first of each from its prompt: five at a time.
-        assert metric(llm, "vllm:spec_decode_num_drafts") == 4 * 20
-        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") == 4 * 80
+        assert generated(llm, prompts, params) == plain
+        # 60 tokens of 4 requests, the first of each from its prompt: five at a time.
+        assert metric(llm, "vllm:spec_decode_num_drafts") == 4 * 12
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") == 4 * 48
 
 
 def test_layers_that_read_the_keys_of_others(folder):
@@ -57,10 +56,9 @@ def test_layers_that_read_the_keys_of_others(folder):
     options = {"model": str(folder / "gemma3n"), **OPTIONS}
     noisy = save_architecture(folder / "noisy", "gemma3n", noise=0.1)
     prompts = random_prompts(LENGTHS, VOCABULARY)
-    with running(None, **options) as llm:
-        plain = tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False))
+    plain = plain_outputs(prompts, PARAMS, **options)
     with running(sequoia(16, depth=3, draft=noisy), **options) as llm:
-        assert tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False)) == plain
+        assert generated(llm, prompts, PARAMS) == plain
         trees = metric(llm, "vllm:spec_decode_num_drafts")
         assert trees < metric(llm, "vllm:spec_decode_num_accepted_tokens") < 2.9 * trees
 
@@ -83,13 +81,10 @@ def test_windows_with_a_cache_too_small(folder, name, kinds):
     prompts = random_prompts([200, 90, 37, 5, 150, 120, 33], VOCABULARY)
     prompts.insert(4, prompts[0])
 
-    def generated(llm):
-        return [tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False)) for _ in range(2)]
-
-    with running(None, **options) as llm:
-        plain = generated(llm)
+    plain = plain_outputs(prompts, PARAMS, **options)
     with running(sequoia(16, draft=folder / "draft"), **options) as llm:
-        assert generated(llm) == plain
+        for _ in range(2):
+            assert generated(llm, prompts, PARAMS) == plain
         assert metric(llm, "vllm:prefix_cache_hits") > 0
         assert metric(llm, "vllm:num_preemptions") > 0
         assert metric(llm, "vllm:spec_decode_num_drafts") > 100
@@ -106,10 +101,10 @@ def test_a_prompt_in_the_prefix_cache_is_not_read_again(folder, monkeypatch):
     options = {"model": str(folder / "mistral"), **OPTIONS, "enable_prefix_caching": True}
     prompts = random_prompts([200], VOCABULARY)
     with running(sequoia(16, draft=folder / "mistral"), **options) as llm:
-        first = tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False))
+        first = generated(llm, prompts, PARAMS)
         assert read[0] == 0
         read.clear()
-        assert tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False)) == first
+        assert generated(llm, prompts, PARAMS) == first
         assert read[0] == metric(llm, "vllm:prefix_cache_hits") == 192
         assert metric(llm, "vllm:spec_decode_num_drafts") == 2 * 20
 
@@ -126,13 +121,35 @@ def test_a_draft_that_fell_behind_its_window(folder):
         SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         for tokens in (220, 240, 90, 100, 110, 90, 100, 110)
     ]
-    with running(None, **options) as llm:
-        plain = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    plain = plain_outputs(prompts, params, **options)
     config = sequoia(16, draft=model)
     config["num_speculative_tokens_per_batch_size"] = [[1, 2, 15], [3, 8, 0]]
     with running(config, **options) as llm:
-        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == plain
+        assert generated(llm, prompts, params) == plain
         trees = metric(llm, "vllm:spec_decode_num_drafts")
         # Hardly any draft was wrong: only those that looked at what was taken away.
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 2.5 * trees > 100
         assert cache_kinds(llm) == {"SlidingWindowSpec"}
+
+
+LATENT_LENGTHS = [5, 37, 90, 20]
+LATENT_TOKENS = 40
+LATENT_OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 3}
+
+
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_latent_attention(disabled, tmp_path, monkeypatch):
+    """Three requests at a time: a prompt is read beside trees."""
+    monkeypatch.setenv("VLLM_MLA_DISABLE", disabled)
+    target, draft = save_latent_pair(tmp_path)
+    prompts, params = (
+        random_prompts(LATENT_LENGTHS, LATENT_VOCABULARY),
+        greedy_and_seeded(len(LATENT_LENGTHS), LATENT_TOKENS),
+    )
+    plain = plain_outputs(prompts, params, model=target, **LATENT_OPTIONS)
+    with running(
+        sequoia(16, draft=draft, dynamic_tree=True), model=target, **LATENT_OPTIONS
+    ) as llm:
+        assert generated(llm, prompts, params) == plain
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 30
+        assert llm.llm_engine.model_config.use_mla == (disabled == "0")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from vllm.distributed import cleanup_dist_env_and_memory
 
 from benchmarks.synthetic_target import write_synthetic_target
 from sequoia_vllm.bench.engines import open_engines
@@ -31,8 +32,6 @@ QUICK = ["--eager", "--kv-cache-gib", "0.0625", "--max-tokens", "16", "--json"]
 
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path, monkeypatch):
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     monkeypatch.setenv(user_files.USER_DIRECTORY_VARIABLE, str(tmp_path / "trees"))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     look_past_what_is_imported()

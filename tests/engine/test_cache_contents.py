@@ -66,7 +66,6 @@ class PrefixCache:
         return self._put(**keys)
 
     def layers(self, is_draft: bool = False) -> Layers:
-        """The target's, or the draft's."""
         modules = self.runner.compilation_config.static_forward_context
         drafter = getattr(self.runner, "drafter", None)
         of_draft = drafter._draft_attn_layer_names if drafter is not None else ()
@@ -87,8 +86,6 @@ class PrefixCache:
 
 
 class Contents:
-    """What was found in cached blocks by their tokens, at different times and places."""
-
     def __init__(self, cache: PrefixCache, is_draft: bool) -> None:
         self._cache, self._is_draft = cache, is_draft
         self._layers = cache.layers(is_draft)
@@ -155,7 +152,6 @@ def prefilled(model: str, prefixes: list[tuple[int, ...]]) -> dict[tuple[int, ..
 
 @pytest.mark.parametrize("model", [TARGET, DRAFT], ids=["target", "draft"])
 def test_cached_blocks_hold_what_prefill_writes(model, after_random_requests):
-    """Wherever and whenever they were found."""
     contents = after_random_requests[model]
     assert contents.seen > 300
     assert (contents.unfilled > 50) == (model == DRAFT)

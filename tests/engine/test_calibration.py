@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
-from vllm.engine.arg_utils import EngineArgs
+from vllm.distributed import cleanup_dist_env_and_memory
 
 from sequoia_vllm.calibration.measure_acceptance import (
     AcceptanceSettings,
@@ -28,6 +28,7 @@ from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.verification.sampling import Truncation, lower_outside
 from tests.oracles.laws import chi_square, outcomes
 from tests.oracles.verification import algorithm_2, children_of, draft_tree
+from tests.support.engines import configured
 from tests.support.models import DRAFT, MODELS, SMALL, TARGET, save_word_tokenizer
 from tests.support.plans import chosen
 from tests.support.quicker import look_past_what_is_imported
@@ -42,8 +43,6 @@ QUICK = {"dtype": "float32", "enforce_eager": True, "kv_cache_gib": 0.0625}
 
 @pytest.fixture(autouse=True)
 def _fresh_process_groups():
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     look_past_what_is_imported()
     yield
     cleanup_dist_env_and_memory()
@@ -207,7 +206,6 @@ def test_profile_of_the_embedded_pair(tmp_path):
 
 @pytest.mark.parametrize("draft", [DRAFT, "lookup"])
 def test_tune_then_auto(draft, tmp_path, monkeypatch):
-    """From the command to what an engine's configuration says."""
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
     result = CliRunner().invoke(
         app,
@@ -228,9 +226,7 @@ def test_tune_then_auto(draft, tmp_path, monkeypatch):
     assert AcceptanceFile.load(files.acceptance).calibration.trees > 0
     assert Profile.load(files.profile).target == TARGET
     auto = {"method": "sequoia", **draft_option(draft), "tree": "auto"}
-    config = EngineArgs(
-        model=TARGET, dtype="float32", speculative_config=auto, max_model_len=512
-    ).create_engine_config()
+    config = configured(auto, dtype="float32", max_model_len=512)
     if report["speculates"]:
         assert SequoiaSettings.of(config).tree == entry.tree
     else:

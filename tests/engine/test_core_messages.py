@@ -10,7 +10,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunne
 from sequoia_vllm.engine.common.step_messages import StepOutcome, attach_outcome, outcome_of
 from sequoia_vllm.engine.core.scheduling import TreeScheduling, post_step
 from sequoia_vllm.engine.worker.worker_base import SequoiaWorker
-from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.engines import generated, metric, plain_outputs, running, sequoia
 from tests.support.models import DRAFT, prompts
 
 PROMPTS = prompts(3)
@@ -38,14 +38,12 @@ def sent_by(llm, run) -> list[str]:
 
 
 @pytest.mark.engine
-def test_a_step_is_one_message_and_with_grammars_two(plain_outputs):
+def test_a_step_is_one_message_and_with_grammars_two():
     """Their masks come with the second message; the drafts never need one."""
     plain = plain_outputs(PROMPTS, GREEDY)
     found, texts = [], []
     with running(sequoia()) as llm:
-        sent = sent_by(
-            llm, lambda: found.extend(tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)))
-        )
+        sent = sent_by(llm, lambda: found.extend(generated(llm, PROMPTS, GREEDY)))
         drafts = metric(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
         masked = sent_by(

@@ -1,5 +1,6 @@
-"""KV cache slots that are reserved for drafts: as many as a step's drafts need, in every step."""
+"""KV cache slots and requests that drafts leave room for: as many as a step's drafts need."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,11 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
-from tests.support.engines import metric, running, sequoia
+from sequoia_vllm.engine.frontend import tree_metrics
+from sequoia_vllm.tree import TokenTree
+from tests.support.engines import metric, plain_outputs, running, sequoia
 from tests.support.models import prompts
 
 LARGEST, DEPTH = 15, 4
@@ -141,7 +145,7 @@ def serve_one_after_another(llm, texts) -> tuple[list[list[int]], dict[str, list
 
 
 @pytest.mark.engine
-def test_an_engine_holds_no_blocks_for_drafts_that_it_does_not_schedule(plain_outputs):
+def test_an_engine_holds_no_blocks_for_drafts_that_it_does_not_schedule():
     """From four requests on nothing is drafted; a tree of 64 nodes takes two blocks or three."""
     schedule = [[1, 1, 63], [2, 3, 3], [4, REQUESTS, 0]]
     config = sequoia(64, 6, num_speculative_tokens_per_batch_size=schedule)
@@ -155,3 +159,99 @@ def test_an_engine_holds_no_blocks_for_drafts_that_it_does_not_schedule(plain_ou
         crowded = [extra for ran, extra in reserved[name] if ran >= 4]
         assert len(crowded) > 20
         assert set(crowded) == {0}
+
+
+WAITING = 8
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+# Prompts are read in pieces, and 4 trees of 16 nodes take all of a step.
+LIMITS = {"max_num_batched_tokens": 64, "max_num_seqs": WAITING}
+
+
+def run(config) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Tokens of each request, and the step in which it had its first."""
+    with running(config, **LIMITS) as llm:
+        engine, tokens, first = llm.llm_engine, {}, {}
+        for place, text in enumerate(prompts(WAITING)):
+            engine.add_request(str(place), text, LONG)
+        step = 0
+        while engine.has_unfinished_requests():
+            step += 1
+            for output in engine.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+                first.setdefault(output.request_id, step)
+    return tokens, first
+
+
+@pytest.mark.engine
+def test_prompts_are_read_while_others_decode():
+    """They are read as soon as by plain vLLM, but for the half of each step that trees may take."""
+    expected, plain = run(None)
+    found, trees = run(sequoia())
+    assert found == expected
+    assert max(trees.values()) <= 2 * max(plain.values())
+
+
+# -- however many slots vLLM sets aside for heads that draft blocks --------------------------
+
+
+BUDGET, NODES = 8192, 128
+SETTINGS = SequoiaSettings(TokenTree.chain(4), "a test", None, {})
+
+
+def config(active=None, ours=True):
+    speculative = SimpleNamespace()
+    if ours:
+        SETTINGS.store(speculative)
+    return SimpleNamespace(
+        speculative_config=speculative,
+        scheduler_config=SimpleNamespace(max_num_active_seqs=active, max_num_seqs=1024),
+    )
+
+
+@pytest.fixture
+def lowering():
+    """What vLLM 0.33 does, and whether it would have warned of it."""
+
+    def lower(of):
+        scheduler = of.scheduler_config
+        active = scheduler.max_num_active_seqs or scheduler.max_num_seqs
+        if active > BUDGET // NODES:
+            lower.warned = True
+            scheduler.max_num_active_seqs = BUDGET // NODES
+
+    lower.warned = False
+    return lower
+
+
+@pytest.mark.parametrize("users", [None, 400, 8])
+def test_users_decide_how_many_requests_run(users, lowering):
+    of = config(users)
+    tree_metrics.check_budget(lowering, of)
+    assert of.scheduler_config.max_num_active_seqs == users
+    assert not lowering.warned
+
+
+def test_other_engines_are_left_alone(lowering):
+    of = config(ours=False)
+    tree_metrics.check_budget(lowering, of)
+    assert of.scheduler_config.max_num_active_seqs == 64
+
+
+def test_a_budget_that_vllm_refuses_leaves_the_users_number():
+    def refuse(_):
+        raise ValueError("too few")
+
+    of = config(400)
+    with pytest.raises(ValueError, match="too few"):
+        tree_metrics.check_budget(refuse, of)
+    assert of.scheduler_config.max_num_active_seqs == 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots"), [("dflash", 0), ("dspark", 0), ("model", 127), (None, 127)]
+)
+def test_blocks_take_no_rows_of_the_targets_batch(kind, slots):
+    of = SimpleNamespace()
+    if kind:
+        replace(SETTINGS, drafter=kind).store(of)
+    assert tree_metrics.slots_for_drafting(lambda _: 127, of) == slots

@@ -9,7 +9,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
 from sequoia_vllm.tree import TokenTree
-from tests.support.engines import runner_of, running, sequoia, tokens_of
+from tests.support.engines import generated, runner_of, running, sequoia
 from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
@@ -37,7 +37,7 @@ def served():
     names = [*KINDS, *KINDS]  # more than run at once
     params = [SamplingParams(max_tokens=40, **KINDS[name]) for name in names]
     with running(None, max_num_seqs=6) as llm:
-        plain = tokens_of(llm.generate(prompts(len(names)), params, use_tqdm=False))
+        plain = generated(llm, prompts(len(names)), params)
     topologies: dict[str, set[bool]] = {name: set() for name in KINDS}
     with running(sequoia(retrieval=True, dynamic_tree=True), max_num_seqs=6) as llm:
         runner = runner_of(llm)
@@ -53,7 +53,7 @@ def served():
                 assert inner
 
         runner._keep = noting
-        ours = tokens_of(llm.generate(prompts(len(names)), params, use_tqdm=False))
+        ours = generated(llm, prompts(len(names)), params)
         counts = runner.stats.counts
     return names, ours, plain, topologies, counts
 

@@ -160,7 +160,6 @@ def test_a_tree_follows_what_little_its_grammar_allows(seed):
 
 
 def by_brute_force(tokens: list[int], before: list[int]) -> list[int]:
-    """Level by level, with a grammar of its own for each node."""
     scored = list(tokens)
     for node in range(len(tokens) + 1):
         mask = mask_after(path_to(node, scored), before, strict=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.support.engines import runner_of, running, sequoia, tokens_of
+from tests.support.engines import generated, runner_of, running, sequoia
 from tests.support.generating import TINY, generate, generate_on, random_prompts, save_related_pair
 from tests.support.models import prompts
 from tests.support.on_v2 import call_on_v2
@@ -22,7 +22,6 @@ TEXTS = [prompts(1)[0], " ".join(prompts(24))[:4800]]
 
 
 def large_tree(**keys) -> dict:
-    """An engine's configuration with that tree, which batches of any size draft whole."""
     schedule = [[1, 1, NODES - 1]]
     return sequoia(
         NODES, DEPTH, acceptance=ACCEPTANCE, num_speculative_tokens_per_batch_size=schedule, **keys
@@ -36,10 +35,10 @@ def params() -> SamplingParams:
 
 def test_alone_and_beside_a_prompt_that_is_read_in_pieces():
     with running(None, **LIMITS) as llm:
-        expected = tokens_of(llm.generate(TEXTS, params(), use_tqdm=False))
+        expected = generated(llm, TEXTS, params())
     with running(large_tree(), **LIMITS) as llm:
         tree = runner_of(llm).tree
-        alone = tokens_of(llm.generate(TEXTS[:1], params(), use_tqdm=False))
+        alone = generated(llm, TEXTS[:1], params())
         [stats] = llm.collective_rpc("sequoia_stats", args=(True,))
         together, chunks = generate_in_steps(llm)
     assert (tree.size, tree.depth, tree.max_branch) == (NODES, DEPTH, CHILDREN)
@@ -64,7 +63,6 @@ def generate_in_steps(llm) -> tuple[list[list[int]], int]:
 
 
 def generate_both(models: str) -> dict[str, Any]:
-    """Answers of plain V2, and of trees; and of trees two more tokens that are sampled."""
     common = {"ignore_eos": True, "detokenize": False}
     greedy = SamplingParams(temperature=0, max_tokens=6, **common)
     target, draft = save_related_pair(Path(models), max_position_embeddings=2048)
@@ -78,7 +76,6 @@ def generate_both(models: str) -> dict[str, Any]:
 
 
 def test_on_v2_with_the_attention_and_the_commit_of_gpus(tmp_path):
-    """Kernels have wide masks and many levels."""
     answers = call_on_v2(generate_both, tmp_path, models=str(tmp_path), gpu_attention=True)
     assert answers["tree"] == [NODES, DEPTH, CHILDREN]
     assert answers["trees"]["tokens"] == answers["plain"]["tokens"]

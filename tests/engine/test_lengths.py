@@ -5,13 +5,12 @@ import logging
 import pytest
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.core import scheduling
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
-from tests.support.engines import metric, running, sequoia, tokens_of
-from tests.support.models import TARGET, save_llama
+from tests.support.engines import configured, generated, metric, plain_outputs, running, sequoia
+from tests.support.models import save_llama
 
 SHORT = 64
 VOCAB = 512
@@ -60,11 +59,10 @@ def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(
         for index in range(len(lengths))
     ]
     options = {"model": target, "skip_tokenizer_init": True}
-    with running(None, **options) as llm:
-        expected = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    expected = plain_outputs(prompts, params, **options)
     with running(sequoia(size=8, depth=3, draft=draft), **options) as llm:
         assert llm.llm_engine.vllm_config.model_config.max_model_len == 512
-        found = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+        found = generated(llm, prompts, params)
         trees = metric(llm, "vllm:spec_decode_num_drafts")
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
         undrafted = {
@@ -93,8 +91,7 @@ def test_the_engine_keeps_its_length(pair, monkeypatch):
         vllm_config.model_config.max_model_len = SHORT
 
     def length(**options) -> int:
-        args = EngineArgs(model=target, skip_tokenizer_init=True, max_model_len=512, **options)
-        config = args.create_engine_config()
+        config = configured(model=target, skip_tokenizer_init=True, max_model_len=512, **options)
         config._limit_max_model_len_to_draft()  # as engine cores do
         return config.model_config.max_model_len
 
@@ -116,5 +113,4 @@ def test_the_engine_keeps_its_length(pair, monkeypatch):
 
 
 def test_the_embedded_pair_is_not_cut():
-    config = EngineArgs(model=TARGET, speculative_config=sequoia()).create_engine_config()
-    assert config.model_config.max_model_len == 2048
+    assert configured(sequoia(), max_model_len=None).model_config.max_model_len == 2048

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.engines import (
+    configured,
+    generated,
     lookup_trees,
     metric,
     runner_of,
     running,
-    tokens_of,
     whole_trees,
 )
 from tests.support.generating import TINY, generate, random_prompts, save_related_pair
@@ -124,7 +124,7 @@ def test_requests_learn_nothing_of_each_other_without_recycling():
     texts, accepted, tokens = [3 * text for text in prompts(2)], [], []
     for config in (lookup_trees(), lookup_trees(recycling=False)):
         with running(config) as llm:
-            tokens.append(tokens_of(llm.generate(texts, params, use_tqdm=False)))
+            tokens.append(generated(llm, texts, params))
             accepted.append(metric(llm, "vllm:spec_decode_num_accepted_tokens"))
             table = runner_of(llm).drafter.drafter._successors.table
             assert (table.max() >= 0) == ("recycling" not in config)
@@ -172,7 +172,8 @@ def test_a_target_with_layers_that_draft_is_no_draft_of_these(tmp_path):
     texts = random_prompts([9, 30], 256)
     plain = generate(None, texts, params, **options)
     trees = generate(lookup_trees(), texts, params, **options)
-    args = EngineArgs(model=options["model"], speculative_config=lookup_trees())
-    pickle.dumps(args.create_engine_config())  # for engines in processes of their own
+    pickle.dumps(
+        configured(lookup_trees(), model=options["model"])
+    )  # for engines in processes of their own
     assert trees["tokens"] == plain["tokens"]
     assert trees["counts"]["tokens_per_tree"] > 1

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
 from tests.support.adapters import RANK, save_adapter
 from tests.support.engines import lookup_trees, metric, running, sequoia, tokens_of
@@ -23,8 +24,6 @@ def generate_with_adapters(folder: str, max_tokens: int, **others: Any) -> dict[
 
     Greedy and seeded. The second time the prefix cache has each adapter's prompts.
     """
-    from vllm.lora.request import LoRARequest
-
     first, second = (
         LoRARequest(name, number, save_adapter(Path(folder) / name, number))
         for number, name in enumerate(("first", "second"), start=1)
@@ -70,7 +69,7 @@ def check(answers: dict[str, Any], max_tokens: int) -> None:
 
 def test_adapters_and_none_in_one_batch(tmp_path):
     others = {"lookup": lookup_trees(), "dynamic": sequoia(dynamic_tree=True)}
-    check(generate_with_adapters(str(tmp_path), 40, **others), 40)
+    check(generate_with_adapters(str(tmp_path), 24, **others), 24)
 
 
 @pytest.mark.slow

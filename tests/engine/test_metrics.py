@@ -80,8 +80,6 @@ def test_vllms_shared_empty_output_is_left_alone():
 
 
 class Front:
-    """A logger of trees for two engines, with a registry of its own."""
-
     def __init__(self, logs: bool = True, aggregate: bool = False) -> None:
         self.registry = CollectorRegistry()
         metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(self.registry))

@@ -30,7 +30,6 @@ IN_PIECES = {"max_num_batched_tokens": 12, "enable_chunked_prefill": True}
 
 
 def answer_all(folder: str, name: str) -> dict[str, Any]:
-    """Plain vLLM's answers, and those with trees, also of prompts that come in pieces."""
     if name == HYBRID:
         run_in_float32()
     paths = save_multimodal(Path(folder), name)

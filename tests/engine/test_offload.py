@@ -15,7 +15,7 @@ from sequoia_vllm.engine.offload.disk import _large as large
 from sequoia_vllm.engine.offload.weight_file import OffloadError
 from tests.support.architectures import save_architecture
 from tests.support.cores import needs_two_cores
-from tests.support.engines import metric, runner_of, running, sequoia, tokens_of
+from tests.support.engines import generated, metric, plain_outputs, runner_of, running, sequoia
 from tests.support.models import DRAFT, TARGET, prompts
 from tests.support.quantised import QUANTISED, save_quantised
 
@@ -45,10 +45,10 @@ def offloader_of(llm) -> DiskOffloader:
 
 
 def found(llm, params=PARAMS):
-    return tokens_of(llm.generate(PROMPTS, params, use_tqdm=False))
+    return generated(llm, PROMPTS, params)
 
 
-def test_trees(plain_outputs, disk):
+def test_trees(disk):
     buffers = 2
     expected = plain_outputs(PROMPTS, PARAMS)
     with running(sequoia(offload=offload(disk, buffers=buffers))) as llm:
@@ -68,7 +68,7 @@ def test_trees(plain_outputs, disk):
         assert found(llm, GREEDY) == plain_outputs(PROMPTS, GREEDY)
 
 
-def test_plain_decoding_and_vllms_chain(plain_outputs, disk):
+def test_plain_decoding_and_vllms_chain(disk):
     chain = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 3}
     expected = plain_outputs(PROMPTS, GREEDY)
     for speculative_config in (None, chain):
@@ -78,7 +78,7 @@ def test_plain_decoding_and_vllms_chain(plain_outputs, disk):
             assert ring.bytes_read > 24 * offloader_of(llm).streamed_bytes / 4
 
 
-def test_the_first_layers_stay_in_memory(plain_outputs, disk):
+def test_the_first_layers_stay_in_memory(disk):
     """Layers that fit stay: of four layers of the same size, two."""
     expected = plain_outputs(PROMPTS, GREEDY)
     with running(additional_config=plain(disk)) as llm:
@@ -118,7 +118,7 @@ def test_architectures(name, tmp_path, disk):
     for config in ({}, plain(disk)):
         with running(model=model, skip_tokenizer_init=True, additional_config=config) as llm:
             params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
-            expected.append(tokens_of(llm.generate(texts, params, use_tqdm=False)))
+            expected.append(generated(llm, texts, params))
             if config:
                 assert offloader_of(llm).streamed_bytes > 4 * 64 * 128 * 4
     assert expected[0] == expected[1]
@@ -164,8 +164,7 @@ def test_layers_that_share_weights_are_refused(when, disk):
 
 
 @needs_two_cores
-def test_two_ranks(plain_outputs, disk, monkeypatch):
-    """Each has a file of its own."""
+def test_two_ranks(disk, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     expected = plain_outputs(PROMPTS, GREEDY)

@@ -18,7 +18,7 @@ from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.compat import contract
 from sequoia_vllm.engine.compat.ledger import Expected
 from sequoia_vllm.engine.frontend.request import names_sequoia
-from tests.support.engines import sequoia
+from tests.support.engines import configured, sequoia
 from tests.support.models import TARGET, prompts
 
 
@@ -68,7 +68,7 @@ def test_wrong_requests_are_refused_by_the_command_line_and_by_engines(capsys, r
     assert ended.value.code == 2
     assert fix in capsys.readouterr().err
     with pytest.raises(ConfigError) as error:
-        EngineArgs(model=TARGET, speculative_config=request_).create_engine_config()
+        configured(request_)
     assert fix in str(error.value)
 
 
@@ -84,7 +84,7 @@ def test_only_vllms_own_commands_end_with_a_line(monkeypatch, capsys, program):
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/{program}", "serve"])
     asked = {"method": "sequoia", "model": "/nope"}
     with pytest.raises((SystemExit, ConfigError)) as ended:
-        EngineArgs(model=TARGET, speculative_config=asked).create_engine_config()
+        configured(asked)
     printed = [line for line in capsys.readouterr().err.splitlines() if "/nope" in line]
     if program == "vllm":
         assert ended.value.code == 2
@@ -194,7 +194,7 @@ print("PATCHED")
 def printed(tmp_path_factory) -> dict[str, list[str]]:
     """By `VLLM_PLUGINS`, what a process prints that runs plain vLLM, and then `RECEIVE`."""
     file = tmp_path_factory.mktemp("received") / "config"
-    config = EngineArgs(model=TARGET, speculative_config=sequoia()).create_engine_config()
+    config = configured(sequoia(), max_model_len=None)
     file.write_bytes(pickle.dumps(config))
     lines = {}
     for plugins, script in (("sequoia", PLAIN), ("none", PLAIN + RECEIVE)):

@@ -27,27 +27,13 @@ from tests.engine.test_refusals import parsed
 from tests.support.train_drafter import SCRIPT, script_modules
 
 ROOT = Path(__file__).parents[2]
-FILES = [
-    *(
-        ROOT / name
-        for name in (
-            "README.md",
-            "CONTRIBUTING.md",
-            "SECURITY.md",
-            "THIRD_PARTY.md",
-            "benchmarks/gpu/README.md",
-            "benchmarks/predictions.md",
-            "examples/README.md",
-            "examples/models/README.md",
-            "examples/models/smollm2-draft/README.md",
-            "examples/observability/README.md",
-            "examples/smollm2/README.md",
-            "examples/train_drafter/README.md",
-            "trees/README.md",
-        )
-    ),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+NAMES = """
+README.md CONTRIBUTING.md SECURITY.md THIRD_PARTY.md benchmarks/gpu/README.md
+benchmarks/predictions.md examples/README.md examples/models/README.md
+examples/models/smollm2-draft/README.md examples/observability/README.md
+examples/smollm2/README.md examples/train_drafter/README.md trees/README.md
+"""
+FILES = [*(ROOT / name for name in NAMES.split()), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {file.relative_to(ROOT): file.read_text(encoding="utf-8") for file in FILES}
 # History: its links lead somewhere, its commands are not run again.
 NOTEBOOK = sorted((ROOT / "docs" / "notebook").glob("*.md"))
@@ -113,7 +99,7 @@ def folder(tmp_path):
 @pytest.mark.engine
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_examples_run(code, folder, monkeypatch, capsys):
-    """In this process and not compiled: test_multiprocess.py has an engine as users start it."""
+    """In this process and not compiled: test_tensor_parallel.py has an engine as users start it."""
     start, started = vllm.LLM, []
 
     def start_eagerly(**options):
@@ -259,8 +245,6 @@ def run_tool(words: list[str], monkeypatch) -> None:
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """What a tool of `benchmarks` prints."""
-
     def run(*words: str) -> str:
         capsys.readouterr()
         run_tool([f"benchmarks.{words[0]}", *words[1:]], monkeypatch)

@@ -6,12 +6,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import transformers
-from vllm import LLM
-from vllm.config import ModelConfig
+from vllm.config import KVTransferConfig, ModelConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
@@ -32,21 +32,29 @@ from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.worker import worker_base
 from sequoia_vllm.hardware.support import kinds_of, refusal
 from sequoia_vllm.tree import TokenTree
-from tests.support.engines import lookup_trees, running, sequoia
+from tests.support.engines import configured, lookup_trees, running, sequoia
 from tests.support.models import DRAFT, TARGET, save_llama
 
 plugin.register()
 
 
 def engine_config(**options):
-    defaults = {"model": TARGET, "speculative_config": sequoia(), "max_model_len": 256}
-    return EngineArgs(**{**defaults, **options}).create_engine_config()
+    return configured(options.pop("speculative_config", sequoia()), **options)
 
 
-def refused(message: str, **options) -> None:
+def refused(*messages: str, **options) -> str:
+    """What the refusal says."""
     with pytest.raises((ConfigError, ValueError)) as error:
         engine_config(**options)
-    assert message in str(error.value)
+    said = str(error.value)
+    assert all(message in said for message in messages), said
+    return said
+
+
+def only(reasons: list[str], *messages: str) -> None:
+    """There is one reason, and it says all this; without messages there is none."""
+    assert len(reasons) == bool(messages)
+    assert all(message in reason for reason in reasons for message in messages)
 
 
 TINY = {
@@ -99,16 +107,12 @@ def test_target_models(kind, tmp_path):
     """Before a draft is asked for, in the words of commands that read the configuration alone."""
     make, reason = MODELS[kind]
     target = save_config(tmp_path, make())
-    with pytest.raises((ConfigError, ValueError)) as error:
-        engine_config(
-            model=target, speculative_config={"method": "sequoia"}, enable_prefix_caching=False,
-            skip_tokenizer_init=True,
-        )  # fmt: skip
-    said = str(error.value)
-    assert reason in said
-    assert "no draft" not in said
     kinds = kinds_of(json.loads((tmp_path / "config.json").read_text()))
-    assert refusal(target, "target", kinds) in said
+    said = refused(
+        reason, refusal(target, "target", kinds), model=target, skip_tokenizer_init=True,
+        speculative_config={"method": "sequoia"}, enable_prefix_caching=False,
+    )  # fmt: skip
+    assert "no draft" not in said
 
 
 def test_hybrid_targets_on_cpus_and_their_largest_trees(tmp_path):
@@ -129,19 +133,17 @@ def test_draft_models(tmp_path):
     make, reason = MODELS["sparse"]
     draft = save_config(tmp_path, make())
     said = f"the draft model {draft} uses multi-head latent attention (MLA): choose another"
-    refused(said, speculative_config=sequoia(draft=draft))
-    refused(f"the draft model {draft} {reason}", speculative_config=sequoia(draft=draft))
+    refused(said, f"the draft model {draft} {reason}", speculative_config=sequoia(draft=draft))
+    other = save_llama(tmp_path / "other", seed=0, vocab_size=512)
+    refused("not both bring a tokenizer", speculative_config=sequoia(draft=other))
+    named = shutil.copytree(DRAFT, tmp_path / "eagle3" / "draft")
+    refused("by its name: if it is a draft model, put", speculative_config=sequoia(draft=named))
 
 
 def test_models_that_are_served():
     config = engine_config()
     for model in (config.model_config, config.speculative_config.draft_model_config):
         assert refusals.kinds_in_vllm(model) == set()
-
-
-def test_draft_vocabulary(tmp_path):
-    save_llama(tmp_path, seed=0, vocab_size=512)
-    refused("not both bring a tokenizer", speculative_config=sequoia(draft=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -159,21 +161,13 @@ def test_heads(changes, message, tmp_path):
     refused(message, speculative_config=sequoia(draft=tmp_path / "head"))
 
 
-def test_draft_models_that_vllm_takes_for_heads_by_their_path(tmp_path):
-    draft = tmp_path / "eagle3" / "draft"
-    shutil.copytree(DRAFT, draft)
-    refused("by its name: if it is a draft model, put", speculative_config=sequoia(draft=draft))
-
-
-def test_draft_longer_than_allowed():
-    refused(
-        "greater than the derived max_model_len", speculative_config=sequoia(max_model_len=100_000)
-    )
-
-
 @pytest.mark.parametrize(
     ("message", "options"),
     [
+        ("greater than the derived max_model_len",
+         {"speculative_config": sequoia(max_model_len=100_000)}),
+        ('a lookup of what followed before drafts static trees only: leave "dynamic_tree" out',
+         {"speculative_config": lookup_trees(dynamic_tree=True)}),
         ("accepted paths would have to reach every stage", {"pipeline_parallel_size": 2}),
         ("draft_tensor_parallel_size",
          {"speculative_config": sequoia(draft_tensor_parallel_size=1), "tensor_parallel_size": 2}),
@@ -195,14 +189,15 @@ def test_engine_options(message, options):
 
 
 def connector(name: str, **changes):
-    from vllm.config import KVTransferConfig
-
     return KVTransferConfig(kv_connector=name, kv_role="kv_both", **changes)
 
 
 def several(*names: str):
     given = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
     return connector("MultiConnector", kv_connector_extra_config={"connectors": given})
+
+
+BOTH_WAYS = {"bidirectional_kv_xfer": True}
 
 
 @pytest.mark.parametrize(
@@ -215,30 +210,25 @@ def several(*names: str):
         ("NixlConnector was not read",
          connector("NixlConnector", kv_connector_module_path="some.module")),
         ("NixlConnector with bidirectional_kv_xfer",
-         connector("NixlConnector", kv_connector_extra_config={"bidirectional_kv_xfer": True})),
+         connector("NixlConnector", kv_connector_extra_config=BOTH_WAYS)),
     ],
 )  # fmt: skip
 def test_connectors_that_may_take_nodes(fault, transfer):
     config = engine_config()
     config.kv_transfer_config = transfer
-    [reason] = refusals._feature_reasons(config)
-    assert fault in reason
-    assert "drop --kv-transfer-config, or use OffloadingConnector" in reason
+    fix = "drop --kv-transfer-config, or use OffloadingConnector"
+    only(refusals._feature_reasons(config), fault, fix)
     config.cache_config.kv_offloading_size = 1
     assert "drop --kv-offloading-size" in refusals._feature_reasons(config)[0]
 
 
 def test_connectors_that_take_committed_tokens(monkeypatch):
     config = engine_config()
-    for transfer in (
-        several("OffloadingConnector", "NixlConnector"),
-        connector("NixlPushConnector"),
-    ):
+    for transfer in several("OffloadingConnector", "NixlConnector"), connector("NixlPushConnector"):
         config.kv_transfer_config = transfer
-        assert refusals._feature_reasons(config) == []
+        only(refusals._feature_reasons(config))
     monkeypatch.setattr(refusals, "kinds_in_vllm", lambda _: {"hybrid"})
-    [reason] = refusals._feature_reasons(config)
-    assert "not tried with trees over recurrent layers" in reason
+    only(refusals._feature_reasons(config), "not tried with trees over recurrent layers")
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
@@ -247,10 +237,9 @@ def test_checkpoints_that_ask_for_a_quantized_cache(role, monkeypatch):
     models = {"target": config.model_config, "draft": config.speculative_config.draft_model_config}
     scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     monkeypatch.setattr(models[role].hf_config, "quantization_config", scheme, raising=False)
-    [reason] = refusals._feature_reasons(config)
-    assert "use --kv-cache-dtype bfloat16" in reason
+    only(refusals._feature_reasons(config), "use --kv-cache-dtype bfloat16")
     config.cache_config.cache_dtype = "bfloat16"
-    assert refusals._feature_reasons(config) == []
+    only(refusals._feature_reasons(config))
 
 
 def test_shared_keys_of_two_sizes_on_cpus(monkeypatch):
@@ -258,27 +247,19 @@ def test_shared_keys_of_two_sizes_on_cpus(monkeypatch):
     config = engine_config()
     text = config.model_config.hf_text_config
     monkeypatch.setattr(text, "num_kv_shared_layers", 2, raising=False)
-    assert refusals._feature_reasons(config) == []
+    only(refusals._feature_reasons(config))
     monkeypatch.setattr(text, "global_head_dim", 512, raising=False)
-    [reason] = refusals._feature_reasons(config)
-    assert "heads of two sizes: serve it without Sequoia" in reason
-
-
-def test_dynamic_trees_where_trees_are_static():
-    refused(
-        'a lookup of what followed before drafts static trees only: leave "dynamic_tree" out',
-        speculative_config=lookup_trees(dynamic_tree=True),
-    )
+    only(refusals._feature_reasons(config), "heads of two sizes: serve it without Sequoia")
 
 
 def test_dynamic_trees_on_gpus(monkeypatch):
     config = engine_config()
     settings = replace(SequoiaSettings.of(config), dynamic_tree=True)
     settings.store(config.speculative_config)
-    assert refusals._tree_reasons(config) == []
+    only(refusals._tree_reasons(config))
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    [reason] = refusals._tree_reasons(config)
-    assert 'Model Runner V1, which CPUs use: leave "dynamic_tree" out' in reason
+    fix = 'Model Runner V1, which CPUs use: leave "dynamic_tree" out'
+    only(refusals._tree_reasons(config), fix)
 
 
 def test_options_that_trees_do_not_follow():
@@ -290,12 +271,9 @@ def test_options_that_trees_do_not_follow():
         (config.model_config, "enable_trace_replay"),
         (config, "watermark_config"),
     ]:
-        before = getattr(part, name)
-        setattr(part, name, True)
-        [reason] = refusals._feature_reasons(config)
-        assert f"drop --{name.replace('_', '-')}" in reason
-        setattr(part, name, before)
-    assert refusals._feature_reasons(config) == []
+        with patch.object(part, name, True):
+            only(refusals._feature_reasons(config), f"drop --{name.replace('_', '-')}")
+    only(refusals._feature_reasons(config))
 
 
 def test_batch_invariance(monkeypatch):
@@ -303,10 +281,9 @@ def test_batch_invariance(monkeypatch):
     for name, value in (("is_cpu", False), ("is_cuda", True)):
         monkeypatch.setattr(type(refusals.current_platform), name, lambda self, value=value: value)
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    assert refusals._platform_reasons(config) == []
+    only(refusals._platform_reasons(config))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    [reason] = refusals._platform_reasons(config)
-    assert "unset VLLM_BATCH_INVARIANT" in reason
+    only(refusals._platform_reasons(config), "unset VLLM_BATCH_INVARIANT")
 
 
 def test_adapters_need_no_budget_for_whole_trees_at_all_loads():
@@ -323,9 +300,7 @@ def test_pruned_videos(prunes, monkeypatch):
     config = engine_config()
     images = SimpleNamespace(is_multimodal_pruning_enabled=lambda: prunes)
     monkeypatch.setattr(config.model_config, "multimodal_config", images)
-    found = refusals._feature_reasons(config)
-    assert [reason for reason in found if "drop --video-pruning-rate" in reason] == found
-    assert len(found) == prunes
+    only(refusals._feature_reasons(config), *["drop --video-pruning-rate"] * prunes)
 
 
 @pytest.mark.parametrize(("length", "is_refused"), [(34, True), (35, False)])
@@ -334,8 +309,7 @@ def test_gpu_engines_have_room_for_vllms_warm_up(length, is_refused, monkeypatch
     config = engine_config(speculative_config=sequoia(size=16), max_model_len=length)
     monkeypatch.setattr(type(refusals.current_platform), "is_cuda", lambda self: True)
     found = [reason for reason in refusals._size_reasons(config) if "warms up" in reason]
-    assert len(found) == is_refused
-    assert all("requests of 35 tokens" in reason for reason in found)
+    only(found, *["requests of 35 tokens"] * is_refused)
 
 
 def test_replicas_in_lock_step(monkeypatch):
@@ -347,14 +321,12 @@ def test_replicas_in_lock_step(monkeypatch):
     config = engine_config(data_parallel_size=2)
     assert config.parallel_config.data_parallel_size == 2
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    assert refusals._parallel_reasons(config) == []
-    config.parallel_config.enable_dbo = True
-    [reason] = refusals._parallel_reasons(config)
-    assert "drop --enable-dbo" in reason
-    config.parallel_config.enable_dbo = False
+    only(refusals._parallel_reasons(config))
+    with patch.object(config.parallel_config, "enable_dbo", True):
+        only(refusals._parallel_reasons(config), "drop --enable-dbo")
     monkeypatch.setattr(ModelConfig, "is_moe", True)
-    [reason] = refusals._parallel_reasons(config)
-    assert "the draft has experts, too: run one engine per replica" in reason
+    fix = "the draft has experts, too: run one engine per replica"
+    only(refusals._parallel_reasons(config), fix)
 
 
 def test_drafts_of_replicas_in_lock_step_run_as_if_alone():
@@ -383,10 +355,7 @@ def test_replicas_keep_the_schedule():
 
 
 def test_several_reasons_are_reported_together():
-    with pytest.raises(ConfigError) as error:
-        engine_config(pipeline_parallel_size=2, kv_cache_dtype="fp8")
-    assert "pipeline" in str(error.value)
-    assert "use --kv-cache-dtype" in str(error.value)
+    refused("pipeline", "use --kv-cache-dtype", pipeline_parallel_size=2, kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize(("preferred", "capability", "images", "taken"), [
@@ -495,13 +464,6 @@ def test_what_is_not_ours_is_left_to_vllm(nonsense):
     assert request.sequoia_request(EngineArgs(model=TARGET, speculative_config=nonsense)) is None
 
 
-def test_errors_reach_the_user_of_llm():
-    with pytest.raises(ConfigError, match="did you mean 'tree'"):
-        LLM(model=TARGET, speculative_config={"method": "sequoia", "treee": "auto"})
-    with pytest.raises(ValueError, match=r"cannot read tree file missing\.json"):
-        LLM(model=TARGET, speculative_config={"method": "sequoia", "tree": "missing.json"})
-
-
 def test_unknown_pair_is_refused_with_the_json_to_write(tmp_path):
     """Where a draft model is asked for; else none is needed."""
     target = str(shutil.copytree(TARGET, tmp_path / "target"))
@@ -522,10 +484,8 @@ def test_a_node_with_another_version_is_refused(monkeypatch):
     """The worker compares; here the front end claims to be of another version."""
     there = {**current_versions(), "sequoia-vllm": "9.9.9"}
     monkeypatch.setattr(frontend, "current_versions", lambda: there)
-    with (
-        pytest.raises(ConfigError, match=r"sequoia-vllm \d.* here and 9\.9\.9 there"),
-        running(sequoia()),
-    ):
+    said = r"sequoia-vllm \d.* here and 9\.9\.9 there"
+    with pytest.raises(ConfigError, match=said), running(sequoia()):
         pass
 
 
@@ -534,8 +494,6 @@ def test_another_device_than_the_trees_is_refused(monkeypatch):
     monkeypatch.setattr(worker_base, "current_device_name", lambda index: "Another CPU")
     chosen = TreeChoice(TokenTree.chain(3), "a test", device="This CPU")
     monkeypatch.setattr(plan, "choose_engine_tree", lambda *arguments: chosen)
-    with (
-        pytest.raises(ConfigError, match="for This CPU, but this replica runs on Another"),
-        running(sequoia()),
-    ):
+    said = "for This CPU, but this replica runs on Another"
+    with pytest.raises(ConfigError, match=said), running(sequoia()):
         pass

@@ -6,7 +6,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.editing import SIBLINGS_FIRST
-from tests.support.engines import running, sequoia, tokens_of
+from tests.support.engines import generated, plain_outputs, running, sequoia, tokens_of, whole_trees
 from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
@@ -86,13 +86,10 @@ def special():
     mixed = [one for pair in params.values() for one in pair]
     params["all"] = [*mixed, *(SamplingParams(temperature=0, max_tokens=40) for _ in range(8))]
     with running(**THINKING) as llm:
-        plain = {
-            name: tokens_of(llm.generate(prompts(len(own)), own, use_tqdm=False))
-            for name, own in params.items()
-        }
+        plain = {name: generated(llm, prompts(len(own)), own) for name, own in params.items()}
         params["ends of budgets"] = with_short_budgets()
         plain["ends of budgets"] = [
-            tokens_of(llm.generate(text, one, use_tqdm=False))[0]
+            generated(llm, text, one)[0]
             for text, one in zip(prompts(10), params["ends of budgets"], strict=True)
         ]
     found = {}
@@ -170,7 +167,7 @@ def test_grammars_of_other_backends_are_followed(backend):
     found = []
     for config in (None, sequoia()):
         with running(config, **options) as llm:
-            found.append(tokens_of(llm.generate(prompts(2), params, use_tqdm=False)))
+            found.append(generated(llm, prompts(2), params))
             if config:
                 [stats] = llm.collective_rpc("sequoia_stats")
     plain, trees = found
@@ -179,12 +176,12 @@ def test_grammars_of_other_backends_are_followed(backend):
     assert stats["tokens"] > stats["tree_steps"] or backend == "outlines"
 
 
-def test_custom_logits_processor_runs_without_drafts(plain_outputs):
+def test_custom_logits_processor_runs_without_drafts():
     options = {"logits_processors": ["tests.engine.processors:EvenTokensOnly"]}
     params = SamplingParams(temperature=0, max_tokens=24)
     expected = plain_outputs(prompts(4), params, **options)
     with running(sequoia(), **options) as llm:
-        found = tokens_of(llm.generate(prompts(4), params, use_tqdm=False))
+        found = generated(llm, prompts(4), params)
         [stats] = llm.collective_rpc("sequoia_stats")
     assert found == expected
     assert all(token % 2 == 0 for tokens in found for token in tokens)
@@ -222,3 +219,76 @@ def test_logprobs_are_those_of_plain_vllm(mode):
                 ours.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True
             ):
                 assert found.keys() == expected.keys()
+
+
+# -- what the draft reads --------------------------------------------------------------------
+
+
+LEVELS = 4  # passes of the draft for one tree: its prompt's is one of them
+TEXTS = prompts(4)
+GREEDY = {"temperature": 0, "ignore_eos": True}
+DRAFTED = SamplingParams(**GREEDY, max_tokens=24)
+UNDRAFTED = {
+    "none asked for": SamplingParams(**GREEDY, max_tokens=12, extra_args={MOST_DRAFTS: 0}),
+    "one token": SamplingParams(**GREEDY, max_tokens=1),
+    "two tokens": SamplingParams(**GREEDY, max_tokens=2),
+    "stopped at once": SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[*range(4096)]),
+}
+
+
+@pytest.fixture(scope="module")
+def passes():
+    """By case: requests and tokens of each pass of the draft, and what the requests got."""
+    short = SamplingParams(**GREEDY, max_tokens=3)
+    cases = {name: ([params] * 4, TEXTS) for name, params in UNDRAFTED.items()}
+    cases |= {
+        "three tokens": ([short], TEXTS[:1]),
+        "alone": ([DRAFTED], TEXTS[:1]),
+        "among others": ([DRAFTED, *list(UNDRAFTED.values())[:3]], TEXTS),
+        "cached by others": ([UNDRAFTED["none asked for"]], TEXTS[:1]),
+        "then drafted": ([DRAFTED], TEXTS[:1]),
+        "cached by itself": ([DRAFTED], TEXTS[:1]),
+    }
+    found = {}
+    with running(whole_trees(), block_size=32, enable_prefix_caching=True) as llm:
+        for name, (params, texts) in cases.items():
+            llm.collective_rpc("sequoia_stats", args=(True, True))
+            if name not in ("then drafted", "cached by itself"):
+                assert llm.reset_prefix_cache()
+            outputs = llm.generate(texts, params, use_tqdm=False)
+            [stats] = llm.collective_rpc("sequoia_stats", args=(False, True))
+            trace = [tuple(one[1:3]) for one in stats["trace"] if one[0] == "draft"]
+            found[name] = trace, tokens_of(outputs), len(outputs[0].prompt_token_ids)
+    return found
+
+
+@pytest.mark.parametrize("name", [*UNDRAFTED, "cached by others"])
+def test_nothing_runs_where_no_request_can_use_a_tree(name, passes):
+    assert passes[name][0] == []
+
+
+def test_the_step_of_the_last_tokens_does_not_draft(passes):
+    """Before the last of three tokens a tree gains nothing."""
+    trace, [tokens], prompt = passes["three tokens"]
+    assert len(tokens) == 3
+    assert trace[0] == (1, prompt + 1)
+    assert len(trace) == LEVELS
+
+
+def test_one_that_drafts_among_others_is_read_as_alone(passes):
+    alone, tokens, _ = passes["alone"]
+    trace, among, _ = passes["among others"]
+    assert trace == alone
+    assert among[:1] == tokens
+
+
+def test_what_others_left_in_the_prefix_cache_is_read_when_one_drafts(passes):
+    alone, tokens, prompt = passes["alone"]
+    trace, found, _ = passes["then drafted"]
+    assert trace == alone
+    assert found == tokens
+    # And then it is known to have been read.
+    again, found, _ = passes["cached by itself"]
+    assert 0 < again[0][1] <= prompt + 1 - 32
+    assert again[1:] == alone[1:]
+    assert found == tokens

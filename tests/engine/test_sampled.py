@@ -26,7 +26,16 @@ from sequoia_vllm.engine.v1 import draft_sampling, verifier
 from sequoia_vllm.verification import methods
 from tests.oracles.laws import assert_same_law
 from tests.support import target_only
-from tests.support.engines import lookup_trees, metric, running, sequoia, tokens_of, whole_trees
+from tests.support.engines import (
+    generated,
+    lookup_trees,
+    metric,
+    plain_outputs,
+    running,
+    sequoia,
+    tokens_of,
+    whole_trees,
+)
 from tests.support.histories import Histories, penalised
 from tests.support.models import next_probabilities, prompts, save_llama, save_word_tokenizer
 from tests.support.target_only import TARGET_ONLY
@@ -190,17 +199,17 @@ def seeded_params(count: int) -> list[SamplingParams]:
     return [SamplingParams(seed=7 + i, max_tokens=64, **PARAMS[i % 4]) for i in range(count)]
 
 
-def test_a_seed_gives_the_tokens_of_plain_vllm(plain_outputs):
+def test_a_seed_gives_the_tokens_of_plain_vllm():
     params = seeded_params(16)
     expected = plain_outputs(prompts(16), params)
     with running(sequoia()) as llm:
-        found = tokens_of(llm.generate(prompts(16), params, use_tqdm=False))
+        found = generated(llm, prompts(16), params)
         [stats] = llm.collective_rpc("sequoia_stats")
     assert found == expected
     assert stats["tokens"] > 1.5 * stats["tree_steps"]
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(plain_outputs):
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch():
     """Alone, among greedy and unseeded neighbours, and with trees trimmed by them."""
     own, params = prompts(4), seeded_params(4)
     expected = plain_outputs(own, params)
@@ -228,12 +237,11 @@ def test_a_draft_that_gives_nan_changes_no_law(tiny_pair, tmp_path, monkeypatch,
     config = sequoia(size=12, depth=3, draft=broken, verification=verification)
     sampled = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, detokenize=False)
     greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
-    with running(None, model=target, **TINY) as llm:
-        plain = tokens_of(llm.generate([{"prompt_token_ids": PROMPT}], greedy, use_tqdm=False))
+    plain = plain_outputs([{"prompt_token_ids": PROMPT}], greedy, model=target, **TINY)
     with running(config, model=target, **TINY) as llm:
         requests = [{"prompt_token_ids": PROMPT}] * COMPLETIONS[3]
         outputs = llm.generate(requests, sampled, use_tqdm=False)
-        assert tokens_of(llm.generate(requests[:1], greedy, use_tqdm=False)) == plain
+        assert generated(llm, requests[:1], greedy) == plain
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 100
     law = exact_law(target, 3, PLAIN[0])
     assert_same_law(count(outputs, 3), law, FALSE_ALARM)
@@ -250,8 +258,7 @@ def test_a_method_that_was_registered_here_verifies(tiny_pair, monkeypatch):
     requests = [{"prompt_token_ids": PROMPT}] * COMPLETIONS[3]
     common = {"ignore_eos": True, "detokenize": False}
     greedy = SamplingParams(temperature=0, max_tokens=30, **common)
-    with running(None, model=target, **TINY) as llm:
-        plain = tokens_of(llm.generate(requests[:1], greedy, use_tqdm=False))
+    plain = plain_outputs(requests[:1], greedy, model=target, **TINY)
     config = sequoia(size=12, depth=3, draft=draft, verification="target-only")
     with running(config, model=target, **TINY) as llm:
         assert target_only.called == ["compiled"]
@@ -259,7 +266,7 @@ def test_a_method_that_was_registered_here_verifies(tiny_pair, monkeypatch):
         outputs = llm.generate(requests, sampled, use_tqdm=False)
         assert metric(llm, "vllm:spec_decode_num_draft_tokens") > COMPLETIONS[3]
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") == 0
-        assert tokens_of(llm.generate(requests[:1], greedy, use_tqdm=False)) == plain
+        assert generated(llm, requests[:1], greedy) == plain
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
     assert set(target_only.called) == {"compiled", "host"}
     assert_same_law(count(outputs, 3), exact_law(target, 3, PLAIN[0]), FALSE_ALARM)

@@ -83,7 +83,6 @@ def manager_of(
 
 
 def modes(manager, tokens):
-    """Kind of graph of a decode step, by batch size."""
     return [
         manager.dispatch(batch, batch * each, each, 0).cg_mode
         for batch, each in enumerate(tokens, start=1)

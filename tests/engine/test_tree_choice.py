@@ -20,11 +20,12 @@ from sequoia_vllm.engine.worker.worker_base import AgreeingWorker
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
-from tests.support.engines import sequoia
+from tests.support.engines import configured, sequoia
 from tests.support.models import DRAFT, TARGET, save_random_draft
 from tests.support.plans import chosen
 
 MODEL = drafter("model")
+EMBEDDED = {"method": "sequoia", "model": DRAFT}
 H200 = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "bfloat16")
 
 
@@ -89,11 +90,7 @@ def test_compiled_code_is_kept_whatever_the_tree(has_own_layers, monkeypatch):
     monkeypatch.setattr(cpu_linear, "pays_here", lambda: has_own_layers)
 
     def compiled_as(speculative_config) -> str:
-        args = EngineArgs(
-            model=TARGET, speculative_config=speculative_config, max_model_len=256,
-            dtype="bfloat16",
-        )  # fmt: skip
-        return args.create_engine_config().compute_hash()
+        return configured(speculative_config, dtype="bfloat16").compute_hash()
 
     trees = [{"size": 16, "depth": 4}, {"size": 8, "depth": 2}, {"parents": [-1, 0, 0]}]
     chain = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 4}
@@ -110,9 +107,8 @@ def test_bounds_apply_to_any_tree():
 
 def source(target: str, draft: str, **keys) -> str:
     """What an engine of this pair says of its tree, on a device with trees on the CPU."""
-    asked = {"method": "sequoia", "model": draft, **keys}
-    args = EngineArgs(model=target, speculative_config=asked, max_model_len=256)
-    return SequoiaSettings.of(args.create_engine_config()).tree_source
+    config = configured({"method": "sequoia", "model": draft, **keys}, model=target)
+    return SequoiaSettings.of(config).tree_source
 
 
 @pytest.fixture
@@ -163,17 +159,11 @@ def test_shapes_are_read_only_where_the_tree_depends_on_them(monkeypatch):
     def read(*_):
         raise AssertionError("read")
 
-    def configure(**keys):
-        given = {"method": "sequoia", "model": DRAFT, **keys}
-        return EngineArgs(
-            model=TARGET, speculative_config=given, max_model_len=256
-        ).create_engine_config()
-
     monkeypatch.setattr(DraftReader, "shapes", read)
-    config = configure(tree={"parents": [-1, 0]})
+    config = configured({**EMBEDDED, "tree": {"parents": [-1, 0]}})
     assert SequoiaSettings.of(config).tree.size == 2
     with pytest.raises(AssertionError, match="read"):
-        configure()
+        configured(EMBEDDED)
 
 
 def declining(pair, monkeypatch):
@@ -191,12 +181,7 @@ def test_auto_may_answer_no_speculation(monkeypatch):
 
 def test_engine_without_speculation_is_plain_vllm(monkeypatch):
     declining(H200, monkeypatch)
-    args = EngineArgs(
-        model=TARGET,
-        speculative_config={"method": "sequoia", "model": DRAFT, "tree": "auto"},
-        max_model_len=256,
-    )
-    config = args.create_engine_config()
+    config = configured({**EMBEDDED, "tree": "auto"})
     assert SequoiaSettings.declined(config)
     assert not SequoiaSettings.enabled(config)
     assert config.speculative_config is None
@@ -204,11 +189,8 @@ def test_engine_without_speculation_is_plain_vllm(monkeypatch):
 
 
 def of_two_nodes(**keys) -> VllmConfig:
-    args = EngineArgs(
-        model=TARGET, speculative_config={"method": "sequoia", "model": DRAFT, **keys},
-        max_model_len=256, tensor_parallel_size=2, nnodes=2, distributed_executor_backend="mp",
-    )  # fmt: skip
-    return args.create_engine_config()
+    nodes = {"tensor_parallel_size": 2, "nnodes": 2, "distributed_executor_backend": "mp"}
+    return configured({**EMBEDDED, **keys}, **nodes)
 
 
 def test_a_node_without_speculation_asks_whether_the_others_have_any(monkeypatch):
@@ -233,13 +215,10 @@ def test_nodes_that_choose_for_themselves_are_warned(monkeypatch):
     assert "a later start will be refused" in said[0]
 
 
-def limited(size: int = 64, model: str = TARGET, **options):
+def limited(size: int = 64, **options):
     """The configuration of an engine, with a schedule of its own unless one is given."""
-    keys = options.pop("keys", {})
-    args = EngineArgs(
-        model=model, speculative_config=sequoia(size=size, **keys), max_model_len=1024, **options
-    )
-    return args.create_engine_config()
+    config = sequoia(size=size, **options.pop("keys", {}))
+    return configured(config, max_model_len=1024, **options)
 
 
 def scheduled(config) -> list[tuple[int, int, int]]:

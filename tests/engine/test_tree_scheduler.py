@@ -1,11 +1,11 @@
-"""Which requests the scheduler of Model Runner V2 leaves without drafts, and what it remembers."""
+"""Which requests the scheduler of Model Runner V2 leaves without drafts; what a request may ask."""
 
 import pickle
 from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -15,7 +15,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine import hooks
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS, check_options, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core import eligibility
@@ -26,8 +26,8 @@ from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend import engine_config
 from sequoia_vllm.tree import TokenTree
-from tests.support.engines import metric, running, sequoia, tokens_of
-from tests.support.models import TARGET, prompts
+from tests.support.engines import configured, generated, metric, plain_outputs, running, sequoia
+from tests.support.models import prompts
 
 DRAFTS = 3
 GREEDY = SamplingParams(temperature=0)
@@ -215,18 +215,11 @@ class Users(Scheduler):
         return super().schedule(*args, **kwargs)
 
 
-def configured(scheduler_cls):
-    plugin.register()
-    return EngineArgs(
-        model=TARGET, speculative_config=sequoia(), max_model_len=256, scheduler_cls=scheduler_cls
-    ).create_engine_config()
-
-
 @pytest.mark.engine
-def test_a_users_scheduler_comes_behind_ours(plain_outputs):
+def test_a_users_scheduler_comes_behind_ours():
     texts, params = prompts(2), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with running(sequoia(), scheduler_cls=Users) as llm:
-        found = tokens_of(llm.generate(texts, params, use_tqdm=False))
+        found = generated(llm, texts, params)
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert found == plain_outputs(texts, params)
@@ -250,7 +243,7 @@ def test_a_schedulers_name_reaches_other_processes(users, ahead):
 @pytest.mark.parametrize("scheduler_cls", ["builtins.dict", "json.loads", dict])
 def test_what_is_no_scheduler_of_vllms_is_refused_by_name(scheduler_cls):
     with pytest.raises(ConfigError, match="does not derive from vLLM's") as error:
-        configured(scheduler_cls)
+        configured(sequoia(), scheduler_cls=scheduler_cls)
     assert repr(scheduler_cls) in str(error.value)
     assert "leave scheduler_cls out" in str(error.value)
 
@@ -259,3 +252,33 @@ def test_plain_vllms_schedulers_are_left_alone():
     plugin.register()
     for scheduler in (Scheduler, AsyncScheduler, StructuredOutputManager):
         assert not [one for one in vars(scheduler).values() if hasattr(one, hooks._ORIGINAL)]
+
+
+# -- what a request may ask of speculation ---------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 700])
+def test_a_number_of_drafts(drafts):
+    params = SamplingParams(extra_args={MOST_DRAFTS: drafts, "other": "x"})
+    check_options(params)
+    assert most_drafts(params) == drafts
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"other": 3}])
+def test_the_engine_decides_where_nothing_is_asked(extra):
+    params = SamplingParams(extra_args=extra)
+    check_options(params)
+    assert most_drafts(params) is None
+    assert most_drafts(None) is None
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "3", True, None, [1]])
+def test_wrong_values_are_refused_by_name(value):
+    with pytest.raises(VLLMValidationError, match=f"{MOST_DRAFTS} is a number of drafts, 0 or"):
+        check_options(SamplingParams(extra_args={MOST_DRAFTS: value}))
+
+
+@pytest.mark.parametrize("name", ["sequoia_max_draft", "sequoia_tree", "Sequoia_max_drafts"])
+def test_misspelt_options_are_refused_with_the_right_one(name):
+    with pytest.raises(VLLMValidationError, match=f"no option '{name}'.*there is: {MOST_DRAFTS}"):
+        check_options(SamplingParams(extra_args={name: 1}))

@@ -9,38 +9,30 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 
-from sequoia_vllm import plugin
 from sequoia_vllm.engine.common.draft_schedule import MISLEADING
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
-from tests.support.engines import sequoia
-from tests.support.models import DRAFT, TARGET
+from tests.support.engines import configured, sequoia
+from tests.support.models import DRAFT
 
 CHAIN = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 5}
 
 
-def config_of(speculative_config):
-    plugin.register()
-    args = EngineArgs(model=TARGET, speculative_config=speculative_config, max_model_len=256)
-    return args.create_engine_config()
-
-
 def test_the_log_names_the_method_that_was_asked_for():
-    trees = pickle.loads(pickle.dumps(config_of(sequoia(12, 4)).speculative_config))
+    trees = pickle.loads(pickle.dumps(configured(sequoia(12, 4)).speculative_config))
     assert (
         repr(trees) == f"SpeculativeConfig(method='sequoia', model={DRAFT!r}, num_spec_tokens=11)"
     )
-    assert "method='draft_model'" in repr(config_of(CHAIN).speculative_config)
+    assert "method='draft_model'" in repr(configured(CHAIN).speculative_config)
 
 
 @pytest.mark.parametrize(("asked", "levels"), [(sequoia(12, 4), 4), (CHAIN, 5)])
 def test_accepted_positions_are_the_levels_of_a_tree(monkeypatch, asked, levels):
     """In vLLM's metrics, and in its line of the log."""
-    config = config_of(asked)
+    config = configured(asked)
     registry = CollectorRegistry()
     monkeypatch.setattr(SpecDecodingProm, "_counter_cls", partial(Counter, registry=registry))
     shown = SpecDecodingProm(config.speculative_config, ["engine"], {0: ["0"]})
@@ -69,7 +61,7 @@ def test_advice_that_misleads_with_trees_is_not_logged():
     """vLLM's lines are known by their beginnings, which its source has."""
     source = Path(inspect.getfile(VllmConfig)).read_text(encoding="utf-8")
     assert all(beginning in source for beginning in MISLEADING)
-    config_of(sequoia(12, 4))
+    configured(sequoia(12, 4))
     logger = logging.getLogger("vllm.config.vllm")
     for text, is_shown in (*((f"{line} 9", False) for line in MISLEADING), ("other", True)):
         record = logger.makeRecord(logger.name, logging.WARNING, "f", 1, text, (), None)

@@ -8,7 +8,7 @@ from sequoia_vllm.engine.frontend import engine_config
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, tokens_to_draft
 from tests.engine.test_sampled import CUT, FALSE_ALARM, PLAIN, PROMPT, VOCAB, count, exact_law
 from tests.oracles.laws import assert_same_law
-from tests.support.engines import metric, runner_of, running, sequoia, tokens_of
+from tests.support.engines import generated, metric, plain_outputs, runner_of, running, sequoia
 from tests.support.models import DRAFT, TARGET, prompts, save_llama, save_word_tokenizer
 from tests.support.vocabularies import (
     save_draft_of_another_tokenizer,
@@ -25,9 +25,8 @@ COUNTS = ("tree_steps", "tokens", "depth_counts", "offered", "accepted")
 
 
 def greedy_with(draft) -> tuple[list[list[int]], dict]:
-    """Tokens of trees with this draft, and the worker's counters."""
     with running(sequoia(draft=draft)) as llm:
-        tokens = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        tokens = generated(llm, PROMPTS, GREEDY)
         [stats] = llm.collective_rpc("sequoia_stats")
     return tokens, {name: stats[name] for name in COUNTS}
 
@@ -39,7 +38,7 @@ def with_the_same_tokens() -> tuple[list[list[int]], dict]:
 
 # Measured: 1.24, 1.96 and 2.86 tokens per step.
 @pytest.mark.parametrize(("shared", "least"), [(0.3, 1.15), (0.7, 1.7), (0.99, 2.6)])
-def test_greedy_tokens_are_those_of_plain_vllm(shared, least, tmp_path, plain_outputs, monkeypatch):
+def test_greedy_tokens_are_those_of_plain_vllm(shared, least, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(engine_config.logger, "log", lambda level, *words: said.append(words))
     tokens, stats = greedy_with(save_other_draft(tmp_path / "draft", shared))
@@ -49,7 +48,7 @@ def test_greedy_tokens_are_those_of_plain_vllm(shared, least, tmp_path, plain_ou
     assert f"of the target's 4,096 ({shared:.0%})" in words
 
 
-def test_greedy_tokens_with_a_draft_of_another_tokenizer(tmp_path, plain_outputs):
+def test_greedy_tokens_with_a_draft_of_another_tokenizer(tmp_path):
     """The draft's vocabulary is a fifth of the target's, of other text: much must be spelled."""
     draft = save_draft_of_another_tokenizer(tmp_path / "draft", prompts(200)[100:], 800)
     tokens, stats = greedy_with(draft)
@@ -57,9 +56,9 @@ def test_greedy_tokens_with_a_draft_of_another_tokenizer(tmp_path, plain_outputs
     assert stats["tokens"] / stats["tree_steps"] > 1.7  # 1.99 measured
 
 
-def test_greedy_tokens_with_a_trimmed_output_layer(plain_outputs, with_the_same_tokens):
+def test_greedy_tokens_with_a_trimmed_output_layer(with_the_same_tokens):
     with running(sequoia(draft=DRAFT, draft_vocabulary=2048)) as llm:
-        tokens = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        tokens = generated(llm, PROMPTS, GREEDY)
         [stats] = llm.collective_rpc("sequoia_stats")
         model = runner_of(llm).drafter.model
         states = torch.randn(3, model.config.hidden_size)
@@ -118,11 +117,11 @@ def test_completions_follow_the_exact_law(words, mixed, verification, kept, tmp_
         assert_same_law(counts, exact_law(target, length, setting), FALSE_ALARM, fewest=5)
 
 
-def test_a_seed_gives_the_tokens_of_plain_vllm(tmp_path, plain_outputs):
+def test_a_seed_gives_the_tokens_of_plain_vllm(tmp_path):
     draft = save_other_draft(tmp_path / "draft", shared=0.7)
     params = [SamplingParams(seed=7 + i, max_tokens=24, top_p=0.9) for i in range(4)]
     with running(sequoia(draft=draft)) as llm:
-        found = tokens_of(llm.generate(PROMPTS[:4], params, use_tqdm=False))
+        found = generated(llm, PROMPTS[:4], params)
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
     assert found == plain_outputs(PROMPTS[:4], params)
     assert accepted > 20
@@ -146,7 +145,7 @@ def test_a_draft_that_ends_with_another_token_is_right_about_the_end(tmp_path):
     )
     requests = [{"prompt_token_ids": [3, *last]} for last in ([2], [4], [5, 2], [4, 4])]
     with running(sequoia(size=4, depth=3, draft=draft), model=target, max_model_len=64) as llm:
-        outputs = tokens_of(llm.generate(requests, to_the_length, use_tqdm=False))
+        outputs = generated(llm, requests, to_the_length)
         [stats] = llm.collective_rpc("sequoia_stats")
     assert sum(tokens.count(1) for tokens in outputs) == 7
     # After the first token of a request, every step gives four.

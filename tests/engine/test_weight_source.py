@@ -11,6 +11,7 @@ from sequoia_vllm.engine.frontend import engine_config
 from sequoia_vllm.engine.offload import offloaded_layers, weight_source, with_streamed
 from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
+from tests.support.engines import configured
 from tests.support.models import DRAFT, TARGET
 
 LLAMA = every_class()["70b-8b"].target
@@ -121,8 +122,7 @@ def test_auto_chooses_for_what_is_offloaded(monkeypatch, tmp_path):
 
     def settings() -> SequoiaSettings:
         asked = {"method": "sequoia", "model": DRAFT}
-        config = EngineArgs(model=TARGET, speculative_config=asked, max_model_len=512)
-        return SequoiaSettings.of(config.create_engine_config())
+        return SequoiaSettings.of(configured(asked, max_model_len=512))
 
     before = settings()
     # What a GPU's front end would read; offloading itself is not for CPUs.

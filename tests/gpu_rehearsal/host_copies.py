@@ -73,14 +73,12 @@ class HostCopies:
     # -- pinned memory -----------------------------------------------------------------
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """The tensor, whose storage is pinned from now on."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
             self._pinned[storage.data_ptr()] = storage
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in pinned memory."""
         storage = tensor.untyped_storage()
         return self._pinned.get(storage.data_ptr()) is storage
 

@@ -1,8 +1,6 @@
 """vLLM's GPU engine with trees, as users start it: from start-up to replayed graphs."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,10 +8,9 @@ from unittest.mock import patch
 import pytest
 from vllm import SamplingParams
 
-from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.measuring.step_recorder import EXTENSION
 from tests.support.calling import called_once
-from tests.support.engines import runner_of, sequoia
+from tests.support.engines import noting, runner_of, sequoia
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
@@ -33,14 +30,9 @@ TOKENS = 10
 EDITS = {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}, "_bad_words_token_ids": [[7], [8, 9]]}
 
 
-def greedy() -> Any:
-    return SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-
-
-def sampled(**options: Any) -> Any:
-    return SamplingParams(
-        temperature=0.8, max_tokens=TOKENS, ignore_eos=True, detokenize=False, **options
-    )
+def sampled(temperature: float = 0.8, **options: Any) -> Any:
+    common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(temperature=temperature, **common, **options)
 
 
 def start_and_generate(models: str) -> dict[str, Any]:
@@ -50,7 +42,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
     target, draft = save_related_pair(Path(models))
     requests = random_prompts(LENGTHS)
     with rehearsing(None, model=target) as llm:
-        answers: dict[str, Any] = {"plain": generate(llm, requests, greedy())}
+        answers: dict[str, Any] = {"plain": generate(llm, requests, sampled(0))}
     before = graphs.report()
     with (
         recording_kernels() as kernels,
@@ -66,7 +58,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
         started = set(kernels)
         answers["settings"] = settings(llm)
         for batch in (3, 2, 1):
-            answers[str(batch)] = generate_with_trees(llm, requests[:batch], greedy())
+            answers[str(batch)] = generate_with_trees(llm, requests[:batch], sampled(0))
         for batch in (3, 1):
             for params in (sampled(), sampled(top_k=20), sampled(seed=3), sampled(**EDITS)):
                 generate(llm, requests[:batch], params)
@@ -82,33 +74,24 @@ def start_and_generate(models: str) -> dict[str, Any]:
         started = set(kernels)
         llm.collective_rpc("sequoia_record_steps")
         with counting_twins(llm) as twins:
-            answers["flash"] = generate_with_trees(llm, requests, greedy())
+            answers["flash"] = generate_with_trees(llm, requests, sampled(0))
         answers["steps"] = llm.collective_rpc("sequoia_take_steps", args=(len(requests),))[0]
         generate(llm, requests[:2], sampled())
         generate(llm, requests[:1], sampled(top_k=20))
         generate(llm, requests[:2], sampled(**EDITS))
         answers["late by traversal"] = sorted(kernels - started)
         answers["in time by traversal"] = sorted(started)
-    answers["flash"] |= {"twins": twins, "over contexts": flash_attention.attended[False]}
+    answers["flash"] |= {"twins": Counter(twins), "over contexts": flash_attention.attended[False]}
     return answers
 
 
-@contextmanager
-def counting_twins(llm: Any) -> Iterator[Counter[str]]:
+def counting_twins(llm: Any) -> Any:
     """Graphs of the target that are replayed within the block, by the class of their shape."""
-    manager, found = runner_of(llm).cudagraph_manager, Counter()
-    original = manager.run_fullgraph
-
-    def replay(shape: Any) -> Any:
-        found[type(shape).__name__] += 1
-        return original(shape)
-
-    with patched(manager, "run_fullgraph", replay):
-        yield found
+    manager = runner_of(llm).cudagraph_manager
+    return noting(manager, "run_fullgraph", lambda shape: type(shape).__name__)
 
 
 def draft_graphs(llm: Any) -> list[Any]:
-    """Graphs that the draft reads with, and grows trees with."""
     speculator = runner_of(llm).speculator
     return [speculator._reader.graphs, speculator._growth_graphs]
 
@@ -154,16 +137,11 @@ def test_the_engine_starts_with_the_defaults_of_gpus(generated):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_tokens_are_those_of_plain_vllm(batch, generated):
+def test_tokens_are_those_of_plain_vllm_from_graphs(batch, generated):
+    """Also in batches of odd sizes. One of the target's reads all prompts, as they are short."""
     found = generated[str(batch)]
     assert found["tokens"] == generated["plain"]["tokens"][:batch]
     assert found["counts"]["tokens_per_tree"] > 1.5
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_trees_are_grown_and_scored_by_graphs(batch, generated):
-    """Also in batches of odd sizes. One of the target's reads all prompts, as they are short."""
-    found = generated[str(batch)]
     assert found["graphs"]["DraftGraphs"] >= 3
     assert found["graphs"]["TreeGraphManager"] >= 4
     assert found["graphs"].get(PIECE, 0) == 0
@@ -181,20 +159,15 @@ def test_flash_attention_reads_contexts_with_the_defaults_of_gpus(generated):
     assert found["over contexts"] >= found["twins"]["LongBatch"]
 
 
-def test_start_captures_all_of_them(generated):
-    assert all(
-        generated["start"]["captured"][kind] > 0
-        for kind in ("DraftGraphs", "TreeGraphManager", PIECE)
-    )
-
-
-def test_few_of_the_drafts_graphs_are_captured_on_trial(generated):
+def test_start_captures_all_graphs_and_few_of_the_drafts_on_trial(generated):
     """Two of those that read, and two of those that grow: vLLM profiles their memory."""
-    assert min(generated["held"]) > 2
-    assert generated["start"]["captured"]["DraftGraphs"] == sum(generated["held"]) + 2 * 2
+    captured, held = generated["start"]["captured"], generated["held"]
+    assert min(captured[kind] for kind in ("TreeGraphManager", PIECE)) > 0
+    assert min(held) > 2
+    assert captured["DraftGraphs"] == sum(held) + 2 * 2
     # The largest first: what is tried stands for all.
     assert generated["orders"] == [sorted(order, reverse=True) for order in generated["orders"]]
-    assert generated["untried"] == (generated["held"][1] - 2) * (3 << 20)
+    assert generated["untried"] == (held[1] - 2) * (3 << 20)
 
 
 def test_no_request_is_the_first_to_need_a_kernel(generated):

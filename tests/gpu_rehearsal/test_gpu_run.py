@@ -27,7 +27,6 @@ WITH_ENGINES = [item.name for item in REHEARSED if item.needs_gpus == 1]
 
 
 def run_all(folder: str, names: list[str]) -> dict[str, Any]:
-    """The command, with what it prints and returns; a second time it has nothing to do."""
     from benchmarks.gpu import command
 
     os.environ[VARIABLE] = "0"  # other tests check the kernels' memory

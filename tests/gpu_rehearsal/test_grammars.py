@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
+from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.models import TARGET, prompts
@@ -32,10 +35,6 @@ SCHEMA = {
 
 def params() -> list[Any]:
     """With a grammar: greedy, seeded, edited, without drafts; and without one. Two have to wait."""
-    from vllm.sampling_params import StructuredOutputsParams
-
-    from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
-
     sums = {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3,8} = \d+( \+ [a-z]+)*")}
     json = {"structured_outputs": StructuredOutputsParams(json=SCHEMA)}
     return [
@@ -69,7 +68,6 @@ def run() -> dict[str, Any]:
 @contextmanager
 def recording_masks() -> Iterator[list[dict[str, Any]]]:
     """Records each step with masks within the block: their number, and requests' scored nodes."""
-    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.v2.runner import TreeRunner
 
     sample, found = TreeRunner.sample, []
@@ -93,18 +91,15 @@ answers = called_once(call_on_gpu, run)
 
 
 def test_grammars_are_followed_along_each_path(answers):
+    """There are as many masks as nodes are scored, and room for what the schedule can score.
+
+    With trees of two sizes, beside requests without a grammar, drafts, or either. The engine core
+    asks one by one.
+    """
     assert answers["trees"]["tokens"] == answers["plain"]["tokens"]
     assert answers["trees"]["counts"]["tokens_per_tree"] > 1.1
-
-
-def test_requests_have_as_many_masks_as_nodes_are_scored(answers):
-    """With trees of two sizes, beside requests without a grammar, drafts, or either."""
     steps = answers["steps"]
     assert all(step["masks"] == sum(step["masked"]) for step in steps)
     assert any(step["masked"] == [LARGEST] for step in steps)
     assert any({1, 4} <= set(step["masked"]) and 4 in step["free"] for step in steps)
-
-
-def test_memory_for_masks_is_what_the_schedule_can_score(answers):
-    """Not that for the largest tree of every request; the engine core asks one by one."""
     assert answers["memory"] == {"device": MOST_SCORED + REQUESTS, "host": 1}

@@ -11,6 +11,7 @@ from tests.support.heads import DFLASH, EAGLE3
 from tests.support.models import TARGET, prompts
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
+    check_replayed,
     counting_eager_reads,
     generate,
     generate_with_trees,
@@ -87,12 +88,9 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("name", ["together", "alone"])
 def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
-    found = answers[name]
-    plain = answers["plain"]["tokens"]
-    assert found["tokens"] == [[one[:12] for one in some] for some in plain[: len(found["tokens"])]]
-    assert found["eager growth"] == found["eager reads"] == []
-    assert found["graphs"]["DraftGraphs"] >= found["counts"]["steps"] - 3
-    assert found["graphs"]["TreeGraphManager"] >= found["counts"]["steps"] - 3
+    plain = [[tokens[:12]] for [tokens] in answers["plain"]["tokens"]]
+    check_replayed(answers[name], {"tokens": plain})
+    assert answers[name]["counts"]["tokens_per_tree"] > 1.2 or name == "alone"
 
 
 def test_heads_read_from_a_graph_where_nothing_is_drafted(answers):
@@ -102,10 +100,6 @@ def test_heads_read_from_a_graph_where_nothing_is_drafted(answers):
     assert found["replays"][:9] == [2, 2, 2, 1, 1, 1, 1, 2, 2]
     assert found["eager reads"] == []
     assert found["counts"]["accepted_tokens"] > 5
-
-
-def test_drafts_are_accepted(answers):
-    assert answers["together"]["counts"]["tokens_per_tree"] > 1.2
 
 
 def test_nothing_of_ours_is_lost_in_sleep_without_weights(answers):

@@ -1,6 +1,6 @@
 """What the GPU engine's limits allow: requests at once, and logits while it starts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.support.engines import runner_of, sequoia
+from sequoia_vllm.engine.common.patched import patched
+from tests.support.engines import noting, runner_of, sequoia
 from tests.support.generating import VOCAB, random_prompts
 from tests.support.heads import save_dflash
-from tests.support.kernel_versions import recording_versions
 from tests.support.models import save_llama
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, rehearsing
@@ -94,26 +94,53 @@ def watching_logits() -> Iterator[tuple[list[int], list[int]]]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()  # the stand-ins, without which the modules below find no GPU
-    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.v2.drafting import proposer
     from sequoia_vllm.engine.v2.runner import TreeRunner
 
-    scored, profiled = [], []
-    take, sample = proposer.take_logits_memory, TreeRunner.sample
-
-    def take_logits_memory(rows: int, *args: Any, **kwargs: Any) -> None:
-        profiled.append(rows)
-        take(rows, *args, **kwargs)
-
-    def watched(self: Any, hidden_states: Any, input_batch: Any, *args: Any) -> Any:
-        scored.append(len(input_batch.logits_indices))
-        return sample(self, hidden_states, input_batch, *args)
+    def scored_rows(runner: Any, hidden_states: Any, batch: Any, *_: Any) -> int:
+        return len(batch.logits_indices)
 
     with (
-        patched(proposer, "take_logits_memory", take_logits_memory),
-        patched(TreeRunner, "sample", watched),
+        noting(proposer, "take_logits_memory", lambda rows, *_: rows) as profiled,
+        noting(TreeRunner, "sample", scored_rows) as scored,
     ):
         yield scored, profiled
+
+
+@contextmanager
+def recording_versions() -> Iterator[set[tuple[str, str]]]:
+    """Versions of our kernels that an H100 would compile for what is launched or captured within.
+
+    A kernel's name, and what Triton compiles it by: constants, types, alignment, options.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    binders: dict[Callable, tuple[list[str], Callable]] = {}
+    found: set[tuple[str, str]] = set()
+    original = InterpretedFunction.run
+
+    def binder_of(kernel: Any) -> tuple[list[str], Callable]:
+        if kernel.fn not in binders:
+            compiled = JITFunction(kernel.fn, **kernel.kwargs)
+            constants = [param.name for param in compiled.params if param.is_constexpr]
+            bind = create_function_from_signature(compiled.signature, compiled.params, backend)
+            binders[kernel.fn] = constants, bind
+        return binders[kernel.fn]
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if self.fn.__module__.startswith("sequoia_vllm"):
+            constants, bind = binder_of(self)
+            bound, specialization, options = bind(*args, **kwargs)
+            key = [(name, bound[name]) for name in constants]
+            found.add((self.fn.__name__, repr((key, specialization, sorted(options.items())))))
+        return original(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    with patched(InterpretedFunction, "run", run):
+        yield found
 
 
 def test_a_head_that_drafts_blocks_limits_no_requests(tmp_path):

@@ -1,10 +1,11 @@
-"""The measuring tools on the GPU engine: what `bench` and `tune` run."""
+"""The measuring tools on the GPU engine: `bench`, `tune` and `benchmarks.gpu.kinds`."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.gpu import kinds
 from tests.support.calling import called_once
 from tests.support.generating import save_related_pair
 from tests.support.models import save_word_tokenizer
@@ -17,7 +18,6 @@ CHAIN = "2:probabilistic:block"
 
 
 def measure_pair(models: str) -> dict[str, Any]:
-    """A comparison with plain vLLM, and times of steps, as small as they can be."""
     from sequoia_vllm.bench.measure import BenchSettings, measure
     from sequoia_vllm.bench.methods import methods
     from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_profile
@@ -48,19 +48,26 @@ def measure_pair(models: str) -> dict[str, Any]:
 measured = called_once(call_on_gpu, measure_pair)
 
 
-def test_bench_times_the_parts_of_steps_and_outputs_are_plain(measured):
+def test_bench_and_profile_time_the_parts_of_steps_and_outputs_are_plain(measured):
+    """`bench` refuses block verification where the runner would ignore it: here it does not."""
     plain, chain, trees = measured["outputs"]
     assert plain == chain == trees
     assert all(parts["target"] > 0 for parts in measured["parts"])
     assert all(parts["draft"] > 0 for parts in measured["parts"][1:])
-
-
-def test_vllms_chain_draws_and_verifies_as_asked(measured):
-    """`bench` refuses block verification where the runner would ignore it: here it does not."""
     assert 1 < measured["sampled_chain"] <= 3
-
-
-def test_profile_times_both_models(measured):
     [target], [draft] = (measured["profile"][name] for name in ("target_forward", "draft_level"))
     assert target["tokens"] == [1, NODES]
     assert min(target["seconds"] + draft["seconds"]) > 0
+
+
+def compare(kind: str, folder: str) -> dict[str, Any]:
+    kinds.TOKENS = 8
+    return kinds.compare_kind(kind, Path(folder))
+
+
+@pytest.mark.parametrize("kind", ["draft-float32", "lookup-float32", "gemma4-float32"])
+def test_kinds_give_plain_vllms_tokens(kind, tmp_path):
+    found = call_on_gpu(compare, tmp_path, kind=kind, folder=str(tmp_path))
+    assert all(found["greedy"] + found["seeded"] + found["alone"])
+    assert found["tokens_per_tree"] > 1
+    assert max(found["worst_gap"]) == 0

@@ -1,4 +1,4 @@
-"""vLLM's weight offloaders with trees: the target from host memory, the draft on the device."""
+"""vLLM's offloaders with trees: of weights to host memory, and of prefixes by its connector."""
 
 import logging
 from collections.abc import Iterator
@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 
+from sequoia_vllm.engine.common.patched import patched
 from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import VOCAB, random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+from tests.support.stored_cache import CONNECTOR, LENGTHS, converse_twice
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
@@ -26,7 +29,6 @@ KEPT = [token for token in range(VOCAB) if token % 4]
 
 
 def start_and_generate(models: str) -> dict[str, Any]:
-    """Answers of plain vLLM, and of trees with each offloader."""
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
     target, draft = save_related_pair(Path(models), num_hidden_layers=LAYERS)
     # The second prompt is longer than any graph; the first has one, in pieces.
@@ -52,7 +54,6 @@ def start_and_generate(models: str) -> dict[str, Any]:
 
 def with_the_draft_offloaded(config: dict, options: dict) -> Any:
     """What the draft has offloaded, or how the engine fails to start."""
-    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.v2.drafting import drafter
 
     options = {**options, "enforce_eager": True}
@@ -68,8 +69,6 @@ def without_waiting_before_replays(config: dict, requests: list, params: Any, en
     """Tokens of trees whose graphs do not wait for the copies of offloaded layers."""
     from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
-    from sequoia_vllm.engine.common.patched import patched
-
     with (
         rehearsing(config, **engine, **PREFETCH) as llm,
         patched(PrefetchOffloader, "sync_prev_onload", lambda _: None),
@@ -79,7 +78,6 @@ def without_waiting_before_replays(config: dict, requests: list, params: Any, en
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """Lines that the plugin logs within the block, with their levels."""
     lines: list[str] = []
 
     class Kept(logging.Handler):
@@ -120,18 +118,11 @@ generated = called_once(call_on_gpu, start_and_generate)
 
 @pytest.mark.parametrize("backend", ["prefetch", "uva"])
 @pytest.mark.parametrize(("batch", "requests"), [("together", 2), ("alone", 1)])
-def test_tokens_are_those_of_plain_vllm(batch, requests, backend, generated):
+def test_tokens_are_those_of_plain_vllm_from_graphs(batch, requests, backend, generated):
     found = generated[backend][batch]
     assert found["tokens"] == generated["plain"][:requests]
     assert found["counts"]["tokens_per_tree"] > 1.3  # 1.5 measured
-
-
-@pytest.mark.parametrize("backend", ["prefetch", "uva"])
-@pytest.mark.parametrize("batch", ["together", "alone"])
-def test_graphs_are_replayed(batch, backend, generated):
-    found = generated[backend][batch]
-    assert found["graphs"]["DraftGraphs"] >= 3
-    assert found["graphs"]["TreeGraphManager"] >= 3
+    assert min(found["graphs"][kind] for kind in ("DraftGraphs", "TreeGraphManager")) >= 3
     assert found["eager growth"] == []
 
 
@@ -144,27 +135,46 @@ def test_what_is_offloaded_is_the_targets(generated):
     assert generated["prefetch"]["draft"] == generated["uva"]["draft"] == []
 
 
-def test_the_log_says_how_much(generated):
-    [prefetch], [uva] = ([line for line in generated[name]["log"] if "weights" in line]
-                         for name in ("prefetch", "uva"))  # fmt: skip
+def test_the_log_says_how_much_and_warns_where_nothing_is(generated):
+    names = ("prefetch", "uva")
+    logs = [*(generated[name]["log"] for name in names), generated["nothing matches"]]
+    [prefetch], [uva], [nothing] = ([line for line in log if "weights" in line] for log in logs)
     assert prefetch.startswith("INFO")
     assert "of the target's weights are offloaded (prefetch, through buffers of " in prefetch
     assert uva.startswith("INFO")
     assert "of the target's weights are offloaded (uva); the draft's are not" in uva
+    assert nothing.startswith("WARNING")
+    assert "none of the target's weights" in nothing
+    assert "--offload-params" in nothing
 
 
-def test_the_log_warns_where_nothing_is(generated):
-    [line] = [line for line in generated["nothing matches"] if "weights" in line]
-    assert line.startswith("WARNING")
-    assert "none of the target's weights" in line
-    assert "--offload-params" in line
+def test_mistakes_are_found(generated):
+    """A draft under the engine's offloader; and a graph that does not wait for copies.
 
-
-def test_a_draft_under_the_engines_offloader_is_found(generated):
+    A prompt's step, without a graph, has begun to copy what the next one's begins with.
+    """
     assert "wrap_modules should only be called once" in generated["mutant, prefetch"]
     assert generated["mutant, uva"] != []
-
-
-def test_a_graph_that_does_not_wait_for_copies_is_found(generated):
-    """A prompt's step, without a graph, has begun to copy what the next one's begins with."""
     assert generated["mutant, no wait"] != generated["plain"]
+
+
+def converse(models: str) -> dict[str, Any]:
+    """Two turns, by plain vLLM and by trees whose second turns are loaded.
+
+    vLLM's GPU engine stores prefixes a step late, while the next trees are written.
+    """
+    target, draft = save_related_pair(Path(models))
+    with rehearsing(None, model=target) as llm:
+        answers = {"plain": converse_twice(llm, trees=False)}
+    transfer = KVTransferConfig(**CONNECTOR)
+    config = sequoia(size=8, depth=3, draft=draft)
+    with rehearsing(config, model=target, kv_transfer_config=transfer) as llm:
+        return answers | {"trees": converse_twice(llm, trees=True)}
+
+
+def test_turns_on_loaded_keys_are_those_of_plain_vllm(tmp_path):
+    answers = call_on_gpu(converse, tmp_path, models=str(tmp_path))
+    found, plain = answers["trees"], answers["plain"]
+    assert found["loaded"] == sum((length + 49) // 16 * 16 for length in LENGTHS)
+    assert found["tokens"] == plain["tokens"]
+    assert min(found["tokens per tree"]) > 1.5

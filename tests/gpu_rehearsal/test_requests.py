@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.calling import called_once
-from tests.support.engines import runner_of, sequoia
+from tests.support.engines import metric, runner_of, sequoia
 from tests.support.generating import (
     completions,
     greedy_and_seeded,
@@ -117,7 +118,6 @@ def counting_rows(llm: Any) -> Iterator[Counter[str]]:
 
 
 def scheduler_of(llm: Any) -> Any:
-    """The scheduler of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
@@ -156,72 +156,122 @@ def test_tiers_of_a_schedule_are_replayed(answers):
     assert found["counts"]["tokens_per_tree"] > 1.3
 
 
-@pytest.mark.parametrize("which", ["any", "fewer"])
-def test_numbers_of_drafts_may_change_in_any_step(which, answers):
-    found = answers[which]["tokens"]
-    assert found == answers["plain"]["tokens"][: len(found)]
+def test_numbers_of_drafts_may_change_in_any_step(answers):
+    """Fewer than the schedule's have graphs: one is in no tier, three are at other batch sizes.
 
-
-def test_fewer_drafts_than_the_schedules_have_graphs_too(answers):
-    """One draft is in no tier, and three are at other batch sizes only."""
+    vLLM marks what it did not ask for with -1. A row without a tree is scored nevertheless, and
+    holds a token that the target can embed.
+    """
+    for which in ("any", "fewer"):
+        found = answers[which]["tokens"]
+        assert found == answers["plain"]["tokens"][: len(found)]
     assert answers["fewer"]["eager growth"] == []
     assert answers["fewer"]["graphs"]["DraftGraphs"] > 2
-
-
-def test_rows_without_a_tree_hold_tokens_that_the_target_can_embed(answers):
-    """vLLM marks what it did not ask for with -1; a row without a tree is scored nevertheless."""
     assert answers["least token"] >= 0
 
 
 @pytest.mark.parametrize(("which", "plain"), [("joining", "plain"), ("long", "plain long")])
 def test_requests_join_and_are_aborted(which, plain, answers):
+    """Prompts are read, and trees grow, from graphs beside trees and prompts."""
     tokens = answers[plain]["tokens"]
     assert answers[which]["tokens"] == tokens[:ABORTED] + tokens[ABORTED + 1 :]
     assert answers[which]["counts"]["tokens_per_tree"] > 1.3
+    assert answers[which]["eager reads"] == answers[which]["eager growth"] == []
 
 
-def test_preemption_and_prompts_in_chunks_beside_trees_at_the_end_of_the_budget(answers):
-    """A fourth request's nodes would not fit into a pass of the draft: it gets no tree."""
-    found = answers["pressed"]
-    assert found["tokens"] == answers["plain"]["tokens"]
-    assert found["counts"]["preemptions"] > 0
-    assert found["counts"]["tokens_per_tree"] > 1.3
+def test_graphs_of_steps_that_read_prompts(answers):
+    """Rows of padding are at most as many as those of the next size; the smallest has 64.
 
-
-@pytest.mark.parametrize("which", ["joining", "long", "pressed"])
-def test_prompts_are_read_in_graphs_beside_trees(which, answers):
-    assert answers[which]["eager reads"] == []
-
-
-def test_a_graphs_rows_of_padding_are_at_most_as_many_as_those_of_the_next_size(answers):
-    """The smallest has 64. Bounds count what outcomes might bring: up to a path of each request."""
+    Bounds count what outcomes might bring: up to a path of each request.
+    """
     rows = answers["long"]["read rows"]
     assert max(needed for needed, _ in rows) > 256
     assert all(captured < max(2 * (needed + 4 * 4), 65) for needed, captured in rows)
-
-
-@pytest.mark.parametrize("which", ["joining", "long", "pressed"])
-def test_trees_grow_from_graphs_beside_prompts(which, answers):
-    """Whether requests join, are aborted or are preempted, and prompts come in chunks."""
-    assert answers[which]["eager growth"] == []
-
-
-def test_the_target_runs_steps_with_trees_in_full_graphs(answers):
-    """Also where a step reads prompts."""
-    modes = answers["joining"]["modes"]
+    modes = answers["joining"]["modes"]  # of the target
     assert set(modes) == {"FULL", "FULL beside prompts"}
     assert modes["FULL beside prompts"] > 1
 
 
-def test_vllms_attention_reads_no_rows_of_trees(answers):
-    """Not in steps that read prompts beside them, either (the target has one layer)."""
-    rows = answers["pressed"]["rows"]
+def test_preemption_and_prompts_in_chunks_beside_trees_at_the_end_of_the_budget(answers):
+    """A fourth request's nodes would not fit into a pass of the draft: it gets no tree.
+
+    FlashAttention reads contexts in every step with trees, and vLLM's attention no row of a tree,
+    not even beside prompts (the target has one layer).
+    """
+    found, rows = answers["pressed"], answers["pressed"]["rows"]
+    assert found["tokens"] == answers["plain"]["tokens"]
+    assert found["counts"]["preemptions"] > 0
+    assert found["counts"]["tokens_per_tree"] > 1.3
+    assert found["eager reads"] == found["eager growth"] == []
+    assert found["over contexts"] >= found["graphs"]["TreeGraphManager"] > 3
     assert rows["beside trees"] > 50
-    assert answers["pressed"]["attended rows"] == rows["beside trees"] + rows["alone"]
+    assert found["attended rows"] == rows["beside trees"] + rows["alone"]
 
 
-def test_flash_attention_reads_contexts_where_it_is_told_to(answers):
-    """In every step with trees, replayed ones included (the target has one layer)."""
-    found = answers["pressed"]
-    assert found["graphs"]["TreeGraphManager"] > 3
-    assert found["over contexts"] >= found["graphs"]["TreeGraphManager"]
+# -- Longer prompts beside trees: from full graphs, too --------------------------------------
+
+
+# Longer than a segment has rows, and than the budget leaves beside trees. The sixth begins like
+# the second, and is of few rows over a context.
+LONGER = [30, 300, 9, 470, 57, 260, 64, 33]
+SHARED = 240
+
+
+def run_mixed(models: str) -> dict[str, Any]:
+    target, draft = save_related_pair(Path(models))
+    requests = random_prompts(LONGER)
+    requests[5]["prompt_token_ids"][:SHARED] = requests[1]["prompt_token_ids"][:SHARED]
+    params = greedy_and_seeded(len(LONGER), 12)
+    options = {"model": target, "max_model_len": 500, "max_num_seqs": 4, "disable_log_stats": False}
+    # The largest is vLLM's default where more requests run together.
+    options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 64, 128, 512]}
+    with rehearsing(None, **options) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, requests, params)["tokens"]}
+    trees = sequoia(size=8, depth=3, draft=draft)
+    with rehearsing(trees, max_num_batched_tokens=512, **options) as llm:
+        answers["arriving"] = join_and_abort(llm, requests, params, ABORTED)
+        answers["hits"] = metric(llm, "vllm:prefix_cache_hits")
+        answers["long"] = beyond_the_limits(llm, requests)
+    with rehearsing(
+        trees, max_num_batched_tokens=128, num_gpu_blocks_override=34, **options
+    ) as llm:
+        answers["pressed"] = join_and_abort(llm, requests, params, ABORTED)
+    return answers
+
+
+def beyond_the_limits(llm: Any, requests: list[Any]) -> list[bool]:
+    """Whether the last step of a prompt was mixed: as it is, and for a lower limit each."""
+    from sequoia_vllm.engine.v2 import runner_gpu
+
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    found = []
+    for limits in ({}, {"_MOST_READ": 30 * 30 - 1}, {"_LONGEST": 29}):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in limits.items():
+                patch.setattr(runner_gpu, name, value)
+            assert llm.reset_prefix_cache()
+            llm.generate(requests[:1], one, use_tqdm=False)
+            found.append(runner_of(llm).cudagraph_manager.is_mixed)
+    return found
+
+
+mixed = called_once(call_on_gpu, run_mixed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("which", ["arriving", "pressed"])
+def test_tokens_are_those_of_plain_vllm_from_full_graphs(which, mixed):
+    """Beside prompts, too, in chunks of up to 512 rows, and where trees are cut."""
+    plain, found = mixed["plain"], mixed[which]
+    assert found["tokens"] == plain[:ABORTED] + plain[ABORTED + 1 :]
+    assert found["counts"]["tokens_per_tree"] > 1.3
+    assert set(found["modes"]) == {"FULL", "FULL beside prompts"}
+    assert found["modes"]["FULL beside prompts"] > 3
+
+
+@pytest.mark.nightly
+def test_contexts_of_others_short_memory_and_long_prompts(mixed):
+    """Long prompts and long requests stay with vLLM's attention."""
+    assert mixed["hits"] >= SHARED - 16
+    assert mixed["pressed"]["counts"]["preemptions"] > 0
+    assert mixed["long"] == [True, False, False]

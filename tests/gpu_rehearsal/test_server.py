@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 
-from tests.support.engines import running, tokens_of
+from tests.support.engines import generated, running
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.heads import EAGLE3
 from tests.support.models import TARGET, prompts
@@ -20,8 +21,6 @@ TOKENS = 12
 
 def tokens_of_texts() -> list[dict[str, list[int]]]:
     """Beginnings of what the embedded pair writes: heads are right about nothing else."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     return [{"prompt_token_ids": tokenizer(text).input_ids[:40]} for text in prompts(2)]
 
@@ -35,27 +34,24 @@ def test_a_server_replays_graphs_and_gives_plain_tokens(drafter, tmp_path):
         target, draft, requests = TARGET, EAGLE3, tokens_of_texts()
     report = tmp_path / "graphs.json"
     variables = {**environment(), **gpu_environment(multiprocessing=True)}
-    server = Server(
+    with Server(
         tmp_path / "server.log",
         f"--speculative-config={json.dumps({'method': 'sequoia', 'model': draft})}",
         # What the tiny models need; all else is left alone.
         "--dtype=float32", "--skip-tokenizer-init", "--max-num-seqs=2", "--max-model-len=128",
         model=target, variables={**variables, "GPU_STAND_IN_REPORT": str(report)},
-    )  # fmt: skip
-    try:
-        server.wait_until_healthy(480)  # kernels are interpreted: 60 on an idle machine
+        start_deadline=480,  # kernels are interpreted: 60 on an idle machine
+    ) as server:  # fmt: skip
         answer = server.complete(
             prompt=[request["prompt_token_ids"] for request in requests],
             temperature=0, max_tokens=TOKENS,
             extra_body={"ignore_eos": True, "return_token_ids": True, "detokenize": False},
         )  # fmt: skip
         accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
-    finally:
-        server.kill()
     found = [list(choice.token_ids) for choice in answer.choices]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     with running(None, model=target, skip_tokenizer_init=True) as llm:
-        assert found == tokens_of(llm.generate(requests, params, use_tqdm=False))
+        assert found == generated(llm, requests, params)
     assert sum(accepted) > TOKENS / 2
     replayed = json.loads(report.read_text())["replayed"]
     assert all(replayed[kind] > 0 for kind in ("DraftGraphs", "TreeGraphManager"))

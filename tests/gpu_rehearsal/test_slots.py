@@ -1,25 +1,26 @@
 """Nothing is written past a request's blocks, though few are reserved where little is drafted."""
 
-import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sequoia_vllm.engine.common.patched import patched
 from tests.support.block_heads import save_dflash2
 from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
-    completions,
     counted,
     greedy_and_seeded,
+    joined,
     random_prompts,
     save_related_pair,
 )
 from tests.support.heads import save_dflash
 from tests.support.models import save_llama
 from tests.support.on_gpu import call_on_gpu
-from tests.support.own_blocks import only_own_blocks
 from tests.support.rehearsing import rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
@@ -32,6 +33,32 @@ ABORTED = 2
 TOKENS = [50, 7, 20, 33, 11, 40, 16]
 DECIDED = [0, 39, 1, 17, 3]  # each for two steps, where the schedule has as many
 LIMITS = {"max_num_seqs": 4, "max_model_len": 128}
+
+
+OUTSIDE = 1 << 20  # a block that no cache of the tests has
+
+
+@contextmanager
+def only_own_blocks() -> Iterator[None]:
+    """Within the block, every step's tables lead outside the cache behind its requests' blocks.
+
+    vLLM leaves there what earlier requests had: what is written past a request's blocks lands in
+    another's, and nobody sees it. Here the stand-in's cache update refuses it.
+    """
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    original = BlockTables.gather_block_tables
+
+    def gather_block_tables(self: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        for group, table in enumerate(self.block_tables):
+            for request in requests.tolist():
+                table.gpu[request, int(self.num_blocks.np[group, request]) :] = OUTSIDE
+            # Rows beyond the batch are padding, which is read and looked at by nobody.
+            self.input_block_tables[group][: len(requests)].fill_(OUTSIDE)
+        return original(self, requests, *args, **kwargs)
+
+    with patched(BlockTables, "gather_block_tables", gather_block_tables):
+        yield
 
 
 def params() -> list[Any]:
@@ -67,7 +94,6 @@ def run(models: str) -> dict[str, Any]:
 
 def too_few_slots() -> Any:
     """A mistake: trees are grown where nothing is reserved for them."""
-    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.core.scheduling import TreeScheduling
 
     return patched(TreeScheduling, "_slots_for", lambda *_: 0)
@@ -99,30 +125,23 @@ def serve(llm: Any, requests: list[Any], decided: list[int] | None = None) -> di
     Returns:
         Tokens, and look-ahead slots with the number of requests that ran before each step.
     """
-    engine, done = llm.llm_engine, {}
-    scheduler = engine.engine_core.engine_core.scheduler
-    waiting = list(zip(map(str, range(len(requests))), requests, params(), strict=False))
-    steps, slots = itertools.count(), watched_slots(scheduler)
-    lookup = scheduler.dynamic_sd_lookup
-    if lookup is not None:
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    slots = watched_slots(scheduler)
+    if scheduler.dynamic_sd_lookup is not None:
         scheduler.end_adaptation()  # decided on below
-        lookup = scheduler.dynamic_sd_lookup
-        configured = list(lookup)
-    while waiting or engine.has_unfinished_requests():
-        step = next(steps)
-        if waiting and step % 3 == 0:
-            engine.add_request(*waiting.pop(0))
-        if step == 3 * ABORTED + 4:
-            engine.abort_request([str(ABORTED)])
+    lookup = scheduler.dynamic_sd_lookup
+    configured = [] if lookup is None else list(lookup)
+
+    def decide(step: int) -> None:
         if decided is not None:
             drafts = decided[step // 2 % len(decided)]
             lookup[:] = [min(drafts, most) for most in configured]
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+
+    tokens = joined(llm, requests, params()[: len(requests)], ABORTED, 3, decide)
     if decided is not None:
         lookup[:] = configured
-    others = [str(index) for index in range(len(requests)) if index != ABORTED]
     return {
-        "tokens": completions([done[name] for name in others]),
+        "tokens": tokens,
         "counts": None if lookup is None else counted(llm),
         "failed": getattr(runner_of(llm), "draft_has_failed", False),
         "slots": slots,
@@ -147,14 +166,16 @@ answers = called_once(call_on_gpu, run)
 
 @pytest.mark.parametrize("which", ["trees", "decided", "pressed"])
 def test_nothing_is_written_past_a_requests_blocks(which, answers):
+    """Blocks are few where requests are preempted. What is written elsewhere would be found.
+
+    The draft ends where the stand-in refuses; see `only_own_blocks`.
+    """
     found = answers[which]
     assert found["tokens"] == answers["plain"]["tokens"]
     assert not found["failed"]
     assert found["counts"]["tokens_per_tree"] > 1.3
-
-
-def test_requests_are_preempted_where_blocks_are_few(answers):
-    assert answers["pressed"]["counts"]["preemptions"] > 0
+    assert found["counts"]["preemptions"] > 0 or which != "pressed"
+    assert answers["mistake"]["failed"]
 
 
 def test_batches_reserve_slots_for_their_own_drafts(answers):
@@ -163,11 +184,6 @@ def test_batches_reserve_slots_for_their_own_drafts(answers):
         by_running.setdefault(ran, set()).add(slots)
     assert max(by_running[1]) == 39
     assert by_running[4] == {1}
-
-
-def test_what_is_written_elsewhere_would_be_found(answers):
-    """The draft ends where the stand-in refuses; see `only_own_blocks`."""
-    assert answers["mistake"]["failed"]
 
 
 of_heads = called_once(call_on_gpu, run_heads)

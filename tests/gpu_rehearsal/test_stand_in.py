@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow
 
 
 def run_all() -> dict[str, str]:
-    """The traceback of each check that fails; empty for the others."""
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
@@ -30,7 +29,6 @@ def run_all() -> dict[str, str]:
 
 
 def _captured(work: Any) -> Any:
-    """A graph of `work`."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool="a pool"):
         work()

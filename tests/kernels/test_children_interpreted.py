@@ -13,6 +13,7 @@ from sequoia_vllm.kernels import children_kernels
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.verification.retrieval import TOLD_SHARE
 from tests.oracles.laws import assert_same_law, plackett_luce
+from tests.support.chessboard import chessboard
 from tests.support.drawing import (
     TINY,
     UNTOUCHED,
@@ -33,8 +34,10 @@ def assert_law(observed, probabilities):
 # -- each mode against its reference -----------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocabulary", [1, 5, 1024, 2500])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(("dtype", "vocabulary"), chessboard(DTYPES, [1, 5, 1024, 2500]))
 def test_greedy_takes_the_largest_in_order(dtype, vocabulary):
     torch.manual_seed(0)
     counts = [min(count, vocabulary) for count in (3, 1, 7)]
@@ -55,8 +58,7 @@ def test_greedy_takes_all_of_a_vocabulary_of_lost_tokens():
     assert draw(logits, GREEDY, [6]).children(0, 0) == [4, 0, 1, 2, 3, 5]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [40, 2500])
+@pytest.mark.parametrize(("dtype", "vocabulary"), chessboard(DTYPES[:2], [40, 2500]))
 def test_sampled_is_the_race_of_the_reference(dtype, vocabulary):
     torch.manual_seed(1)
     counts, depth = [5, 1, 33], 3
@@ -298,8 +300,7 @@ def test_a_matched_request_tries_the_told_token_first(mode):
     assert found.children(1, 0) == plain[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("token", [3, 1400])
+@pytest.mark.parametrize(("dtype", "token"), chessboard(DTYPES[:2], [3, 1400]))
 def test_q_prefers_the_told_token_and_is_drawn_from_and_kept(dtype, token):
     """A likely and an unlikely one; the others keep their odds."""
     torch.manual_seed(12)

@@ -1,20 +1,26 @@
-"""Whole trees grown by a draft that is told nothing else than what an engine's is."""
+"""Trees grown by a draft that is told nothing else than what an engine's is, and what it reads."""
 
 import pytest
 import torch
 
-from sequoia_vllm.drafting.draft_batch import DraftBatch
-from sequoia_vllm.drafting.draft_plan import inner_rows
+from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
+from sequoia_vllm.drafting.draft_plan import DraftPlan, inner_nodes, inner_rows
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth
-from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables
+from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeShapes, TreeTables
 from sequoia_vllm.kernels import children_kernels
+from sequoia_vllm.kernels import continuations as kernels
+from sequoia_vllm.kernels.continuations import find_continuations
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SKIP
+from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification import retrieval
+from sequoia_vllm.verification.retrieval import continuations
+from tests.support.attending import Batch
 from tests.support.own_trees import OWN_TREES, row_of_the_first
 
 CPU = torch.device("cpu")
-VOCABULARY, MAX_LEN, DEPTH = 11, 32, 3
+VOCABULARY, LONGEST, DEPTH = 11, 32, 3
 # Request slots of a batch; the third request is a graph's padding.
 SLOTS, CONTEXTS = [2, 0, -1, 3], [5, 9, 0, 14]
 
@@ -51,7 +57,7 @@ class PathModel(DraftModel):
             own = queries.ancestors if queries.ancestors.ndim == 2 else queries.ancestors[slot]
             seen = own[queries.first + place].nonzero().flatten().tolist()
             root = int(queries.context_lens[request])
-            path = [self.tokens[request * MAX_LEN + root + node] for node in seen if node > 0]
+            path = [self.tokens[request * LONGEST + root + node] for node in seen if node > 0]
             assert queries.positions[row] == root + len(path)
             assert path[-1] == token
             assert torch.equal(queries.recurrent_states[row], remembered(path[:-1]))
@@ -81,10 +87,10 @@ def grown(shapes, mode):
         drafted=drafted,
         model=PathModel(),
         inputs=DraftInputs.empty(
-            PagedTables.of([blocks], [MAX_LEN // 2]),
+            PagedTables.of([blocks], [LONGEST // 2]),
             rows=16,
-            all_token_ids=torch.zeros(4, MAX_LEN, dtype=torch.int32),
-            longest=MAX_LEN,
+            all_token_ids=torch.zeros(4, LONGEST, dtype=torch.int32),
+            longest=LONGEST,
         ),
         depth=DEPTH,
         longest_chain=8,
@@ -92,7 +98,7 @@ def grown(shapes, mode):
     roots = DraftStates(logits_after([]).repeat(requests, 1), remembered([]).repeat(requests, 1))
     batch.last_rows.copy_(torch.arange(requests))
     growth.keep_roots(roots, requests)
-    growth.grow(requests, levels, max_keys=MAX_LEN)
+    growth.grow(requests, levels, max_keys=LONGEST)
     return drafted, levels
 
 
@@ -128,3 +134,146 @@ def test_draws_by_the_first_requests_tree_are_caught(monkeypatch):
     monkeypatch.setattr(children_kernels, "shape_row", row_of_the_first)
     with pytest.raises(AssertionError):
         test_each_request_grows_its_own_tree(True, GREEDY)
+
+
+# -- Where a batch keeps the Q of its nodes: there the verifier looks ------------------------
+
+
+REQUESTS, WORDS = 3, 16
+# In the first 3 drafts of the first, node 1 has lost its child and node 2 has one.
+TREES = [(-1, 0, 0, 2, 1), (-1, 0, 0, 1, 2, 3, 1, 4), (-1, 0, 1, 0, 3, 3, 2, 4, 0, 1)]
+
+
+def begun(levels: DraftLevels, drafted: DraftedTrees) -> DraftBatch:
+    batch = DraftBatch(REQUESTS, CPU)
+
+    def each(value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full((REQUESTS,), value, dtype=dtype)
+
+    states = SlotStates(
+        computed=each(10), read=each(10), modes=each(SAMPLED), most_nodes=each(99),
+        temperature=each(1, torch.float32), top_k=each(WORDS), top_p=each(1, torch.float32),
+        min_p=each(0, torch.float32), seeds=each(7, torch.int64),
+        drafted_nodes=drafted.nodes, drafted_rows=drafted.rows,
+    )  # fmt: skip
+    batch.begin(
+        requests=torch.arange(REQUESTS, dtype=torch.int32), num_sampled=each(1), bounds=each(1),
+        seq_lens=each(11), query_start_loc=torch.arange(REQUESTS + 1, dtype=torch.int32),
+        states=states, levels=levels, longest=99, max_trees=REQUESTS,
+    )  # fmt: skip
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("parents", "drafts"),
+    [(parents, drafts) for parents in TREES for drafts in range(1, len(parents))],
+)
+def test_each_node_is_verified_against_its_own_q(parents, drafts):
+    tree = TokenTree(parents)
+    tables = TreeTables(tree, CPU)
+    levels = tables.levels_of(drafts)
+    plan = DraftPlan(tree, [drafts] * REQUESTS, most_rows=999)
+    drafted = DraftedTrees.empty(
+        REQUESTS, plan.logits_rows, inner_nodes(tree), tree.size, WORDS, torch.float32, CPU
+    )
+    batch = begun(levels, drafted)
+    drawn_from = {}
+    torch.manual_seed(0)
+    for level in levels.levels:
+        logits = torch.randn(REQUESTS * level.width, WORDS)
+        drafted.draw(batch, REQUESTS, levels, level, logits)
+        of_each = logits.view(REQUESTS, level.width, WORDS)
+        for place, node in enumerate(level.nodes.tolist()):
+            drawn_from |= {(r, node): of_each[r, place] for r in range(REQUESTS)}
+    assert drafted.nodes.tolist() == [drafts + 1] * REQUESTS
+    for (request, node), logits in drawn_from.items():
+        kept = drafted.logits[drafted.rows[request], tables.inner_rows[node]]
+        assert torch.equal(kept, logits), (request, node)
+
+
+# -- Committed tokens that are read in one pass, a different number of each request ----------
+
+
+# A prompt beside decoding, one without rows, and a chunk of a prompt; then rows of padding.
+READ_CONTEXTS, COUNTS = [700, 3, 0, 20, 11], [5, 1, 150, 0, 70]
+MAX_LEN, BLOCK = 64, 16
+assert_close = torch.testing.assert_close
+
+
+@pytest.mark.parametrize("processors", [1, 32])
+@pytest.mark.parametrize("window", [None, 40])
+def test_each_row_attends_to_what_its_request_has_before_it(window, processors):
+    batch = Batch(READ_CONTEXTS, COUNTS, nodes=512, heads=(2, 1), head_size=32)
+    batch.ancestors = torch.ones(512, 512, dtype=torch.bool).tril()
+    output = batch.run(processors, window=window, max_queries=256)
+    assert_close(output, batch.expected(window=window), atol=2e-5, rtol=2e-5)
+
+
+class Reader(DraftModel):
+    def forward(self, queries):
+        self.queries = queries
+        return DraftStates(queries.token_ids[:, None].float())
+
+    def compute_logits(self, hidden):
+        return hidden
+
+
+def reading(counts, rows, most):
+    """The queries of such a pass, and the states of roots that it keeps."""
+    requests = len(counts)
+    batch = DraftBatch(requests, CPU)
+    batch.slots.copy_(torch.arange(requests).flip(0))
+    batch.starts.copy_(torch.arange(requests) * 3)
+    first_rows = torch.tensor([0, *counts]).cumsum(0)
+    batch.first_rows.copy_(first_rows)
+    batch.last_rows.copy_((first_rows[1:] - 1).clamp(min=0))
+    blocks = torch.arange(requests * MAX_LEN // BLOCK, dtype=torch.int32).view(requests, -1)
+    token_ids = torch.arange(requests * MAX_LEN, dtype=torch.int32).view(requests, MAX_LEN)
+    growth = TreeGrowth(
+        batch=batch, drafted=None, model=Reader(),
+        inputs=DraftInputs.empty(PagedTables.of([blocks], [BLOCK]), rows, token_ids, MAX_LEN),
+        depth=3, longest_chain=32,
+    )  # fmt: skip
+    growth.keep_roots(growth.read_committed(requests, rows, most, MAX_LEN), requests)
+    return growth._model.queries, growth._roots.hidden[:, 0].tolist()
+
+
+@pytest.mark.parametrize(("most", "chain"), [(4, 4), (5, 32), (30, 32)])
+def test_growth_reads_what_follows_and_keeps_the_last_states(most, chain):
+    counts = [3, 0, 4, 1] if most == 4 else [3, 0, 5, 1]
+    rows = 16
+    queries, roots = reading(counts, rows, most)
+    expected = [
+        (3 - request) * MAX_LEN + 3 * request + offset
+        for request, count in enumerate(counts)
+        for offset in range(count)
+    ]
+    read = len(expected)
+    assert queries.token_ids.tolist() == [*expected, *[0] * (rows - read)]
+    assert queries.slots[0, read:].tolist() == [-1] * (rows - read)
+    assert queries.query_start_loc.tolist() == [0, *torch.tensor(counts).cumsum(0).tolist()]
+    assert (queries.width, len(queries.ancestors)) == (most, chain)
+    assert torch.equal(queries.ancestors, torch.ones_like(queries.ancestors).tril())
+    first, _, *others = roots
+    assert [first, *others] == [expected[2], expected[read - 2], expected[read - 1]]
+
+
+# -- What texts say comes next, against the function on the host -----------------------------
+
+
+@pytest.mark.parametrize(("window", "block"), [(8192, 1024), (16, 4), (8192, 8)])
+def test_they_are_those_of_the_host(window, block, monkeypatch):
+    monkeypatch.setattr(kernels, "_BLOCK", block)
+    for module in (kernels, retrieval):
+        monkeypatch.setattr(module, "WINDOW", window)
+    draw = torch.Generator().manual_seed(0)
+    texts = torch.randint(3, (30, 41), generator=draw, dtype=torch.int32)
+    texts[0, :20], texts[1, :9] = torch.tensor([2, 1]).repeat(10), 1
+    slots = torch.cat([torch.randperm(30, generator=draw), torch.tensor([-1])])
+    roots = torch.randint(41, (31,), generator=draw, dtype=torch.int32)
+    roots[slots == 0], roots[slots == 1], roots[5] = 19, 8, 0
+    told = torch.full((31, 5), -9)
+    find_continuations(texts, slots, roots, told)
+    expected = continuations(texts, slots[:-1], roots[:-1] + 1, 5)
+    assert torch.equal(told[:-1], expected)
+    assert 10 < (expected[:, 0] >= 0).sum() < 30

@@ -113,7 +113,6 @@ def scaled(value):
 
 @triton.jit
 def kernel(pointer, number):
-    """Scales a number."""
     tl.store(pointer, scaled(number))  # at its place
 
 

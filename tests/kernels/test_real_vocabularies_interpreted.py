@@ -9,16 +9,16 @@ import torch
 from sequoia_vllm.drafting import drafted_trees
 from sequoia_vllm.kernels import target_statistics, verify
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
+from tests.support.chessboard import chessboard
 from tests.support.drawing import draw, greedy_reference, sampled_reference
 from tests.support.verifying import Tree, expected_walk, kernel_uniforms, random_request, run
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning"),
-    pytest.mark.parametrize("vocabulary", [128256, 151936]),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")
+
+SIZES = [128256, 151936]
 
 
-@pytest.mark.parametrize("few", [True, False], ids=["few rows", "many rows"])
+@pytest.mark.parametrize(("few", "vocabulary"), chessboard([True, False], SIZES))
 def test_trees_are_verified(few, vocabulary, monkeypatch):
     """Lanes and blocks as on a GPU; tokens that count lie in the last and middle of them."""
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
@@ -45,7 +45,7 @@ def test_trees_are_verified(few, vocabulary, monkeypatch):
     assert results[2] == ([1, 3], [vocabulary - 1, 99_999, 7])
 
 
-@pytest.mark.parametrize("mode", [GREEDY, SAMPLED])
+@pytest.mark.parametrize(("mode", "vocabulary"), chessboard([GREEDY, SAMPLED], SIZES))
 def test_children_are_drawn(mode, vocabulary, monkeypatch):
     if mode == SAMPLED:  # random numbers take the interpreter as long for small blocks
         monkeypatch.setattr(drafted_trees, "_MIN_BLOCK", 8192)

@@ -14,6 +14,7 @@ from sequoia_vllm.kernels.recurrent_tree import (
     convolve_nodes,
 )
 from tests.oracles import recurrence
+from tests.support.chessboard import chessboard
 
 WIDTH, BLOCKS = 4, 9
 KINDS = ["gdn", "mamba"]
@@ -180,8 +181,7 @@ def test_outputs_are_those_of_the_paths(kind):
     check(Batch(trees, [12, 12, 12, 12], kind=kind))
 
 
-@pytest.mark.parametrize("reach", [2, 64])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "reach"), chessboard(KINDS, [2, 64]))
 def test_large_trees(kind, reach):
     tree = random_tree(MAX_NODES, torch.Generator().manual_seed(2), reach)
     batch = Batch([tree], [MAX_NODES], sizes=(1, 1, 16, 16), own=False, kind=kind)

@@ -7,6 +7,7 @@ import torch
 from sequoia_vllm.kernels.segments import CHAIN, TREE, cut_rows, most_segments, with_chain
 from tests.oracles.attention import random_ancestors
 from tests.support.attending import Batch
+from tests.support.chessboard import chessboard
 from tests.v2.launches import counted_launches
 
 NODES = 7
@@ -51,29 +52,24 @@ def run(batch, tree, rows, has_tree, window=None, **options):
     return output
 
 
-@pytest.mark.parametrize("processors", [1, 64])
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2)])
+def check(batch, *cut, processors=1, **how):
+    """It is plain attention."""
+    output = run(batch, *cut, processors=processors, **how)
+    torch.testing.assert_close(output, batch.expected(**how), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("heads", "processors"), chessboard([(2, 2), (8, 2)], [1, 64]))
 def test_every_row_sees_its_context_and_what_its_request_has_before_it(heads, processors):
-    batch, *cut = mixed_batch(heads=heads)
-    torch.testing.assert_close(
-        run(batch, *cut, processors=processors), batch.expected(), atol=2e-5, rtol=2e-5
-    )
+    check(*mixed_batch(heads=heads), processors=processors)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        {"window": 20}, {"window": 100}, {"soft_cap": 4.0}, {"sinks": torch.tensor([0.5, -1, 2, 0])}
-    ],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("processors", [1, 64])
-def test_windows_soft_caps_and_sinks(kind, processors):
-    batch, *cut = mixed_batch()
-    torch.testing.assert_close(
-        run(batch, *cut, processors=processors, **kind),
-        batch.expected(**kind), atol=2e-5, rtol=2e-5,
-    )  # fmt: skip
+SINKS = torch.tensor([0.5, -1, 2, 0])
+HOW = [{"window": 20}, {"window": 100}, {"soft_cap": 4.0}, {"sinks": SINKS}]
+
+
+@pytest.mark.parametrize(("how", "processors"), chessboard(HOW, [1, 64]))
+def test_windows_soft_caps_and_sinks(how, processors):
+    check(*mixed_batch(), processors=processors, **how)
 
 
 @pytest.mark.parametrize(
@@ -81,28 +77,22 @@ def test_windows_soft_caps_and_sinks(kind, processors):
     [(512, None, {}), (64, torch.float8_e4m3fn, {"key_scale": 0.5, "value_scale": 2.0})],
 )
 def test_large_heads_and_caches_in_fp8(head_size, cache_dtype, scales):
-    batch, *cut = mixed_batch(
-        MIXED[:3] + MIXED[5:], head_size=head_size, cache_dtype=cache_dtype, heads=(2, 1)
-    )
-    torch.testing.assert_close(
-        run(batch, *cut, processors=16, **scales), batch.expected(**scales), atol=2e-5, rtol=2e-5
-    )
+    few, options = MIXED[:3] + MIXED[5:], {"head_size": head_size, "cache_dtype": cache_dtype}
+    check(*mixed_batch(few, heads=(2, 1), **options), processors=16, **scales)
 
 
 def test_trees_of_more_nodes_than_a_segment_has_at_least():
     requests = [(40, 45, True), (300, 45, True), (9, 100, False)]
     batch, *cut = mixed_batch(requests, nodes=45)
     assert with_chain(cut[0]).shape == (2, 45, 45)
-    torch.testing.assert_close(run(batch, *cut), batch.expected(), atol=2e-5, rtol=2e-5)
+    check(batch, *cut)
 
 
 def test_contexts_are_split_by_the_rows_that_there_are():
     """Not by the rows that each request could have: few requests have so many."""
     requests = [(700, 2, True), *[(0, 1, False)] * 12]
-    batch, *cut = mixed_batch(requests, heads=(1, 1))
     with counted_launches() as launches:
-        output = run(batch, *cut, processors=8)
-    torch.testing.assert_close(output, batch.expected(), atol=2e-5, rtol=2e-5)
+        check(*mixed_batch(requests, heads=(1, 1)), processors=8)
     names = {name for _, _, name in launches.counts if name.endswith("_kernel")}
     assert names == {"tree_attention_kernel", "merge_splits_kernel"}
 
@@ -110,10 +100,7 @@ def test_contexts_are_split_by_the_rows_that_there_are():
 def test_splits_fit_the_workspace():
     """Each request takes as many rows of it as it could have."""
     requests = [(700, 2, True), *[(0, 1, False)] * 12]
-    batch, *cut = mixed_batch(requests, heads=(1, 1))
-    torch.testing.assert_close(
-        run(batch, *cut, processors=4), batch.expected(), atol=2e-5, rtol=2e-5
-    )
+    check(*mixed_batch(requests, heads=(1, 1)), processors=4)
 
 
 def test_cutting():

@@ -50,30 +50,103 @@ def assert_close(actual, expected, tolerance=2e-5):
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
+def check(batch, processors=1, *, splits=None, continued=False, max_queries=None, **how):
+    """It is plain attention, in one of these numbers of splits."""
+    assert splits is None or splits_of(batch, processors) in splits
+    expected = batch.expected(**how)
+    if how.get("window") is not None:
+        batch.drop_blocks_before(how["window"])
+    if max_queries is not None:
+        how["max_queries"] = max_queries
+    found, dtype = batch.run(processors, continued=continued, **how), batch.query.dtype
+    steps = (3 + continued) * torch.finfo(dtype).eps
+    assert_close(found, expected, 2e-5 if dtype == torch.float32 else steps)
+
+
+FP8 = torch.float8_e4m3fn
+
+
+def cases():
+    """Batches, where they run, and how they attend; the names of those at night end with Z."""
+    # Query heads share key heads; on many processors with splits.
+    for processors, *heads, block_size in (
+        (1, 2, 2, 16),
+        (110, 4, 1, 32),
+        (1, 8, 1, 32),
+        (110, 6, 2, 16),
+    ):
+        options = {"heads": heads, "block_size": block_size}
+        yield "heads", ([37, 5], [7, 3]), options, processors, {}
+    for head_size in (64, 80, 96, 128, 256, 512):
+        small = {"heads": (2, 1), "head_size": head_size, "block_size": 48}
+        yield "head size" + "Z" * (head_size in (80, 512)), ([40], [9]), small, 1, {}
+    for dtype, sizes in itertools.product([torch.bfloat16, torch.float16], [(12, 40), (5, 2)]):
+        yield "half precision", ([70, 0], sizes), {"dtype": dtype}, 1, {}
+    for first, context in itertools.product([1, 31, 32, 45], [0, 20, 64]):
+        options, night = {"first_node": first, "heads": (2, 1)}, first > 31 or context == 20
+        yield (
+            "levels after the first" + "Z" * night,
+            ([context, context + 3], [5, 2]),
+            options,
+            1,
+            {},
+        )
+    for first in (1, 32, 70):
+        options = {"first_node": first, "heads": (2, 1)}
+        yield "levels, context read", ([50, 3], [5, 2]), options, 1, {"continued": True}
+    # A split is 256 positions here, and the tree of 7 may lie across two.
+    for context in (0, 1, 250, 255, 256, 257, 505, 511, 512, 513, 700):
+        options, night = {"heads": (2, 1), "spare_blocks": 45}, context in (0, 250, 505, 511, 700)
+        how = {"splits": range(3, 9)}
+        yield "ends of splits" + "Z" * night, ([context, 3], [7, 2]), options, 32, how
+    for first, window in itertools.product([1, 32], [2, 20, 300]):
+        options = {"first_node": first, "heads": (2, 1)}
+        yield (
+            "windows of levels" + "Z" * (window == 20),
+            ([500, 3], [5, 2]),
+            options,
+            32,
+            {"window": window},
+        )
+    # Keys of MLA, whose first channels are the values.
+    for nodes, processors, size, extra in (
+        (2, 1, 512, 64), (9, 32, 256, 64), (33, 1, 512, 64), (64, 32, 512, 32),
+    ):  # fmt: skip
+        options = {"heads": (3, 1), "head_size": size, "extra": extra}
+        yield "latents", ([300, 31, 0], [nodes, 2, 1]), options, processors, {}
+    options = {"heads": (4, 1), "head_size": 512, "extra": 64}
+    options |= {"dtype": torch.bfloat16, "cache_dtype": FP8}
+    scales = {"key_scale": 0.25, "value_scale": 0.25}
+    yield "latents in fp8", ([300, 5], [9, 3]), options, 16, scales
+    how = {"key_scale": 0.5, "value_scale": 1.5, "window": 30, "soft_cap": 1.0}
+    yield "fp8 with a window", ([90], [4]), {"cache_dtype": FP8}, 1, how
+    one = {"heads": (1, 1), "block_size": 64}
+    yield "long contexts: longer splits", ([1300, 40], [4, 4]), one, 2, {"splits": [2]}
+    yield "more splits than are merged at once", ([5000], [2]), one, 32, {"splits": [21]}
+    # With splits, most rows see nothing at all in some of them.
+    many = {"heads": (1, 1), "dtype": torch.float16, "spare_blocks": 0}
+    yield "many nodes", ([10, 300], [1024, 5]), many, 1, {"splits": [1]}
+    yield "many nodes", ([10, 300], [400, 5]), many, 100, {"splits": range(2, 99)}
+    # A level of a larger tree: launched for its own rows only, with the same result.
+    for bound in (None, 4):
+        options = {"first_node": 10, "nodes": 200, "heads": (2, 1)}
+        yield "bound on queries", ([300], [4]), options, 1, {"max_queries": bound}
+
+
+CASES = [
+    pytest.param(*rest, id=f"{name}-{at}", marks=[pytest.mark.nightly] * name.endswith("Z"))
+    for at, (name, *rest) in enumerate(cases())
+]
+
+
+@pytest.mark.parametrize(("requests", "options", "processors", "how"), CASES)
+def test_as_plain_attention(requests, options, processors, how):
+    check(Batch(*requests, **options), processors, **how)
+
+
 def in_turn(values, others):
     """Each value with one of the others, such as processors: without splits, and with."""
     return list(zip(values, itertools.cycle(others), strict=False))
-
-
-@pytest.mark.parametrize(
-    ("heads", "block_size"), in_turn([(2, 2), (4, 1), (8, 1), (6, 2)], [16, 32, 32, 16])
-)
-def test_query_heads_share_key_heads(heads, block_size):
-    batch = Batch([37, 5], [7, 3], heads=heads, block_size=block_size)
-    assert_close(batch.run(), batch.expected())
-
-
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256, 512])
-def test_head_sizes(head_size):
-    batch = Batch([40], [9], heads=(2, 1), head_size=head_size, block_size=48)
-    assert_close(batch.run(), batch.expected())
-
-
-@pytest.mark.parametrize("sizes", [(12, 40), (5, 2)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype, sizes):
-    batch = Batch([70, 0], sizes, dtype=dtype)
-    assert_close(batch.run(), batch.expected(), 3 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("processors", [1, 110])
@@ -90,60 +163,14 @@ def test_trees_of_all_sizes_in_one_batch(processors):
     assert (output[-3:] == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("first_node", [1, 31, 32, 45])
-@pytest.mark.parametrize("context", [0, 20, 64])
-def test_levels_after_the_first(first_node, context):
-    batch = Batch([context, context + 3], [5, 2], first_node=first_node, heads=(2, 1))
-    assert_close(batch.run(), batch.expected())
-
-
-@pytest.mark.parametrize("context", [0, 1, 250, 255, 256, 257, 505, 511, 512, 513, 700])
-def test_contexts_around_the_ends_of_splits(context):
-    """A split is 256 positions here, and the tree of 7 may lie across two."""
-    batch = Batch([context, 3], [7, 2], heads=(2, 1), spare_blocks=45)
-    assert splits_of(batch, processors=32) >= 3
-    assert_close(batch.run(processors=32), batch.expected())
-
-
 @pytest.mark.parametrize(
     ("window", "processors"), in_turn([1, 4, 16, 33, 64, 130, 300, 5000, 2**40], [110, 1])
 )
 def test_windows_count_from_each_nodes_depth(window, processors):
     """Blocks before them are not the request's any more, and hold anything."""
     batch = Batch([600, 31, 0, 259], [33, 7, 20, 1], heads=(4, 2))
-    expected = batch.expected(window=window)
-    assert (expected != batch.expected()).any() == (window < 600)
-    batch.drop_blocks_before(window)
-    assert_close(batch.run(processors, window=window), expected)
-
-
-@pytest.mark.parametrize("first_node", [1, 32])
-@pytest.mark.parametrize("window", [2, 20, 300])
-def test_windows_of_levels(first_node, window):
-    batch = Batch([500, 3], [5, 2], first_node=first_node, heads=(2, 1))
-    expected = batch.expected(window=window)
-    batch.drop_blocks_before(window)
-    assert_close(batch.run(32, window=window), expected)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "processors", "size", "extra"),
-    [(2, 1, 512, 64), (9, 32, 256, 64), (33, 1, 512, 64), (64, 32, 512, 32)],
-)
-def test_latents(nodes, processors, size, extra):
-    """Keys of MLA, whose first channels are the values."""
-    batch = Batch([300, 31, 0], [nodes, 2, 1], heads=(3, 1), head_size=size, extra=extra)
-    assert_close(batch.run(processors), batch.expected())
-
-
-def test_latents_in_fp8():
-    batch = Batch(
-        [300, 5], [9, 3], heads=(4, 1), head_size=512, extra=64, dtype=torch.bfloat16,
-        cache_dtype=torch.float8_e4m3fn,
-    )  # fmt: skip
-    scales = {"key_scale": 0.25, "value_scale": 0.25}
-    tolerance = 3 * torch.finfo(torch.bfloat16).eps
-    assert_close(batch.run(16, **scales), batch.expected(**scales), tolerance)
+    assert (batch.expected(window=window) != batch.expected()).any() == (window < 600)
+    check(batch, processors, window=window)
 
 
 SCORES = [
@@ -165,25 +192,13 @@ WINDOWS = [None, 20, 300]
 def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, processors):
     batch = Batch([600, 31, 0], [33, 7, 20], heads=(4, 2), dtype=dtype)
     sinks = torch.tensor([-2.0, 0.0, 3.0, 9.0]).to(dtype) if has_sinks else None
-    how = {"window": window, "soft_cap": soft_cap, "sinks": sinks}
-    expected = batch.expected(**how)
-    if window is not None:
-        batch.drop_blocks_before(window)
-    tolerance = 2e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
-    assert_close(batch.run(processors, **how), expected, tolerance)
+    check(batch, processors, window=window, soft_cap=soft_cap, sinks=sinks)
 
 
 def test_large_scores_under_a_soft_cap():
     batch = Batch([40], [4])
     batch.query *= 1e6
-    assert_close(batch.run(soft_cap=2.0), batch.expected(soft_cap=2.0))
-
-
-def test_an_fp8_cache_with_a_window():
-    batch = Batch([90], [4], cache_dtype=torch.float8_e4m3fn)
-    scales = {"key_scale": 0.5, "value_scale": 1.5}
-    expected = batch.expected(**scales, window=30, soft_cap=1.0)
-    assert_close(batch.run(**scales, window=30, soft_cap=1.0), expected)
+    check(batch, soft_cap=2.0)
 
 
 def test_what_one_kernel_does_is_not_continued():
@@ -195,12 +210,6 @@ def test_what_one_kernel_does_is_not_continued():
         batch.run(sinks=torch.zeros(3))
 
 
-def test_long_contexts_make_longer_splits():
-    batch = Batch([1300, 40], [4, 4], heads=(1, 1), block_size=64)
-    assert splits_of(batch, processors=2) == 2
-    assert_close(batch.run(processors=2), batch.expected())
-
-
 def test_short_contexts_are_not_split_where_their_length_is_known():
     """Nor is anything merged; the blocks would have room for four splits."""
     batch = Batch([200, 3], [7, 2], heads=(2, 1), spare_blocks=45)
@@ -210,26 +219,6 @@ def test_short_contexts_are_not_split_where_their_length_is_known():
     assert_close(output, batch.expected())
     names = {name for _, _, name in launches.counts if name.endswith("_kernel")}
     assert names == {"tree_attention_kernel"}
-
-
-@pytest.mark.parametrize("max_keys", [257, 600, 1 << 20])
-def test_a_bound_on_keys_changes_no_result(max_keys):
-    batch = Batch([200, 3], [7, 2], heads=(2, 1), spare_blocks=45)
-    assert_close(batch.run(processors=32, max_keys=max_keys), batch.expected())
-
-
-def test_more_splits_than_are_merged_at_once():
-    batch = Batch([5000], [2], heads=(1, 1), block_size=64)
-    assert splits_of(batch, processors=32) == 21
-    assert_close(batch.run(processors=32), batch.expected())
-
-
-@pytest.mark.parametrize(("nodes", "processors"), [(1024, 1), (400, 100)])
-def test_trees_of_many_nodes(nodes, processors):
-    """With splits, most rows see nothing at all in some of them."""
-    batch = Batch([10, 300], [nodes, 5], heads=(1, 1), dtype=torch.float16, spare_blocks=0)
-    assert (splits_of(batch, processors) > 1) == (processors > 1)
-    assert_close(batch.run(processors), batch.expected(), 3 * torch.finfo(torch.float16).eps)
 
 
 @pytest.mark.parametrize(
@@ -250,17 +239,12 @@ def test_nodes_after_a_context_that_another_kernel_read(dtype, heads):
     assert (found[-3:] == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("first_node", [1, 32, 70])
-def test_levels_after_a_context_that_another_kernel_read(first_node):
-    batch = Batch([50, 3], [5, 2], first_node=first_node, heads=(2, 1))
-    assert_close(batch.run(continued=True), batch.expected())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "in_memory"), chessboard([torch.float32, torch.bfloat16], [False, True])
+)
 def test_fp8_cache(dtype, in_memory):
     scales = {"key_scale": 1.5, "value_scale": 0.25}
-    batch = Batch([50, 600], [9, 3], dtype=dtype, cache_dtype=torch.float8_e4m3fn)
+    batch = Batch([50, 600], [9, 3], dtype=dtype, cache_dtype=FP8)
     expected = batch.expected(**scales)
     if in_memory:
         scales = {name: torch.tensor(scale) for name, scale in scales.items()}
@@ -296,7 +280,7 @@ def test_blocks_whose_nodes_all_see_one_another(case, processors):
     size, heads = case
     batch = Batch([0, 37, 300], [size] * 3, heads=heads)
     batch.ancestors = torch.ones_like(batch.ancestors)
-    assert_close(batch.run(processors), batch.expected())
+    check(batch, processors)
 
 
 @pytest.mark.parametrize("window", [2, 9, 20, 5000])
@@ -304,9 +288,7 @@ def test_windows_of_blocks(window):
     """Each of its nodes lies a position after the one before it."""
     batch = Batch([0, 37, 300], [9] * 3, heads=(4, 2))
     batch.ancestors = torch.ones_like(batch.ancestors)
-    expected = batch.expected(window=window)
-    batch.drop_blocks_before(window)
-    assert_close(batch.run(8, window=window), expected)
+    check(batch, 8, window=window)
 
 
 def test_a_wrong_mask_gives_another_answer():
@@ -359,21 +341,14 @@ def test_masks_follow_a_slots_tree():
         assert masks.of(trees, window) is mask
 
 
-def test_tight_bound_on_queries():
-    """A level of a larger tree: launched for its own rows only, with the same result."""
-    batch = Batch([300], [4], first_node=10, nodes=200, heads=(2, 1))
-    assert_close(batch.run(), batch.expected())
-    assert_close(batch.run(max_queries=4), batch.expected())
-
-
 def test_cache_of_more_than_2_to_the_31_elements():
     """Only the pages that are written take memory."""
-    batch = Batch([20], [3], heads=(1, 1), cache_dtype=torch.float8_e4m3fn)
+    batch = Batch([20], [3], heads=(1, 1), cache_dtype=FP8)
     expected = batch.expected()
     small = batch.keys, batch.values
     first = 2**31 // (16 * 64)
     batch.keys, batch.values = (
-        torch.empty(first + len(cache), 16, 1, 64, dtype=torch.float8_e4m3fn) for cache in small
+        torch.empty(first + len(cache), 16, 1, 64, dtype=FP8) for cache in small
     )
     for large, cache in zip((batch.keys, batch.values), small, strict=True):
         large[first:] = cache
@@ -403,8 +378,7 @@ def test_no_position_past_the_table_is_read(processors, context):
     assert output.isfinite().all()
 
 
-@pytest.mark.parametrize("processors", [1, 32])
-@pytest.mark.parametrize("context", [40, 600])
+@pytest.mark.parametrize(("context", "processors"), chessboard([40, 600], [1, 32]))
 def test_nodes_past_the_last_slot_are_not_read(processors, context):
     """The model's length ends within a block: the rest of it nobody writes."""
     batch = Batch([context, 3], [33, 5], heads=(2, 1))
@@ -460,7 +434,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="last stride 1"):
         batch.run(context_lse=lse.T.contiguous().T)
     with pytest.raises(ValueError, match="give no context_lse"):
-        Batch([4], [2], cache_dtype=torch.float8_e4m3fn).run(context_lse=lse)
+        Batch([4], [2], cache_dtype=FP8).run(context_lse=lse)
     batch.keys = batch.keys.transpose(1, 3).contiguous().transpose(1, 3)
     with pytest.raises(ValueError, match="side by side"):
         batch.run()

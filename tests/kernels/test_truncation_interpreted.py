@@ -15,6 +15,7 @@ from sequoia_vllm.kernels.truncation import (
 )
 from sequoia_vllm.verification import sampling as readable
 from sequoia_vllm.verification.sampling import Truncation, lower_outside
+from tests.support.chessboard import chessboard
 from tests.support.drawing import draft_distribution, draw, sampled_reference
 from tests.support.truncations import TRUNCATIONS
 
@@ -23,7 +24,6 @@ VALUES = {"top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0}
 
 
 def parameters(requests, *settings):
-    """Gives the requests the settings in turn."""
     own = [VALUES | settings[index % len(settings)] for index in range(requests)]
     return {
         name: torch.tensor([values[name] for values in own], dtype=dtype)
@@ -50,8 +50,9 @@ def test_both_runners_lower_as_much():
 # -- where it ends -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", [SAMPLED, SEEDED])
+@pytest.mark.parametrize(
+    ("dtype", "mode"), chessboard([torch.float32, torch.bfloat16], [SAMPLED, SEEDED])
+)
 def test_it_ends_where_the_readable_form_ends(dtype, mode):
     """To a bin of scaled logits; of top-p to 5 %, as a bin's tokens all count as its middle."""
     torch.manual_seed(0)
@@ -164,7 +165,6 @@ def test_seeded_requests_look_outside_the_nucleus_last():
     cut, plain = (draw(logits, SEEDED, [4], **more) for more in (own, {}))
 
     def share(drawn):
-        """Share of children that are inside."""
         return inside.gather(1, drawn.tokens[:, 1:-1]).float().mean()
 
     assert share(cut) > 0.4 > 0.1 > share(plain)

@@ -147,8 +147,9 @@ def test_temperature_is_applied_to_what_is_read(four_lanes, few):
     assert lengths.count(0) >= 3
 
 
-@of_each_method
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("method", "dtype"), chessboard(["sequoia", "traversal"], [torch.bfloat16, torch.float16])
+)
 def test_reads_sixteen_bits(four_lanes, dtype, method):
     rng = np.random.default_rng(3)
     tree = random_tree(rng, 10)

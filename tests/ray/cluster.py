@@ -1,27 +1,27 @@
-"""A local Ray cluster of its own, and functions that are called in processes that may use it.
+"""A local Ray cluster of its own, functions called in processes that may use it, what they leave.
 
 The tests' process never imports Ray: it could join a cluster, or start one.
 """
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests import quick_start
-from tests.ray.environment import ray_environment
-from tests.ray.processes import END_DEADLINE
 from tests.support.calling import call_in_process
-from tests.support.serving import ROOT, has_ended, wait_for_end
+from tests.support.serving import ROOT, environment, has_ended, wait_for_end
 
 SHIM = Path(__file__).parent / "shim"
 ACTOR = "RayWorkerOnCpu"  # the shim's class: Ray names processes after what they run
+END_DEADLINE = 60.0  # seconds; an idle two-core machine needs 2
 CPUS = 2  # as many as the largest engine has ranks: one that kept its CPUs would block the next
 
 OWNER = """
@@ -34,6 +34,19 @@ print("address:", ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()  # until the tests close it, or end
 ray.shutdown()
 """
+
+
+def ray_environment() -> dict[str, str]:
+    """Variables of a cluster that nobody else can join, from the daemons to the drivers."""
+    inherited = {name: value for name, value in environment().items() if name[:4] != "RAY_"}
+    return inherited | {
+        # Of this cluster: without it Ray keeps one for all in the home directory.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": "240",  # 30 otherwise, too few on a busy machine
+        "RAY_prestart_worker_first_driver": "0",  # no worker that no actor needs
+    }
 
 
 class Cluster:
@@ -68,7 +81,6 @@ class Cluster:
         raise AssertionError(f"Ray did not start:\n{output[-8000:]}")
 
     def actors(self) -> list[psutil.Process]:
-        """The processes of vLLM's workers."""
         family = self._owner.children(recursive=True)
         return [process for process in family if ACTOR in " ".join(process.cmdline())]
 
@@ -93,3 +105,42 @@ class Cluster:
         return call_in_process(
             function, directory, self.environment, timeout, directory, **arguments
         )
+
+
+def footprint(parents: Iterable[psutil.Process]) -> dict[str, Any]:
+    """These processes with those that they started, and the files in /dev/shm that they share."""
+    family = {one for parent in parents for one in (parent, *parent.children(recursive=True))}
+    return {
+        "processes": [[process.pid, process.create_time()] for process in family],
+        "shared_memory": sorted({path for process in family for path in shared_memory(process)}),
+    }
+
+
+def shared_memory(process: psutil.Process) -> list[str]:
+    """Mapped files of /dev/shm that still have their name, so that they can be left behind."""
+    paths = {entry.path for entry in process.memory_maps(grouped=True)}
+    return [path for path in paths if path.startswith("/dev/shm/") and Path(path).exists()]
+
+
+def left_behind(found: dict[str, Any]) -> tuple[list[psutil.Process], list[str]]:
+    """Which of a footprint's processes still run, and which of its files lie there still.
+
+    Waits for the processes to end, kills those that do not, and removes the files.
+    """
+    family = [same_process(number, created) for number, created in found["processes"]]
+    running = wait_for_end([process for process in family if process], END_DEADLINE)
+    for process in running:
+        process.kill()
+    files = [path for path in found["shared_memory"] if Path(path).exists()]
+    for path in files:
+        Path(path).unlink()
+    return running, files
+
+
+def same_process(number: int, created: float) -> psutil.Process | None:
+    """The process of this id, unless it is another one that was given the id since."""
+    try:
+        process = psutil.Process(number)
+        return process if process.create_time() == created else None
+    except psutil.NoSuchProcess:
+        return None

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ray.cluster import Cluster
-from tests.support.engines import PlainOutputs
 
 
 @pytest.fixture(scope="package")
@@ -14,8 +13,3 @@ def ray_cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     yield cluster
     cluster.stop()
-
-
-@pytest.fixture(scope="session")
-def plain_outputs() -> PlainOutputs:
-    return PlainOutputs()

@@ -8,7 +8,7 @@ import psutil
 from vllm import EngineArgs, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from tests.ray.processes import footprint
+from tests.ray.cluster import footprint
 from tests.support.models import DRAFT, TARGET
 
 OPTIONS = {
@@ -18,7 +18,6 @@ OPTIONS = {
 
 
 def where_it_runs(worker: Any) -> tuple[int, str]:
-    """A worker's process id and working directory; runs there."""
     return os.getpid(), str(Path.cwd())
 
 

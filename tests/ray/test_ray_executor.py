@@ -13,9 +13,10 @@ import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.tree import TokenTree
+from tests.ray.cluster import footprint, left_behind
 from tests.ray.engines import generate_then_kill_a_worker
-from tests.ray.processes import footprint, left_behind
 from tests.support.cores import needs_two_cores
+from tests.support.engines import plain_outputs
 from tests.support.models import DRAFT, TARGET, prompts
 from tests.support.serving import Server
 
@@ -50,9 +51,7 @@ def found(ray_cluster, tmp_path_factory) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def test_workers_draft_the_drivers_tree_and_tokens_are_those_of_plain_vllm(
-    ray_cluster, plain_outputs, found
-):
+def test_workers_draft_the_drivers_tree_and_tokens_are_those_of_plain_vllm(ray_cluster, found):
     """The tree is in a file that is gone, and was in a directory that is not the workers'."""
     generated, compared = found["generated"], PARAMS[:6]
     params = [SamplingParams(**settings) for settings in compared]
@@ -77,9 +76,7 @@ def test_killed_worker_amid_a_generation(found):
 
 
 @pytest.mark.nightly  # the executor above, behind a server as in `tests/server`
-def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(
-    ray_cluster, plain_outputs, monkeypatch, tmp_path
-):
+def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(ray_cluster, monkeypatch, tmp_path):
     [prompt] = prompts(1)
     [expected] = plain_outputs([prompt], SamplingParams(**GREEDY))
     config = {"method": "sequoia", "model": DRAFT, "tree": {"size": 7, "depth": 3}, "adapt": False}
@@ -91,8 +88,7 @@ def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(
             "--tensor-parallel-size=2", f"--speculative-config={json.dumps(config)}",
             model=TARGET,
         )  # fmt: skip
-    try:
-        server.wait_until_healthy()
+    with server:
         answer = server.complete(prompt=prompt, **GREEDY, extra_body={"return_token_ids": True})
         trees, tokens = (
             sum(server.metric(f"sequoia:{name}_total")) for name in ("trees", "emitted_tokens")
@@ -102,8 +98,6 @@ def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(
         found = footprint([server.process, *workers])
         server.process.send_signal(signal.SIGTERM)
         server.check_clean_end(family)
-    finally:
-        server.kill()
     running, _ = left_behind(found)
     assert answer.choices[0].token_ids == expected
     assert len(workers) == 2

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests import quick_start
-from tests.ray.environment import ray_environment
+from tests.ray.cluster import ray_environment
 from tests.support.models import prompts
 from tests.support.serving import ROOT, free_port, has_ended, http_client
 
@@ -33,7 +33,9 @@ START_DEADLINE = 300.0  # seconds; an idle two-core machine needs 40
 STOP_DEADLINE = 90.0
 
 
-def wait_for(what: str, found: Callable[[], Any], deadline: float, pause: float = 0.25) -> Any:
+def wait_for(
+    what: str, found: Callable[[], Any], deadline: float = START_DEADLINE, pause: float = 0.25
+) -> Any:
     """The first result that is true, of calls with so many seconds between them."""
     end = time.monotonic() + deadline
     while time.monotonic() < end:
@@ -92,12 +94,10 @@ class Session:
         return False
 
     def end(self, signal_number: signal.Signals = signal.SIGTERM) -> int:
-        """Its exit status after this signal."""
         self.process.send_signal(signal_number)
         return self.process.wait(STOP_DEADLINE)
 
     def kill(self) -> None:
-        """Ends whatever is left, for the tests' clean-up."""
         while family := self.family():  # again, for those that were started meanwhile
             for process in family:
                 try:
@@ -148,11 +148,9 @@ class Cluster:
         wait_for(
             "the start of a Ray node",
             lambda: "Ray runtime started" in node.log or node.check_running(),
-            START_DEADLINE,
         )
 
     def run(self, log: Path, script: str, *options: str) -> Session:
-        """An example as a process."""
         command = [sys.executable, str(EXAMPLES / script), *options]
         return Session(command, self.environment, log)
 
@@ -161,7 +159,6 @@ class Cluster:
         return named(name, [process for node in self.nodes for process in node.family()])
 
     def samples(self, name: str) -> list[Sample]:
-        """A metric as both nodes export it."""
         found = []
         for port in self.metrics_ports:
             text = self._http.get(f"http://127.0.0.1:{port}/metrics").text

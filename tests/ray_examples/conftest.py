@@ -11,7 +11,6 @@ from tests.support.engines import running
 
 @pytest.fixture(scope="session")
 def plain_texts() -> list[str]:
-    """Greedy completions of `PROMPTS`."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     with running() as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)

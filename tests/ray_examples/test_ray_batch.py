@@ -48,7 +48,6 @@ class Run:
         )  # fmt: skip
 
     def lines(self) -> list[str]:
-        """Whole lines of the output."""
         text = self.answers.read_text() if self.answers.exists() else ""
         return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -108,7 +107,6 @@ def test_killed_runs_are_completed_without_loss_or_repetition(cluster, tmp_path,
         wait_for(
             "an answer of a new replica",
             lambda: len(run.lines()) > before or session.check_running(),
-            START_DEADLINE,
             pause=0.02,
         )
         session.process.suspend()  # at once: a dozen answers take the new replicas half a second

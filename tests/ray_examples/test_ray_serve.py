@@ -13,7 +13,6 @@ from tests.ray_examples.cluster import (
     ENGINE_OPTIONS,
     MAX_TOKENS,
     PROMPTS,
-    START_DEADLINE,
     STOP_DEADLINE,
     Session,
     wait_for,
@@ -29,8 +28,6 @@ DRAFT_TOKENS = "ray_vllm_spec_decode_num_draft_tokens_total"
 
 
 class Server:
-    """The example, serving."""
-
     def __init__(self, cluster, folder) -> None:
         self.cluster = cluster
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -58,11 +55,9 @@ class Server:
         return [r.raise_for_status().json()["choices"][0]["text"] for r in responses]
 
     def engines(self) -> dict[int, int]:
-        """Process ids of the engines, with those of their replicas."""
         return {engine.pid: engine.ppid() for engine in self.cluster.named(ENGINE)}
 
     def serves(self) -> bool:
-        """Whether a replica is up."""
         self.session.check_running()
         try:
             return self.complete("x", max_tokens=1).status_code == 200
@@ -84,10 +79,9 @@ def server(cluster, tmp_path_factory) -> Iterator[Server]:
         wait_for(
             "the start of a replica",
             lambda: cluster.named("ray::ServeReplica") or server.session.check_running(),
-            START_DEADLINE,
         )
         server.tree.unlink()  # it need not exist where replicas run: their start takes longer
-        wait_for("the start of the application", server.serves, START_DEADLINE)
+        wait_for("the start of the application", server.serves)
         yield server
     finally:
         server.session.kill()
@@ -98,7 +92,6 @@ def test_both_replicas_answer_with_trees_as_plain_vllm_without(server, plain_tex
     before = wait_for(
         "a draft by each replica",
         lambda: server.complete("x", max_tokens=8) and server.drafts_of_both(),
-        START_DEADLINE,
         pause=0.5,
     )
 
@@ -106,13 +99,12 @@ def test_both_replicas_answer_with_trees_as_plain_vllm_without(server, plain_tex
         assert server.texts() == plain_texts
         return all(now > before[replica] for replica, now in server.drafts_of_both().items())
 
-    wait_for("more drafts by each replica", more_drafts_of_both, START_DEADLINE, pause=2)
+    wait_for("more drafts by each replica", more_drafts_of_both, pause=2)
     assert len(server.engines()) == 2
     # Ours go where vLLM's go.
     wait_for(
         "the trees of each replica",
         lambda: set(server.by_replica("ray_sequoia_trees_total")) == set(before),
-        START_DEADLINE,
     )
 
     def trees_are_whole() -> bool:
@@ -137,7 +129,6 @@ def test_a_replica_whose_engine_is_killed_is_replaced(server, plain_texts):
     after = wait_for(
         "the start of another engine",
         lambda: len(now := server.engines()) == 2 and victim.pid not in now and now,
-        START_DEADLINE,
     )
     assert len(set(before) & set(after)) == 1
     assert before[victim.pid] not in after.values()  # the whole replica was replaced
@@ -148,7 +139,7 @@ def test_a_replica_whose_engine_is_killed_is_replaced(server, plain_texts):
         except httpx.HTTPStatusError:
             return False
 
-    wait_for("an answer to all requests", all_answer, START_DEADLINE)
+    wait_for("an answer to all requests", all_answer)
 
 
 def test_sigterm_ends_the_application_and_leaves_no_process(server):

@@ -6,7 +6,6 @@ nothing depends on how fast or busy this machine is.
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,6 @@ HALF_LIFE = 5.0  # seconds, of the metric
 
 
 class Timed:
-    """A server whose steps take simulated time."""
-
     def __init__(self, folder: Path, name: str, *options: str) -> None:
         file = folder / f"{name}.clock"
         self.clock = StepClock(file)
@@ -48,13 +45,9 @@ class Timed:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Timed, Timed]]:
     folder = tmp_path_factory.mktemp("gain")
-    with ExitStack() as stack:
-        found = Timed(folder, "plain"), Timed(folder, "trees", TREES)
-        for one in found:
-            stack.callback(one.server.kill)
-        for one in found:
-            one.server.wait_until_healthy()
-        yield found
+    plain, trees = Timed(folder, "plain"), Timed(folder, "trees", TREES)
+    with plain.server, trees.server:
+        yield plain, trees
 
 
 def test_the_reported_gain_is_a_clients(servers: tuple[Timed, Timed]) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -81,20 +80,14 @@ def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
         # The embedded target would fill its answers with spaces where JSON allows them.
         '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
     )
-    ending = (
-        "--shutdown-timeout=120",
-        "--distributed-executor-backend=mp",  # with a worker's process to be ended
-    )
-    with ExitStack() as stack:
-        # As the word sequoia alone, but counted trees are to go on: here they do not pay.
-        config = '--speculative-config={"method": "sequoia", "adapt": false}'
-        ours = Server(folder / "sequoia.log", *common, *ending, config)
-        stack.callback(ours.kill)
-        # Plain vLLM stops on CPUs where a seeded prompt is read in chunks.
-        plain = Server(folder / "plain.log", *common, "--max-num-batched-tokens=8192", forks=True)
-        stack.callback(plain.kill)
-        ours.wait_until_healthy()
-        plain.wait_until_healthy()
+    # With a worker's process to be ended.
+    ending = ("--shutdown-timeout=120", "--distributed-executor-backend=mp")
+    # As the word sequoia alone, but counted trees are to go on: here they do not pay.
+    config = '--speculative-config={"method": "sequoia", "adapt": false}'
+    ours = Server(folder / "sequoia.log", *common, *ending, config)
+    # Plain vLLM stops on CPUs where a seeded prompt is read in chunks.
+    plain = Server(folder / "plain.log", *common, "--max-num-batched-tokens=8192", forks=True)
+    with ours, plain:
         yield ours, plain
 
 

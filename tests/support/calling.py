@@ -50,7 +50,6 @@ def call_in_process(
 
 
 def kill_family(process: psutil.Process) -> None:
-    """This process with those that it started, unless it has ended."""
     if not has_ended(process):
         for one in [*process.children(recursive=True), process]:
             one.kill()

@@ -9,7 +9,10 @@ import msgspec
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
 
+from sequoia_vllm import plugin
+from sequoia_vllm.engine.common.patched import patched
 from tests.support.models import DRAFT, TARGET
 from tests.support.quicker import look_past_what_is_imported
 
@@ -31,6 +34,14 @@ def running(speculative_config=None, model: str = TARGET, **options) -> Iterator
         llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
+
+
+def configured(speculative_config=None, **options):
+    """The configuration of an engine of the embedded target, which is not started."""
+    plugin.register()
+    given = {"model": TARGET, "max_model_len": 256, **options}
+    args = EngineArgs(speculative_config=speculative_config, **given)
+    return args.create_engine_config()
 
 
 def sequoia(size: int = 16, depth: int | None = 4, draft: str = DRAFT, **keys) -> dict:
@@ -65,6 +76,28 @@ def tokens_of(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def generated(llm: LLM, prompts, params, **adapters) -> list[list[int]]:
+    """Tokens of the first completion of each request."""
+    return tokens_of(llm.generate(prompts, params, use_tqdm=False, **adapters))
+
+
+@contextmanager
+def noting(owner, name: str, note, of_result: bool = False) -> Iterator[list]:
+    """What ``note`` says of each call within the block: of its arguments, or of its result."""
+    original, found = getattr(owner, name), []
+
+    def noted(*args, **kwargs):
+        if not of_result:
+            found.append(note(*args))
+        result = original(*args, **kwargs)
+        if of_result:
+            found.append(note(result))
+        return result
+
+    with patched(owner, name, noted):
+        yield found
+
+
 def runner_of(llm: LLM):
     """The model runner of an engine in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -86,18 +119,15 @@ def metric(llm: LLM, name: str) -> float:
     return sum(m.value for m in llm.get_metrics() if m.name == name)
 
 
-class PlainOutputs:
+_plain: dict[str, list[list[int]]] = {}
+
+
+def plain_outputs(prompts, params, **options) -> list[list[int]]:
     """Plain vLLM's tokens for prompts and parameters, computed once per combination."""
-
-    def __init__(self) -> None:
-        self._known: dict = {}
-
-    def __call__(self, prompts, params, **options) -> list[list[int]]:
-        listed = params if isinstance(params, list) else [params]
-        # Their repr leaves some fields out.
-        fields = [msgspec.structs.asdict(one) for one in listed]
-        key = (repr(prompts), repr(fields), repr(sorted(options.items())))
-        if key not in self._known:
-            with running(None, **options) as llm:
-                self._known[key] = tokens_of(llm.generate(prompts, params, use_tqdm=False))
-        return self._known[key]
+    # The repr of parameters leaves some fields out.
+    fields = map(msgspec.structs.asdict, params if isinstance(params, list) else [params])
+    key = repr((prompts, list(fields), sorted(options.items())))
+    if key not in _plain:
+        with running(None, **options) as llm:
+            _plain[key] = generated(llm, prompts, params)
+    return _plain[key]

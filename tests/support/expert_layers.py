@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.models import SMALL
 from tests.support.recurrent import STATES
@@ -106,8 +107,6 @@ def add_layer(
         prefix, names: As in `KINDS`.
         states: Weight of the target's states, beside tokens.
     """
-    from safetensors.torch import load_file, save_file
-
     file = directory / "model.safetensors"
     weights = load_file(file)
     layer = {

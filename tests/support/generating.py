@@ -1,15 +1,18 @@
 """Engines, requests and models of the tree tests, in the processes that `call_on_v2` starts."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 from vllm import SamplingParams
 
-from tests.support.engines import metric, runner_of, running, whole_trees
+from sequoia_vllm.engine.common.patched import patched
+from tests.support.engines import generated, metric, runner_of, running, whole_trees
 from tests.support.models import save_llama
 
 VOCAB = 256
@@ -24,8 +27,6 @@ def save_related_pair(directory: Path, noise: float = 0.015, **config: Any) -> t
     Small vocabularies keep the interpreter quick: its time goes by the number
     of programs, and kernels have one per thousand tokens or so.
     """
-    from transformers import LlamaForCausalLM
-
     settings = {"vocab_size": VOCAB, "max_position_embeddings": 512, **config}
     target = save_llama(directory / "target", seed=3, scale=2.0, **settings)
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -59,6 +60,29 @@ def greedy_and_seeded(count: int, max_tokens: int) -> list[Any]:
 def completions(outputs: list[Any]) -> list[list[list[int]]]:
     """Tokens of every completion of every request."""
     return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+def joined(
+    llm: Any, requests: list[Any], params: list[Any], aborted: int, every: int = 2,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> list[list[list[int]]]:  # fmt: skip
+    """`completions` of requests that come one by one, but of one that is aborted while others run.
+
+    `every` so many steps brings another.
+    """
+    engine, done = llm.llm_engine, {}
+    waiting = list(zip(map(str, range(len(requests))), requests, params, strict=True))
+    for step in itertools.count():
+        if waiting and step % every == 0:
+            engine.add_request(*waiting.pop(0))
+        if step == every * (aborted + 1) + 1:
+            engine.abort_request([str(aborted)])
+        before_step(step)
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        if not waiting and not engine.has_unfinished_requests():
+            break
+    others = [str(index) for index in range(len(requests)) if index != aborted]
+    return completions([done[name] for name in others])
 
 
 def logprobs_of(positions: Any) -> list[dict[str, list[float]]]:
@@ -117,7 +141,6 @@ def processed_chunks() -> Iterator[list[bool]]:
     """
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.v2.verification.verifier import TreeVerifierV2
 
     apply, verify = Sampler.apply_sampling_params, TreeVerifierV2._verify_requests
@@ -168,6 +191,14 @@ def generate_on(llm: Any, prompts: list[Any], params: Any) -> dict[str, Any]:
     """Tokens of every completion on this engine with trees, and what it counted."""
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return {"tokens": completions(outputs), **describe(llm), "counts": counted(llm)}
+
+
+def served(
+    config: dict, prompts: list[Any], params: Any, **options: Any
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Tokens of each request's first completion on an engine of its own, and `counted`."""
+    with running(config, **options) as llm:
+        return generated(llm, prompts, params), counted(llm)
 
 
 def generate_with_trees(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.models import save_pair
 
@@ -29,8 +30,6 @@ def save_latent_pair(directory: Path, vocab: int = VOCABULARY) -> tuple[str, str
     They share embeddings and head, which know each token's likeliest successor. The target's layers
     decide how often the draft is wrong.
     """
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     shared = {**_SHARED, "vocab_size": vocab}
     of_target = DeepseekV3Config(

@@ -9,6 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.common.patched import patched
 from tests import quick_start
@@ -46,7 +52,11 @@ _QWEN_IDS = {
     "tie_word_embeddings": False,
 }
 _PIXELS = {"shortest_edge": 784, "longest_edge": 784 * 16}
-_QWEN_IMAGES = {"merge_size": 2, "temporal_patch_size": 2, "patch_size": 14, "size": _PIXELS}
+_QWEN_IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, "temporal_patch_size": 2,
+    "patch_size": 14, "size": _PIXELS,
+}  # fmt: skip
+_QWEN3_PROCESSOR = {"processor_class": "Qwen3VLProcessor", **_QWEN_IMAGES}
 _GEMMA_TOKENS = {
     "boi_token": "<start_of_image>",
     "eoi_token": "<end_of_image>",
@@ -61,24 +71,17 @@ IMAGE = {
 
 
 def _qwen2_vl() -> tuple[Any, dict[str, Any]]:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    config = Qwen2VLConfig(
+    config = hf.Qwen2VLConfig(
         text_config={**_TEXT, "rope_parameters": _AXES},
         vision_config={**_VISION, "embed_dim": 32, "mlp_ratio": 2},
         **_QWEN_IDS,
     )
-    return Qwen2VLForConditionalGeneration(config), {
-        "processor_class": "Qwen2VLProcessor",
-        "image_processor_type": "Qwen2VLImageProcessor",
-        **_QWEN_IMAGES,
-    }
+    processor = {"processor_class": "Qwen2VLProcessor", **_QWEN_IMAGES}
+    return hf.Qwen2VLForConditionalGeneration(config), processor
 
 
 def _qwen3_vl() -> tuple[Any, dict[str, Any]]:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    config = Qwen3VLConfig(
+    config = hf.Qwen3VLConfig(
         text_config={**_TEXT, "rope_parameters": {**_AXES, "mrope_interleaved": True}},
         vision_config={
             **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "hidden_size": 32,
@@ -86,18 +89,12 @@ def _qwen3_vl() -> tuple[Any, dict[str, Any]]:
         },
         **_QWEN_IDS,
     )  # fmt: skip
-    return Qwen3VLForConditionalGeneration(config), {
-        "processor_class": "Qwen3VLProcessor",
-        "image_processor_type": "Qwen2VLImageProcessor",
-        **_QWEN_IMAGES,
-    }
+    return hf.Qwen3VLForConditionalGeneration(config), _QWEN3_PROCESSOR
 
 
 def _qwen3_5() -> tuple[Any, dict[str, Any]]:
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
     axes = {**_AXES, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
-    config = Qwen3_5Config(
+    config = hf.Qwen3_5Config(
         text_config={
             **_TEXT, **STATES, "rope_parameters": axes, "mtp_num_hidden_layers": 1,
             "layer_types": ["linear_attention", "full_attention"],
@@ -108,13 +105,11 @@ def _qwen3_5() -> tuple[Any, dict[str, Any]]:
         },
         **_QWEN_IDS,
     )  # fmt: skip
-    return Qwen3_5ForConditionalGeneration(config), _qwen3_vl()[1]
+    return hf.Qwen3_5ForConditionalGeneration(config), _QWEN3_PROCESSOR
 
 
 def _gemma3() -> tuple[Any, dict[str, Any]]:
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    config = Gemma3Config(
+    config = hf.Gemma3Config(
         text_config={
             **_TEXT, "sliding_window": 40, "query_pre_attn_scalar": 32,
             "layer_types": ["sliding_attention", "full_attention"],
@@ -128,7 +123,7 @@ def _gemma3() -> tuple[Any, dict[str, Any]]:
         eoi_token_index=_TOKENS["<end_of_image>"],
         image_token_index=_TOKENS["<image_soft_token>"],
     )  # fmt: skip
-    return Gemma3ForConditionalGeneration(config), {
+    return hf.Gemma3ForConditionalGeneration(config), {
         "processor_class": "Gemma3Processor",
         "image_processor_type": "Gemma3ImageProcessor",
         "size": {"height": 56, "width": 56},
@@ -174,8 +169,6 @@ def save_multimodal(folder: Path, name: str) -> dict[str, str]:
 
 def _name_as_published(file: Path) -> None:
     """Transformers 5 leaves a part of the vision model's names out, which vLLM expects."""
-    from safetensors.torch import load_file, save_file
-
     weights = {
         name.replace("vision_tower.", "vision_tower.vision_model."): weight
         for name, weight in load_file(file).items()
@@ -184,17 +177,15 @@ def _name_as_published(file: Path) -> None:
 
 
 def _save_draft(model: Any, path: Path) -> None:
-    from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen3Config
-
     text = model.config.get_text_config().to_dict()
-    kinds = {"qwen2_vl_text": Qwen2Config, "qwen3_vl_text": Qwen3Config}
-    kind = kinds.get(text["model_type"], Gemma3TextConfig)
+    kinds = {"qwen2_vl_text": hf.Qwen2Config, "qwen3_vl_text": hf.Qwen3Config}
+    kind = kinds.get(text["model_type"], hf.Gemma3TextConfig)
     dropped = {"model_type", "architectures", "dtype"}
-    if kind is not Gemma3TextConfig:
+    if kind is not hf.Gemma3TextConfig:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
         dropped |= {"layer_types", "rope_scaling"}
     config = kind(**{name: value for name, value in text.items() if name not in dropped})
-    draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draft = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = {
         name.replace("model.language_model.", "model."): weight
         for name, weight in model.state_dict().items()
@@ -205,13 +196,10 @@ def _save_draft(model: Any, path: Path) -> None:
 
 
 def _save_tokenizer(path: Path, named: dict[str, str]) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel(_TOKENS, unk_token="w2"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens(list(_SPECIAL))
-    PreTrainedTokenizerFast(
+    hf.PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="w2", pad_token="<|endoftext|>", eos_token="<|im_end|>",
         **named,
     ).save_pretrained(path)  # fmt: skip
@@ -239,8 +227,6 @@ def answer_images(
     paths: dict[str, str], image: str, trees: bool, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Greedy tokens twice, the second time from the prefix cache; seeded ones; counters."""
-    from vllm import SamplingParams
-
     drafter = {} if "draft" in paths else {"drafter": "mtp"}
     draft = paths.get("draft") or paths["target"]
     config = whole_trees(size=8, depth=3, draft=draft, **drafter) if trees else None
@@ -254,13 +240,10 @@ def answer_images(
     if options.get("language_model_only"):
         requests = requests[:1]
     with running(config, model=paths["target"], **settings) as llm:
+        greedy = SamplingParams(temperature=0, **common)
         rounds = [
             completions(llm.generate(requests, params, use_tqdm=False))
-            for params in (
-                SamplingParams(temperature=0, **common),
-                SamplingParams(temperature=0, **common),
-                SamplingParams(temperature=0.8, seed=5, **common),
-            )
+            for params in (greedy, greedy, SamplingParams(temperature=0.8, seed=5, **common))
         ]
         names = SPEC_DECODE if trees else ()
         return {
@@ -275,10 +258,6 @@ def answer_beside_others(folder: str, name: str, trees: bool) -> dict[str, Any]:
 
     The third request is aborted while all run, between its images and its answer's end.
     """
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-    from vllm.sampling_params import StructuredOutputsParams
-
     paths = save_multimodal(Path(folder), name)
     adapters = [
         LoRARequest(
@@ -291,12 +270,9 @@ def answer_beside_others(folder: str, name: str, trees: bool) -> dict[str, Any]:
     ]  # fmt: skip
     words = StructuredOutputsParams(regex="(w2(w3|w4|w5)|w3(w0|w2))+")
     common = {"max_tokens": 16, "ignore_eos": True}
-    params = [
-        SamplingParams(temperature=0, **common),
-        SamplingParams(temperature=0.8, seed=5, **common),
-        SamplingParams(temperature=0, **common),
-        SamplingParams(temperature=0, structured_outputs=words, **common),
-    ]
+    greedy = {"temperature": 0, **common}
+    own = greedy, {"temperature": 0.8, "seed": 5, **common}, greedy
+    params = [SamplingParams(**one) for one in (*own, {"structured_outputs": words, **greedy})]
     config = whole_trees(size=8, depth=3, draft=paths["draft"]) if trees else None
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
     limits = {"limit_mm_per_prompt": {"image": 2}, "block_size": 32}
@@ -324,8 +300,6 @@ def answer_with_a_head(folder: str) -> dict[str, Any]:
 
     Requests choose among few tokens, or the head, which is random, would rarely be right.
     """
-    from vllm import SamplingParams
-
     paths, tokens = save_multimodal(Path(folder), "qwen3_vl"), [20, 40, 60, 80]
     head = save_eagle3(Path(folder) / "head", paths["draft"], tokens)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, allowed_token_ids=tokens)
@@ -338,12 +312,8 @@ def answer_with_a_head(folder: str) -> dict[str, Any]:
     chain = tree | {"tree": line, "num_speculative_tokens_per_batch_size": [[1, 1, 3]]}
     vllms = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
     found: dict[str, Any] = {"tokens": []}
-    for name, config in {
-        "plain": None,
-        "tree": tree,
-        "chain": chain,
-        "vLLM's chain": vllms,
-    }.items():
+    methods = {"plain": None, "tree": tree, "chain": chain, "vLLM's chain": vllms}
+    for name, config in methods.items():
         with running(config, **options) as llm:
             made = completions(llm.generate(requests, params, use_tqdm=False))
             if config is None:
@@ -356,8 +326,6 @@ def answer_with_a_head(folder: str) -> dict[str, Any]:
 
 def answer_with_its_layer(folder: str) -> dict[str, Any]:
     """Chains of Qwen3.5's own layer: vLLM's, ours, and ours if the layer reads no images."""
-    from vllm import SamplingParams
-
     from sequoia_vllm.engine.v2.drafting.target_states import ImageRows
 
     run_in_float32()

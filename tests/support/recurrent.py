@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as hf
 import triton
 import triton.language as tl
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.models import SMALL, save_pair
@@ -34,9 +36,6 @@ def save_hybrid_pair(
     which decide how often it is wrong.
     `key`, `value`: sizes of theirs.
     """
-    import transformers as hf
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(0)
     common = {
         **_SHARED, **STATES, "linear_key_head_dim": key, "linear_value_head_dim": value,

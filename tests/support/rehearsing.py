@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.hardware import context_rule
-from tests.support.engines import runner_of, running
-from tests.support.generating import completions, counted
+from tests.support.engines import noting, runner_of, running
+from tests.support.generating import completions, counted, joined
 
 # float32, since tokens are compared; the rest is what the models need.
 DEFAULTS = {
@@ -46,18 +46,14 @@ def since(before: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
     }
 
 
-@contextmanager
-def counting_eager_growth() -> Iterator[list[int]]:
+def counting_eager_growth() -> Any:
     """Trees that grow without a graph, within the block: the batch size of each growth."""
-    with _counting_eager("grow") as eager:
-        yield eager
+    return _counting_eager("grow")
 
 
-@contextmanager
-def counting_eager_reads() -> Iterator[list[int]]:
+def counting_eager_reads() -> Any:
     """Committed tokens that are read without a graph, within the block: requests of each pass."""
-    with _counting_eager("committed_inputs") as eager:
-        yield eager
+    return _counting_eager("committed_inputs")
 
 
 @contextmanager
@@ -77,18 +73,13 @@ def _counting_eager(method: str) -> Iterator[list[int]]:
         yield eager
 
 
-@contextmanager
-def counting_read_rows(speculator: Any) -> Iterator[list[tuple[int, int]]]:
+def counting_read_rows(speculator: Any) -> Any:
     """Rows of each read from a graph within the block: those that were needed, and the graph's."""
-    graphs, found = speculator._reader.graphs, []
-    original = graphs.run_fullgraph
-
-    def replay(shape: Any) -> None:
-        found.append((int(speculator.batch.first_rows[-1]), shape.num_tokens))
-        original(shape)
-
-    with patched(graphs, "run_fullgraph", replay):
-        yield found
+    rows = speculator.batch.first_rows
+    return noting(
+        speculator._reader.graphs, "run_fullgraph",
+        lambda shape: (int(rows[-1]), shape.num_tokens),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -177,28 +168,14 @@ def join_and_abort(
     llm: Any, requests: list[Any], params: list[Any], aborted: int
 ) -> dict[str, Any]:
     """One request more every other step; one is aborted while others run."""
-    engine, done = llm.llm_engine, {}
-    waiting = list(zip(map(str, range(len(requests))), requests, params, strict=True))
-    step = 0
     with (
         counting_eager_growth() as eager,
         counting_eager_reads() as eager_reads,
         counting_read_rows(runner_of(llm).speculator) as rows,
         counting_modes(runner_of(llm)) as modes,
     ):
-        while waiting or engine.has_unfinished_requests():
-            if waiting and step % 2 == 0:
-                engine.add_request(*waiting.pop(0))
-            if step == 2 * aborted + 3:
-                engine.abort_request([str(aborted)])
-            done |= {output.request_id: output for output in engine.step() if output.finished}
-            step += 1
-    others = [str(index) for index in range(len(requests)) if index != aborted]
+        tokens = joined(llm, requests, params, aborted)
     return {
-        "tokens": completions([done[name] for name in others]),
-        "counts": counted(llm),
-        "eager growth": eager,
-        "modes": dict(modes),
-        "eager reads": eager_reads,
-        "read rows": rows,
-    }
+        "tokens": tokens, "counts": counted(llm), "eager growth": eager, "modes": dict(modes),
+        "eager reads": eager_reads, "read rows": rows,
+    }  # fmt: skip

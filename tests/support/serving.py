@@ -70,6 +70,7 @@ def http_client(url: str = "", timeout: float = 5) -> httpx.Client:
 class Server:
     """One ``vllm serve`` process, with those that it starts.
 
+    As a context it is healthy within, and killed behind it.
     `variables`: its environment, if not that of a machine without a GPU; then all
     of its options are given. For `forks` see `environment`.
     """
@@ -77,8 +78,9 @@ class Server:
     def __init__(
         self, log: Path, *options: str, model: str = TARGET,
         variables: dict[str, str] | None = None, forks: bool = False,
+        start_deadline: float = START_DEADLINE,
     ) -> None:  # fmt: skip
-        port = free_port()
+        port, self.start_deadline = free_port(), start_deadline
         common = OPTIONS if variables is None else ("--host=127.0.0.1",)
         if variables is None:
             variables = environment(forks)
@@ -92,6 +94,17 @@ class Server:
                 start_new_session=True,
             )  # fmt: skip
 
+    def __enter__(self) -> "Server":
+        try:
+            self.wait_until_healthy()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.kill()
+
     @property
     def log(self) -> str:
         return self.log_file.read_text(encoding="utf-8", errors="replace")
@@ -100,8 +113,8 @@ class Server:
         tail = "\n".join(self.log.splitlines()[-60:])
         raise AssertionError(f"{what}\nthe end of the server's log:\n{tail}")
 
-    def wait_until_healthy(self, seconds: float = START_DEADLINE) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + self.start_deadline
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 self.fail(f"vllm serve ended with exit status {self.process.returncode}")
@@ -111,7 +124,7 @@ class Server:
             except httpx.TransportError:
                 pass
             time.sleep(0.2)
-        self.fail(f"vllm serve was not healthy within {seconds:.0f} s")
+        self.fail(f"vllm serve was not healthy within {self.start_deadline:.0f} s")
 
     @cached_property
     def _http(self) -> httpx.Client:
@@ -169,10 +182,8 @@ class Server:
         except psutil.NoSuchProcess:
             return
         for process in family:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         self.process.wait()
 
 

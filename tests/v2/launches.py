@@ -53,11 +53,9 @@ class Launches:
     counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def of(self, *groups: str) -> int:
-        """Launches of these groups."""
         return sum(count for (group, _, _), count in self.counts.items() if group in groups)
 
     def named(self, name: str, *groups: str) -> int:
-        """Launches of this name in these groups."""
         return sum(
             count
             for (group, _, found), count in self.counts.items()
@@ -77,7 +75,6 @@ class Launches:
 
 @contextmanager
 def counted_launches() -> Iterator[Launches]:
-    """Counts what is launched within it, in this thread."""
     from triton.runtime.interpreter import GridExecutor
 
     launches, launch = Launches(), GridExecutor.__call__

@@ -28,7 +28,6 @@ OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 2}
 
 
 def generate_with_sinks(models: str) -> dict[str, Any]:
-    """Plain vLLM's tokens, and those of a model with sinks and experts that drafts for itself."""
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     prompts = random_prompts(LENGTHS, VOCABULARY)
     model = save_architecture(Path(models) / "gpt_oss", "gpt_oss", layers=2)

@@ -41,7 +41,6 @@ def params() -> list[Any]:
 
 
 def generate_as_on_gpus(models: str) -> dict[str, Any]:
-    """Answers of plain vLLM, and of trees."""
     target, draft = save_related_pair(Path(models), **SHAPE)
     requests, options = random_prompts(LENGTHS), {"model": target, **OPTIONS}
     answers = {"plain": generate(None, requests, params(), **options)}

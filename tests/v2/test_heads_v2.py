@@ -1,25 +1,40 @@
-"""Trees drafted by trained heads: tokens as plain V2's, drafts as in vLLM's own chains.
+"""Trees drafted by heads and MTP layers: tokens as plain V2's, drafts as in vLLM's own chains.
 
-The embedded target with its embedded heads, in one process. In CI `test_sampled_trees_v2.py` has
-DFlash, and `tests/gpu_rehearsal/test_heads.py` EAGLE-3, each from graphs.
+The embedded target with its trained heads; tiny targets with random heads that draft blocks; and
+tiny ones, among them mixtures of experts, whose own layer drafts. In CI `test_sampled_trees_v2.py`
+has DFlash, and `tests/gpu_rehearsal/test_heads.py` EAGLE-3, each from graphs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.oracles.dflash import dflash_drafts, target_layers
+from tests.support.block_heads import save_dflash2, save_dspark, save_lilicorr
+from tests.support.calling import called_once
 from tests.support.engines import running, sequoia, whole_trees
-from tests.support.generating import SPEC_DECODE, completions, generate, generate_chain, generate_on
-from tests.support.heads import DFLASH, EAGLE3
-from tests.support.models import MODELS, prompts
+from tests.support.expert_layers import KINDS, save_experts
+from tests.support.generating import (
+    SPEC_DECODE,
+    TINY,
+    completions,
+    generate,
+    generate_chain,
+    generate_on,
+    random_prompts,
+)
+from tests.support.heads import DFLASH, EAGLE3, save_dflash, save_mimo
+from tests.support.models import MODELS, prompts, save_llama
 from tests.support.on_v2 import call_on_v2
+from tests.support.recurrent import run_chains, run_in_float32
 from tests.support.train_drafter import script_modules
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
@@ -28,8 +43,8 @@ DEPTH, TOKENS = 4, 24
 HEADS = {"eagle3": EAGLE3, "dflash": DFLASH}
 
 
-def greedy(count: int) -> list[Any]:
-    return [SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)] * count
+def greedy(count: int, tokens: int = TOKENS) -> list[Any]:
+    return [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)] * count
 
 
 def mixed() -> list[Any]:
@@ -50,17 +65,18 @@ def trees_of(head: str) -> dict[str, Any]:
     return whole_trees(size=12, depth=DEPTH, draft=head)
 
 
-def chain_of(head: str) -> dict[str, Any]:
-    return trees_of(head) | {
-        "tree": {"parents": list(range(-1, DEPTH))},
-        "num_speculative_tokens_per_batch_size": [[1, 1, DEPTH]],
-    }
+def chain_of(head: str, depth: int = DEPTH, **keys: Any) -> dict[str, Any]:
+    tree = {"parents": list(range(-1, depth))}
+    return {**whole_trees(size=depth + 1, draft=head, **keys), "tree": tree}
 
 
-def generate_twice(head: str, texts: list[str], params: list[Any]) -> list[dict[str, Any]]:
-    """From a cache that is empty, and then has the prompts."""
-    with running(trees_of(head)) as llm:
-        return [generate_on(llm, texts, params) for _ in range(2)]
+def check_chain(ours: dict[str, Any], vllms: dict[str, Any], least: int) -> None:
+    """The same drafts from the same states: as many steps, as much accepted."""
+    assert {name: ours["counts"][name] for name in SPEC_DECODE} == vllms["counts"]
+    assert least < ours["counts"]["accepted_tokens"] < ours["counts"]["draft_tokens"]
+
+
+# -- the embedded target's heads ---------------------------------------------------------
 
 
 def generate_in_tiers(head: str, texts: list[str]) -> list[dict[str, Any]]:
@@ -70,10 +86,7 @@ def generate_in_tiers(head: str, texts: list[str]) -> list[dict[str, Any]]:
     """
     from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 
-    lengths = greedy(3)
-    lengths = [param.clone() for param in lengths]
-    for index, param in enumerate(lengths):
-        param.max_tokens = TOKENS - 8 * index
+    lengths = [greedy(1, TOKENS - 8 * index)[0] for index in range(3)]
     steps = {"num_speculative_tokens_per_batch_size": [[1, 1, 11], [2, 2, 3], [3, 8, 0]]}
     with running(sequoia(size=12, depth=DEPTH, draft=head, **steps)) as llm:
         ending_early = generate_on(llm, texts, lengths)
@@ -85,26 +98,29 @@ def generate_in_tiers(head: str, texts: list[str]) -> list[dict[str, Any]]:
 def generate_of(kind: str) -> dict[str, Any]:
     """Answers of plain V2, and of this head."""
     texts, params, head = prompts(3), greedy(3), HEADS[kind]
-    special = prompts(len(mixed())), mixed()
+    special, long = (prompts(len(mixed())), mixed()), (prompts(6), greedy(6, 64))
     with running(None) as llm:
-        plain, plain_special = (
+        plain, plain_special, plain_long = (
             {"tokens": completions(llm.generate(*requests, use_tqdm=False))}
-            for requests in ((texts, params), special)
+            for requests in ((texts, params), special, long)
         )
+    with running(trees_of(head)) as llm:  # from a cache that is empty, and then has the prompts
+        twice = [generate_on(llm, texts, params) for _ in range(2)]
     # Room for two requests and a half.
     small = {"kv_cache_memory_bytes": 4 << 20, "block_size": 32, "max_model_len": 256}
     return {
         "plain": plain,
         "plain special": plain_special,
+        "plain long": plain_long,
         "vLLM's chain": generate_chain(
             {"method": kind, "model": head, "num_speculative_tokens": DEPTH}, texts, params
         ),
         "chain": generate(chain_of(head), texts, params),
-        "twice": generate_twice(head, texts, params),
+        "twice": twice,
         "tiers": generate_in_tiers(head, texts),
         "special": generate(trees_of(head), *special, max_num_batched_tokens=64),
         "synchronous": generate(trees_of(head), texts, params, async_scheduling=False),
-        "preempted": generate(trees_of(head), texts, params, **small),
+        "preempted": generate(trees_of(head), *long, **small),
     }
 
 
@@ -118,28 +134,28 @@ def answers(kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return call_on_v2(generate_of, tmp_path_factory.mktemp("heads"), kind=kind)
 
 
-def test_greedy_tokens_are_those_of_plain_vllm(answers):
-    for name in ("vLLM's chain", "chain", "synchronous", "preempted"):
+def test_tokens_are_those_of_plain_vllm(answers):
+    """Of requests of every kind, with prompts in chunks beside trees, and where some are preempted.
+
+    What the prefix cache keeps the head has read, but for the last block, as that comes with a
+    later token: vLLM computes it anew.
+    """
+    for name in ("vLLM's chain", "chain", "synchronous"):
         assert answers[name]["tokens"] == answers["plain"]["tokens"], name
-
-
-def test_a_chain_is_accepted_as_vllms_own_is(answers):
-    """The same drafts from the same states, token for token: as many steps, as much accepted."""
-    ours, vllms = (answers[name]["counts"] for name in ("chain", "vLLM's chain"))
-    assert {name: ours[name] for name in SPEC_DECODE} == vllms
-    assert ours["accepted_tokens"] > 15
-
-
-def test_a_tree_accepts_more_than_a_chain(answers):
-    tree, chain = answers["twice"][0]["counts"], answers["chain"]["counts"]
-    assert tree["tokens_per_tree"] > 1.1 * chain["tokens_per_tree"]
-
-
-def test_what_the_prefix_cache_keeps_the_head_has_read(answers):
-    """Only its last block is unread, as that comes with a later token: vLLM computes it anew."""
     first, second = answers["twice"]
     assert first["tokens"] == second["tokens"] == answers["plain"]["tokens"]
     assert first["counts"]["tokens_per_tree"] == second["counts"]["tokens_per_tree"]
+    assert answers["special"]["tokens"] == answers["plain special"]["tokens"]
+    assert answers["special"]["counts"]["tokens_per_tree"] > 1.2
+    assert answers["preempted"]["tokens"] == answers["plain long"]["tokens"]
+    assert answers["preempted"]["counts"]["preemptions"] > 0
+
+
+def test_a_chain_is_accepted_as_vllms_own_is_and_a_tree_more(answers):
+    chain = answers["chain"]
+    check_chain(chain, answers["vLLM's chain"], least=15)
+    tree = answers["twice"][0]["counts"]
+    assert tree["tokens_per_tree"] > 1.1 * chain["counts"]["tokens_per_tree"]
 
 
 def test_the_head_reads_while_nothing_is_drafted(answers):
@@ -149,16 +165,6 @@ def test_the_head_reads_while_nothing_is_drafted(answers):
     assert tiers["counts"]["tokens_per_tree"] > 1.3
     for what in ("tree_steps", "tokens_per_tree"):
         assert tiers["counts"][what] == whole["counts"][what]
-
-
-def test_requests_of_every_kind(answers):
-    """Prompts come in chunks, beside trees."""
-    assert answers["special"]["tokens"] == answers["plain special"]["tokens"]
-    assert answers["special"]["counts"]["tokens_per_tree"] > 1.2
-
-
-def test_requests_are_preempted(answers):
-    assert answers["preempted"]["counts"]["preemptions"] > 0
 
 
 # -- by torch alone ---------------------------------------------------
@@ -172,8 +178,6 @@ def scripts() -> Iterator[Any]:
 
 def expected(kind: str, scripts: Any) -> dict[str, Any]:
     """Tokens, steps and accepted drafts; every chain is of the target's own greedy text."""
-    from transformers import AutoTokenizer
-
     if kind == "eagle3":
         head, target = scripts.heads.load_head(MODELS / kind, MODELS / "target", "cpu")
     else:
@@ -214,3 +218,106 @@ def test_vllms_chain_accepts_what_torch_says(kind, answers, scripts):
     # Two most likely tokens may be as good as equal, and rounding differ.
     assert counts["drafts"] == pytest.approx(wanted["steps"], abs=2)
     assert counts["accepted_tokens"] == pytest.approx(wanted["accepted"], abs=2)
+
+
+# -- tiny heads that draft blocks ----------------------------------------------------------
+
+# Few tokens, so that drafts are often accepted by chance.
+VOCAB = 6
+TYPES = ["full_attention", "sliding_attention"]
+WINDOWS = {"mask_token_id": 0, "target_layer_ids": [0], "swa_window_size": 8}
+JETSPEC = {"mask_token_id": 0, "target_layer_ids": [0], "causal_head": True}
+BLOCK_HEADS: dict[str, Callable[[Path, str], str]] = {
+    # By vLLM's rules layers with windows are causal, unless it is said otherwise.
+    "causal with windows": lambda path, target: save_dflash(
+        path, target, layers=2, layer_types=TYPES, dflash_config=WINDOWS
+    ),
+    "windows": lambda path, target: save_dflash(
+        path, target, layers=2, layer_types=TYPES, dflash_config={**WINDOWS, "causal": False}
+    ),
+    "JetSpec": lambda path, target: save_dflash(path, target, dflash_config=JETSPEC),
+    "DSpark": save_dspark,
+    "DSpark of some tokens": lambda path, target: save_dspark(
+        path, target, tokens=[1, 2, 3, 4, 5], root_predicts=False
+    ),
+    "DFlash2": save_dflash2,
+    "LiLiCorr": save_lilicorr,
+}  # fmt: skip
+
+
+def generate_blocks(place: str) -> dict[str, Any]:
+    """Answers of plain V2, and of each head in vLLM's chains and in ours."""
+    config = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    target = str(save_llama(Path(place) / "target", seed=3, scale=1.5, **config))
+    options = {"model": target, "max_model_len": 64, **TINY}
+    given = random_prompts([3, 12, 20, 31] * 2, VOCAB), greedy(8)
+    found: dict[str, Any] = {"plain": generate(None, *given, **options)}
+    for name, save in BLOCK_HEADS.items():
+        head = save(Path(place) / name.replace(" ", "-"), target)
+        method = "dspark" if name.startswith("DSpark") else "dflash"
+        vllms = {"method": method, "model": head, "num_speculative_tokens": DEPTH}
+        if name == "JetSpec":  # vLLM's chains know another word for it
+            own = {**JETSPEC, "causal": True}
+            vllms["model"] = save_dflash(Path(place) / "causal", target, dflash_config=own)
+        found[name] = {
+            "vLLM's": generate_chain(vllms, *given, **options),
+            "ours": generate(chain_of(head), *given, **options),
+        }
+    return found
+
+
+blocks = called_once(call_on_v2, generate_blocks)
+
+
+@pytest.mark.parametrize("head", BLOCK_HEADS)
+def test_block_heads_draft_as_in_vllms_chains(head, blocks):
+    assert blocks[head]["ours"]["tokens"] == blocks["plain"]["tokens"]
+    check_chain(blocks[head]["ours"], blocks[head]["vLLM's"], least=5)
+
+
+# -- MTP layers ----------------------------------------------------------------------------
+
+MTP_DEPTH, MTP_TOKENS = 3, 20
+
+
+def generate_by_layer(target: str, is_hybrid: bool) -> dict[str, Any]:
+    """Answers of plain V2, of chains, and of trees: greedy, again from the cache, and sampled."""
+    if is_hybrid:
+        run_in_float32()
+        run_chains()
+    texts, params = random_prompts([9, 20, 70]), greedy(3, MTP_TOKENS)
+    sampled = [
+        SamplingParams(temperature=0.8, seed=index, max_tokens=MTP_TOKENS, ignore_eos=True)
+        for index in range(3)
+    ]
+    vllms = {"method": "mtp", "num_speculative_tokens": MTP_DEPTH}
+    options = {"model": target, "max_num_batched_tokens": 64, **TINY}
+    found = {
+        "plain": generate(None, texts, params, **options),
+        "chain": generate(chain_of(target, MTP_DEPTH, drafter="mtp"), texts, params, **options),
+        "vLLM's chain": generate_chain(
+            vllms, texts, params, **options, enable_prefix_caching=False
+        ),
+    }
+    with running(whole_trees(12, depth=MTP_DEPTH, draft=target, drafter="mtp"), **options) as llm:
+        found["tree"], found["again"] = (generate_on(llm, texts, params) for _ in range(2))
+        found["sampled"] = generate_on(llm, texts, sampled)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["MiMo", *KINDS])
+def test_mtp_layers_draft_as_in_vllms_chain(kind, tmp_path):
+    """What the prefix cache keeps the layer has read."""
+    folder, is_hybrid = tmp_path / "target", kind == "Qwen3Next"
+    target = save_mimo(folder) if kind == "MiMo" else save_experts(folder, kind)
+    given = {"target": target, "is_hybrid": is_hybrid}
+    found = call_on_v2(generate_by_layer, tmp_path, gpu_attention=is_hybrid, **given)
+    for name in ("vLLM's chain", "chain", "tree", "again"):
+        assert found[name]["tokens"] == found["plain"]["tokens"], name
+    check_chain(found["chain"], found["vLLM's chain"], least=0)
+    per_tree = {
+        name: found[name]["counts"]["tokens_per_tree"]
+        for name in ("chain", "tree", "again", "sampled")
+    }
+    assert per_tree["tree"] == per_tree["again"] >= per_tree["chain"] > 1.2
+    assert per_tree["sampled"] > 1.1

@@ -1,12 +1,14 @@
-"""Trees over recurrent layers with what GPUs have, in float32.
+"""Trees over recurrent layers and latent attention with what GPUs have, in float32.
 
-The targets are Qwen3Next (Gated DeltaNet), GraniteMoeHybrid, NemotronH and FalconH1 (Mamba2), and
-Lfm2 (short convolutions).
+The targets are Qwen3Next (Gated DeltaNet), GraniteMoeHybrid, NemotronH and FalconH1 (Mamba2), Lfm2
+(short convolutions) and DeepseekV3 (latent attention).
 Plain tokens are those of vLLM's own engine, with its code for GPUs, but for Mamba2's decoding.
 Prompts of layers with states are read by a recurrence of ours in both
-(`tests.support.recurrent.run_in_float32`, `tests.support.mamba.run_as_on_gpus`).
+(`tests.support.recurrent.run_in_float32`, `tests.support.mamba.run_as_on_gpus`), and those of
+latent attention by the CPU's code.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from tests.support.calling import called_once
 from tests.support.engines import metric, runner_of, running, whole_trees
 from tests.support.generating import (
     completions,
+    describe,
     generate,
     generate_on,
     greedy_and_seeded,
     random_prompts,
 )
+from tests.support.latents import save_latent_pair
 from tests.support.mamba import run_as_on_gpus, save_mamba_pair
 from tests.support.on_v2 import call_on_v2
 from tests.support.recurrent import VOCABULARY, run_in_float32, save_hybrid_pair
@@ -35,9 +39,13 @@ SIZE, LARGE = 8, 64
 # B) of 16, and two heads' updates of 32 and decays; of convolutions inputs alone.
 LAYERS = {"FalconH1": 3}
 LEFT = {"Lfm2": 64}
-AGAIN = [
-    pytest.param(name, marks=pytest.mark.nightly) for name in ("Lfm2", "NemotronH", "FalconH1")
-]
+LATENTS = "DeepseekV3"
+RUN = {
+    "Qwen3Next": "GdnTreeLayer", "FalconH1": "TritonTreeImpl", "Lfm2": "ConvTreeLayer",
+    LATENTS: "MLATreeImpl",
+}  # fmt: skip
+# `tests/kernels` has the trees of Mamba2's and convolutions' states in every run.
+MAMBAS = ("GraniteMoeHybrid", "Lfm2", "NemotronH", "FalconH1")
 
 
 def params(tokens: int = TOKENS) -> list[Any]:
@@ -58,11 +66,13 @@ def states_of(llm: Any) -> dict[str, Any]:
     kinds = {(spec.shapes, spec.max_memory_usage_bytes(config)) for spec in states}
     found = {"kinds": sorted(kinds), "tokens of a block": config.cache_config.block_size}
     backend = getattr(runner, "tree_backend", None)
-    return found | ({"nodes": backend._states.kept.size_in_bytes} if backend else {})
+    return found | ({"nodes": backend._states.kept.size_in_bytes} if backend and states else {})
 
 
 def save_pair(models: str, name: str) -> tuple[str, str]:
     """Saves a target and a draft that is often right, and lets vLLM run them here."""
+    if name == LATENTS:
+        return save_latent_pair(Path(models))
     if name != "Qwen3Next":
         run_as_on_gpus()
         return save_mamba_pair(Path(models), name)
@@ -71,14 +81,17 @@ def save_pair(models: str, name: str) -> tuple[str, str]:
 
 
 def generate_all(models: str, name: str) -> dict[str, Any]:
-    """Answers of plain vLLM, and of trees: short of memory, and with states that are cached."""
     target, draft = save_pair(models, name)
     prompts, options = random_prompts(LENGTHS, VOCABULARY), {"model": target, **OPTIONS}
     answers: dict[str, Any] = {"name": name}
     with running(None, **options) as llm:
         outputs = llm.generate(prompts, params(), use_tqdm=False)
-        answers["plain"] = {"tokens": completions(outputs), "states": states_of(llm)}
-    pressed = {"num_gpu_blocks_override": 12, "max_model_len": 128, "max_num_batched_tokens": 48}
+        tokens = completions(outputs)
+        answers["plain"] = {"tokens": tokens, "states": states_of(llm), **describe(llm)}
+    blocks = 14 if name == LATENTS else 12
+    pressed = {
+        "num_gpu_blocks_override": blocks, "max_model_len": 128, "max_num_batched_tokens": 48
+    }  # fmt: skip
     with running(whole_trees(SIZE, draft=draft), **pressed, **options) as llm:
         answers["pressed"] = {**generate_on(llm, prompts, params()), "states": states_of(llm)}
     cached = {**options, "enable_prefix_caching": True}
@@ -90,7 +103,6 @@ def generate_all(models: str, name: str) -> dict[str, Any]:
 
 
 def generate_large(models: str) -> dict[str, Any]:
-    """Answers of plain vLLM, and of the largest trees."""
     target, draft = save_pair(models, "Qwen3Next")
     given = random_prompts(LENGTHS, VOCABULARY)[:2], params()[:2]
     options = {"model": target, **OPTIONS}
@@ -112,7 +124,18 @@ def resumed(llm: Any, prompts: list[Any], tokens: list[Any]) -> dict[str, Any]:
     return {"tokens": completions(outputs), "hits": hits}
 
 
-KINDS = ["Qwen3Next", "GraniteMoeHybrid", *AGAIN]
+def generate_whole(models: str) -> dict[str, Any]:
+    """The same where vLLM keeps whole keys and values, in layers of ordinary attention."""
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+    target, draft = save_latent_pair(Path(models))
+    given = random_prompts(LENGTHS, VOCABULARY), params(20)
+    options = {"model": target, "skip_tokenizer_init": True, "block_size": 16}
+    trees = generate(whole_trees(SIZE, draft=draft), *given, **options)
+    return {"plain": generate(None, *given, **options), "trees": trees}
+
+
+AGAIN = [pytest.param(name, marks=pytest.mark.nightly) for name in MAMBAS]
+KINDS = ["Qwen3Next", LATENTS, *AGAIN]
 answers = called_once(call_on_v2, generate_all, ("name", KINDS), gpu_attention=True)
 
 
@@ -125,15 +148,17 @@ def test_tokens_are_those_of_plain_vllm(case, answers):
 
 
 @pytest.mark.nightly  # `tests/kernels` has trees as large each time
-def test_tokens_of_the_largest_trees_are_those_of_plain_vllm(tmp_path):
-    found = call_on_v2(generate_large, tmp_path, gpu_attention=True, models=str(tmp_path))
+@pytest.mark.parametrize("function", [generate_large, generate_whole])
+def test_the_largest_trees_and_whole_keys_and_values(function, tmp_path):
+    found = call_on_v2(function, tmp_path, gpu_attention=True, models=str(tmp_path))
     assert found["trees"]["tokens"] == found["plain"]["tokens"]
     assert found["trees"]["counts"]["accepted_tokens"] > 20
+    assert found["trees"]["attention"] != "MLATreeImpl"
 
 
 def test_trees_are_accepted_and_rejected(answers):
-    layers = {"Qwen3Next": "GdnTreeLayer", "FalconH1": "TritonTreeImpl", "Lfm2": "ConvTreeLayer"}
-    assert answers["cached"]["attention"] == layers.get(answers["name"], "MambaTreeLayer")
+    assert answers["cached"]["attention"] == RUN.get(answers["name"], "MambaTreeLayer")
+    assert (answers["plain"]["attention"] == "TritonMLAImpl") is (answers["name"] == LATENTS)
     assert 1.2 < answers["cached"]["counts"]["tokens_per_tree"] < 3
     assert answers["pressed"]["counts"]["preemptions"] > 0
 
@@ -151,9 +176,9 @@ def test_cached_states_are_right(case, answers):
 
 def test_a_request_holds_plains_states_and_what_its_nodes_leave(answers):
     states, plain = answers["pressed"]["states"], answers["plain"]["states"]
-    nodes = states.pop("nodes")
+    nodes = states.pop("nodes", 0)
     assert states == plain
     each = LEFT.get(answers["name"], 96 + 16 + 2 * 32 + 2)
     left = 4 * LAYERS.get(answers["name"], 2) * each
     assert nodes % left == 0
-    assert nodes // left >= SIZE
+    assert (nodes // left >= SIZE) is (answers["name"] != LATENTS)

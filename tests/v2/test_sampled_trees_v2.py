@@ -178,7 +178,6 @@ def test_tokens_are_those_of_plain_vllm_whoever_applies_temperatures(name, gener
 
 
 def generate_edited(models: str) -> dict[str, Any]:
-    """Answers of plain V2, with and without edits, and of trees."""
     target, draft = save_related_pair(Path(models))
     [prompt] = random_prompts([14])
     unedited = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
@@ -309,10 +308,7 @@ HEAD_TOKENS = [0, 1, 2, 4]
 # Tokens per request. `tests/kernels` compares every decision of either method.
 LAW_TOKENS = {"sequoia": 24, "traversal": 12}
 # Temperature, top_p, top_k, min_p; the second half of the requests needs only temperatures.
-LAW_SETTINGS = (
-    [(1.2, 0.9, 4, 0.1), (0.7, 0.8, 0, 0.0)],
-    [(0.6, 1.0, 0, 0.0), (1.3, 1.0, 0, 0.0)],
-)
+LAW_SETTINGS = ([(1.2, 0.9, 4, 0.1), (0.7, 0.8, 0, 0.0)], [(0.6, 1.0, 0, 0.0), (1.3, 1.0, 0, 0.0)])
 FALSE_ALARM = 1e-6
 
 
@@ -393,27 +389,24 @@ def assert_uniform(cells: np.ndarray) -> None:
     assert_same_law(cells, np.full(cells.shape, 1 / cells.size), FALSE_ALARM, fewest=0)
 
 
-def save_law_pair(directory: Path) -> tuple[str, str]:
-    """Target and draft, unrelated."""
-    target, draft = (
-        str(
-            save_llama(
-                directory / name, seed=seed, scale=scale, vocab_size=LAW_VOCAB,
-                max_position_embeddings=64,
-            )
-        )
-        for name, seed, scale in (("target", 3, 1.5), ("draft", 4, 1.0))
-    )  # fmt: skip
-    return target, draft
+def save_for_law(path: Path, seed: int, scale: float = 1.0, **config: Any) -> str:
+    given = {"vocab_size": LAW_VOCAB, "max_position_embeddings": 64, **config}
+    return str(save_llama(path, seed=seed, scale=scale, **given))
 
 
-def assert_follows_law(
-    answer: dict[str, Any], paths: tuple[str, str | list[int]], share: float
-) -> None:
+def check_law(
+    folder: Path, target: str, draft: str | None, likely: str | list[int] | None = None,
+    method: str = "traversal", **more: Any,
+) -> None:  # fmt: skip
     """Checks each token given the tokens before, and independently of the number before.
 
-    `share`: of the usual number of tokens.
+    `likely`: another model that says what is likely drafted; of a head, the tokens that it drafts.
     """
+    answer = call_on_gpu(
+        generate_for_law, folder, target=target, draft=draft, method=method, **more
+    )
+    share = LAW_TOKENS[method] / 24  # of the usual number of tokens
+    paths = target, likely or draft
     assert answer["graphs"]["DraftGraphs"] > 25 * share
     assert answer["eager growth"] == []
     assert min(answer["processed"].count(processed) for processed in (True, False)) > 13 * share
@@ -439,11 +432,8 @@ def assert_follows_law(
 
 @pytest.mark.parametrize("method", ["sequoia", "traversal"])
 def test_unseeded_tokens_follow_the_targets_law(method, tmp_path):
-    paths = save_law_pair(tmp_path)
-    answer = call_on_gpu(
-        generate_for_law, tmp_path, target=paths[0], draft=paths[1], method=method, tree=LAW_TREE
-    )
-    assert_follows_law(answer, paths, LAW_TOKENS[method] / 24)
+    target, draft = save_for_law(tmp_path / "target", 3, 1.5), save_for_law(tmp_path / "draft", 4)
+    check_law(tmp_path, target, draft, method=method, tree=LAW_TREE)
 
 
 # The draft's words by its own numbers, of the target's w0 to w5.
@@ -452,24 +442,17 @@ LAW_WORDS = {"w3": 0, "other": 1, "w5": 2, "more": 3, "w0": 6, "w1": 7}
 
 def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
     """Two of six tokens are never drafted; ids and logits are mapped in the graphs."""
-    paths = save_law_pair(tmp_path)
+    target, drafts = save_for_law(tmp_path / "target", 3, 1.5), save_for_law(tmp_path / "draft", 4)
     save_word_tokenizer(tmp_path / "target")
-    other = tmp_path / "other"
-    save_llama(other, seed=5, vocab_size=9, max_position_embeddings=64)
-    save_words(other, LAW_WORDS, {})
-    answer = call_on_gpu(
-        generate_for_law, tmp_path, target=paths[0], draft=str(other), method="traversal",
-        skip_tokenizer_init=False,
-    )  # fmt: skip
-    assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
+    other = save_for_law(tmp_path / "other", 5, vocab_size=9)
+    save_words(Path(other), LAW_WORDS, {})
+    check_law(tmp_path, target, other, likely=drafts, skip_tokenizer_init=False)
 
 
-NIGHTLY, OF_ITS_KIND = pytest.mark.nightly, ("mtp", "dspark", "dflash2", "hybrid's mtp")
+NIGHTLY, OF_ITS_KIND = pytest.mark.nightly, ("eagle3", "mtp", "dspark", "dflash2", "hybrid's mtp")
 
 
-@pytest.mark.parametrize(
-    "kind", ["eagle3", "dflash", *(pytest.param(k, marks=NIGHTLY) for k in OF_ITS_KIND)]
-)
+@pytest.mark.parametrize("kind", ["dflash", *(pytest.param(k, marks=NIGHTLY) for k in OF_ITS_KIND)])
 def test_a_head_leaves_the_law(kind, tmp_path):
     """Two draft a part of the vocabulary only; all nodes of a level of another have one Q.
 
@@ -481,28 +464,15 @@ def test_a_head_leaves_the_law(kind, tmp_path):
     elif kind == "mtp":
         target = save_mimo(tmp_path / "mimo", vocab=LAW_VOCAB)
     else:
-        target = str(
-            save_llama(
-                tmp_path / "target",
-                seed=3,
-                scale=0.6,
-                vocab_size=LAW_VOCAB,
-                num_hidden_layers=2,
-                max_position_embeddings=64,
-            )
-        )
+        target = save_for_law(tmp_path / "target", 3, 0.6, num_hidden_layers=2)
     head = {
         "eagle3": lambda: save_eagle3(path, target, HEAD_TOKENS, scale=0.3),
         "dflash": lambda: save_dflash(path, target, scale=0.5),
         "dspark": lambda: save_dspark(path, target, HEAD_TOKENS, scale=0.3),
         "dflash2": lambda: save_dflash2(path, target, top_k=2, scale=0.3),
     }.get(kind, lambda: None)()
-    answer = call_on_gpu(
-        generate_for_law, tmp_path, target=target, draft=head, method="traversal",
-        states="deltas" if is_hybrid else "",
-    )  # fmt: skip
-    paths = (target, HEAD_TOKENS if kind in ("eagle3", "dspark") else list(range(LAW_VOCAB)))
-    assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
+    drafts = HEAD_TOKENS if kind in ("eagle3", "dspark") else list(range(LAW_VOCAB))
+    check_law(tmp_path, target, head, drafts, states="deltas" if is_hybrid else "")
 
 
 @pytest.mark.nightly
@@ -513,11 +483,7 @@ def test_a_target_with_states_or_latents_keeps_its_law(name, tmp_path):
         paths = save_latent_pair(tmp_path, LAW_VOCAB)
     else:
         paths = save_mamba_pair(tmp_path, name, scale=1.0, vocab=LAW_VOCAB)
-    answer = call_on_gpu(
-        generate_for_law, tmp_path, target=paths[0], draft=paths[1], method="traversal",
-        states="latents" if has_latents else "mamba",
-    )  # fmt: skip
-    assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
+    check_law(tmp_path, *paths, states="latents" if has_latents else "mamba")
 
 
 # -- another method of verification ------------------------------------------------------

@@ -11,11 +11,21 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.calling import called_once
 from tests.support.conversing import converse, turns
-from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
+from tests.support.engines import (
+    generated,
+    metric,
+    noting,
+    running,
+    sequoia,
+    tokens_of,
+    whole_trees,
+)
 from tests.support.generating import (
     TINY,
     check_logprobs,
@@ -54,7 +64,6 @@ def greedy_requests() -> tuple[list[str], list[Any]]:
 
 
 def generate_greedy() -> dict[str, Any]:
-    """Answers of trees with and without asynchronous scheduling; and to one request alone."""
     texts, params = greedy_requests()
     answers: dict[str, Any] = {}
     with running(sequoia()) as llm:
@@ -72,7 +81,6 @@ def generate_greedy() -> dict[str, Any]:
 
 
 def generate_with_the_embedded_pair() -> dict[str, Any]:
-    """What each of the functions with its name gives."""
     return {
         "greedy": generate_greedy(),
         "special": generate_special(),
@@ -120,8 +128,6 @@ def test_greedy_tokens_without_asynchronous_scheduling(greedy):
 
 def special_params() -> list[Any]:
     """Requests without drafts between some that get trees, most with logprobs."""
-    from vllm.sampling_params import StructuredOutputsParams
-
     length = {"temperature": 0, "max_tokens": 12}
     return [
         SamplingParams(**length, logprobs=3),
@@ -138,8 +144,6 @@ def special_params() -> list[Any]:
 
 def grammar_params() -> list[Any]:
     """Requests whose every token a grammar checks: greedy, seeded, and with edits besides."""
-    from vllm.sampling_params import StructuredOutputsParams
-
     sums = StructuredOutputsParams(regex=r"[a-z]{3,8} = \d+( \+ [a-z0-9]{1,5})*")
     return [
         SamplingParams(temperature=0, max_tokens=16, structured_outputs=sums),
@@ -201,7 +205,7 @@ def generate_special() -> dict[str, Any]:
                 }  # fmt: skip
                 # Amid the second step's trees, while the third is scheduled with drafts.
                 with failing_draft(at=4) as said, counting_rows() as rows:
-                    failed = tokens_of(llm.generate(texts, params, use_tqdm=False))
+                    failed = generated(llm, texts, params)
                     grammars = llm.generate(texts[:3], grammar_params(), use_tqdm=False)
                 answers["failed"] = {
                     "tokens": failed, "grammar": tokens_of(grammars), "said": said, "rows": rows,
@@ -229,44 +233,27 @@ PADDED = [0, 1, 4]
 UNDRAFTED = [1, 7, 8]
 
 
-@contextmanager
-def counting_passes() -> Iterator[list[int]]:
+def counting_passes() -> Any:
     """Rows of each forward of the draft within the block."""
     from sequoia_vllm.drafters.model.v2 import ModelDrafter
-    from sequoia_vllm.engine.common.patched import patched
 
-    run_draft, found = ModelDrafter.run, []
-
-    def recording(self: Any, rows: Any) -> Any:
-        found.append(len(rows.token_ids))
-        return run_draft(self, rows)
-
-    with patched(ModelDrafter, "run", recording):
-        yield found
+    return noting(ModelDrafter, "run", lambda _, rows: len(rows.token_ids))
 
 
-@contextmanager
-def counting_rows() -> Iterator[list[list[int]]]:
+def counting_rows() -> Any:
     """Tokens of each request in each step that is scheduled within the block."""
-    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.core.scheduling import TreeScheduling
 
-    schedule, found = TreeScheduling.schedule, []
+    def rows(output: Any) -> list[int]:
+        return list(output.num_scheduled_tokens.values())
 
-    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = schedule(self, *args, **kwargs)
-        found.append(list(output.num_scheduled_tokens.values()))
-        return output
-
-    with patched(TreeScheduling, "schedule", recording):
-        yield found
+    return noting(TreeScheduling, "schedule", rows, of_result=True)
 
 
 @contextmanager
 def failing_draft(at: int) -> Iterator[list[str]]:
     """What the engine says as its draft fails, in the pass of this number within the block."""
     from sequoia_vllm.drafting.growth import TreeGrowth
-    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.runner import draft_failure
 
     grow_level, said, passes = TreeGrowth.grow_level, [], itertools.count(1)

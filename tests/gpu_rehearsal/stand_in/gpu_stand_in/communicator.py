@@ -66,7 +66,6 @@ class GlooCommunicator(CudaCommunicator):
     def reduce_scatterv_into_output(
         self, input_: Tensor, output: Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> Tensor:
-        """Reduces and scatters into `output`."""
         return output.copy_(self.reduce_scatterv(input_, dim, sizes))
 
     def get_symmetric_memory_buffer(self, *_: Any) -> None:

@@ -56,18 +56,15 @@ class CaptureError(RuntimeError):
 
 
 def capturing() -> CUDAGraph | None:
-    """The graph that is being captured now."""
     return _capturing
 
 
 def refuse_while_capturing(what: str) -> None:
-    """Raises CaptureError if a graph is being captured."""
     if _capturing is not None:
         raise CaptureError(f"operation not permitted when stream is capturing: {what}")
 
 
 def report() -> dict[str, dict[str, int]]:
-    """Graphs captured and replayed, by kind."""
     return {"captured": dict(captured), "replayed": dict(replayed)}
 
 
@@ -201,7 +198,6 @@ class CUDAGraph:
         self._poison()
 
     def abort(self) -> None:
-        """The capture failed."""
         self._stop_recording()
 
     def _stop_recording(self) -> None:

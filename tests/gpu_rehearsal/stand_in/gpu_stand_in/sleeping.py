@@ -56,7 +56,6 @@ class Allocator:
 
     @contextmanager
     def use_memory_pool(self, tag: str) -> Iterator[None]:
-        """What operators take within is tagged so."""
         pool = _Pool(tag)
         self._pools.append(pool)
         self._open.append(pool)
@@ -70,7 +69,6 @@ class Allocator:
             self._open.remove(pool)
 
     def note(self, tensor: Tensor) -> None:
-        """Memory that was just taken."""
         memory = StorageWeakRef(tensor.untyped_storage()), tensor.is_floating_point()
         self._open[-1].made[_address(tensor)] = memory
 
@@ -89,11 +87,9 @@ class Allocator:
         return 0
 
     def release_pools(self) -> None:
-        """The engine ends."""
         self._pools.clear()
 
     def holds(self, tensor: Tensor, tag: str) -> bool:
-        """Whether it lies in memory of this tag."""
         return any(
             memory.data_ptr() == _address(tensor)
             for pool in self._pools

@@ -1,18 +1,80 @@
-"""What sampling parameters change at tree nodes on V1, against plain loops over histories."""
+"""A batch's trees on V1: rows of logits, edits along paths, verification; against plain loops."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1, schedule_trees
+from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1, logits_rows, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import edited_by_paths
+from sequoia_vllm.engine.v1.verifier import TargetDistribution, TreeVerifierV1
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification.sampling import Truncation
 from tests.support.histories import Histories, penalised, with_bad_words
+
+# -- verification ----------------------------------------------------------------------------
+
+
+SMALL_TREE = TokenTree((-1, 0, 0, 1))
+VERIFIER = TreeVerifierV1(lambda logits: logits.argmax(dim=-1), None)
+
+
+def verified(
+    scheduled: dict[str, list[int]], request_index: dict[str, int], rows: list[int],
+    grammars: str = "", temperature: float | None = None,
+):  # fmt: skip
+    """What is emitted where row i of the logits says token ``rows[i]``; drafted were 1, 2 and 3."""
+    tokens = torch.tensor([[0, 1, 2, 3]]).expand(len(scheduled), -1)
+    probs = torch.full((2, 9), 1 / 9)
+    grown = DraftedTreesV1(tokens, probs, torch.tensor([[0, 1, -1, -1]]).expand_as(tokens))
+    lengths = np.ones(len(request_index), dtype=np.int64)
+    for request, drafts in scheduled.items():
+        lengths[request_index[request]] = len(drafts) + 1
+    trees = schedule_trees(
+        TreeTables(SMALL_TREE, torch.device("cpu")),
+        scheduled,
+        {request: Draft(grown, row) for row, request in enumerate(scheduled)},
+        request_index,
+        grammars.__contains__,
+        lengths.cumsum(),
+        lengths + 10,
+    )
+    logits = torch.nn.functional.one_hot(torch.tensor(rows), 9).log()
+    temperatures = None if temperature is None else torch.full((len(lengths),), temperature)
+    result = VERIFIER.verify(trees, TargetDistribution(logits, temperatures, Truncation()), {})
+    return result.output_tokens.tolist()
+
+
+def test_whole_batch_of_whole_trees():
+    found = verified({"a": [1, 2, 3], "b": [1, 2, 3]}, {"a": 0, "b": 1}, [1, 3, 8, 7, 2, 8, 6, 8])
+    assert found == [[1, 3, 7], [2, 6, -1]]
+
+
+def test_rows_of_others_are_not_taken_for_padding():
+    """A trimmed tree and a request without one: as many rows as two whole trees have."""
+    index = {"a": 0, "plain": 1, "b": 2}
+    found = verified({"a": [1, 2], "b": [1, 2, 3]}, index, [1, 7, 8, 5, 1, 3, 8, 6])
+    assert found == [[1, 7, -1], [1, 3, 6]]
+
+
+@pytest.mark.parametrize("temperature", [None, 1.0])
+def test_replaced_drafts_are_accepted_where_a_grammar_may_have_replaced_them(temperature):
+    index = {"a": 0, "b": 1, "plain": 2}
+    replaced = {"a": [5, 2, 3], "b": [5, 2, 6], "plain": [5, 2, 3]}
+    rows = [5, 3, 8, 7, 5, 6, 8, 4, 5, 3, 8, 7]
+    found = verified(replaced, index, rows, grammars="ab", temperature=temperature)
+    assert [[token for token in row if token >= 0] for row in found] == [[5, 3, 7], [5, 6, 4], [5]]
+
+
+# -- what sampling parameters change at nodes ------------------------------------------------
+
 
 VOCABULARY = 12
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 3))
@@ -21,7 +83,6 @@ CPU = torch.device("cpu")
 
 
 def batch_of(found: Histories):
-    """vLLM's batch, as far as histories go."""
     lengths = [(len(p), len(p) + len(o)) for p, o in zip(found.prompts, found.outputs, strict=True)]
     tokens = np.full((len(lengths), 40), -9, dtype=np.int32)
     for request, (start, end) in enumerate(lengths):
@@ -34,7 +95,6 @@ def batch_of(found: Histories):
 
 
 def trees_of(found: Histories):
-    """The trees as the scheduler sends them back."""
     names = [str(request) for request in range(len(SIZES))]
     tokens = torch.zeros(len(SIZES), TREE.size, dtype=torch.int64)
     rows = zip(found.requests, found.nodes, found.token_ids, strict=True)
@@ -54,7 +114,6 @@ def trees_of(found: Histories):
 
 
 def edited(logits, found, params):
-    """`edited_by_paths` of these requests' `SamplingParams`."""
     padded = [[*prompt, VOCABULARY] for prompt in found.prompts]
     allowed = torch.zeros(len(params), VOCABULARY, dtype=torch.bool)
     for index, one in enumerate(params):
@@ -151,3 +210,26 @@ def test_logits_that_nothing_edits_are_not_copied():
     only_without_tree = [SamplingParams() for _ in SIZES]
     only_without_tree[2] = SamplingParams(presence_penalty=1.0)
     assert edited(logits, found, only_without_tree) is logits
+
+
+# -- rows of logits --------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), min_size=1, max_size=12))
+def test_rows_are_vllms(requests):
+    """Requests of some drafts each, behind rows of a prompt without logits."""
+    drafts = np.array([drafts for drafts, _ in requests], dtype=np.int32)
+    ends = np.array([drafts + 1 + prompt for drafts, prompt in requests], dtype=np.int32).cumsum()
+    ends = ends.astype(np.int32)
+    runner = SimpleNamespace(
+        arange_np=np.arange(int(ends[-1]) + 1, dtype=np.int64),
+        _arange_scratch=np.zeros(int(ends[-1]) + 1, dtype=np.int64),
+        input_ids=SimpleNamespace(gpu=torch.zeros(int(ends[-1]), dtype=torch.int32)),
+        device=CPU,
+    )
+    runner._get_cumsum_and_arange = GPUModelRunner._get_cumsum_and_arange.__get__(runner)
+    expected = GPUModelRunner._calc_spec_decode_metadata(runner, drafts, ends)
+    rows = logits_rows(drafts, ends)
+    assert rows.logits_indices.tolist() == expected.logits_indices.tolist()
+    assert rows.num_draft_tokens == expected.num_draft_tokens
+    assert rows.max_spec_len == expected.max_spec_len

@@ -1,0 +1,165 @@
+"""Kinds of targets and of drafters on vLLM's GPU engine: tokens are plain vLLM's, from its graphs.
+
+Qwen3Next has Gated DeltaNet layers, GraniteMoeHybrid and NemotronH have Mamba2's, Lfm2 short
+convolutions and DeepseekV3 latent attention. MiMo's and Qwen3Next's own MTP layers draft, and in
+"lookup" no model does. Qwen2-VL and Qwen3.5 read images: a draft that reads text drafts for the
+one, its MTP layer for the other, which has recurrent layers, too.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from benchmarks.gpu.models import RECURRENT, pair_of, write_models
+from sequoia_vllm.engine.common.patched import patched
+from tests.support.engines import lookup_trees, sequoia
+from tests.support.expert_layers import save_experts
+from tests.support.generating import greedy_and_seeded, random_prompts, save_related_pair
+from tests.support.heads import save_mimo
+from tests.support.latents import rehearse_on_gpus, save_latent_pair
+from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
+from tests.support.models import save_word_tokenizer
+from tests.support.multimodal import IMAGE, call_with_images, requests_with_images, save_multimodal
+from tests.support.on_gpu import call_on_gpu
+from tests.support.recurrent import VOCABULARY, rehearse_in_float32, save_hybrid_pair
+from tests.support.rehearsing import (
+    check_replayed,
+    generate,
+    generate_with_trees,
+    join_and_abort,
+    plain_and_trees,
+    rehearsing,
+)
+
+pytestmark = pytest.mark.engine
+
+NIGHTLY = pytest.mark.nightly
+LENGTHS = [5, 9, 20, 33, 14]
+TOKENS, ABORTED = 12, 1
+WITH_GRAMMAR = [2, 3]
+MTP = {"method": "sequoia", "drafter": "mtp", "tree": {"size": 8, "depth": 3}, "adapt": False}
+MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
+JOINED = ["Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", "DeepseekV3"]
+
+
+def params() -> list[Any]:
+    """Greedy and seeded in turn; two with a grammar of four words."""
+    found = greedy_and_seeded(len(LENGTHS), TOKENS)
+    for index in WITH_GRAMMAR:
+        found[index].structured_outputs = StructuredOutputsParams(regex=f"(w[3-6]){{{TOKENS}}}")
+    return found
+
+
+def save_pair(folder: Path, name: str) -> tuple[str, str]:
+    """Saves a target and a draft that is often right, and lets vLLM run them here."""
+    if name == "Qwen3Next":
+        rehearse_in_float32()
+        return save_hybrid_pair(folder, scale=0.1)
+    if name == "DeepseekV3":
+        rehearse_on_gpus()
+        return save_latent_pair(folder)
+    rehearse_as_on_gpus()
+    return save_mamba_pair(folder, name, scale=0.1)
+
+
+def start_and_generate(folder: str, name: str) -> dict[str, Any]:
+    """Answers of plain vLLM, and of trees for batches of three and of one."""
+    place, texts = Path(folder), random_prompts(LENGTHS[:3])
+    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    if name == "lookup":
+        greedy.max_tokens = 2 * TOKENS
+        return plain_and_trees(lookup_trees(size=8), save_related_pair(place)[0], texts, greedy)
+    if name == "MiMo":
+        return plain_and_trees(MTP, save_mimo(place / "target"), texts, greedy)
+    rehearse_in_float32()
+    if name == MTP_OF_QWEN:
+        target = save_experts(place / "target", "Qwen3Next")
+        return plain_and_trees(MTP, target, texts, greedy)
+    target, _ = write_models(pair_of(RECURRENT, tiny=True), place, tiny=True)
+    return plain_and_trees(MTP, target, texts, greedy, load_format="dummy")
+
+
+def start_and_join(folder: str, name: str) -> dict[str, Any]:
+    """The same, and answers to requests as they come."""
+    pair = save_pair(Path(folder), name)
+    for path in pair:
+        save_word_tokenizer(Path(path))
+    texts = random_prompts(LENGTHS, VOCABULARY)
+    options = {"model": pair[0], "skip_tokenizer_init": False}
+    plain = {"attention_config": {"backend": "TRITON_MLA"}} if name == "DeepseekV3" else {}
+    with rehearsing(None, **options, **plain) as llm:
+        answers = {"plain": generate(llm, texts, params())}
+    with rehearsing(sequoia(8, 3, draft=pair[1]), as_users_start=True, **options) as llm:
+        answers["trees"] = generate_with_trees(llm, texts[:3], params()[:3])
+        answers["alone"] = generate_with_trees(llm, texts[:1], params()[:1])
+        answers["joining"] = join_and_abort(llm, texts, params(), ABORTED)
+    return answers
+
+
+OTHERS = ["MiMo", MTP_OF_QWEN, MADE_UP, *JOINED]
+
+
+@pytest.fixture(
+    scope="module", params=["lookup", *(pytest.param(name, marks=NIGHTLY) for name in OTHERS)]
+)
+def answers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    name, folder = request.param, tmp_path_factory.mktemp("targets")
+    # The module of that target in vLLM needs what reads images.
+    call = partial(call_with_images, on_gpu=True) if name == MADE_UP else call_on_gpu
+    function = start_and_join if name in JOINED else start_and_generate
+    return {"name": name, **call(function, folder, folder=str(folder), name=name)}
+
+
+@pytest.mark.parametrize("which", ["trees", "alone"])
+def test_tokens_are_those_of_plain_vllm_and_nothing_leaves_its_graph(which, answers):
+    check_replayed(answers[which], answers["plain"])
+
+
+def test_drafts_are_accepted_and_requests_join_and_are_aborted(answers):
+    """Some targets have requests that join; two of these follow grammars."""
+    least = {"lookup": 1.05, MADE_UP: 0.9}.get(answers["name"], 1.2)
+    assert answers["trees"]["counts"]["tokens_per_tree"] > least
+    if answers["name"] not in JOINED:
+        return
+    plain, joining = answers["plain"]["tokens"], answers["joining"]
+    assert joining["tokens"] == plain[:ABORTED] + plain[ABORTED + 1 :]
+    assert joining["counts"]["tokens_per_tree"] > least
+    assert joining["eager growth"] == []
+    assert joining["modes"]["FULL"] > 0
+    assert joining["modes"]["PIECEWISE beside prompts"] > 0
+    assert "FULL beside prompts" not in joining["modes"]  # as where our kernel has all rows
+    assert all(set(plain[index][0]) <= {3, 4, 5, 6} for index in WITH_GRAMMAR)
+
+
+def start_and_read(folder: str, name: str) -> dict[str, Any]:
+    """Answers to text alone, to an image, and to two."""
+    from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+    paths = save_multimodal(Path(folder), name)
+    config = sequoia(size=8, depth=3, draft=paths.get("draft", paths["target"]))
+    if name == "qwen3_5":
+        rehearse_in_float32()
+        config["drafter"] = "mtp"
+    greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    # FlashAttention's, a library of the GPU build, turns the encoder's queries.
+    with patched(ApplyRotaryEmb, "forward_cuda", ApplyRotaryEmb.forward_native):
+        return plain_and_trees(
+            config, paths["target"], requests_with_images(IMAGE[name])[:3], greedy,
+            tokenizer=paths.get("tokenizer", paths["target"]), skip_tokenizer_init=False,
+            limit_mm_per_prompt={"image": 2, "video": 0}, mm_encoder_attn_backend="TORCH_SDPA",
+        )  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
+def test_images(name, tmp_path):
+    found = call_with_images(start_and_read, tmp_path, on_gpu=True, folder=str(tmp_path), name=name)
+    trees = found["trees"]
+    assert trees["tokens"] == found["plain"]["tokens"]
+    assert trees["counts"]["tokens_per_tree"] > 1.5
+    assert min(trees["graphs"][kind] for kind in ("TreeGraphManager", "DraftGraphs")) > 1
+    assert trees["eager growth"] == []

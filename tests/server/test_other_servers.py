@@ -1,0 +1,223 @@
+"""``vllm serve`` as replicas, as nodes, with weights on a disk and with a store of keys.
+
+Tokens are those of plain vLLM each time.
+"""
+
+import json
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from vllm import SamplingParams
+
+from tests import quick_start
+from tests.support import serving
+from tests.support.cores import needs_two_cores
+from tests.support.engines import plain_outputs, running, sequoia
+from tests.support.models import prompts
+from tests.support.serving import (
+    DRAFT,
+    ROOT,
+    START_DEADLINE,
+    Server,
+    environment,
+    free_port,
+    wait_for_end,
+)
+from tests.support.stored_cache import CONNECTOR
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+
+TEXTS = prompts(8)
+GREEDY = {"temperature": 0, "max_tokens": 48}
+LONG = {**GREEDY, "extra_body": {"return_token_ids": True}}
+NO_DRAFTS = {"vllm_xargs": {"sequoia_max_drafts": 0}}
+SHORT = {"temperature": 0, "max_tokens": 1}  # nothing to draft
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
+
+
+def plain_tokens(texts: list[str]) -> list[list[int]]:
+    return plain_outputs(texts, SamplingParams(**GREEDY))
+
+
+def trees_of(config: dict[str, Any]) -> str:
+    return f"--speculative-config={json.dumps(config)}"
+
+
+# -- replicas that know nothing of each other's trees ------------------------------------
+
+
+def test_two_replicas_answer_as_plain_vllm(tmp_path):
+    """They adapt, as nothing is said of it, and begin with drafts, as nothing was learned."""
+    config = sequoia()
+    del config["adapt"]
+    with Server(
+        tmp_path / "server.log", "--data-parallel-size=2", "--api-server-count=1",
+        "--distributed-executor-backend=uni",  # a process less for each
+        trees_of(config), forks=True,
+    ) as server:  # fmt: skip
+        alone = server.complete(prompt=TEXTS[0], **LONG)  # the other replica has nothing to do
+        with ThreadPoolExecutor(12) as pool:
+            short = [pool.submit(server.complete, prompt=text, **SHORT) for text in TEXTS[:4]]
+            long = [pool.submit(server.complete, prompt=text, **LONG) for text in TEXTS]
+        found = [future.result().choices[0].token_ids for future in long]
+        assert [future.result().usage.completion_tokens for future in short] == [1] * 4
+        trees = server.metric("sequoia:trees_total")
+        server.stop(signal.SIGINT)
+    assert found == plain_tokens(TEXTS)
+    assert alone.choices[0].token_ids == found[0]
+    assert len(trees) == 2
+    assert min(trees) > 0  # both drafted
+
+
+# -- ``--nnodes 2`` without Ray: each node is started by a command of its own ------------
+
+
+@contextmanager
+def two_nodes(folder: Path, *configs: dict) -> Iterator[list[Server]]:
+    """Two nodes on this machine, with one rank and one configuration each."""
+    port, nodes = free_port(), []
+    with ExitStack() as stack:
+        for rank, config in enumerate(configs):
+            options = [
+                "--tensor-parallel-size=2", "--distributed-executor-backend=mp", "--nnodes=2",
+                f"--node-rank={rank}", "--master-addr=127.0.0.1", f"--master-port={port}",
+                trees_of(config), *["--headless"] * (rank > 0),
+            ]  # fmt: skip
+            nodes.append(Server(folder / f"node-{rank}.log", *options, forks=True))
+            stack.callback(nodes[-1].kill)
+        yield nodes
+
+
+@needs_two_cores
+def test_two_nodes_answer_as_plain_vllm(tmp_path):
+    with two_nodes(tmp_path, sequoia(), sequoia()) as (first, second):
+        first.wait_until_healthy()
+        answer = first.complete(prompt=TEXTS[0], **LONG)
+        [trees] = first.metric("sequoia:trees_total")
+        family = second.process.children(recursive=True)
+        for node in (first, second):
+            node.process.send_signal(signal.SIGINT)
+        assert wait_for_end([first.process, second.process, *family], START_DEADLINE) == []
+    assert [answer.choices[0].token_ids] == plain_tokens(TEXTS)[:1]
+    assert trees > 0
+
+
+@needs_two_cores
+def test_nodes_that_choose_unlike_do_not_start(tmp_path):
+    config = {key: value for key, value in sequoia().items() if key != "tree"}
+    with two_nodes(tmp_path, {**config, "tree": {"parents": [-1]}}, config) as nodes:
+        for node in nodes:
+            try:
+                assert node.process.wait(START_DEADLINE) != 0
+            except psutil.TimeoutExpired:
+                node.fail("the node neither serves nor ends")
+        for node in nodes:
+            assert "the commands that started this engine's ranks chose differently" in node.log
+            assert "tree: none (rank 0 on" in node.log
+            assert "later start will be refused" not in node.log  # there is one directory
+
+
+# -- weights on a disk, and no option that is not needed ---------------------------------
+
+
+def test_weights_on_a_disk_by_default(tmp_path, disk):
+    """Compiled, for requests as long as the model takes, with a KV cache of what memory is left."""
+    config = {"method": "sequoia", "model": DRAFT, "offload": {"directory": str(disk)}}
+    options = [
+        "--gpu-memory-utilization=0.15",  # the default asks for nine tenths of what others use, too
+        "--dtype=float32",  # in bfloat16 the nearest tokens change places
+    ]
+    log, variables = tmp_path / "log", environment()
+    with Server(log, *options, trees_of(config), variables=variables) as server:
+        trees, plain = (
+            server.complete(prompt=TEXTS[0], **GREEDY, extra_body=body).choices[0].token_ids
+            for body in (LONG["extra_body"], {**LONG["extra_body"], **NO_DRAFTS})
+        )
+        assert [trees] == [plain] == plain_tokens(TEXTS)[:1]
+        [accepted] = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+        assert accepted > 5
+        assert "GiB of the target's weights (4 layers) are read from" in server.log
+        server.stop(signal.SIGTERM)
+    assert list(disk.iterdir()) == []
+
+
+# -- vLLM's OffloadingConnector: a later turn is loaded from its store -------------------
+
+# The store is the tests' own, in host memory: vLLM's refuses devices other than GPUs.
+TREES = {"method": "sequoia", "model": DRAFT, "tree": {"size": 8, "depth": 3}, "adapt": False}
+STORE = CONNECTOR["kv_connector_extra_config"]
+OPTIONS = {
+    "--kv-transfer-config": ["--kv-transfer-config", json.dumps(CONNECTOR)],
+    # It names connector and role itself; only the tests' store is added.
+    "--kv-offloading-size": [
+        "--kv-offloading-size=0.01",
+        "--kv-transfer-config", json.dumps({"kv_connector_extra_config": STORE}),
+    ],
+}  # fmt: skip
+SMALL = [option for option in serving.OPTIONS if "host" not in option]
+PROMPT, TOKENS, BLOCK = "\n".join(TEXTS[:2]), 70, 32
+
+
+def asked_next(prompt: list[int], answer: list[int]) -> list[int]:
+    return [*prompt, *answer, 300, 301]
+
+
+def plain_turns() -> list[list[int]]:
+    """Two turns' tokens of plain vLLM, which stores nothing."""
+    params = SamplingParams(temperature=0, max_tokens=TOKENS)
+    with running(block_size=BLOCK) as llm:
+        [first] = llm.generate(PROMPT, params, use_tqdm=False)
+        answer = list(first.outputs[0].token_ids)
+        again = {"prompt_token_ids": asked_next(first.prompt_token_ids, answer)}
+        [second] = llm.generate(again, params, use_tqdm=False)
+        return [answer, list(second.outputs[0].token_ids)]
+
+
+def served_turns(server: Server) -> list[list[int]]:
+    """The same over HTTP. Between them the engine's own cache is emptied, and not the store.
+
+    A step's last blocks are stored in a later step, which another request brings. Until then they
+    are held, and vLLM does not empty its cache.
+    """
+    turns: list[list[int]] = []
+    asked: Any = PROMPT
+    for _ in range(2):
+        [choice] = server.complete(
+            prompt=asked, temperature=0, max_tokens=TOKENS, extra_body={"return_token_ids": True}
+        ).choices
+        turns.append(choice.token_ids)
+        for _ in range(20):
+            server.complete(prompt="another", max_tokens=1)
+            done = httpx.post(f"{server.url}/reset_prefix_cache", trust_env=False, timeout=60)
+            if done.json()["success"]:
+                break
+        assert done.json()["success"]
+        asked = asked_next(choice.prompt_token_ids, choice.token_ids)
+    return turns
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_later_turn_is_loaded_from_the_store(option, tmp_path):
+    variables = environment(forks=True) | {
+        "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": f"{quick_start.FOLDER}:{ROOT}",
+    }  # fmt: skip
+    options = [*SMALL, f"--block-size={BLOCK}", trees_of(TREES), *OPTIONS[option]]
+    with Server(tmp_path / "log", *options, variables=variables) as server:
+        assert served_turns(server) == plain_turns()
+        # Also blocks of the first answer, behind which trees wrote.
+        [loaded] = server.metric("vllm:external_prefix_cache_hits_total")
+        assert loaded % BLOCK == 0
+        assert loaded > TOKENS
+        [accepted] = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+        assert accepted > 30
