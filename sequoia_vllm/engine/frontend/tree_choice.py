@@ -154,9 +154,7 @@ def _resolve(
         return _optimal(vector, default_tree, "optimal for the given acceptance")
     if not isinstance(found, Selection):
         return _optimal(vector, default_tree, f"default size; {found}")
-    schedule = found.entry.to_schedule()
-    gain = _gain_of_schedule(schedule, HOW_TIMED[found.entry.profile.source])
-    choice = TreeChoice(schedule.tree, found.reason, schedule.ranges, pair.device, gain)
+    choice = _of_library(pair, found)
     if levels is not None and choice.tree.depth > levels:
         why = f"default size; the draft drafts {levels} levels at most, fewer than {choice.source}"
         return _optimal(vector, default_tree, why)
@@ -185,6 +183,12 @@ def _gain_of(found: NamedTree, pair: PairKey) -> ExpectedGain:
 def _gain_of_schedule(schedule: StoredSchedule, source: str) -> ExpectedGain:
     estimate = schedule.estimate(1)
     return ExpectedGain(estimate.speedup, source, estimate.expected_tokens)
+
+
+def _of_library(pair: PairKey, found: Selection) -> TreeChoice:
+    schedule = found.entry.to_schedule()
+    gain = _gain_of_schedule(schedule, HOW_TIMED[found.entry.profile.source])
+    return TreeChoice(schedule.tree, found.reason, schedule.ranges, pair.device, gain)
 
 
 def _within(choice: TreeChoice, most_nodes: int, why: str) -> TreeChoice:

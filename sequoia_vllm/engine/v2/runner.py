@@ -122,7 +122,7 @@ class TreeRunner(GPUModelRunner):
         )
         kinds = map(type, self.sampler.logits_processors)
         if any(not kind.__module__.startswith("vllm.") for kind in kinds):  # the user's own
-            self.speculator.modes.some_draft = False
+            self.speculator.modes.give_no_drafts()
         # Penalties and bad words take the rows before a node for its history. Until: vLLM's sampler
         # is told each row's history.
         self.sampler.logits_processors = along_paths(
