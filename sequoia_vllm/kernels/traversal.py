@@ -49,28 +49,22 @@ class TraversalOrder:
             children[parents[node]].append(node)
         nodes = np.full((count, 6), -1, dtype=np.int32)
         turns = np.full((2, count), NEVER.value, dtype=np.int32)
-        begins, sizes = [0] * count, _subtree_sizes(parents)
-        turns[0, 0] = -1
+        nodes[0, 3:5], turns[0, 0], sizes = 0, -1, _subtree_sizes(parents)
         for node, own in enumerate(children):
-            begin = begins[node]
+            begin = nodes[node, 4]
             for rank, child in enumerate(own):
                 turns[0, child] = turns[0, node] + 1 + rank
                 turns[1, node] = turns[0, child] + 1
-                begins[child] = begin
+                previous = own[rank - 1] if rank else -1
+                nodes[child, :5] = node, rank, previous, nodes[node, 3] + 1, begin
                 begin += sizes[child]
-                nodes[child, :3] = node, rank, own[rank - 1] if rank else -1
-                nodes[child, 3] = nodes[node, 3] + 1
-        nodes[:, 3] += 1
-        nodes[:, 4] = begins
-        nodes[:, 5] = np.add(begins, sizes) - 1
+        nodes[:, 5] = nodes[:, 4] + sizes - 1
         # The root has no turn, and is accepted where nothing else is.
         turns[:, 0] = NEVER.value
-        visits: dict[int, list[int]] = {}
-        for node in range(1, count):
-            visits.setdefault(int(turns[0, node]), []).append(node)
-            if children[node]:
-                visits.setdefault(int(turns[1, node]), []).append(-node)
-        waves = [np.array(sorted(visits[wave], key=abs)) for wave in sorted(visits)]
+        waves = []
+        for wave in range(turns[turns < NEVER.value].max(initial=-1) + 1):
+            turn, closed = (np.flatnonzero(row == wave) for row in turns)
+            waves.append(np.array(sorted([*turn, *-closed], key=abs)))
         return cls(
             nodes=torch.from_numpy(nodes).to(device),
             decided_in=torch.from_numpy(turns).to(device),
