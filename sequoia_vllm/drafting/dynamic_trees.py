@@ -58,20 +58,17 @@ class DynamicGrowth:
     Args:
         roots: int64 ``[B]``: tokens of the roots.
         nodes: Nodes of each tree, root included.
-        depth: Most edges from the root to a leaf; `inner_width` is above 0.
-
-    Attributes:
-        width: `inner_width`, k.
-        tokens: int64 ``[B, m]``: tokens of the nodes of the present level that get children.
-        seen: bool ``[B, m, M]``: which of the nodes that the draft reads each of them sees. They
-            are the root, then k of each level, those of this one last.
+        depth: Most edges from the root to a leaf; `inner_width`, k, is above 0.
     """
 
     def __init__(self, roots: Tensor, nodes: int, depth: int) -> None:
         batch = len(roots)
         self.nodes, self.depth = nodes, depth
         self.width = inner_width(nodes, depth)
+        # int64 ``[B, m]``: tokens of the nodes of the present level that get children.
         self.tokens = self._roots = roots[:, None]
+        # bool ``[B, m, M]``: which of the nodes that the draft reads each of them sees: the root,
+        # then k of each level, those of this one last.
         self.seen = torch.ones(batch, 1, 1, dtype=torch.bool)
         self._values = torch.zeros(batch, 1)  # logarithms of path probabilities
         self._places = torch.zeros(batch, 1, dtype=torch.int64)  # among all candidates

@@ -57,9 +57,7 @@ class PagedTables:
             block_sizes: Tokens per block of each group.
             windows: Sliding window in tokens, by group; groups without one are absent.
 
-        Raises:
-            ValueError: If there is not one block size per table, or a table is of
-                another dtype or layout.
+        Raises ValueError if tables and sizes differ in number, or a table in dtype or layout.
         """
         if len(tables) != len(block_sizes) or not tables:
             raise ValueError(f"{len(tables)} block tables and {len(block_sizes)} block sizes")

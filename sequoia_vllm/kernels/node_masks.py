@@ -15,17 +15,11 @@ _WORD_BITS = 32
 def pack_ancestors(ancestors: Tensor) -> Tensor:
     """Packs a tree's ancestor matrix for `tree_attention`.
 
-    Args:
-        ancestors: bool ``[N, N]``: ``ancestors[i, j]`` says that node i sees node
-            j (itself or an ancestor), so j <= i. On any device.
+    ``ancestors[i, j]``, bool ``[N, N]``, says that node i sees node j (itself or an ancestor), so
+    j <= i. Returns int32 ``[N, ceil(N / 32)]`` on its device: node j is bit j % 32 of word j // 32.
 
-    Returns:
-        int32 ``[N, ceil(N / 32)]`` on that device: node j is bit j % 32 of word
-        j // 32.
-
-    Raises:
-        ValueError: If the matrix is not square, or if a node would see a later
-            one, which need not be in the cache yet.
+    Raises ValueError if the matrix is not square, or if a node would see a later one, which need
+    not be in the cache yet.
     """
     if ancestors.ndim != 2 or ancestors.shape[0] != ancestors.shape[1]:
         raise ValueError(f"expected a square matrix, got {list(ancestors.shape)}")

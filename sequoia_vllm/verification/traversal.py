@@ -141,13 +141,10 @@ def traverse_rows(
         target, draft: P and Q of the nodes with children, float32 or float64 ``[R, V]``, on the
             CPU as all tensors.
         rows: int64 ``[B, N+1]``: where those of each node are; read for no other node.
-        tokens: int64 ``[B, N+1]``; the root's is not read.
-        children: int64 ``[B, N+1, b]``, as in `Topology`.
-        uniforms: float64 ``[B, N+1]``, of `node_uniforms`.
+        tokens, children, uniforms: As of `traverse_tree`, `Topology` and `node_uniforms`.
 
-    Returns:
-        The accepted nodes, int64 ``[B]``, the root (0) where no other is; and what is left of P at
-        those with children, up to a factor, ``[B, V]``. At others the values mean nothing.
+    Returns the accepted nodes, int64 ``[B]``, the root (0) where no other is; and what is left of P
+    at those with children, up to a factor, ``[B, V]``. At others the values mean nothing.
     """
     (batch, nodes, branches), vocabulary = children.shape, target.shape[1]
     accepted, rest = tokens.new_empty(batch), target.new_empty(batch, vocabulary)

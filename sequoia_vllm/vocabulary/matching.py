@@ -34,12 +34,8 @@ class Matching:
     def trimmed(self, tokens: list[int]) -> tuple[NDArray[np.int64], Matching]:
         """The matching with a draft that computes only some rows of its logits.
 
-        Args:
-            tokens: The target's tokens that may still be drafted.
-
-        Returns:
-            The rows int64 ``[n]`` to compute, by the draft's numbers, and the matching with
-            them: ``drawn`` and ``also`` then count these rows.
+        Of the target's tokens only ``tokens`` may still be drafted. Returns the rows int64 ``[n]``
+        to compute, by the draft's numbers, and the matching: ``drawn`` and ``also`` count them.
         """
         drawn = np.full_like(self.drawn, NONE)
         drawn[tokens] = self.drawn[tokens]
