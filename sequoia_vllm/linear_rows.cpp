@@ -12,7 +12,12 @@ namespace {
 constexpr int64_t LANES = 16;
 constexpr int OUTPUTS = 4;  // 6 x 4 vectors of sums stay in registers (AVX-512 has 32)
 constexpr int64_t ROWS = 6;
+// Columns at once of up to six rows, which then stay in the core's cache.
+constexpr int64_t BLOCK = 16384;
 typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
+typedef float Two __attribute__((vector_size(8)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
 
@@ -35,12 +40,25 @@ uint16_t narrowed(float value) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, ties to even
 }
 
-// M rows of x times OUTPUTS rows of W.
+template <typename Half, typename Whole>
+Half halved(const Whole& whole) {
+  Half halves[2];
+  std::memcpy(halves, &whole, sizeof whole);
+  return halves[0] + halves[1];
+}
+
+float total(const Floats& values) {
+  return halved<float>(halved<Two>(halved<Four>(halved<Eight>(values))));
+}
+
+// M rows of x times OUTPUTS rows of W, in the columns from first to end. Until the last of them
+// the sums are kept.
 template <int M>
 void multiply(const float* x, const uint16_t* w, const uint16_t* b, uint16_t* y, int64_t inner,
-              int64_t stride) {
+              int64_t stride, int64_t first, int64_t end, float* kept) {
   Floats sums[M][OUTPUTS] = {};
-  for (int64_t k = 0; k < inner; k += LANES) {
+  if (first > 0) std::memcpy(sums, kept, sizeof sums);
+  for (int64_t k = first; k < end; k += LANES) {
     Floats weights[OUTPUTS];
     for (int n = 0; n < OUTPUTS; n++) {
       weights[n] = widened(w + n * inner + k);
@@ -51,10 +69,13 @@ void multiply(const float* x, const uint16_t* w, const uint16_t* b, uint16_t* y,
       for (int n = 0; n < OUTPUTS; n++) sums[m][n] += row * weights[n];
     }
   }
+  if (end < inner) {
+    std::memcpy(kept, sums, sizeof sums);
+    return;
+  }
   for (int m = 0; m < M; m++)
     for (int n = 0; n < OUTPUTS; n++) {
-      float sum = 0;
-      for (int lane = 0; lane < LANES; lane++) sum += sums[m][n][lane];
+      const float sum = total(sums[m][n]);
       y[m * stride + n] = narrowed(b ? sum + widened_one(b[n]) : sum);
     }
 }
@@ -66,19 +87,25 @@ extern "C" void sequoia_linear_rows(const uint16_t* x, const uint16_t* w, const 
                                     int64_t threads) {
   std::vector<float> wide(rows * inner);
   for (int64_t i = 0; i < rows * inner; i++) wide[i] = widened_one(x[i]);
+  const int64_t block = rows > ROWS || inner < BLOCK ? inner : BLOCK;
+  std::vector<float> sums(block < inner ? ROWS * outputs * LANES : 0);
+  for (int64_t k = 0; k < inner; k += block) {
+    const int64_t end = k + block < inner ? k + block : inner;
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t n = 0; n < outputs; n += OUTPUTS) {
-    const uint16_t *weights = w + n * inner, *bias = b ? b + n : nullptr;
-    for (int64_t m = 0; m < rows; m += ROWS) {
-      const float* from = wide.data() + m * inner;
-      uint16_t* to = y + m * outputs + n;
-      switch (rows - m) {
-        case 1: multiply<1>(from, weights, bias, to, inner, outputs); break;
-        case 2: multiply<2>(from, weights, bias, to, inner, outputs); break;
-        case 3: multiply<3>(from, weights, bias, to, inner, outputs); break;
-        case 4: multiply<4>(from, weights, bias, to, inner, outputs); break;
-        case 5: multiply<5>(from, weights, bias, to, inner, outputs); break;
-        default: multiply<ROWS>(from, weights, bias, to, inner, outputs);
+    for (int64_t n = 0; n < outputs; n += OUTPUTS) {
+      const uint16_t *weights = w + n * inner, *bias = b ? b + n : nullptr;
+      float* kept = block < inner ? sums.data() + ROWS * n * LANES : nullptr;
+      for (int64_t m = 0; m < rows; m += ROWS) {
+        const float* from = wide.data() + m * inner;
+        uint16_t* to = y + m * outputs + n;
+        switch (rows - m) {
+          case 1: multiply<1>(from, weights, bias, to, inner, outputs, k, end, kept); break;
+          case 2: multiply<2>(from, weights, bias, to, inner, outputs, k, end, kept); break;
+          case 3: multiply<3>(from, weights, bias, to, inner, outputs, k, end, kept); break;
+          case 4: multiply<4>(from, weights, bias, to, inner, outputs, k, end, kept); break;
+          case 5: multiply<5>(from, weights, bias, to, inner, outputs, k, end, kept); break;
+          default: multiply<ROWS>(from, weights, bias, to, inner, outputs, k, end, kept);
+        }
       }
     }
   }

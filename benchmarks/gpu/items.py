@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.results import GpuRunError, Results
 
@@ -29,7 +30,7 @@ class Item:
     what: str
     measure: str
     minutes: float
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     needs_vllm: bool = True
     needs_gpus: int = 1
@@ -76,11 +77,24 @@ ITEMS = (
     MACHINE,
     Item(
         "rival", "a chat model at 8B's cost, an EAGLE-3 head trained here: plain, chain, trees",
-        RIVALS, 10, is_tiny=False,
+        RIVALS, 10,
     ),
     Item(
         "rival-chains", "vLLM's chains of 1, 2 and 4 over the same head: which is the best?",
         RIVALS, 4, {"chains": _chains(1, 2, 4), "trees": "", **_ONCE}, is_tiny=False,
+    ),
+    Item(
+        "rival-traversal", "trees over the same head, verified by Algorithm 2 and by traversal",
+        RIVALS, 3,
+        {"chains": "", "trees": "served,traversal", "temperatures": "0.6,1", "rates": ""},
+        is_tiny=False,
+    ),
+    Item(
+        # The enlarged head drafts what the embedded one does: 1.8 tokens a step in chains of 4.
+        # It has 2 layers, published ones have 5.
+        "rival-dflash", "a DFlash head at 8B's cost: plain, vLLM's chain, trees",
+        RIVALS, 5,
+        {"kind": "dflash", "trees": "served", "cache_gib": 4.0, **_ONCE},
     ),
     Item(
         "trees-8b-eagle3", "8B with an EAGLE-3 head: steps, mixed steps, changes, kernels' shares",
@@ -104,7 +118,7 @@ ITEMS = (
     ),
     Item(
         "trees-8b-1b-fp8", "the same with the draft's layers in FP8",
-        TREES, 4, {"pair": "8b-1b", "quantization": "fp8"}, is_tiny=False,
+        TREES, 4, {"pair": "8b-1b", "quantization": "fp8_per_tensor"}, is_tiny=False,
     ),
     Item(
         "trees-8b-eagle3-tp2", "the first on two GPUs, with NCCL",

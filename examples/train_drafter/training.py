@@ -157,7 +157,7 @@ def train(
         "recipe": asdict(replace(recipe, steps=steps)),
         "parameters": sum(one.numel() for one in model.parameters()),
         "texts": {part: len(found) for part, found in texts.items()},
-        "hours": round((time.monotonic() - began) / 3600, 4),
+        "hours": round((time.monotonic() - began) / 3600, 6),
         "validation_loss": losses,
     }
 

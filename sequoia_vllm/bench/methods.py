@@ -18,10 +18,12 @@ from sequoia_vllm.library.tree_library import find_tree, is_tree_file
 AUTO = "auto"
 SERVED = "served"
 """The tree of ``--speculative-config sequoia``: of all its options only the draft is given."""
-DRAWN, LOOKUP = "drawn", "lookup"  # `SERVED` without retrieval, and without a draft model
+DRAWN, LOOKUP, TRAVERSAL = "drawn", "lookup", "traversal"
+"""`SERVED` without retrieval, without a draft model, and with another verification."""
 _AS_SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     SERVED: ("Sequoia", {}), DRAWN: ("Sequoia, no retrieval", {"retrieval": False}),
     LOOKUP: ("Sequoia, lookup", {"drafter": LOOKUP}),
+    TRAVERSAL: ("Sequoia, traversal", {"verification": TRAVERSAL}),
 }  # fmt: skip
 _NGRAM: dict[str, Any] = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 _SHAPE = re.compile(r"(\d+)x(\d+)")
@@ -131,9 +133,9 @@ def _ngram_chain(drafts: int) -> Method:
 
 
 def sequoia(draft: str, tree: str) -> Method:
-    """Sequoia with a tree: `SERVED`; `DRAWN`; `LOOKUP`; "auto"; ``16x4`` (16 nodes, root included,
-    at most 4 deep); a tree file (``.json``); or a name in the library. Raises TreeError,
-    LibraryError or BenchError if there is no such tree, or a shape is too small."""
+    """Sequoia with a tree: `SERVED`; `DRAWN`; `LOOKUP`; `TRAVERSAL`; "auto"; ``16x4`` (16 nodes,
+    root included, at most 4 deep); a tree file (``.json``); or a name in the library. Raises
+    TreeError, LibraryError or BenchError if there is no such tree, or a shape is too small."""
     config: dict[str, Any] = {"method": "sequoia", **draft_option(draft)}
     if tree in _AS_SERVED:
         name, keys = _AS_SERVED[tree]

@@ -56,8 +56,9 @@ def bench(
         str,
         typer.Option(
             help="Sequoia's trees: served (as a server with --speculative-config sequoia runs: "
-            "its tree, adapting), drawn (without retrieval), lookup (without a draft), auto (may "
-            "choose none), 16x4 (16 nodes, at most 4 deep), a name in the library, or a tree file."
+            "its tree, adapting), drawn (without retrieval), lookup (without a draft), traversal "
+            "(verified by it), auto (may choose none), 16x4 (16 nodes, at most 4 deep), a name in "
+            "the library, or a tree file."
         ),
     ] = "served",
     chain: Annotated[

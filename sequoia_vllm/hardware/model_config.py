@@ -17,7 +17,8 @@ _UNGATED = frozenset({
     "apertus", "arcee", "gpt_neox", "nemotron", "nemotron_h", "persimmon", "phi", "starcoder2",
 })  # fmt: skip
 _BITS_BY_METHOD = {
-    "fp8": 8, "fbgemm_fp8": 8, "ptpc_fp8": 8, "modelopt": 8,
+    "fp8": 8, "fp8_per_tensor": 8, "fp8_per_channel": 8, "fp8_per_block": 8, "fbgemm_fp8": 8,
+    "ptpc_fp8": 8, "modelopt": 8,
     "mxfp8": 8, "modelopt_mxfp8": 8, "modelopt_fp4": 4, "mxfp4": 4, "gpt_oss_mxfp4": 4, "nvfp4": 4,
     "awq": 4, "awq_marlin": 4, "bitsandbytes": 4,
 }  # fmt: skip

@@ -173,8 +173,10 @@ def test_items_say_what_they_lack(monkeypatch):
 def test_rivals_use_targets_answers_and_heads_of_earlier_items(item, tmp_path, monkeypatch):
     called = []
 
+    kind, takes = item.options.get("kind", "eagle3"), inspect.signature(rival.compare)
+
     def make(name):
-        def write(folder):
+        def write(folder, **sizes):
             called.append(name)
             (folder / name).mkdir(parents=True)
             (folder / name / "config.json").touch()
@@ -182,7 +184,7 @@ def test_rivals_use_targets_answers_and_heads_of_earlier_items(item, tmp_path, m
         return write
 
     def compare(folder, out, **options):
-        called.append(inspect.signature(rival.compare).bind(folder, out, **options).arguments)
+        called.append(takes.bind(folder, out, **options).arguments)
         out.mkdir(parents=True)
         (out / "bench.jsonl").write_text('{"results": []}\n')
         if len(called) > 3:
@@ -191,14 +193,16 @@ def test_rivals_use_targets_answers_and_heads_of_earlier_items(item, tmp_path, m
     monkeypatch.setattr(smollm2, "is_cached", lambda folder: True)
     monkeypatch.setattr(rival, "target", make("target"))
     monkeypatch.setattr(rival, "head", make("eagle3"))
+    monkeypatch.setattr(rival, "dflash", make("dflash"))
     monkeypatch.setattr(rival, "compare", compare)
-    (tmp_path / "rival" / "eagle3").mkdir(parents=True)  # half a head
-    stages.compare_methods(ItemRun("earlier", tmp_path, tiny=True), **item.options)
+    folder = tmp_path / ("rival" if kind == "eagle3" else "rival-embedded")
+    (folder / kind).mkdir(parents=True)  # half a head
+    stages.compare_methods(ItemRun("earlier", tmp_path, tiny=False), **item.options)
     with pytest.raises(KeyboardInterrupt):  # its time is over
-        stages.compare_methods(ItemRun(item.name, tmp_path, tiny=True), **item.options)
+        stages.compare_methods(ItemRun(item.name, tmp_path, tiny=False), **item.options)
     first, second, compared, again = called
-    assert (first, second) == ("target", "eagle3")
-    assert again["out"] == tmp_path / "rival" / "found" / item.name
+    assert (first, second, again["kind"]) == ("target", kind, kind)
+    assert again["out"] == folder / "found" / item.name
     assert {**again, "out": compared["out"]} == compared
     assert Results(tmp_path / FILE).of(item.name).parts["bench"] == {"lines": [{"results": []}]}
 
@@ -206,4 +210,4 @@ def test_rivals_use_targets_answers_and_heads_of_earlier_items(item, tmp_path, m
 def test_a_chat_model_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(GpuRunError, match=r"run python -m examples\.smollm2 first"):
-        stages.compare_methods(None)
+        stages.compare_methods(ItemRun("rival", tmp_path, tiny=False))

@@ -1,20 +1,39 @@
 """The head of `benchmarks.gpu.rival`, and its sampling of answers."""
 
+from contextlib import nullcontext
 from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import benchmarks.gpu.rival.__main__ as rival
+from benchmarks.gpu.results import GpuRunError
 from benchmarks.gpu.rival import comparison
 from benchmarks.gpu.rival.head import write_grown_head
 from benchmarks.gpu.rival.side_by_side import RemoteEngine
 from benchmarks.synthetic_target import write_synthetic_target
-from sequoia_vllm.bench.methods import BenchError, plain
+from sequoia_vllm.bench.measure import BenchSettings
+from sequoia_vllm.bench.methods import BenchError, chain, plain
+from sequoia_vllm.measuring.engines import EngineSpec
+from tests.oracles.dflash import dflash_drafts, target_layers
 from tests.support.models import MODELS, TARGET
 from tests.support.train_drafter import script_modules
 
 HEAD = MODELS / "eagle3"
+
+
+def test_a_dflash_head_grown_like_its_target_drafts_the_same(tmp_path):
+    folder, large = tmp_path / "target", tmp_path / "head"
+    write_synthetic_target(TARGET, folder, layers=5, width=900, hidden=768, dtype="float32")
+    write_grown_head(MODELS / "dflash", large, 3, 700)
+    tokens = torch.randint(5, 4000, (24,), generator=torch.Generator().manual_seed(1))
+    drafts = []
+    with script_modules() as modules:
+        for head, target in ((MODELS / "dflash", MODELS / "target"), (large, folder)):
+            states = modules.eagle3.FrozenTarget(target, target_layers(head), "cpu")
+            drafts.append(dflash_drafts(head, states, tokens, 4))
+    assert torch.equal(*drafts)
 
 
 @pytest.mark.parametrize("times", [3, 4])
@@ -48,6 +67,17 @@ def test_methods_are_compared_on_real_questions(tmp_path, monkeypatch):
     assert settings.methods[1].speculative_config["method"] == "eagle3"
     assert (len(settings.prompts), len(questions)) == (12, 120)
     assert (rates, arriving) == ((16, 48, 16, 48), 5)
+
+
+def test_what_failed_is_told_after_all_else_was_measured(tmp_path, monkeypatch):
+    methods = [plain(), chain(str(HEAD), 2)]
+    spec = EngineSpec(TARGET, str(HEAD))
+    settings = BenchSettings(spec, methods=tuple(methods), prompts=([1],))
+    engines = {methods[0].name: SimpleNamespace(method=methods[0])}
+    monkeypatch.setattr(comparison, "open_side_by_side", lambda *given: nullcontext(engines))
+    monkeypatch.setattr(comparison, "_compare", lambda *given: None)
+    with pytest.raises(GpuRunError, match=r"says: chain of 2; plain vLLM, 16 requests/s$"):
+        comparison.compare_side_by_side(settings, [[1]], [16.0], 1.0, tmp_path)
 
 
 def test_engines_in_processes_answer_like_engines_here():

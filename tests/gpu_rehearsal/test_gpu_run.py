@@ -1,7 +1,6 @@
 """The program for half an hour with a GPU, from its first to its last line."""
 
 import io
-import json
 import os
 import sys
 from contextlib import redirect_stdout
@@ -10,20 +9,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.items import ITEMS, KERNELS
+from benchmarks.gpu.items import ITEMS, KERNELS, RIVALS
 from benchmarks.gpu.results import FILE, Results
 from benchmarks.gpu.sizes import TINY
+from benchmarks.gpu.stages import make_rivals
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from tests.support.memory_checks import VARIABLE
-from tests.support.models import MODELS, TARGET
 from tests.support.on_gpu import call_on_gpu
+from tests.support.train_drafter import script_modules
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 # `tests/gpu_check` runs the kernels' check.
 REHEARSED = [item for item in ITEMS if item.name != KERNELS and item.is_tiny]
-WITH_ENGINES = [item.name for item in REHEARSED if item.needs_gpus == 1]
+WITH_ENGINES = [item.name for item in REHEARSED if item.needs_gpus == 1 and item.measure != RIVALS]
 
 
 def run_all(folder: str, names: list[str]) -> dict[str, Any]:
@@ -39,22 +39,6 @@ def run_all(folder: str, names: list[str]) -> dict[str, Any]:
         print(printed.getvalue(), file=sys.stderr)
         found[f"{turn} table"] = printed.getvalue()
     return found
-
-
-def compare_heads(folder: str, kind: str) -> list[dict[str, Any]]:
-    """`rival compare` over an embedded head; the lines of its results."""
-    from benchmarks.gpu.rival.__main__ import compare
-
-    out = Path(folder) / "found"
-    (Path(folder) / "target").symlink_to(TARGET)
-    (Path(folder) / kind).symlink_to(MODELS / kind)
-    compare(
-        Path(folder), out, kind=kind, chains="3:probabilistic:block", trees="6x2", batches="2",
-        temperatures="0", prompts=2, tokens=16, rounds=1, rates="20", arriving=0.1,
-        arriving_rounds=1, cache_gib=0.05, dtype="float32",
-    )  # fmt: skip
-    files = [out / f"{name}.jsonl" for name in ("bench", "arrivals")]
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +125,22 @@ def test_two_gpus_are_timed(tmp_path):
     assert item.parts[f"kernels, {TINY.drafts[-1]} drafts"]["kernels"]
 
 
-def test_a_dflash_head_is_compared_in_trees_and_in_vllms_chain(tmp_path):
-    """As `rival-dflash` does it with a head that was trained on the card."""
-    bench, *arrivals = call_on_gpu(compare_heads, tmp_path, folder=str(tmp_path), kind="dflash")
-    names = ["plain vLLM", "chain of 3, probabilistic, block", "Sequoia 6x2"]
-    assert [row["method"] for row in bench["results"]] == names
-    _, chain, tree = bench["results"]
-    assert min(chain["tokens_per_step"], tree["tokens_per_step"]) > 1
-    assert bench["greedy"]["identical"] == bench["greedy"]["compared"] > 0
-    assert [line["method"] for line in arrivals] == names
+@pytest.mark.parametrize("name", ["rival", "rival-dflash"])
+def test_heads_are_compared_in_trees_and_in_vllms_chain(tmp_path, name):
+    out = tmp_path / "out"
+    with script_modules():  # what trains does not run beside the stand-in
+        make_rivals(out, "eagle3" if name == "rival" else "dflash", tiny=True)
+    found = call_on_gpu(run_all, tmp_path, folder=str(out), names=[name])
+    item = Results(out / FILE).of(name)
+    assert (found["first"], item.state, item.errors) == (0, "done", {})
+    greedy, sampled = item.parts["bench"]["lines"]
+    chains = ["chain of 3, probabilistic, block"] if name == "rival-dflash" else []
+    names = ["plain vLLM", *chains, "Sequoia 6x2"]
+    assert [row["method"] for row in greedy["results"]] == names
+    assert greedy["greedy"]["identical"] == greedy["greedy"]["compared"] > 0
+    assert {row["temperature"] for row in sampled["results"]} == {0.6}
+    if name == "rival":
+        assert [line["method"] for line in item.parts["arrivals"]["lines"]] == names
+    else:  # its head has learned for longer than a second
+        _, chain, tree = greedy["results"]
+        assert min(chain["tokens_per_step"], tree["tokens_per_step"]) > 1

@@ -98,6 +98,8 @@ def test_trees_by_file_and_by_name(tmp_path):
     assert sequoia("d", "h200/70b-1b/shipped").most_drafts > 2
     drawn = sequoia("d", "served").speculative_config | {"retrieval": False}
     assert sequoia("d", "drawn").speculative_config == drawn
+    traversed = sequoia("d", "served").speculative_config | {"verification": "traversal"}
+    assert sequoia("d", "traversal").speculative_config == traversed
     assert sequoia("d", "lookup").speculative_config == {"method": "sequoia", "drafter": "lookup"}
 
 

@@ -10,20 +10,22 @@ def whole_numbers(*shape: int) -> torch.Tensor:
     return torch.randint(-8, 9, shape).bfloat16()
 
 
+@pytest.mark.parametrize("inner", [48, 2 * 16384 + 48], ids=["", "blocks"])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 13, 130])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
-def test_sums_are_exact_and_rounded_once(rows, has_bias):
+def test_sums_are_exact_and_rounded_once(rows, has_bias, inner):
     """Sums of whole numbers below 2^24 have no error in float32."""
     torch.manual_seed(rows)
-    x, weight = whole_numbers(rows, 48), whole_numbers(20, 48)
+    x, weight = whole_numbers(rows, inner), whole_numbers(20, inner)
     bias = whole_numbers(20) if has_bias else None
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert torch.equal(linear_rows(x, weight, bias), exact.bfloat16())
 
 
-def test_a_row_does_not_depend_on_the_others():
+@pytest.mark.parametrize("inner", [320, 16384 + 320], ids=["", "blocks"])
+def test_a_row_does_not_depend_on_the_others(inner):
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 17, 320).bfloat16(), torch.randn(64, 320).bfloat16()
+    x, weight = torch.randn(2, 17, inner).bfloat16(), torch.randn(64, inner).bfloat16()
     together = linear_rows(x, weight, None)
     apart = torch.stack([linear_rows(row, weight, None) for row in x.flatten(0, 1)])
     assert together.shape == (2, 17, 64)

@@ -173,7 +173,8 @@ def test_bytes_of_quantized_weights(stated, weight_bytes):
 
 def test_quantized_weights_are_read_faster():
     """Layers only: the output matrix and the embedding stay as they are. Also while loading."""
-    assert read_shape(LLAMA_3, "m", "fp8").layer_weight_bytes == 1.0
+    for method in ("fp8", "fp8_per_tensor"):
+        assert read_shape(LLAMA_3, "m", method).layer_weight_bytes == 1.0
     with pytest.raises(ShapeError, match="quantized by gguf"):
         read_shape(LLAMA_3, "m", "gguf")
     plain, small = shape(LLAMA_3), read_shape(LLAMA_3, "m", "awq")

@@ -6,7 +6,9 @@
 3. ``compare FOLDER``: plain vLLM, its chains of the head in CUDA graphs, and trees, side by side;
    then requests that arrive.
 
-`python -m examples.smollm2` first. Each step says what it found in a line of JSON.
+`python -m examples.smollm2` first. For a DFlash head, which nothing here trains, ``dflash FOLDER``
+takes the place of 2, and the embedded target that of SmolLM2: ``--source examples/models/target
+--times 16``. Each step says what it found in a line of JSON.
 """
 
 import json
@@ -23,20 +25,28 @@ sys.path.insert(0, str(_TRAINER))
 
 # Llama-3.1-8B's layers and MLPs; the hidden size is seven times SmolLM2's.
 LAYERS, WIDTH, TIMES = 32, 14336, 7
+MODELS = Path(__file__).parents[3] / "examples" / "models"
+EMBEDDED: dict[str, Any] = {"source": MODELS / "target", "times": 16}
+"""Arguments of `target` for the embedded one, whose hidden size becomes Llama-3.1-8B's."""
 _QUESTIONS = Path(__file__).parents[3] / "examples" / "smollm2" / "questions.jsonl"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Folder = Annotated[Path, typer.Argument(help="Where everything goes.")]
+Source = Annotated[Path | None, typer.Option(help="The model to enlarge; none: SmolLM2.")]
 
 
 @app.command()
-def target(folder: Folder, layers: int = LAYERS, width: int = WIDTH, times: int = TIMES) -> None:
+def target(
+    folder: Folder, layers: int = LAYERS, width: int = WIDTH, times: int = TIMES,
+    source: Source = None,
+) -> None:  # fmt: skip
     """Enlarges the chat model."""
     from benchmarks.synthetic_target.write import write_synthetic_target
     from examples.smollm2 import cached_folder
 
-    begun, small = time.monotonic(), json.loads((cached_folder() / "config.json").read_text())
+    source = source or cached_folder()
+    begun, small = time.monotonic(), json.loads((source / "config.json").read_text())
     made = write_synthetic_target(
-        str(cached_folder()), folder / "target", layers=max(layers, small["num_hidden_layers"]),
+        str(source), folder / "target", layers=max(layers, small["num_hidden_layers"]),
         width=width, hidden=times * small["hidden_size"], dtype="bfloat16",
     )  # fmt: skip
     _say("target", parameters=made.shape.parameters, seconds=round(time.monotonic() - begun, 1))
@@ -53,6 +63,7 @@ def head(
     answer: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 192,
     width: int = WIDTH,
     times: int = TIMES,
+    source: Source = None,
 ) -> None:
     """Trains a head, and enlarges it."""
     from benchmarks.gpu.rival.answers import write_answers
@@ -64,7 +75,8 @@ def head(
     if not answers.is_dir():
         partial = folder / "answers.partial"
         rmtree(partial, ignore_errors=True)
-        _say("answers", **write_answers(cached_folder(), partial, texts, answer, at_once))
+        written = write_answers(source or cached_folder(), partial, texts, answer, at_once)
+        _say("answers", **written)
         partial.rename(answers)
     for old in folder.glob("small-eagle3*"):  # of a run that was ended
         rmtree(old)
@@ -73,6 +85,15 @@ def head(
     _say("training", **record, seconds=round(time.monotonic() - begun, 1))
     write_grown_head(small, folder / "eagle3", times, width)
     _say("head", folder=str(folder / "eagle3"))
+
+
+@app.command()
+def dflash(folder: Folder, width: int = WIDTH, times: int = EMBEDDED["times"]) -> None:
+    """Enlarges the embedded DFlash head."""
+    from benchmarks.gpu.rival.head import write_grown_head
+
+    write_grown_head(MODELS / "dflash", folder / "dflash", times, width)
+    _say("head", folder=str(folder / "dflash"))
 
 
 @app.command()
@@ -101,10 +122,11 @@ def compare(
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
     target, head = str(folder / "target"), str(folder / kind)
+    named = (text.split(",") if text else [] for text in (chains, trees))
     questions = encode_prompts(load_prompts(_QUESTIONS), load_tokenizer(target), raw=False)
     settings = BenchSettings(
         EngineSpec(target, head, kv_cache_gib=cache_gib, dtype=dtype),
-        methods=tuple(methods(head, chains.split(","), trees.split(",") if trees else [])),
+        methods=tuple(methods(head, *named)),
         prompts=tuple(questions[:prompts]),
         batch_sizes=tuple(map(int, batches.split(","))),
         temperatures=tuple(map(float, temperatures.split(","))),

@@ -34,8 +34,9 @@ _VALIDATION = 192
 
 
 def write_answers(target: Path, out: Path, texts: int, answer: int, at_once: int) -> dict[str, Any]:
-    """Writes ``texts`` answers to learn from, and some for validation; every second question is
-    the target's own.
+    """Writes ``texts`` answers to learn from, and some for validation.
+
+    Every second question is the target's own if it chats.
     """
     begun = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -49,7 +50,7 @@ def write_answers(target: Path, out: Path, texts: int, answer: int, at_once: int
     _keep_recipe(DraftDataRecipe(str(target.absolute()), None, answer, 0, "bfloat16", hashed), out)
     tokens = 0
     for part, count in zip(reversed(PARTS), (min(_VALIDATION, texts), texts), strict=True):
-        asked = prompts(part == "validation", count, 0, own=True)
+        asked = prompts(part == "validation", count, 0, own=writer.writes_questions)
         for number, first in enumerate(range(0, count, at_once)):
             shard = writer.shard(asked[first : first + at_once])
             _save(shard, _shard_path(out, part, number))
@@ -71,13 +72,13 @@ class _Writer:
         end = model.generation_config.eos_token_id
         self._ends = torch.tensor([end] if isinstance(end, int) else end, device=model.device)
         self._opening = _opening(tokenizer)
+        self.writes_questions = self._opening is not None
 
     def shard(self, asked: Sequence[Prompt | None]) -> Shard:
         """The answers to these prompts; the model writes those that are None itself."""
         begun = time.monotonic()
         own = sum(one is None for one in asked)
-        written, _, _ = self._sample([self._opening] * own, [1.0] * own, QUESTION, QUESTION_TOP_P)
-        questions = iter(self._tokenizer.batch_decode(written, skip_special_tokens=True))
+        questions = iter(self._questions(own) if own else [])
         known = [one or Prompt(prompt=next(questions).strip() or "?") for one in asked]
         encoded = encode_prompts(known, self._tokenizer)
         heats = [TEMPERATURES[place % len(TEMPERATURES)] for place in range(len(asked))]
@@ -92,6 +93,11 @@ class _Writer:
             log_probabilities=np.concatenate(shares).astype(np.float16),
             seconds=time.monotonic() - begun,
         )
+
+    def _questions(self, count: int) -> list[str]:
+        openings = [self._opening or []] * count
+        written, _, _ = self._sample(openings, [1.0] * count, QUESTION, QUESTION_TOP_P)
+        return list(self._tokenizer.batch_decode(written, skip_special_tokens=True))
 
     @torch.inference_mode()
     def _sample(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.results import GpuRunError
 from benchmarks.gpu.rival.side_by_side import open_side_by_side
 from benchmarks.gpu.sizes import ON_A_GPU
 from sequoia_vllm.bench.measure import BenchSettings
@@ -25,26 +26,31 @@ def compare_side_by_side(
     arriving: float,
     out: Path,
 ) -> None:
-    """Writes a line of ``bench.jsonl`` for each case, and of ``arrivals.jsonl``."""
+    """Writes a line of ``bench.jsonl`` for each case, and of ``arrivals.jsonl``. Raises GpuRunError
+    at the end if an engine, a case or arrivals failed."""
+    failed: list[str] = []
     out.mkdir(parents=True, exist_ok=True)
     sizes = replace(ON_A_GPU, arriving=arriving, arriving_tokens=settings.max_tokens)
     options = {**settings.engine_options(), "max_num_batched_tokens": _BATCHED_TOKENS}
     opened = open_side_by_side(settings.methods, settings.engine, options, _report)
     with engines_end_here(), opened as engines:
         methods = tuple(engine.method for engine in engines.values())
+        failed += [one.name for one in settings.methods if one not in methods]
         for case in settings.cases:
             one = replace(
                 settings, methods=methods,
                 temperatures=(case.temperature,), batch_sizes=(case.batch_size,),
             )  # fmt: skip
-            with _attempt(f"T={case.temperature:g}, batch {case.batch_size}"):
+            with _attempt(f"T={case.temperature:g}, batch {case.batch_size}", failed):
                 _compare(one, engines, out / "bench.jsonl")
         for rate in rates:
             for name, engine in engines.items():
-                with _attempt(f"{name}, {rate:g} requests/s"):
+                with _attempt(f"{name}, {rate:g} requests/s", failed):
                     found = engine.arrivals(list(questions), rate, sizes)
                     _keep(out / "arrivals.jsonl", {"method": name, **found})
                     print("RESULT", name, {key: found[key] for key in _SHOWN}, flush=True)
+    if failed:
+        raise GpuRunError(f"failed, as the log says: {'; '.join(failed)}")
 
 
 def _compare(settings: BenchSettings, engines: dict[str, Any], file: Path) -> None:
@@ -61,11 +67,12 @@ def _keep(file: Path, found: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _attempt(what: str) -> Iterator[None]:
-    """An error ends this part alone: time on a GPU is short."""
+def _attempt(what: str, failed: list[str]) -> Iterator[None]:
+    """An error ends this part alone, which is noted: time on a GPU is short."""
     try:
         yield
     except Exception:
+        failed.append(what)
         print(f"FAILED {what}", flush=True)
         traceback.print_exc()
 

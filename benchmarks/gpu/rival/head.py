@@ -1,4 +1,4 @@
-"""An EAGLE-3 head for an enlarged target, from one for its source.
+"""An EAGLE-3 or DFlash head for an enlarged target, from one for its source.
 
 The target's hidden states are copies of its source's side by side (`synthetic_target.tensors`).
 The head's grow alike: its norms divide by the same numbers, its projections read the first copy,
@@ -8,6 +8,7 @@ and its MLP and attention are as large as those of a head for a model of 8B para
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from benchmarks.synthetic_target.tensors import Growth
 if TYPE_CHECKING:
     import torch
 
+_LAYER = re.compile(r"midlayer\.|layers\.\d+\.")
 _AS_THEY_ARE = ("d2t", "t2d")
 _INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -31,7 +33,7 @@ def write_grown_head(head: Path, folder: Path, times: int, width: int) -> None:
     """Writes the head with ``times`` the hidden size and heads, and an MLP of ``width`` columns.
 
     Args:
-        head: A head of ``train-head``.
+        head: A checkpoint of such a head, with a hidden size and heads like the source's.
         folder: Where the new one goes; made if it is not there, must be empty.
         times: The enlarged target's hidden size over the source's.
         width: MLP width (``intermediate_size``).
@@ -59,7 +61,7 @@ def _tensors(
     hidden = config["hidden_size"]
     for name in checkpoint.names():
         tensor = checkpoint.tensor(name)
-        part = name.removeprefix("midlayer.")
+        part = _LAYER.sub("", name)
         if name in _AS_THEY_ARE:
             yield name, tensor
         elif name in ("norm.weight", "lm_head.weight"):
