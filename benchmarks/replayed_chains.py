@@ -63,7 +63,7 @@ def _suffix(count: int) -> Propose:
     from vllm.config import SpeculativeConfig
 
     name = "suffix_decoding_"
-    defaults = {
+    defaults: dict[str, Any] = {
         field.name.removeprefix(name): field.default
         for field in fields(SpeculativeConfig)
         if field.name.startswith(name)
