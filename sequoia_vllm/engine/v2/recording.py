@@ -8,8 +8,6 @@ time.
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from sequoia_vllm.engine.runner.wrapping import Mark, Recording
 
 
@@ -30,6 +28,8 @@ class RecordingV2(Recording):
         """See `Recording.take`; waits for the device."""
         steps = super().take(decoding)
         if self._on_gpu:
+            import torch
+
             torch.cuda.synchronize()
         for step in steps:
             self._resolve(step)
@@ -65,6 +65,8 @@ class RecordingV2(Recording):
     def _mark(self) -> Mark:
         if not self._on_gpu:
             return super()._mark()
+        import torch
+
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
