@@ -88,7 +88,7 @@ class TreesToVerify:
         return min(most or all_nodes, all_nodes)
 
     def target_statistics(self, most_nodes: int) -> Tensor:
-        """Of the target's rows, as many of each request at most: see `target_statistics`."""
+        """Statistics of the target's rows, at most so many of each request: `target_statistics`."""
         return statistics.target_statistics(
             self.logits, self.target_temperatures, self.modes, self.cu_num_logits, most_nodes
         )
