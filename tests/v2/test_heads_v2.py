@@ -148,7 +148,7 @@ def test_tokens_are_those_of_plain_vllm(answers, kind):
     assert answers["special"]["tokens"] == answers["plain special"]["tokens"]
     assert answers["special"]["counts"]["tokens_per_tree"] > 1.2
     assert answers["preempted"]["tokens"] == answers["plain long"]["tokens"]
-    if kind != "dflash":  # smaller caches than 4 MiB do not start, and this has room for all six
+    if kind != "dflash":  # from 3 to 4 MiB none of its requests was preempted; less does not start
         assert answers["preempted"]["counts"]["preemptions"] > 0
 
 
