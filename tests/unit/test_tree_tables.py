@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from sequoia_vllm.drafting import dynamic_trees
 from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts, inner_width
-from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables, picked
+from sequoia_vllm.drafting.tree_tables import TreeTables, picked
 from sequoia_vllm.kernels.tree_shapes import only_shape
 from sequoia_vllm.tree import TokenTree
-from tests.support.own_trees import OWN_TREES
+from tests.support.own_trees import TreeShapes
 from tests.support.reference_trees import trees
 
 CPU = torch.device("cpu")
@@ -94,57 +94,11 @@ def test_every_node_is_drawn_once_after_its_parent(tree):
     assert levels.depths.tolist() == tree.depths[order].tolist()
 
 
-ENGINES, OTHER = OWN_TREES[:2]
-NAMES = ("parents", "shifts", "children", "inner_rows", "ancestors")
-TENSORS = ("nodes", "parents", "counts", "columns", "rows")
-
-
-def assert_has(shapes: TreeShapes, slot: int, tree: TokenTree) -> None:
-    tables, drafts = TreeTables(tree, CPU), tree.num_speculative_tokens
-    for name in NAMES:
-        assert torch.equal(getattr(shapes, name)[slot], getattr(tables, name)), name
-    levels, own = shapes.levels_of(drafts), tables.levels_of(drafts)
-    assert torch.equal(levels.ancestors[slot], own.ancestors)
-    for level, other in zip(levels.levels, own.levels, strict=True):
-        assert (level.first, level.depth, level.width) == (other.first, other.depth, other.width)
-        for name in TENSORS:
-            assert torch.equal(getattr(level, name)[slot], getattr(other, name)), name
-
-
-def test_a_slot_has_its_own_tree():
-    shapes, tables = TreeShapes(ENGINES, CPU, 3), TreeTables(ENGINES, CPU)
-    levels, tensors = shapes.levels_of(3), [getattr(shapes, name) for name in NAMES]
+def test_some_readers_take_one_tree_alone():
+    tables = TreeTables(TREE, CPU)
     assert only_shape(tables.parents, 1, "masks") is tables.parents
-    addresses = [one.data_ptr() for one in [levels.ancestors, *tensors]]
     with pytest.raises(ValueError, match="masks needs one tree for all requests"):
-        only_shape(TreeShapes(ENGINES, CPU, 1).parents, 1, "masks")
-    shapes.set(1, OTHER)
-    for slot, tree in enumerate((ENGINES, OTHER, ENGINES)):
-        assert_has(shapes, slot, tree)
-    shapes.set(1, ENGINES)
-    assert_has(shapes, 1, ENGINES)
-    again = [getattr(shapes, name) for name in NAMES]
-    assert addresses == [one.data_ptr() for one in [shapes.levels_of(3).ancestors, *again]]
-    with pytest.raises(ValueError, match="levels of 5 drafts have to be made before trees are set"):
-        shapes.levels_of(5)
-
-
-@pytest.mark.parametrize(
-    ("parents", "drafts"),
-    [
-        ((-1, 0, 0, 1, 1, 2), 6),  # one node less
-        ((-1, 0, 0, 1, 1, 1, 3), 6),  # one inner node at depth 1
-        ((-1, 0, 1, 2, 3, 1, 2), 6),  # one more level
-        ((-1, 0, 0, 0, 1, 2, 5), 6),  # three children of the root
-        (OTHER.parents, 4),  # of this prefix one has two inner nodes at depth 1
-    ],
-)
-def test_trees_of_other_sizes_are_refused(parents, drafts):
-    shapes = TreeShapes(ENGINES, CPU, 2)
-    shapes.levels_of(drafts)
-    with pytest.raises(ValueError, match="other nodes, or in some prefix"):
-        shapes.set(0, TokenTree(parents))
-    assert_has(shapes, 0, ENGINES)
+        only_shape(TreeShapes(TREE, CPU, 1).parents, 1, "masks")
 
 
 def test_places_are_picked_for_each_request():
