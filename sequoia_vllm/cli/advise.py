@@ -20,9 +20,8 @@ from sequoia_vllm.cli.measuring import (
     read_config,
 )
 from sequoia_vllm.config import AUTO, ConfigError, SequoiaConfig
-from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.recognition import recognise, without_format
-from sequoia_vllm.drafters.registry import DrafterKind, drafter
+from sequoia_vllm.drafters.registry import DrafterKind, Fields, ShapeError, drafter
 from sequoia_vllm.engine.frontend.plan import Facts, plan
 from sequoia_vllm.engine.frontend.tree_choice import look_up
 from sequoia_vllm.hardware.budget import drafts_by_batch
