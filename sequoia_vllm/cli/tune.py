@@ -16,24 +16,8 @@ from sequoia_vllm.calibration.measure_acceptance import (
     measure_acceptance,
 )
 from sequoia_vllm.calibration.measure_profile import ProfileSettings, checked, measure_profile
+from sequoia_vllm.cli import measuring as shared
 from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
-from sequoia_vllm.cli.measuring import (
-    CacheOption,
-    DraftOption,
-    DtypeOption,
-    EagerOption,
-    JsonOption,
-    OffloadDirectoryOption,
-    OffloadMemoryOption,
-    PromptsOption,
-    TargetOption,
-    check_models,
-    draft_to_measure,
-    engine_spec,
-    measuring,
-    numbers,
-    quiet_engines,
-)
 from sequoia_vllm.cli.tree import plot_tree
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.drafters.registry import draft_option
@@ -75,10 +59,10 @@ def _budgeted(panel: str, field: str, explained: str, **checks: Any) -> Any:
 
 
 def tune(
-    target: TargetOption,
-    draft: DraftOption = "",
+    target: shared.TargetOption,
+    draft: shared.DraftOption = "",
     quick: Annotated[bool, typer.Option("--quick", help="Measure less, and less exactly.")] = False,
-    prompts: PromptsOption = None,
+    prompts: shared.PromptsOption = None,
     temperature: Annotated[float, typer.Option(
         min=0, help="Temperature of every request; 0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(
@@ -97,14 +81,14 @@ def tune(
     context: Annotated[str | None, _budgeted(
         TIMING, "context", "Tokens of context of each request. Of several, like 256,1024, the "
         "tree is chosen for the first.")] = None,
-    dtype: DtypeOption = "auto",
+    dtype: shared.DtypeOption = "auto",
     tensor_parallel_size: Annotated[int, typer.Option(
         min=1, help="Devices the target is split over.")] = 1,
-    eager: EagerOption = False,
-    kv_cache_gib: CacheOption = 1.0,
-    offload_directory: OffloadDirectoryOption = None,
-    offload_memory_gib: OffloadMemoryOption = 0.0,
-    as_json: JsonOption = False,
+    eager: shared.EagerOption = False,
+    kv_cache_gib: shared.CacheOption = 1.0,
+    offload_directory: shared.OffloadDirectoryOption = None,
+    offload_memory_gib: shared.OffloadMemoryOption = 0.0,
+    as_json: shared.JsonOption = False,
 ) -> None:  # fmt: skip
     """Measure, choose the best tree for each batch size, and keep it for `"tree": "auto"`.
 
@@ -112,12 +96,12 @@ def tune(
     step. The tree lies in the user's tree directory ($SEQUOIA_VLLM_TREES), with
     both measurements beside it, and is for exactly this device, pair and dtype.
     """
-    quiet_engines()
+    shared.quiet_engines()
     with friendly_errors():
-        draft = draft or draft_to_measure(target)
+        draft = draft or shared.draft_to_measure(target)
     options = dict(locals())
     with friendly_errors():
-        check_models(target, draft)
+        shared.check_models(target, draft)
         for role, origin in synthetic_models(target, draft).items():
             # Nobody shall take its times for a real one's.
             note(
@@ -136,21 +120,21 @@ def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSetti
     budget |= {name: options[name] for name in budget.keys() & options if options[name] is not None}
     if options["max_tokens"] is not None:
         budget |= dict.fromkeys(("counted", "timed"), options["max_tokens"])
-    sizes = check_batch_sizes(list(numbers("--batch-sizes", budget["batch_sizes"])))
-    contexts = numbers("--context", budget["context"])
+    sizes = check_batch_sizes(list(shared.numbers("--batch-sizes", budget["batch_sizes"])))
+    contexts = shared.numbers("--context", budget["context"])
     if min(contexts) < 1:
         fail(f"--context {budget['context']}: give at least 1")
-    engine = engine_spec(options)
-    shared = {name: options[name] for name in ("prompts", "temperature")}
+    engine = shared.engine_spec(options)
+    asked = {name: options[name] for name in ("prompts", "temperature")}
     counting = AcceptanceSettings(
         # Compilation does not change acceptance, and may take longer than the counting.
-        replace(engine, enforce_eager=eager or quick), **shared, top_p=options["top_p"],
+        replace(engine, enforce_eager=eager or quick), **asked, top_p=options["top_p"],
         max_tokens=budget["counted"], max_tokens_total=budget["max_tokens_total"],
         **(QUICK_COUNTING if quick else {}),
     )  # fmt: skip
     timing = ProfileSettings(
-        tuned_tree.quick_engine(engine) if quick else engine, **shared, contexts=contexts,
-        tokens=numbers("--tokens", budget["tokens"]), batch_sizes=tuple(sizes),
+        tuned_tree.quick_engine(engine) if quick else engine, **asked, contexts=contexts,
+        tokens=shared.numbers("--tokens", budget["tokens"]), batch_sizes=tuple(sizes),
         max_tokens=budget["timed"], **(QUICK_TIMING if quick else {}),
     )  # fmt: skip
     return counting, timing
@@ -168,7 +152,7 @@ _STOPPED_BY = {
 def count(settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
     """Measures acceptance, and notes how far it got; ``stage`` begins the progress line."""
     task = AcceptanceTask.prepare(settings)
-    with measuring(f"{stage}acceptance:", _INTERRUPTED) as report:
+    with shared.measuring(f"{stage}acceptance:", _INTERRUPTED) as report:
         measured = measure_acceptance(task, report)
     counts = measured.calibration
     assert counts is not None
@@ -179,7 +163,7 @@ def count(settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
 
 def time_steps(settings: ProfileSettings, vectors: Sequence[Acceptance], stage: str) -> Profile:
     """Measures a profile; see `measure_profile` and `count`."""
-    with measuring(f"{stage}profile:", _INTERRUPTED) as report:
+    with shared.measuring(f"{stage}profile:", _INTERRUPTED) as report:
         return measure_profile(settings, report, vectors)
 
 

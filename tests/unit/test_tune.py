@@ -157,7 +157,7 @@ def call(library, monkeypatch):
     """The command, with these measurements: its result, which is read if it is JSON."""
 
     def run(acceptance: AcceptanceFile, profile: Profile, *more: str, target: str = TARGET):
-        monkeypatch.setattr(f"{TUNE}.check_models", lambda *_: None)  # takes seconds
+        monkeypatch.setattr("sequoia_vllm.cli.measuring.check_models", lambda *_: None)  # slow
         monkeypatch.setattr(f"{TUNE}.count", lambda *_: acceptance)
         monkeypatch.setattr(f"{TUNE}.time_steps", lambda *_: profile)
         options = ["--dtype", "float32", "--context", "256", *more]
