@@ -8,9 +8,9 @@ from sequoia_vllm.drafting.draft_plan import DraftPlan, inner_nodes, inner_rows
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
+from sequoia_vllm.kernels import begin_drafting as kernels
 from sequoia_vllm.kernels import children_kernels
-from sequoia_vllm.kernels import continuations as kernels
-from sequoia_vllm.kernels.continuations import find_continuations
+from sequoia_vllm.kernels.begin_drafting import find_continuations
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SKIP
 from sequoia_vllm.tree import TokenTree

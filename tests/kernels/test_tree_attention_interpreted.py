@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from sequoia_vllm.kernels import tree_attention_kernels
-from sequoia_vllm.kernels.attention_tiles import choose_splits, choose_tile
 from sequoia_vllm.kernels.node_masks import pack_ancestors
-from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace
+from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, choose_splits, choose_tile
 from tests.oracles.attention import random_ancestors
 from tests.support.attending import UNTOUCHED, Batch
 from tests.support.chessboard import chessboard
