@@ -31,8 +31,7 @@ from sequoia_vllm.prompts import (
     prompts_sha256,
     source_name,
 )
-from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.tree import Acceptance, TokenTree
 from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 _BATCHES = 2  # completed between two looks at the counts: few requests wait for the last

@@ -47,8 +47,7 @@ from sequoia_vllm.prompts import (
     prompts_sha256,
     source_name,
 )
-from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.optimize import Frontier
+from sequoia_vllm.tree import Acceptance, Frontier
 
 _SMALLEST_TREE = 4  # with a second level: its draft pass can be timed
 _MOST_PLAIN_STEPS = 12.0

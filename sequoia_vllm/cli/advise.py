@@ -36,7 +36,7 @@ from sequoia_vllm.hardware.support import MAX_NODES, Role
 from sequoia_vllm.library.files import LibraryError, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
-from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree import Acceptance
 
 _LONGEST_CHAIN = 8  # drafts, as in `bench`
 _DEVICES = (1, 2, 4, 8)

@@ -30,7 +30,7 @@ from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.user_files import make_writable
 from sequoia_vllm.measuring.provenance import synthetic_models
-from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree import Acceptance
 
 # How much to measure unless options say otherwise. Tokens per completion, to count and to time: as
 # acceptance varies most between prompts, few tokens of many prompts tell more.

@@ -28,8 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
 from sequoia_vllm.json_file import FileModel
-from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.tree import Acceptance, TokenTree
 
 Floats = NDArray[np.float64]
 
