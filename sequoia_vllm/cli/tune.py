@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-from sequoia_vllm.calibration import tuned_tree
 from sequoia_vllm.calibration.measure_acceptance import (
     AcceptanceSettings,
     AcceptanceTask,
     measure_acceptance,
+    tokens_margin,
 )
 from sequoia_vllm.calibration.measure_profile import ProfileSettings, checked, measure_profile
 from sequoia_vllm.cli import measuring as shared
@@ -22,13 +23,17 @@ from sequoia_vllm.cli.tree import plot_tree
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.drafters.registry import draft_option
 from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree, look_up
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.figures import FigureError
+from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.selection import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.user_files import make_writable
+from sequoia_vllm.measuring.engines import EngineSpec, count_parameters
 from sequoia_vllm.measuring.provenance import synthetic_models
 from sequoia_vllm.tree import Acceptance
 
@@ -46,6 +51,7 @@ QUICK_COUNTING: dict[str, Any] = {"precision": 0.07, "branch": 4, "depth": 3}
 QUICK_TIMING: dict[str, Any] = {"rounds": 2, "enough_seconds": 60}
 # Passes that wait for weights make larger trees pay; few small ones need timing.
 OFFLOADED, OFFLOADED_QUICK = "1,8,16,32,48,64,96,128", "1,16,32,64,128"
+_LARGE_ON_CPU = 2e8  # parameters
 COUNTING, TIMING = "Counting accepted drafts", "Timing steps"
 
 
@@ -133,7 +139,7 @@ def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSetti
         **(QUICK_COUNTING if quick else {}),
     )  # fmt: skip
     timing = ProfileSettings(
-        tuned_tree.quick_engine(engine) if quick else engine, **asked, contexts=contexts,
+        quick_engine(engine) if quick else engine, **asked, contexts=contexts,
         tokens=shared.numbers("--tokens", budget["tokens"]), batch_sizes=tuple(sizes),
         max_tokens=budget["timed"], **(QUICK_TIMING if quick else {}),
     )  # fmt: skip
@@ -171,15 +177,15 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
     """Measures acceptance and times, then chooses and saves the tree; returns the report."""
     timing = checked(timing)  # before anything is counted
     engine, context, largest = timing.engine, timing.contexts[0], max(timing.tokens)
-    library, pair = TreeLibrary(), tuned_tree.pair_here(engine)
+    library, pair = TreeLibrary(), pair_here(engine)
     files = library.measurements(pair)
     make_writable(files.directory)  # fails now instead of after measuring
     vector = count(counting, "1 of 2, then profile: ")
     vector.save(files.acceptance)
     times = time_steps(timing, [vector.vector], "2 of 2: ")
     times.save(files.profile)
-    entry = tuned_tree.tuned_entry(vector, times, context, largest)
-    path = tuned_tree.save_tuned(library, pair, entry)
+    entry = tuned_entry(vector, times, context, largest)
+    path = save_tuned(library, pair, entry)
     picture, title = files.directory / "tree.svg", f"{pair.target} with {pair.draft}"
     picture.unlink(missing_ok=True)
     with suppress(FigureError):  # matplotlib is an extra
@@ -196,7 +202,7 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
         "schedule": [list(row) for row in entry.schedule],
         "estimates": [estimate.to_dict() for estimate in entry.estimates],
         "tokens_margins": [
-            None if one is None else round(one, 4) for one in tuned_tree.margins(entry, vector)
+            None if one is None else round(one, 4) for one in margins(entry, vector)
         ],
         "file": str(path),
         "measurements": str(files.directory),
@@ -204,6 +210,66 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
         "now_used": _now_used(pair),
         "command": f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'",
     }
+
+
+def pair_here(engine: EngineSpec) -> PairKey:
+    """The key with which such an engine looks up its tree on this machine. Raises CalibrationError
+    if vLLM cannot read the target's configuration."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from sequoia_vllm.engine.common.cluster import current_device_name
+
+    try:
+        config = EngineArgs(model=engine.target, dtype=engine.dtype).create_model_config()
+    except (ValueError, OSError) as error:
+        raise CalibrationError(f"vLLM cannot use the target {engine.target!r}: {error}") from error
+    dtype = str(config.dtype).removeprefix("torch.")
+    return PairKey(
+        current_device_name(), engine.target, engine.draft, dtype, engine.tensor_parallel_size,
+        engine.offloading,
+    )  # fmt: skip
+
+
+def quick_engine(engine: EngineSpec) -> EngineSpec:
+    """Turns compilation off on CPUs with a large target: it hardly changes such steps, which read
+    weights, and takes minutes. Raises CalibrationError if transformers does not know the target."""
+    from vllm.platforms import current_platform
+
+    is_large = current_platform.is_cpu() and count_parameters(engine.target) >= _LARGE_ON_CPU
+    return replace(engine, enforce_eager=engine.enforce_eager or is_large)
+
+
+def tuned_entry(
+    vector: AcceptanceFile, profile: Profile, context_length: int, max_size: int
+) -> TreeEntry:
+    """The fastest tree and schedule by these measurements, for `TreeLibrary.save_user_tree`; a tree
+    of size 1 means: do not speculate."""
+    largest_batch = max(curve.batch_size for curve in profile.target_forward)
+    schedule = choose_schedule(
+        vector.vector,
+        profile,
+        batch_sizes=range(1, largest_batch + 1),
+        max_size=max_size,
+        context_length=context_length,
+    )
+    reference = profile_reference(profile).model_copy(update={"context_length": context_length})
+    return make_entry("user", model_class_of(profile), profile, reference, vector, schedule)
+
+
+def margins(entry: TreeEntry, vector: AcceptanceFile) -> list[float | None]:
+    """`tokens_margin` of each estimate's tokens per step; None: not known."""
+    if vector.trials is None:
+        return [None] * len(entry.estimates)
+    trials = np.atleast_2d(np.asarray(vector.trials)).tolist()
+    trees = (entry.tree.trim(one.num_speculative_tokens + 1) for one in entry.estimates)
+    return [tokens_margin(tree, vector.vector, trials) for tree in trees]
+
+
+def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:
+    """Stores the tree under the key that an engine with this pair looks up."""
+    file = library.measurements(pair).profile.relative_to(library.user)
+    reference = entry.profile.model_copy(update={"file": str(file)})
+    return library.save_user_tree(pair, entry.model_copy(update={"profile": reference}))
 
 
 def _now_used(pair: PairKey) -> str:
