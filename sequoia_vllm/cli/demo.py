@@ -23,10 +23,10 @@ from sequoia_vllm.bench.measure import (
 )
 from sequoia_vllm.bench.methods import SERVED, Method, methods
 from sequoia_vllm.bench.report import Result, chain_samples_wrongly, disagreement, results
-from sequoia_vllm.checkout import find_checkout
 from sequoia_vllm.cli import measuring as shared
 from sequoia_vllm.cli.bench import print_check, speeds_table
 from sequoia_vllm.cli.common import console, error_console, fail, friendly_errors, note, print_json
+from sequoia_vllm.installed import find_checkout
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.interrupts import processes_end_here
 from sequoia_vllm.measuring.provenance import provenance

@@ -17,9 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
-from sequoia_vllm.checkout import find_checkout
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.file_hash import file_hash
+from sequoia_vllm.installed import file_hash, find_checkout
 from sequoia_vllm.json_file import FileModel
 
 
