@@ -92,10 +92,10 @@ def roofline_profile(
     value_bytes = bytes_per_value(dtype)
     for shape in (target, draft):
         shape.check_split(tensor_parallel_size)
-    if streamed is not None:
-        _check_draft_fits(device, draft, value_bytes, tensor_parallel_size, streamed)
     assumptions = assumptions or Assumptions()
     forward = _Forward(device, value_bytes, tensor_parallel_size, assumptions)
+    if streamed is not None:
+        forward.check_draft_fits(draft, streamed)
 
     def curves(
         time: Callable[[int, int], float], weights: StreamedWeights | None = None
@@ -181,23 +181,6 @@ def _tokens_to_time(streamed: StreamedWeights | None, batch: int) -> list[int]:
     return sorted(counts)
 
 
-def _check_draft_fits(
-    device: DeviceSpec,
-    draft: ModelShape,
-    value_bytes: float,
-    devices: int,
-    streamed: StreamedWeights,
-) -> None:
-    """Refuses a draft that leaves no memory beside the buffers (ValueError)."""
-    needed = draft.weights_bytes(value_bytes) / devices + streamed.buffer_bytes
-    if needed >= device.memory_bytes:
-        raise ValueError(
-            f"the draft {draft.name} and the buffers of streamed weights take "
-            f"{needed / 2**30:.1f} GiB of {device.name}'s {device.memory_bytes / 2**30:.0f}: only "
-            "the target is offloaded, so use a smaller or quantized draft, or more devices"
-        )
-
-
 class Interconnect:
     """The links between the devices of one tensor-parallel group, and times of their reductions.
 
@@ -267,6 +250,7 @@ class _Forward:
     def __init__(
         self, device: DeviceSpec, value_bytes: float, devices: int, assumed: Assumptions
     ) -> None:
+        self._device = device
         self._bytes_per_second = device.bandwidth_gb_s * 1e9 * assumed.bandwidth_efficiency
         self._operations_per_second = device.bf16_tflops * 1e12 * assumed.compute_efficiency
         self._value_bytes = value_bytes
@@ -275,6 +259,16 @@ class _Forward:
         self._devices = devices
         self._links = Interconnect(device, devices, assumed)
         self._assumed = assumed
+
+    def check_draft_fits(self, draft: ModelShape, streamed: StreamedWeights) -> None:
+        """Refuses a draft that leaves no memory beside the buffers (ValueError)."""
+        own, device = draft.weights_bytes(self._value_bytes) / self._devices, self._device
+        if (needed := own + streamed.buffer_bytes) >= device.memory_bytes:
+            raise ValueError(
+                f"the draft {draft.name} and the buffers of streamed weights take "
+                f"{needed / 2**30:.1f} GiB of {device.name}'s {device.memory_bytes / 2**30:.0f}: "
+                "only the target is offloaded, so use a smaller or quantized draft, or more devices"
+            )
 
     def seconds(
         self,
