@@ -78,11 +78,6 @@ class DraftLevels:
         # bool ``[I, I]``: which inner nodes each sees, itself included.
         self.ancestors = torch.from_numpy(tree.ancestor_mask[np.ix_(order, order)]).to(device)
 
-    @property
-    def num_inner(self) -> int:
-        """Nodes that the draft model reads, the root included."""
-        return self.depths.shape[-1]
-
 
 class TreeTables:
     """The engine's tree, of N nodes; requests draft it or a prefix of it."""

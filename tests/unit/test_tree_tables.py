@@ -59,7 +59,7 @@ def test_a_prefix_keeps_the_rows_of_the_whole_tree():
     prefix = tables.levels_of(3)  # 1 and 3 have lost their children
     assert [level.nodes.tolist() for level in prefix.levels] == [[0], [2]]
     assert [level.rows.tolist() for level in prefix.levels] == [[0], [2]]
-    assert prefix.num_inner == 2
+    assert len(prefix.depths) == 2
     assert prefix.rows_per_tree == 3  # the next request's begin after it
 
 
@@ -69,8 +69,8 @@ def test_no_two_nodes_of_a_batch_share_a_row(tree, data):
     levels = tables.levels_of(data.draw(st.integers(1, tree.size - 1), "drafts"))
     rows = [row for level in levels.levels for row in level.rows.tolist()]
     of_batch = [request * levels.rows_per_tree + row for request in range(3) for row in rows]
-    assert len(set(of_batch)) == len(of_batch) == 3 * levels.num_inner
-    assert levels.rows_per_tree <= tables.levels.rows_per_tree == tables.levels.num_inner
+    assert len(set(of_batch)) == len(of_batch) == 3 * len(levels.depths)
+    assert levels.rows_per_tree <= tables.levels.rows_per_tree == len(tables.levels.depths)
 
 
 @given(TREES)
@@ -88,7 +88,7 @@ def test_every_node_is_drawn_once_after_its_parent(tree):
             drawn |= set(children)
             order.append(node)
     assert drawn == set(range(tree.size))
-    assert levels.num_inner == len(order)
+    assert len(levels.depths) == len(order)
     # And inner nodes see their ancestors.
     assert np.array_equal(levels.ancestors.numpy(), tree.ancestor_mask[np.ix_(order, order)])
     assert levels.depths.tolist() == tree.depths[order].tolist()
