@@ -15,14 +15,7 @@ from sequoia_vllm.cli import measuring as shared
 from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
 from sequoia_vllm.figures import check_format, require_matplotlib
 from sequoia_vllm.hardware.cost import check_batch_sizes
-from sequoia_vllm.prompts import (
-    Prompt,
-    encode_prompts,
-    load_prompts,
-    load_tokenizer,
-    prompts_sha256,
-    source_name,
-)
+from sequoia_vllm.prompts import describe_prompts, encode_prompts, load_prompts, load_tokenizer
 
 MISMATCH = 1  # exit code
 NONE = "none"  # of --chain
@@ -96,7 +89,8 @@ def bench(
         encoded = tuple(encode_prompts(chosen, load_tokenizer(target)))
         settings = BenchSettings(shared.engine_spec(options), prompts=encoded, **compared)
         with shared.measuring("bench:", "interrupted: nothing was kept") as progress:
-            report = run_bench(settings, _described(options, chosen), progress)
+            described = _described(options, describe_prompts(prompts, chosen))
+            report = run_bench(settings, described, progress)
     if output is not None:
         report.save(output)
     if plot is not None:
@@ -126,7 +120,7 @@ def _compared(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:
+def _described(options: dict[str, Any], prompts: dict[str, str]) -> dict[str, Any]:
     """The settings for the report, with the prompts' name and hash instead of their path."""
     shown = (
         "num_prompts", "batch_sizes", "temperature", "trees", "chain", "max_tokens",
@@ -135,8 +129,7 @@ def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]
     return {
         **{name: options[name] for name in shown},
         "offload": "disk" if options["offload_directory"] else None,
-        "prompts": source_name(options["prompts"]),
-        "prompts_sha256": prompts_sha256(prompts),
+        **prompts,
     }
 
 
