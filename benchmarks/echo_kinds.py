@@ -23,7 +23,7 @@ from sequoia_vllm.bench.engines import BenchEngine, open_engines
 from sequoia_vllm.bench.measure import BenchSettings, EngineCase, batches
 from sequoia_vllm.bench.methods import Kind, Method, chain_of_words, plain
 from sequoia_vllm.bench.report import chain_samples_wrongly
-from sequoia_vllm.file_hash import file_hash
+from sequoia_vllm.installed import file_hash
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
 from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer

@@ -23,8 +23,7 @@ from sequoia_vllm.drafters.registry import DrafterKind
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, read_json, shortened
 from sequoia_vllm.library.tree_library import NamedTree, find_tree, find_vector, is_tree_file
-from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
+from sequoia_vllm.tree import MOST_NODES, Acceptance, TokenTree
 from sequoia_vllm.verification.methods import method_of
 
 METHOD = "sequoia"

@@ -15,7 +15,7 @@ class FileModel(BaseModel):
 
     described: ClassVar[str] = ""  # what files of a format that is read are, for messages
     refused: ClassVar[type[ValueError]] = ValueError
-    """Raised of files that cannot be used; `read_model` says more."""
+    """Raised of files that cannot be used; `load` says more."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -27,8 +27,9 @@ class FileModel(BaseModel):
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Reads a file; raises ``refused``, naming every wrong field."""
-        return read_model(Path(path), cls, cls.described, cls.refused)
+        """Reads a file; raises ``refused``, naming every wrong field; see `read_json`."""
+        data = read_json(Path(path), cls.described, cls.refused)
+        return check_model(data, cls, f"{cls.described} file {path}", cls.refused)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object, keys as in the file, unset optional keys left out."""
@@ -44,12 +45,6 @@ class FileModel(BaseModel):
 
 
 Model = TypeVar("Model", bound=BaseModel)
-
-
-def read_model(path: Path, model: type[Model], what: str, error: type[ValueError]) -> Model:
-    """The object in ``path``, checked; arguments and errors as `read_json`."""
-    data = read_json(path, what, error)
-    return check_model(data, model, f"{what} file {path}", error)
 
 
 def check_model(data: Any, model: type[Model], where: str, error: type[ValueError]) -> Model:

@@ -97,9 +97,10 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def source_name(path: Path | None) -> str:
-    """Names prompts in a measurement: the file's name, without its directories."""
-    return "built-in" if path is None else path.name
+def describe_prompts(path: Path | None, prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Name and hash of a measurement's prompts: the file's name, without its directories."""
+    name = "built-in" if path is None else path.name
+    return {"prompts": name, "prompts_sha256": prompts_sha256(prompts)}
 
 
 def _read(path: Path) -> str:

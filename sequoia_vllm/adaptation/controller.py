@@ -5,9 +5,8 @@ import time
 from collections.abc import Sequence
 from math import inf, nan
 
-from sequoia_vllm.adaptation.acceptance import FadingAcceptance
 from sequoia_vllm.adaptation.speeds import WORKLOADS, Speeds
-from sequoia_vllm.adaptation.state import AdaptationState, Workload
+from sequoia_vllm.adaptation.state import AdaptationState, FadingAcceptance, Workload
 from sequoia_vllm.adaptation.step_times import FEWEST
 from sequoia_vllm.adaptation.trials import Octave, Step, Trial
 from sequoia_vllm.tree import Acceptance, TokenTree

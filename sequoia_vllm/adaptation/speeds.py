@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import get_args
 
-from sequoia_vllm.adaptation.acceptance import FadingAcceptance
-from sequoia_vllm.adaptation.state import Workload
+from sequoia_vllm.adaptation.state import FadingAcceptance, Workload
 from sequoia_vllm.adaptation.step_times import StepTimes
 from sequoia_vllm.adaptation.trials import Step
 from sequoia_vllm.metrics.counts import TreeCounts

@@ -24,7 +24,7 @@ from sequoia_vllm.measuring.engines import (
     load_config,
     open_engine,
 )
-from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.tree import TokenTree
 
 # Memory of an engine besides weights and KV cache: measured 0.9 GiB, within this process 0.65.
 _PROCESS_GIB, _WITHIN_GIB = 1.0, 0.7

@@ -19,7 +19,7 @@ from sequoia_vllm.bench.methods import BenchError, Kind, Method
 from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.measuring.engines import EngineSpec, Progress, room_for, wait_for_quiet
 from sequoia_vllm.measuring.step_recorder import EXTENSION
-from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.tree import TokenTree
 
 _WARM_UP_TOKENS = 16
 Opener = Callable[

@@ -8,9 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_args
 
-from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.recognition import recognise
-from sequoia_vllm.drafters.registry import draft_option, drafter, drafts_from_text
+from sequoia_vllm.drafters.registry import Fields, draft_option, drafter, drafts_from_text
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import read_json
 from sequoia_vllm.library.tree_library import find_tree, is_tree_file

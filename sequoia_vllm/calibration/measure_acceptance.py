@@ -24,15 +24,8 @@ from sequoia_vllm.measuring.engines import (
     room_for,
 )
 from sequoia_vllm.measuring.provenance import of_measurement
-from sequoia_vllm.prompts import (
-    encode_prompts,
-    load_prompts,
-    load_tokenizer,
-    prompts_sha256,
-    source_name,
-)
-from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.prompts import describe_prompts, encode_prompts, load_prompts, load_tokenizer
+from sequoia_vllm.tree import Acceptance, TokenTree
 from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 _BATCHES = 2  # completed between two looks at the counts: few requests wait for the last
@@ -259,11 +252,11 @@ def _file(task: AcceptanceTask, counts: AcceptanceCounts) -> AcceptanceFile:
     how = f"temperature {settings.temperature:g}" if sampled else "greedy"
     if sampled and settings.top_p < 1:
         how += f", top-p {settings.top_p:g}"
-    prompts = source_name(settings.prompts)
+    described = describe_prompts(settings.prompts, load_prompts(settings.prompts))
     return AcceptanceFile(
         name=f"tuned-t{settings.temperature:g}",
         description=f"{engine.target} with {engine.draft}, {how}, {counts.trees} trees on "
-        f"{prompts} prompts.",
+        f"{described['prompts']} prompts.",
         source="measured",
         date=datetime.datetime.now(datetime.UTC).date(),
         target=engine.target,
@@ -275,12 +268,7 @@ def _file(task: AcceptanceTask, counts: AcceptanceCounts) -> AcceptanceFile:
         low=estimate.low[shape],
         high=estimate.high[shape],
         calibration=counts,
-        provenance=of_measurement(
-            settings,
-            prompts,
-            prompts_sha256=prompts_sha256(load_prompts(settings.prompts)),
-            prompts_used=len(task.prompts),
-        ),
+        provenance=of_measurement(settings, **described, prompts_used=len(task.prompts)),
     )
 
 

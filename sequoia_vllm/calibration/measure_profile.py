@@ -40,15 +40,8 @@ from sequoia_vllm.measuring.engines import (
 )
 from sequoia_vllm.measuring.provenance import of_measurement
 from sequoia_vllm.measuring.step_recorder import EXTENSION
-from sequoia_vllm.prompts import (
-    encode_prompts,
-    load_prompts,
-    load_tokenizer,
-    prompts_sha256,
-    source_name,
-)
-from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.optimize import Frontier
+from sequoia_vllm.prompts import describe_prompts, encode_prompts, load_prompts, load_tokenizer
+from sequoia_vllm.tree import Acceptance, Frontier
 
 _SMALLEST_TREE = 4  # with a second level: its draft pass can be timed
 _MOST_PLAIN_STEPS = 12.0
@@ -100,17 +93,17 @@ def measure_profile(
         head = head_shape(sequoia.llm_engine.vllm_config)
     first = 0 if head is not None and head.drafts_in_one_pass else 1
     curves = [batch_curves(times, first) for times in rounds.times]
-    return _profile(settings, curves, dtype, prompts_sha256(prompts), head)
+    return _profile(settings, curves, dtype, describe_prompts(settings.prompts, prompts), head)
 
 
 def _profile(
     settings: ProfileSettings,
     curves: list[BatchCurves],
     dtype: str,
-    prompts_hash: str,
+    described: dict[str, str],
     draft: ModelShape | None,
 ) -> Profile:
-    """The profile of these curves; ``draft`` is a head's shape, None for a model."""
+    """The profile of these curves and prompts; ``draft`` is a head's shape, None for a model."""
     from sequoia_vllm.engine.common.cluster import current_device_name
 
     engine = settings.engine
@@ -137,8 +130,7 @@ def _profile(
         overhead=[c.overhead for c in curves],
         provenance=of_measurement(
             settings,
-            source_name(settings.prompts),
-            prompts_sha256=prompts_hash,
+            **described,
             target_forward="the forward pass, the LM head, and all of a step that grows with "
             "the tree but verification (preparing inputs); steps gives the first two alone",
             steps=[

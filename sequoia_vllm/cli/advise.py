@@ -10,19 +10,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from sequoia_vllm.cli import measuring as shared
 from sequoia_vllm.cli.common import console, counted, friendly_errors, new_table, print_json
-from sequoia_vllm.cli.measuring import (
-    JsonOption,
-    kinds_and_classes,
-    known_draft,
-    numbers,
-    own_layer,
-    read_config,
-)
 from sequoia_vllm.config import AUTO, ConfigError, SequoiaConfig
-from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.recognition import recognise, without_format
-from sequoia_vllm.drafters.registry import DrafterKind, drafter
+from sequoia_vllm.drafters.registry import DrafterKind, Fields, ShapeError, drafter
 from sequoia_vllm.engine.frontend.plan import Facts, plan
 from sequoia_vllm.engine.frontend.tree_choice import look_up
 from sequoia_vllm.hardware.budget import drafts_by_batch
@@ -44,7 +36,7 @@ from sequoia_vllm.hardware.support import MAX_NODES, Role
 from sequoia_vllm.library.files import LibraryError, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
-from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree import Acceptance
 
 _LONGEST_CHAIN = 8  # drafts, as in `bench`
 _DEVICES = (1, 2, 4, 8)
@@ -196,7 +188,7 @@ def advise(
         str | None, typer.Option(help="Device: h100, or the driver's name for it; none: this one.")
     ] = None,
     batch_sizes: Annotated[str, typer.Option(help="Requests at once.")] = "1,8,32",
-    as_json: JsonOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Say whether trees serve a model, and predict whether drafting pays.
 
@@ -205,16 +197,16 @@ def advise(
     any, and else the device's datasheet. To measure instead: `sequoia-vllm tune`, then `bench`.
     """
     with friendly_errors():
-        sizes = check_batch_sizes(list(numbers("--batch-sizes", batch_sizes)))
+        sizes = check_batch_sizes(list(shared.numbers("--batch-sizes", batch_sizes)))
         family = _check_support("target", model, shown=not as_json)
         here = device or this_device_name()
         target, dtype = _read("target", model)
         spec = identify(here).spec
         on_gpu = spec is not None  # heads run there alone
-        own = own_layer(model) if draft_model is None and on_gpu else None
+        own = shared.own_layer(model) if draft_model is None and on_gpu else None
         if own is not None:
             draft, shape = model, _read("target", model, own.kind)[0]
-        elif (known := draft_model or known_draft(model, heads=on_gpu)) is not None:
+        elif (known := draft_model or shared.known_draft(model, heads=on_gpu)) is not None:
             draft = known
             _check_support("draft", draft)
             shape, _ = _read("draft", draft)
@@ -234,7 +226,7 @@ def advise(
 def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: bool) -> None:
     """Prints the command that serves a target without a known draft; ConfigError if it needs
     one."""
-    if {"multimodal", "mrope"} & kinds_and_classes("target", model)[0]:
+    if {"multimodal", "mrope"} & shared.kinds_and_classes("target", model)[0]:
         raise ConfigError(
             f"no draft model is known for {model!r}, which reads more than text: name one with "
             "--draft-model"
@@ -256,7 +248,7 @@ def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: boo
 def _check_support(role: Role, model: str, shown: bool = False) -> str:
     """A model's row in the table of families, in words, printed first if `shown`. Raises
     ConfigError, in the engine's words, if trees do not serve it."""
-    kinds, classes = kinds_and_classes(role, model)
+    kinds, classes = shared.kinds_and_classes(role, model)
     family = in_words(model, classes, kinds)
     if shown:
         _print_as_written(family)
@@ -270,7 +262,7 @@ def _read(role: Role, model: str, kind: DrafterKind | None = None) -> tuple[Mode
     Raises SequoiaError if the configuration cannot be had, or times cannot be computed from it."""
     if not Path(model).exists() and (shape := published_shape(model)):
         return shape, "bfloat16"
-    config = without_format(read_config(role, model))
+    config = without_format(shared.read_config(role, model))
     config = config.get("text_config") or config
     found = recognise(Fields(config, model), lambda: config.get("model_type"))
     if (kind := kind or found.kind) is None:

@@ -11,44 +11,20 @@ from rich.table import Table
 from sequoia_vllm.bench.measure import BenchSettings, GreedyCheck, Mismatch
 from sequoia_vllm.bench.methods import methods, usual_chains
 from sequoia_vllm.bench.report import BenchReport, Result, plot_speeds, run_bench
+from sequoia_vllm.cli import measuring as shared
 from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
-from sequoia_vllm.cli.measuring import (
-    CacheOption,
-    DraftOption,
-    DtypeOption,
-    EagerOption,
-    JsonOption,
-    OffloadDirectoryOption,
-    OffloadMemoryOption,
-    PromptsOption,
-    TargetOption,
-    check_models,
-    check_output,
-    draft_to_measure,
-    engine_spec,
-    measuring,
-    numbers,
-    quiet_engines,
-)
 from sequoia_vllm.figures import check_format, require_matplotlib
 from sequoia_vllm.hardware.cost import check_batch_sizes
-from sequoia_vllm.prompts import (
-    Prompt,
-    encode_prompts,
-    load_prompts,
-    load_tokenizer,
-    prompts_sha256,
-    source_name,
-)
+from sequoia_vllm.prompts import describe_prompts, encode_prompts, load_prompts, load_tokenizer
 
 MISMATCH = 1  # exit code
 NONE = "none"  # of --chain
 
 
 def bench(
-    target: TargetOption,
-    draft: DraftOption = "",
-    prompts: PromptsOption = None,
+    target: shared.TargetOption,
+    draft: shared.DraftOption = "",
+    prompts: shared.PromptsOption = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each round.")] = 4,
     batch_sizes: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,16",
     temperature: Annotated[str, typer.Option(help="Temperatures; 0 is greedy.")] = "0,1",
@@ -73,11 +49,11 @@ def bench(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
-    dtype: DtypeOption = "auto",
-    eager: EagerOption = False,
-    kv_cache_gib: CacheOption = 1.0,
-    offload_directory: OffloadDirectoryOption = None,
-    offload_memory_gib: OffloadMemoryOption = 0.0,
+    dtype: shared.DtypeOption = "auto",
+    eager: shared.EagerOption = False,
+    kv_cache_gib: shared.CacheOption = 1.0,
+    offload_directory: shared.OffloadDirectoryOption = None,
+    offload_memory_gib: shared.OffloadMemoryOption = 0.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON.")] = None,
     plot: Annotated[
         Path | None,
@@ -85,7 +61,7 @@ def bench(
             help="Draw tokens/s of a request by batch size to this file (.svg, .png or .pdf)."
         ),
     ] = None,
-    as_json: JsonOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Compare plain vLLM, its own chain speculation, and Sequoia, in alternating rounds.
 
@@ -94,26 +70,27 @@ def bench(
     if rounding cannot explain it: some later token is further below the target's best one than two
     units in the last place of a logit.
     """
-    quiet_engines()
+    shared.quiet_engines()
     with friendly_errors():
-        draft = draft or draft_to_measure(target)
+        draft = draft or shared.draft_to_measure(target)
     options = dict(locals())
-    check_output("--output", output)
+    shared.check_output("--output", output)
     with friendly_errors():
         if plot is not None:
-            check_output("--plot", plot)
+            shared.check_output("--plot", plot)
             check_format(plot)
             require_matplotlib()
         compared = _compared(options)
         chosen = load_prompts(prompts, num_prompts)
-        check_models(target, draft)
+        shared.check_models(target, draft)
         if chain is None:  # asks vLLM for its platform, so it comes after all checks
             options["chain"] = ",".join(usual_chains(draft, compared["temperatures"]))
             compared = _compared(options)
         encoded = tuple(encode_prompts(chosen, load_tokenizer(target)))
-        settings = BenchSettings(engine_spec(options), prompts=encoded, **compared)
-        with measuring("bench:", "interrupted: nothing was kept") as progress:
-            report = run_bench(settings, _described(options, chosen), progress)
+        settings = BenchSettings(shared.engine_spec(options), prompts=encoded, **compared)
+        with shared.measuring("bench:", "interrupted: nothing was kept") as progress:
+            described = _described(options, describe_prompts(prompts, chosen))
+            report = run_bench(settings, described, progress)
     if output is not None:
         report.save(output)
     if plot is not None:
@@ -136,14 +113,14 @@ def _compared(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "temperatures": temperatures,
         "batch_sizes": tuple(
-            check_batch_sizes([*numbers("--batch-sizes", options["batch_sizes"])])
+            check_batch_sizes([*shared.numbers("--batch-sizes", options["batch_sizes"])])
         ),
         "methods": tuple(methods(options["draft"], chains, trees)),
         **{name: options[name] for name in ("max_tokens", "rounds")},
     }
 
 
-def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:
+def _described(options: dict[str, Any], prompts: dict[str, str]) -> dict[str, Any]:
     """The settings for the report, with the prompts' name and hash instead of their path."""
     shown = (
         "num_prompts", "batch_sizes", "temperature", "trees", "chain", "max_tokens",
@@ -152,8 +129,7 @@ def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]
     return {
         **{name: options[name] for name in shown},
         "offload": "disk" if options["offload_directory"] else None,
-        "prompts": source_name(options["prompts"]),
-        "prompts_sha256": prompts_sha256(prompts),
+        **prompts,
     }
 
 

@@ -23,16 +23,10 @@ from sequoia_vllm.bench.measure import (
 )
 from sequoia_vllm.bench.methods import SERVED, Method, methods
 from sequoia_vllm.bench.report import Result, chain_samples_wrongly, disagreement, results
-from sequoia_vllm.checkout import find_checkout
+from sequoia_vllm.cli import measuring as shared
 from sequoia_vllm.cli.bench import print_check, speeds_table
 from sequoia_vllm.cli.common import console, error_console, fail, friendly_errors, note, print_json
-from sequoia_vllm.cli.measuring import (
-    DraftOption,
-    TargetOption,
-    check_models,
-    measuring,
-    quiet_engines,
-)
+from sequoia_vllm.installed import find_checkout
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.interrupts import processes_end_here
 from sequoia_vllm.measuring.provenance import provenance
@@ -95,8 +89,8 @@ _CHAINS, _TEMPERATURES, _ROUNDS = "1,2,4", (0.0, 0.7), 3
 
 
 def demo(
-    target: TargetOption = "",
-    draft: DraftOption = "",
+    target: shared.TargetOption = "",
+    draft: shared.DraftOption = "",
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 2,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 32,
     chain: Annotated[
@@ -113,21 +107,21 @@ def demo(
             "Trees are not faster there.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Answer the same questions with plain vLLM, its chain speculation, and Sequoia.
 
     In a clone, SmolLM2-135M-Instruct answers, with a draft that was trained for it. In float32; on
     CPUs models are not compiled, which takes three minutes. `sequoia-vllm bench` has more options.
     """
-    quiet_engines()
+    shared.quiet_engines()
     with friendly_errors():
         pair = EMBEDDED if target or draft or small_pair else chat_pair()
         target, draft = target or pair.target, draft or pair.draft
         spec = EngineSpec(target, draft, dtype="float32", kv_cache_gib=0.25)
         compared = methods(draft, (chain or _CHAINS).split(","), [pair.tree])
         texts = load_prompts(pair.prompts, num_prompts)
-        check_models(target, draft)
+        shared.check_models(target, draft)
         from vllm.platforms import current_platform
 
         eager = current_platform.is_cpu()
@@ -148,7 +142,7 @@ def demo(
 
 
 def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
-    with measuring("demo:", "interrupted") as report:
+    with shared.measuring("demo:", "interrupted") as report:
         found = measure(settings, report, watch=None if as_json else answers_shown(asked))
     greedy, sampled = found.runs.values()
     shown = results(found, chain_is_wrong=False)

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, fail, print_json
-from sequoia_vllm.cli.measuring import kinds_and_classes
+from sequoia_vllm.cli.measuring import JsonOption, kinds_and_classes
 from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS, is_supported, vllm_version
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.families import family_of, see
@@ -46,7 +46,7 @@ def doctor(
         str | None,
         typer.Argument(metavar="[MODEL]", help="Target model to look at, too, name or path."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check what is installed, and say what to mend; exit code 1 if anything is."""
     # This logger complains on every CPU that Triton is installed but has no driver.

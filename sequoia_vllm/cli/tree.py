@@ -30,9 +30,7 @@ from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.tree_library import TreeLibrary, find_tree, find_vector
-from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.optimize import optimize_tree
-from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
+from sequoia_vllm.tree import MOST_NODES, Acceptance, TokenTree, optimize_tree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,46 +7,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-from sequoia_vllm.calibration import tuned_tree
 from sequoia_vllm.calibration.measure_acceptance import (
     AcceptanceSettings,
     AcceptanceTask,
     measure_acceptance,
+    tokens_margin,
 )
 from sequoia_vllm.calibration.measure_profile import ProfileSettings, checked, measure_profile
+from sequoia_vllm.cli import measuring as shared
 from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
-from sequoia_vllm.cli.measuring import (
-    CacheOption,
-    DraftOption,
-    DtypeOption,
-    EagerOption,
-    JsonOption,
-    OffloadDirectoryOption,
-    OffloadMemoryOption,
-    PromptsOption,
-    TargetOption,
-    check_models,
-    draft_to_measure,
-    engine_spec,
-    measuring,
-    numbers,
-    quiet_engines,
-)
 from sequoia_vllm.cli.tree import plot_tree
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.drafters.registry import draft_option
 from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree, look_up
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.figures import FigureError
+from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.selection import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.user_files import make_writable
+from sequoia_vllm.measuring.engines import EngineSpec, count_parameters
 from sequoia_vllm.measuring.provenance import synthetic_models
-from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree import Acceptance
 
 # How much to measure unless options say otherwise. Tokens per completion, to count and to time: as
 # acceptance varies most between prompts, few tokens of many prompts tell more.
@@ -62,6 +51,7 @@ QUICK_COUNTING: dict[str, Any] = {"precision": 0.07, "branch": 4, "depth": 3}
 QUICK_TIMING: dict[str, Any] = {"rounds": 2, "enough_seconds": 60}
 # Passes that wait for weights make larger trees pay; few small ones need timing.
 OFFLOADED, OFFLOADED_QUICK = "1,8,16,32,48,64,96,128", "1,16,32,64,128"
+_LARGE_ON_CPU = 2e8  # parameters
 COUNTING, TIMING = "Counting accepted drafts", "Timing steps"
 
 
@@ -75,10 +65,10 @@ def _budgeted(panel: str, field: str, explained: str, **checks: Any) -> Any:
 
 
 def tune(
-    target: TargetOption,
-    draft: DraftOption = "",
+    target: shared.TargetOption,
+    draft: shared.DraftOption = "",
     quick: Annotated[bool, typer.Option("--quick", help="Measure less, and less exactly.")] = False,
-    prompts: PromptsOption = None,
+    prompts: shared.PromptsOption = None,
     temperature: Annotated[float, typer.Option(
         min=0, help="Temperature of every request; 0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(
@@ -97,14 +87,14 @@ def tune(
     context: Annotated[str | None, _budgeted(
         TIMING, "context", "Tokens of context of each request. Of several, like 256,1024, the "
         "tree is chosen for the first.")] = None,
-    dtype: DtypeOption = "auto",
+    dtype: shared.DtypeOption = "auto",
     tensor_parallel_size: Annotated[int, typer.Option(
         min=1, help="Devices the target is split over.")] = 1,
-    eager: EagerOption = False,
-    kv_cache_gib: CacheOption = 1.0,
-    offload_directory: OffloadDirectoryOption = None,
-    offload_memory_gib: OffloadMemoryOption = 0.0,
-    as_json: JsonOption = False,
+    eager: shared.EagerOption = False,
+    kv_cache_gib: shared.CacheOption = 1.0,
+    offload_directory: shared.OffloadDirectoryOption = None,
+    offload_memory_gib: shared.OffloadMemoryOption = 0.0,
+    as_json: shared.JsonOption = False,
 ) -> None:  # fmt: skip
     """Measure, choose the best tree for each batch size, and keep it for `"tree": "auto"`.
 
@@ -112,12 +102,12 @@ def tune(
     step. The tree lies in the user's tree directory ($SEQUOIA_VLLM_TREES), with
     both measurements beside it, and is for exactly this device, pair and dtype.
     """
-    quiet_engines()
+    shared.quiet_engines()
     with friendly_errors():
-        draft = draft or draft_to_measure(target)
+        draft = draft or shared.draft_to_measure(target)
     options = dict(locals())
     with friendly_errors():
-        check_models(target, draft)
+        shared.check_models(target, draft)
         for role, origin in synthetic_models(target, draft).items():
             # Nobody shall take its times for a real one's.
             note(
@@ -136,21 +126,21 @@ def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSetti
     budget |= {name: options[name] for name in budget.keys() & options if options[name] is not None}
     if options["max_tokens"] is not None:
         budget |= dict.fromkeys(("counted", "timed"), options["max_tokens"])
-    sizes = check_batch_sizes(list(numbers("--batch-sizes", budget["batch_sizes"])))
-    contexts = numbers("--context", budget["context"])
+    sizes = check_batch_sizes(list(shared.numbers("--batch-sizes", budget["batch_sizes"])))
+    contexts = shared.numbers("--context", budget["context"])
     if min(contexts) < 1:
         fail(f"--context {budget['context']}: give at least 1")
-    engine = engine_spec(options)
-    shared = {name: options[name] for name in ("prompts", "temperature")}
+    engine = shared.engine_spec(options)
+    asked = {name: options[name] for name in ("prompts", "temperature")}
     counting = AcceptanceSettings(
         # Compilation does not change acceptance, and may take longer than the counting.
-        replace(engine, enforce_eager=eager or quick), **shared, top_p=options["top_p"],
+        replace(engine, enforce_eager=eager or quick), **asked, top_p=options["top_p"],
         max_tokens=budget["counted"], max_tokens_total=budget["max_tokens_total"],
         **(QUICK_COUNTING if quick else {}),
     )  # fmt: skip
     timing = ProfileSettings(
-        tuned_tree.quick_engine(engine) if quick else engine, **shared, contexts=contexts,
-        tokens=numbers("--tokens", budget["tokens"]), batch_sizes=tuple(sizes),
+        quick_engine(engine) if quick else engine, **asked, contexts=contexts,
+        tokens=shared.numbers("--tokens", budget["tokens"]), batch_sizes=tuple(sizes),
         max_tokens=budget["timed"], **(QUICK_TIMING if quick else {}),
     )  # fmt: skip
     return counting, timing
@@ -168,7 +158,7 @@ _STOPPED_BY = {
 def count(settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
     """Measures acceptance, and notes how far it got; ``stage`` begins the progress line."""
     task = AcceptanceTask.prepare(settings)
-    with measuring(f"{stage}acceptance:", _INTERRUPTED) as report:
+    with shared.measuring(f"{stage}acceptance:", _INTERRUPTED) as report:
         measured = measure_acceptance(task, report)
     counts = measured.calibration
     assert counts is not None
@@ -179,7 +169,7 @@ def count(settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
 
 def time_steps(settings: ProfileSettings, vectors: Sequence[Acceptance], stage: str) -> Profile:
     """Measures a profile; see `measure_profile` and `count`."""
-    with measuring(f"{stage}profile:", _INTERRUPTED) as report:
+    with shared.measuring(f"{stage}profile:", _INTERRUPTED) as report:
         return measure_profile(settings, report, vectors)
 
 
@@ -187,15 +177,15 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
     """Measures acceptance and times, then chooses and saves the tree; returns the report."""
     timing = checked(timing)  # before anything is counted
     engine, context, largest = timing.engine, timing.contexts[0], max(timing.tokens)
-    library, pair = TreeLibrary(), tuned_tree.pair_here(engine)
+    library, pair = TreeLibrary(), pair_here(engine)
     files = library.measurements(pair)
     make_writable(files.directory)  # fails now instead of after measuring
     vector = count(counting, "1 of 2, then profile: ")
     vector.save(files.acceptance)
     times = time_steps(timing, [vector.vector], "2 of 2: ")
     times.save(files.profile)
-    entry = tuned_tree.tuned_entry(vector, times, context, largest)
-    path = tuned_tree.save_tuned(library, pair, entry)
+    entry = tuned_entry(vector, times, context, largest)
+    path = save_tuned(library, pair, entry)
     picture, title = files.directory / "tree.svg", f"{pair.target} with {pair.draft}"
     picture.unlink(missing_ok=True)
     with suppress(FigureError):  # matplotlib is an extra
@@ -212,7 +202,7 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
         "schedule": [list(row) for row in entry.schedule],
         "estimates": [estimate.to_dict() for estimate in entry.estimates],
         "tokens_margins": [
-            None if one is None else round(one, 4) for one in tuned_tree.margins(entry, vector)
+            None if one is None else round(one, 4) for one in margins(entry, vector)
         ],
         "file": str(path),
         "measurements": str(files.directory),
@@ -220,6 +210,66 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
         "now_used": _now_used(pair),
         "command": f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'",
     }
+
+
+def pair_here(engine: EngineSpec) -> PairKey:
+    """The key with which such an engine looks up its tree on this machine. Raises CalibrationError
+    if vLLM cannot read the target's configuration."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from sequoia_vllm.engine.common.cluster import current_device_name
+
+    try:
+        config = EngineArgs(model=engine.target, dtype=engine.dtype).create_model_config()
+    except (ValueError, OSError) as error:
+        raise CalibrationError(f"vLLM cannot use the target {engine.target!r}: {error}") from error
+    dtype = str(config.dtype).removeprefix("torch.")
+    return PairKey(
+        current_device_name(), engine.target, engine.draft, dtype, engine.tensor_parallel_size,
+        engine.offloading,
+    )  # fmt: skip
+
+
+def quick_engine(engine: EngineSpec) -> EngineSpec:
+    """Turns compilation off on CPUs with a large target: it hardly changes such steps, which read
+    weights, and takes minutes. Raises CalibrationError if transformers does not know the target."""
+    from vllm.platforms import current_platform
+
+    is_large = current_platform.is_cpu() and count_parameters(engine.target) >= _LARGE_ON_CPU
+    return replace(engine, enforce_eager=engine.enforce_eager or is_large)
+
+
+def tuned_entry(
+    vector: AcceptanceFile, profile: Profile, context_length: int, max_size: int
+) -> TreeEntry:
+    """The fastest tree and schedule by these measurements, for `TreeLibrary.save_user_tree`; a tree
+    of size 1 means: do not speculate."""
+    largest_batch = max(curve.batch_size for curve in profile.target_forward)
+    schedule = choose_schedule(
+        vector.vector,
+        profile,
+        batch_sizes=range(1, largest_batch + 1),
+        max_size=max_size,
+        context_length=context_length,
+    )
+    reference = profile_reference(profile).model_copy(update={"context_length": context_length})
+    return make_entry("user", model_class_of(profile), profile, reference, vector, schedule)
+
+
+def margins(entry: TreeEntry, vector: AcceptanceFile) -> list[float | None]:
+    """`tokens_margin` of each estimate's tokens per step; None: not known."""
+    if vector.trials is None:
+        return [None] * len(entry.estimates)
+    trials = np.atleast_2d(np.asarray(vector.trials)).tolist()
+    trees = (entry.tree.trim(one.num_speculative_tokens + 1) for one in entry.estimates)
+    return [tokens_margin(tree, vector.vector, trials) for tree in trees]
+
+
+def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:
+    """Stores the tree under the key that an engine with this pair looks up."""
+    file = library.measurements(pair).profile.relative_to(library.user)
+    reference = entry.profile.model_copy(update={"file": str(file)})
+    return library.save_user_tree(pair, entry.model_copy(update={"profile": reference}))
 
 
 def _now_used(pair: PairKey) -> str:

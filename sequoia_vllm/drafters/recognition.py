@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sequoia_vllm.drafters.fields import Fields
-from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, DrafterKind, Sign, drafter
+from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, DrafterKind, Fields, Sign, drafter
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sequoia_vllm.graph_batches import half_octaves, last_with
+from sequoia_vllm.hardware.graph_sizes import half_octaves, last_with
 from sequoia_vllm.tree import TokenTree
 
 # Rows in all, and requests, of captured passes that read prompts, too. Steps with a prompt wait for

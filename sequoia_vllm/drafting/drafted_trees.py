@@ -101,10 +101,7 @@ class DraftedTrees:
         modes, slots, slot_rows = batch.modes, batch.slots, rows_per_slot(level.nodes, 1)
         state_rows = batch.multiples(levels.rows_per_tree)
         kept = self.logits, self.logits.stride(0), self.logits.stride(1)
-        truncation.lowest_inside(
-            logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p, modes[:num_reqs],
-            lowest, scratch.view(torch.int32),
-        )  # fmt: skip
+        truncation.lowest_inside(logits, batch, level.width, lowest, scratch.view(torch.int32))
         row_statistics_kernel[(rows, num_blocks)](
             logits, logits.stride(0), lowest, batch.temperature, modes, slots, slot_rows,
             level.width, vocabulary, partials, *kept, len(self.logits), state_rows, level.rows,

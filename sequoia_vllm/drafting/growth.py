@@ -15,7 +15,7 @@ from torch import Tensor
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import DraftLevels, Level, picked
-from sequoia_vllm.kernels.continuations import find_continuations
+from sequoia_vllm.kernels.begin_drafting import find_continuations
 from sequoia_vllm.kernels.draft_inputs import DraftInputs
 
 

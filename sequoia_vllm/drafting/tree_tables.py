@@ -1,6 +1,6 @@
 """Index tables of a tree, with which a device drafts, scores and verifies; made once per tree."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,11 +78,6 @@ class DraftLevels:
         # bool ``[I, I]``: which inner nodes each sees, itself included.
         self.ancestors = torch.from_numpy(tree.ancestor_mask[np.ix_(order, order)]).to(device)
 
-    @property
-    def num_inner(self) -> int:
-        """Nodes that the draft model reads, the root included."""
-        return self.depths.shape[-1]
-
 
 class TreeTables:
     """The engine's tree, of N nodes; requests draft it or a prefix of it."""
@@ -114,73 +109,6 @@ class TreeTables:
     def levels(self) -> DraftLevels:
         """The whole tree, as the draft grows it."""
         return self.levels_of(self.tree.num_speculative_tokens)
-
-
-class TreeShapes(TreeTables):
-    """A tree for each request slot: `TreeTables` as ``[S, ...]``; kernels of V2 read both.
-
-    A slot keeps its tree from growth to commit. `set` changes it in place, so that CUDA graphs find
-    it. Growth reads levels, scoring shifts and ancestors, verification children and rows of Q, and
-    edits of logits parents; the commit reads paths. All trees have as many nodes as the engine's
-    and, in each prefix that is drafted, as many with children at each depth. Traversal, grammar
-    masks, attention on CPUs and V1 know one tree only.
-
-    Args:
-        tree, device: See `TreeTables`; the engine's tree, which slots have at first.
-        slots: Request slots, S.
-    """
-
-    def __init__(self, tree: TokenTree, device: torch.device, slots: int) -> None:
-        super().__init__(tree, device)
-        self._slots, self._is_set = slots, False
-        self._give_slots(self)
-        self.levels_of(tree.num_speculative_tokens)
-
-    def levels_of(self, drafts: int) -> DraftLevels:
-        """See `TreeTables.levels_of`. ValueError: new ones, after some tree has been set."""
-        if drafts not in self._levels:
-            if self._is_set:
-                raise ValueError(f"levels of {drafts} drafts have to be made before trees are set")
-            levels = super().levels_of(drafts)
-            for part in (levels, *levels.levels):
-                self._give_slots(part)
-        return self._levels[drafts]
-
-    def set(self, slot: int, tree: TokenTree) -> None:
-        """Gives a slot another tree. `NodeMasks.repack` follows.
-
-        Raises ValueError: it has other sizes than the engine's. Nothing has changed.
-        """
-        own = TreeTables(tree, self.ancestors.device)
-        fits = tree.size == self.tree.size and all(
-            torch.equal(own.levels_of(drafts).depths, levels.depths[0])
-            and own.levels_of(drafts).rows_per_tree <= levels.rows_per_tree
-            for drafts, levels in self._levels.items()
-        )
-        pairs = list(zip(_tensors(self), _tensors(own), strict=fits))
-        if not fits or any(shapes.shape[-1] < shape.shape[-1] for shapes, shape in pairs):
-            raise ValueError(
-                "a request's tree has other nodes, or in some prefix other nodes with children at a"
-                " depth, more children of a node or more rows of Q than the engine's has"
-            )
-        self._is_set = True
-        for shapes, shape in pairs:
-            shapes[slot] = -1
-            shapes[slot, ..., : shape.shape[-1]] = shape
-
-    def _give_slots(self, part: object) -> None:
-        for name, shape in list(vars(part).items()):
-            if isinstance(shape, Tensor):
-                setattr(part, name, shape.repeat(self._slots, *[1] * shape.ndim))
-
-
-def _tensors(tables: TreeTables) -> Iterator[Tensor]:
-    """All tensors of a tree and of its levels, in one order."""
-    parts: list[object] = [tables]
-    for levels in tables._levels.values():
-        parts += [levels, *levels.levels]
-    for part in parts:
-        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
 
 def picked(values: Tensor, places: Tensor, slots: Tensor) -> Tensor:

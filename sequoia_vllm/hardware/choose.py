@@ -13,9 +13,7 @@ from sequoia_vllm.hardware.budget import Ranges
 from sequoia_vllm.hardware.cost import CostModel, Prefixes, check_batch_sizes
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.json_file import FileModel
-from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.optimize import Frontier
-from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.tree import Acceptance, Frontier, TokenTree
 
 logger = logging.getLogger("vllm.sequoia.hardware")  # shown by vLLM's own handler
 

@@ -28,8 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
 from sequoia_vllm.json_file import FileModel
-from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.tree import Acceptance, TokenTree
 
 Floats = NDArray[np.float64]
 
@@ -51,6 +50,12 @@ class CostModel:
     Times are interpolated linearly over tokens, then over batch sizes. They never fall when tokens
     are added, so noise cannot make a larger tree look faster. `extrapolates` tells what lies
     outside. There the last slope goes on, and for other batch sizes the whole batch's tokens count.
+
+    Attributes:
+        max_tokens: By batch size, the largest tree size (root included) timed at it.
+        target_seconds: By tokens of each request, of any shape, and batch size: a target pass.
+        draft_seconds: One level of so many nodes of each request. One-pass heads only draw.
+        verification_seconds: Verifying trees of so many nodes. 0: the profile has no such curve.
     """
 
     def __init__(self, profile: Profile, context_length: int | None = None) -> None:
@@ -58,37 +63,23 @@ class CostModel:
         self.profile = profile
         self._target = _Surface(profile.target_forward, context_length)
         self._draft = _Surface(profile.draft_level, context_length)
-        self._reading = (
-            _Surface(profile.draft_reading, context_length)
-            if profile.draft_reading
-            else self._draft
-        )
-        self._verification = (
-            _Surface(profile.verification, context_length) if profile.verification else None
-        )
+        reading = profile.draft_reading
+        self._reading = _Surface(reading, context_length) if reading else self._draft
+        self.max_tokens = self._target.max_tokens
+        self.target_seconds = self._target.seconds
+        self.draft_seconds = self._draft.seconds
+        self.verification_seconds = _Surface(profile.verification or [], context_length).seconds
         overhead = _nearest_context(profile.overhead, context_length)
         self._overhead_batches = [entry.batch_size for entry in overhead]
         self._plain_overhead = [entry.plain_seconds for entry in overhead]
         self._tree_overhead = [entry.tree_seconds for entry in overhead]
         self._plain_seconds: dict[int, float] = {}  # the same few are asked for often
 
-    def max_tokens(self, batch_size: int) -> int:
-        """Largest tree size (root included) timed at this batch size."""
-        return self._target.max_tokens(batch_size)
-
     def extrapolates(self, size: int, batch_size: int, draft_width: int = 1) -> bool:
         """Whether a tree size, level width or batch size lies outside what was timed."""
         return self._target.extrapolates(size, batch_size) or self._draft.extrapolates(
             draft_width, batch_size
         )
-
-    def target_seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
-        """One target pass over ``tokens`` tokens of each request; any shape."""
-        return self._target.seconds(tokens, batch_size)
-
-    def draft_seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
-        """One level of ``tokens`` nodes of each request; any shape. One-pass heads only draw."""
-        return self._draft.seconds(tokens, batch_size)
 
     def first_draft_seconds(
         self, committed: ArrayLike, depths: ArrayLike, batch_size: int
@@ -97,12 +88,6 @@ class CostModel:
         if self.profile.drafts_in_one_pass:
             committed = np.broadcast_to(1 + np.asarray(depths), np.shape(committed))
         return self._reading.seconds(committed, batch_size)
-
-    def verification_seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
-        """Verifying trees of ``tokens`` nodes; any shape. 0 where the profile has no such curve."""
-        if self._verification is None:
-            return np.zeros_like(np.asarray(tokens, dtype=np.float64))
-        return self._verification.seconds(tokens, batch_size)
 
     def tree_overhead(self, batch_size: int) -> float:
         """The rest of a speculative step."""
@@ -186,10 +171,10 @@ class Prefixes:
 
 
 class _Surface:
-    """Seconds over (tokens per request, batch size) at one context length."""
+    """Seconds over (tokens per request, batch size) at one context length; 0 without curves."""
 
     def __init__(self, curves: list[Curve], context_length: int | None) -> None:
-        kept = _nearest_context(curves, context_length)
+        kept = _nearest_context(curves, context_length) if curves else []
         self.batches = [curve.batch_size for curve in kept]
         self._curves = [
             (
@@ -209,6 +194,8 @@ class _Surface:
 
     def seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
         tokens = np.asarray(tokens, dtype=np.float64)
+        if not self.batches:
+            return np.zeros_like(tokens)
         low, high, share = self._between(batch_size)
         measured = self.batches[low]
         if low == high and measured != batch_size:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from sequoia_vllm.drafters.registry import Drafter, known_for
 from sequoia_vllm.hardware.support import UNSUPPORTED, Kind, Role, kinds_of, refusal, refused_kinds
-from sequoia_vllm.json_file import FileModel, read_model
+from sequoia_vllm.json_file import FileModel
 
 _FILE = Path(__file__).with_name("families.json")
 
@@ -57,6 +57,7 @@ class Family(FileModel):
 class FamilyFile(FileModel):
     """All rows."""
 
+    described = "table of families"
     verified: str  # date on which tests last compared them with vLLM's classes
     vllm: str  # its version then
     families: tuple[Family, ...]
@@ -65,7 +66,7 @@ class FamilyFile(FileModel):
 @cache
 def family_file() -> FamilyFile:
     """The table."""
-    return read_model(_FILE, FamilyFile, "table of families", ValueError)
+    return FamilyFile.load(_FILE)
 
 
 def family_of(

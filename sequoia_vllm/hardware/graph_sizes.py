@@ -9,8 +9,6 @@ larger batch.
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from sequoia_vllm.graph_batches import half_octaves, last_with, powers_of_two
-
 MOST_TOKENS = 1024  # tokens of the largest captured step: larger ones outlast their launches
 
 # By datasheets of the library's GPUs, arithmetic takes as long as reading weights in steps of 117
@@ -85,6 +83,24 @@ def first_beyond(tokens_by_batch: Sequence[int], most_tokens: int) -> int | None
     """The smallest batch whose trees have more tokens than any graph; None: there is none."""
     by_batch = enumerate(tokens_by_batch, start=1)
     return next((b for b, tokens in by_batch if tokens > 1 and b * tokens > most_tokens), None)
+
+
+def powers_of_two(last: int) -> list[int]:
+    """1, 2, 4, 8, ..., ``last``."""
+    return sorted({*(1 << power for power in range(last.bit_length())), last} - {0})
+
+
+def half_octaves(last: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ..., ``last``: batches are padded by at most half of their size."""
+    powers = powers_of_two(last)
+    sizes = {*powers, *(power + power // 2 for power in powers)}
+    return sorted(size for size in sizes if size <= last)
+
+
+def last_with(number: int, by_batch: Sequence[int]) -> int:
+    """The largest batch of 1, 2, ... requests that has so many of something, or more; 0: none."""
+    reached = (batch for batch, most in enumerate(by_batch, start=1) if most >= number)
+    return max(reached, default=0)
 
 
 def _grid(last: int) -> Iterator[int]:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sequoia_vllm.drafters.fields import Fields, ShapeError
-from sequoia_vllm.drafters.registry import DrafterKind, drafter
+from sequoia_vllm.drafters.registry import DrafterKind, Fields, ShapeError, drafter
 from sequoia_vllm.hardware.models import Experts, Latent, ModelShape, Recurrent, SharedBlocks
 
 _UNMODELLED = {

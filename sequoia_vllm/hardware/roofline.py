@@ -16,10 +16,9 @@ checks that the models fit the memory.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from sequoia_vllm.hardware.device import DeviceSpec
-from sequoia_vllm.hardware.interconnect import Assumptions, Interconnect
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 from sequoia_vllm.hardware.streaming import StreamedWeights
@@ -35,6 +34,38 @@ STREAMED_TOKENS = (*TOKENS, 160, 192, 256, 320, 384, 512, 640, STREAMED_MAX_SIZE
 # a small part of a pass.
 _MOST_TILES = 64
 BYTES_PER_VALUE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
+# A mesh has eight devices; a link of each leads to each of the seven others.
+_MESH_NEIGHBOURS = 7
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Figures that no datasheet has: we chose them and did not measure them. Those of reductions
+    follow published measurements, see `Interconnect`."""
+
+    bandwidth_efficiency: float = 0.85  # achieved share of it
+    compute_efficiency: float = 0.65  # achieved share of the dense matrix rate
+    layer_seconds: float = 25e-6  # launches and small kernels of one layer, CUDA graphs on
+    forward_seconds: float = 60e-6  # outside layers, sampling included
+    plain_step_seconds: float = 300e-6  # a plain step outside the forward pass
+    tree_step_seconds: float = 600e-6  # the same with trees: some twenty launches of ours
+    # A kernel in a CUDA graph that does next to nothing. In a graph of kernels of 2.9 us NVIDIA
+    # measured 3.4 us for each ("Getting Started with CUDA Graphs", 2019); a small kernel itself
+    # takes 1 to 2 us.
+    small_kernel_seconds: float = 2e-6
+    # Kernels of ours in a draft level, outside the draft model, counted where kernels are
+    # interpreted: one that prepares, three that draw. Not the two that look for a draft's nucleus,
+    # which end at once where no request has top-k, top-p or min-p.
+    level_kernels: float = 4
+    # Requests times key heads below which tree attention splits contexts, to occupy all
+    # processors: the results are merged by one kernel more in each layer.
+    split_below: float = 128
+    logits_passes: float = 6.0  # times the float32 logits of a node are read or written
+    link_efficiency: float = 0.8  # achieved share of the rate between devices
+    one_shot_seconds: float = 6e-6  # a one-shot reduction of nothing: launch and one barrier
+    two_shot_seconds: float = 12e-6  # a two-shot reduction of nothing: one barrier more
+    ring_seconds: float = 10e-6  # start of a ring (NCCL's or RCCL's)
+    ring_step_seconds: float = 1e-6  # each of its steps, without bytes
 
 
 def roofline_profile(
@@ -61,10 +92,10 @@ def roofline_profile(
     value_bytes = bytes_per_value(dtype)
     for shape in (target, draft):
         shape.check_split(tensor_parallel_size)
-    if streamed is not None:
-        _check_draft_fits(device, draft, value_bytes, tensor_parallel_size, streamed)
     assumptions = assumptions or Assumptions()
     forward = _Forward(device, value_bytes, tensor_parallel_size, assumptions)
+    if streamed is not None:
+        forward.check_draft_fits(draft, streamed)
 
     def curves(
         time: Callable[[int, int], float], weights: StreamedWeights | None = None
@@ -150,27 +181,76 @@ def _tokens_to_time(streamed: StreamedWeights | None, batch: int) -> list[int]:
     return sorted(counts)
 
 
-def _check_draft_fits(
-    device: DeviceSpec,
-    draft: ModelShape,
-    value_bytes: float,
-    devices: int,
-    streamed: StreamedWeights,
-) -> None:
-    """Refuses a draft that leaves no memory beside the buffers (ValueError)."""
-    needed = draft.weights_bytes(value_bytes) / devices + streamed.buffer_bytes
-    if needed >= device.memory_bytes:
-        raise ValueError(
-            f"the draft {draft.name} and the buffers of streamed weights take "
-            f"{needed / 2**30:.1f} GiB of {device.name}'s {device.memory_bytes / 2**30:.0f}: only "
-            "the target is offloaded, so use a smaller or quantized draft, or more devices"
-        )
+class Interconnect:
+    """The links between the devices of one tensor-parallel group, and times of their reductions.
+
+    A tensor of S bytes is added up over p devices in one of three ways. A device's
+    link carries its rate B in each direction at once, so the busier direction counts:
+
+    | way | bytes through a link | time of nothing |
+    |---|---|---|
+    | one-shot: each device reads the whole tensor of every other | (p - 1) S | one barrier |
+    | two-shot: each adds up its p-th part, then reads the others' | 2 (p - 1) / p S | two |
+    | ring: 2 (p - 1) steps of S / p to the neighbour | 2 (p - 1) / p S | 2 (p - 1) steps |
+
+    One-shot and two-shot are vLLM's own kernels, for two devices that can read each other's memory,
+    and for more where each has a direct link to every other. All the rest gets the ring of NCCL or
+    RCCL ("Custom allreduce is disabled because it's not supported on more than two PCIe-only
+    GPUs"). The model takes the cheapest way that is allowed. vLLM's thresholds by size aim at the
+    same.
+
+    Where the assumed figures come from (none was measured by us):
+
+    - Bandwidth: 450 GB/s in each direction of an H100's NVLink become 370 in a ring, by an
+      author of NCCL (NVIDIA/nccl-tests#212): a share of 0.82.
+    - One-shot and two-shot on 4 H100, bfloat16 rows of 8,192 (vllm-project/vllm#24532): 10
+      and 17 us for 0.5 MiB, 14 and 18 us for 1 MiB, 38 and 42 us for 4 MiB. The formulas
+      above give 10 and 14, 15 and 16, 41 and 29 us.
+    - Rings: about 18 us of start on 4 GPUs and 20 on 6 and 8, read off the same tables and
+      ByteDance-Seed/Triton-distributed#57; 36 us on 16 GPUs over PCIe
+      (local-inference-lab/b12x#139). The formula gives 16, 20, 24 and 40 us.
+
+    Not modelled: reduction inside the switch (NVLink SHARP) and fusing the reduction with
+    the normalization after it, both of which make large reductions cheaper than said here.
+    """
+
+    def __init__(self, device: DeviceSpec, devices: int, assumed: Assumptions) -> None:
+        self.devices = devices
+        self._assumed = assumed
+        self._bytes_per_second = device.interconnect_gb_s * 1e9 * assumed.link_efficiency
+        if device.interconnect_kind == "mesh":
+            # Links to devices outside the group carry nothing of it.
+            self._bytes_per_second *= min(1.0, (devices - 1) / _MESH_NEIGHBOURS)
+        direct = device.interconnect_kind in ("switch", "mesh")
+        self._own_kernels = direct or (device.interconnect_kind == "bus" and devices == 2)
+
+    def all_reduce(self, size: float) -> float:
+        """Seconds until every device has the sum of ``size`` bytes of each; 0 for one device."""
+        if self.devices == 1:
+            return 0.0
+        assumed = self._assumed
+        others = self.devices - 1
+        halves = 2 * others / self.devices * size  # both halves of a ring or a two-shot
+        ways = [(assumed.ring_seconds + 2 * others * assumed.ring_step_seconds, halves)]
+        if self._own_kernels:
+            ways += [(assumed.one_shot_seconds, others * size), (assumed.two_shot_seconds, halves)]
+        return min(start + moved / self._bytes_per_second for start, moved in ways)
+
+    def all_gather(self, size: float) -> float:
+        """Seconds until every device has all ``size`` bytes, of which each had a p-th, by a ring of
+        p - 1 steps: vLLM leaves this to the library; 0 for one device."""
+        if self.devices == 1:
+            return 0.0
+        others = self.devices - 1
+        start = self._assumed.ring_seconds + others * self._assumed.ring_step_seconds
+        return start + others / self.devices * size / self._bytes_per_second
 
 
 class _Forward:
     def __init__(
         self, device: DeviceSpec, value_bytes: float, devices: int, assumed: Assumptions
     ) -> None:
+        self._device = device
         self._bytes_per_second = device.bandwidth_gb_s * 1e9 * assumed.bandwidth_efficiency
         self._operations_per_second = device.bf16_tflops * 1e12 * assumed.compute_efficiency
         self._value_bytes = value_bytes
@@ -179,6 +259,16 @@ class _Forward:
         self._devices = devices
         self._links = Interconnect(device, devices, assumed)
         self._assumed = assumed
+
+    def check_draft_fits(self, draft: ModelShape, streamed: StreamedWeights) -> None:
+        """Refuses a draft that leaves no memory beside the buffers (ValueError)."""
+        own, device = draft.weights_bytes(self._value_bytes) / self._devices, self._device
+        if (needed := own + streamed.buffer_bytes) >= device.memory_bytes:
+            raise ValueError(
+                f"the draft {draft.name} and the buffers of streamed weights take "
+                f"{needed / 2**30:.1f} GiB of {device.name}'s {device.memory_bytes / 2**30:.0f}: "
+                "only the target is offloaded, so use a smaller or quantized draft, or more devices"
+            )
 
     def seconds(
         self,

@@ -19,7 +19,7 @@ import numpy as np
 
 from sequoia_vllm.drafters.registry import HeadShape
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, ProfileError
-from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.tree import TokenTree
 
 _DIGITS = 7  # a tenth of a microsecond
 _SHORTEST = 10.0**-_DIGITS

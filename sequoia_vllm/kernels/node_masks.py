@@ -78,15 +78,8 @@ class NodeMasks:
         self._made: dict[tuple[int, int | None], tuple[Tensor, NodeMask]] = {}
 
     def of(self, ancestors: Tensor, window: int | None = None) -> NodeMask:
-        """Mask of a bool ``[N, N]`` that does not change, or ``[S, N, N]``: see `repack`."""
+        """Mask of a bool ``[N, N]``, or ``[S, N, N]`` by request slot, that does not change."""
         key = id(ancestors), window
         if key not in self._made:
             self._made[key] = ancestors, NodeMask.of(ancestors, window)
         return self._made[key][1]
-
-    def repack(self, slot: int) -> None:
-        """Makes a request slot's masks again, in place, after its trees have changed."""
-        for ancestors, mask in self._made.values():
-            if ancestors.ndim == 3:
-                own = NodeMask.of(ancestors[slot], mask.window)
-                mask.words[slot], mask.depths[slot] = own.words, own.depths

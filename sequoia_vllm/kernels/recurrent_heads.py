@@ -20,14 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels.recurrent_tree import KeptNodes, ScoredNodes, score_heads
-from sequoia_vllm.kernels.recurrent_tree_kernels import (
-    decays_of,
-    dot,
-    keep_head,
-    products,
-    rows_and_state,
-    softplus,
-)
+from sequoia_vllm.kernels.recurrent_tree_kernels import dot, rows_and_state
+from sequoia_vllm.kernels.tree_shapes import shape_row
 
 
 def score_gdn(
@@ -174,3 +168,63 @@ def score_mamba_kernel(
         result, update, decay, at_keys, 1.0, output, updates, decays, keys, row, exists, head,
         value, HEADS, VALUE_HEADS, KEY, VALUE, KEY_PART,
     )  # fmt: skip
+
+
+@triton.jit
+def products(
+    vectors, keys, states, exists, has_state,
+    KEY: tl.constexpr, KEY_PART: tl.constexpr, NODES: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Products of nodes' vectors with keys and with the state, and the vectors' lengths squared."""
+    feature = tl.arange(0, KEY_PART)[None, :]
+    with_keys = tl.zeros([NODES, NODES], dtype=tl.float32)
+    with_state = tl.zeros([NODES, PART], dtype=tl.float32)
+    squared = tl.zeros([NODES], dtype=tl.float32)
+    for start in range(0, KEY, KEY_PART):
+        at = start + feature
+        vector = tl.load(vectors + at, mask=exists[:, None], other=0.0).to(tl.float32)
+        key = tl.load(keys + at, mask=exists[:, None], other=0.0).to(tl.float32)
+        state = tl.load(states + at, mask=has_state[:, None], other=0.0).to(tl.float32)
+        with_keys += dot(vector, tl.trans(key))
+        with_state += dot(vector, tl.trans(state))
+        squared += tl.sum(vector * vector, axis=1)
+    return with_keys, with_state, squared
+
+
+@triton.jit
+def softplus(value):
+    """The softplus of float32 values, with the same cut at 20 as vLLM's kernels."""
+    return tl.where(value <= 20.0, tl.log(1.0 + tl.exp(value)), value)
+
+
+@triton.jit
+def decays_of(log_decay, slots, request, slot_rows, ancestors, max_nodes, node, exists):
+    """G of each node, and e^{G_i - G_j} where node i sees j, else 0."""
+    seen_at = (shape_row(slots, request, slot_rows) + node[:, None]) * max_nodes + node[None, :]
+    both = exists[:, None] & exists[None, :]
+    seen = tl.load(ancestors + seen_at, mask=both, other=0) != 0
+    decay = tl.sum(tl.where(seen, log_decay[None, :], 0.0), axis=1)
+    since = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0))
+    return decay, tl.where(seen, since, 0.0)
+
+
+@triton.jit
+def keep_head(
+    result, update, decay, at_keys, per_key, output, updates, decays, keys, row, exists, head,
+    value, HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, KEY_PART: tl.constexpr,
+):  # fmt: skip
+    """Writes a head's outputs, u, G, and k: keys that a factor makes those of the form."""
+    at_head = row * VALUE_HEADS + head
+    at_update = at_head[:, None] * VALUE + value[None, :]
+    tl.store(output + at_update, result.to(output.dtype.element_ty), mask=exists[:, None])
+    tl.store(updates + at_update, update, mask=exists[:, None])
+    if tl.program_id(2) == 0:
+        tl.store(decays + at_head, decay, mask=exists)
+        group: tl.constexpr = VALUE_HEADS // HEADS
+        if head % group == 0:
+            feature = tl.arange(0, KEY_PART)[None, :]
+            at_kept = keys + (row[:, None] * HEADS + head // group) * KEY + feature
+            for start in range(0, KEY, KEY_PART):
+                key = tl.load(at_keys + start + feature, mask=exists[:, None], other=0.0)
+                tl.store(at_kept + start, key.to(tl.float32) * per_key, mask=exists[:, None])

@@ -45,11 +45,14 @@ class TraversalOrder:
         """
         count = len(parents)
         children: list[list[int]] = [[] for _ in parents]
+        sizes = [1] * count  # nodes of each subtree
         for node in range(1, count):
             children[parents[node]].append(node)
+        for node in range(count - 1, 0, -1):
+            sizes[parents[node]] += sizes[node]
         nodes = np.full((count, 6), -1, dtype=np.int32)
         turns = np.full((2, count), NEVER.value, dtype=np.int32)
-        nodes[0, 3:5], turns[0, 0], sizes = 0, -1, _subtree_sizes(parents)
+        nodes[0, 3:5], turns[0, 0] = 0, -1
         for node, own in enumerate(children):
             begin = nodes[node, 4]
             for rank, child in enumerate(own):
@@ -71,13 +74,6 @@ class TraversalOrder:
             waves=[torch.from_numpy(wave).to(device, torch.int32) for wave in waves],
             sizes=[np.abs(wave) for wave in waves],
         )
-
-
-def _subtree_sizes(parents: Sequence[int]) -> list[int]:
-    sizes = [1] * len(parents)
-    for node in range(len(parents) - 1, 0, -1):
-        sizes[parents[node]] += sizes[node]
-    return sizes
 
 
 def traverse_trees(

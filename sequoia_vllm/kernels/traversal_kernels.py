@@ -12,7 +12,7 @@ two things for the next ones: a node's *state* before each of its children's tur
 of that child, and the sums of the pass that rejects it, by parts. A visit that comes after what
 earlier waves have accepted does nothing.
 
-What is left of P and Q after rejections is in closed form, see `residual_kernels`. In its terms a
+What is left of P and Q after rejections is in closed form, see `target_statistics`. In its terms a
 rejection adds ``(c / chance) / s`` to a. With S = ``chance`` * (new c) / c, ``chance`` becomes
 ``S / (S + 1 - chance)``.
 """
@@ -23,17 +23,17 @@ import triton.language as tl
 from sequoia_vllm.kernels import modes as draft_modes
 from sequoia_vllm.kernels.children_kernels import draft_probability
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
-from sequoia_vllm.kernels.residual_kernels import (
+from sequoia_vllm.kernels.target_statistics import (
     draw_residual,
     load_draft,
     load_target,
+    merge_statistics,
     next_subtraction,
     residual,
     residual_lanes,
     target_lanes,
     target_probability,
 )
-from sequoia_vllm.kernels.target_statistics import merge_statistics
 
 _SAMPLED = tl.constexpr(draft_modes.SAMPLED)
 NEVER = tl.constexpr(2147483647)

@@ -8,14 +8,15 @@ children lower the tokens below that end. It is known to a `RESOLUTION`, with al
 weighed alike, and is `RANGE` below the best token at the latest: any Q is lossless.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels import modes as _modes
+from sequoia_vllm.verification.sampling import LOWERED_BY
 
-LOWERED_BY = 4.0
-"""Scaled logits outside the nucleus are lowered by this."""
 RANGE = 20.48
 """Scaled logits further below the best one have 1e-9 of its weight."""
 _BINS = 128
@@ -33,16 +34,7 @@ def workspace_size(rows: int, vocabulary: int) -> int:
     return rows * triton.cdiv(vocabulary, _BLOCK) * (1 + _BINS)
 
 
-def lowest_inside(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    modes: Tensor,
-    found: Tensor,
-    workspace: Tensor,
-) -> None:
+def lowest_inside(logits: Tensor, batch: Any, width: int, found: Tensor, workspace: Tensor) -> None:
     """The lowest raw logit in the nucleus of each of m rows of R requests.
 
     Waits for nothing on the device. Programs of a request without such parameters end early.
@@ -50,21 +42,22 @@ def lowest_inside(
     Args:
         logits: ``[R * m, V]``, float32, bfloat16 or float16, contiguous in its rows; the m
             rows of a request follow one another.
-        temperature: float32 ``[R]``; above 0 where SAMPLED or SEEDED.
-        top_k, top_p, min_p: int32, float32, float32 ``[R]``; V or more, 1 and 0: not used.
-        modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
+        batch: A `DraftBatch`, whose temperature is above 0 where SAMPLED or SEEDED. Top-k of V or
+            more, top-p of 1 and min-p of 0 are not used.
+        width: m.
         found: float32 ``[R * m]``, written: -inf where all is inside, and in other modes.
         workspace: int32, `workspace_size` of it.
     """
     rows, vocabulary = logits.shape
-    width, num_blocks = rows // len(modes), triton.cdiv(vocabulary, _BLOCK)
+    num_blocks = triton.cdiv(vocabulary, _BLOCK)
+    own = batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.modes, width, vocabulary
     count_bins_kernel[(rows, num_blocks)](
-        logits, logits.stride(0), temperature, top_k, top_p, min_p, modes, width, vocabulary,
-        workspace, BLOCK=_BLOCK, BINS=_BINS, num_warps=_COUNTING_WARPS,
+        logits, logits.stride(0), *own, workspace, BLOCK=_BLOCK, BINS=_BINS,
+        num_warps=_COUNTING_WARPS,
     )  # fmt: skip
     lowest_inside_kernel[(rows,)](
-        temperature, top_k, top_p, min_p, modes, width, vocabulary, workspace, num_blocks, found,
-        BINS=_BINS, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_MERGING_WARPS,
+        *own, workspace, num_blocks, found, BINS=_BINS,
+        BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_MERGING_WARPS,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ at the vocabulary once per visited node, and once more per rejected child; no
 distribution is written to memory. Where the rows' statistics are given, the first
 look is taken only where a walk ends without a rejected child: at most once.
 
-What is left of P and Q after rejections is in closed form, see `residual_kernels`.
+What is left of P and Q after rejections is in closed form, see `target_statistics`.
 
 Rounding moves the emitted law by some 1e-6: a residual whose small c makes its
 rounding large is reached with probability c.
@@ -18,8 +18,9 @@ import triton.language as tl
 from sequoia_vllm.kernels import modes as draft_modes
 from sequoia_vllm.kernels.children_kernels import draft_probability
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
-from sequoia_vllm.kernels.residual_kernels import (
+from sequoia_vllm.kernels.target_statistics import (
     draw_residual,
+    merge_statistics,
     next_subtraction,
     residual,
     residual_lanes,
@@ -27,7 +28,6 @@ from sequoia_vllm.kernels.residual_kernels import (
     target_lanes,
     target_probability,
 )
-from sequoia_vllm.kernels.target_statistics import merge_statistics
 from sequoia_vllm.kernels.tree_shapes import shape_row
 
 _SAMPLED = tl.constexpr(draft_modes.SAMPLED)

@@ -18,8 +18,7 @@ from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.step_profile import ProfileSource
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel
-from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
-from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree
 
 LIBRARY_SCHEMA = "sequoia-vllm/tree-library/v1"
 USER_TREE_SCHEMA = "sequoia-vllm/user-tree/v1"

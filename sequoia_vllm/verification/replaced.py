@@ -56,7 +56,8 @@ def verify_replaced(
     """
     topology = topology_of(parents, scored)
     replaced = drawn != scored
-    later = _seeded_from(generator, scored.device)
+    seed = torch.randint(2**62, (1,), generator=generator, device=scored.device)
+    later = torch.Generator(scored.device).manual_seed(int(seed))
     requests = torch.arange(len(scored), device=scored.device)
     roots = torch.zeros_like(requests)
     found = VerifyResult(
@@ -87,12 +88,6 @@ def verify_replaced(
         found.num_accepted[requests] += 1
         generator = later
     return found
-
-
-def _seeded_from(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """A random stream that is seeded by one number of another."""
-    seed = torch.randint(2**62, (1,), generator=generator, device=device)
-    return torch.Generator(device).manual_seed(int(seed))
 
 
 def _subtrees(

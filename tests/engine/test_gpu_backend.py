@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from sequoia_vllm.drafting.growth import NodeQueries
-from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v2.attention.attention_gpu import other_chains
 from sequoia_vllm.engine.v2.attention.scoring import OtherRows, TreeScoring
 from sequoia_vllm.tree import TokenTree
+from tests.support.own_trees import TreeShapes
 
 pytestmark = pytest.mark.engine
 

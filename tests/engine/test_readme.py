@@ -22,7 +22,7 @@ from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import offload_of
-from sequoia_vllm.hardware.interconnect import Assumptions
+from sequoia_vllm.hardware.roofline import Assumptions
 from tests.engine.test_refusals import parsed
 from tests.support.train_drafter import SCRIPT, script_modules
 

@@ -7,17 +7,17 @@ from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
 from sequoia_vllm.drafting.draft_plan import DraftPlan, inner_nodes, inner_rows
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth
-from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeShapes, TreeTables
+from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
+from sequoia_vllm.kernels import begin_drafting as kernels
 from sequoia_vllm.kernels import children_kernels
-from sequoia_vllm.kernels import continuations as kernels
-from sequoia_vllm.kernels.continuations import find_continuations
+from sequoia_vllm.kernels.begin_drafting import find_continuations
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SKIP
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import retrieval
 from sequoia_vllm.verification.retrieval import continuations
 from tests.support.attending import Batch
-from tests.support.own_trees import OWN_TREES, row_of_the_first
+from tests.support.own_trees import OWN_TREES, TreeShapes, row_of_the_first
 
 CPU = torch.device("cpu")
 VOCABULARY, LONGEST, DEPTH = 11, 32, 3

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from sequoia_vllm.kernels.target_states import gather_target_states
+from sequoia_vllm.kernels.draft_inputs import gather_target_states
 
 # Three requests with trees of up to seven nodes, then two that read five and two tokens.
 QUERY_START_LOC = [0, 7, 10, 17, 22, 24]

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from sequoia_vllm.kernels import tree_attention_kernels
-from sequoia_vllm.kernels.attention_tiles import choose_splits, choose_tile
-from sequoia_vllm.kernels.node_masks import NodeMask, NodeMasks, pack_ancestors
-from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace
+from sequoia_vllm.kernels.node_masks import pack_ancestors
+from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, choose_splits, choose_tile
 from tests.oracles.attention import random_ancestors
 from tests.support.attending import UNTOUCHED, Batch
 from tests.support.chessboard import chessboard
@@ -324,21 +323,6 @@ def test_padding_takes_some_tree():
     batch.slots[1] = -1
     expected = batch.expected()
     assert_close(batch.run()[:9], expected[:9])
-
-
-def test_masks_follow_a_slots_tree():
-    """In place, as a CUDA graph expects; with each window that layers have."""
-    batch = Batch([600, 31], [33, 7])
-    batch.give_own_trees()
-    trees, masks, made = batch.ancestors.clone(), NodeMasks(), []
-    made = [masks.of(trees, window) for window in (None, 3)]
-    trees[1] = torch.eye(33, dtype=torch.bool)
-    masks.repack(1)
-    for mask, window in zip(made, (None, 3), strict=True):
-        expected = NodeMask.of(trees, window)
-        assert torch.equal(mask.words, expected.words)
-        assert torch.equal(mask.depths, expected.depths)
-        assert masks.of(trees, window) is mask
 
 
 def test_cache_of_more_than_2_to_the_31_elements():

@@ -1,20 +1,14 @@
 """Where the draft's nucleus ends, and draws that lean into it, run by Triton's interpreter."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
-from sequoia_vllm.kernels.truncation import (
-    LOWERED_BY,
-    RANGE,
-    RESOLUTION,
-    lowest_inside,
-    workspace_size,
-)
-from sequoia_vllm.verification import sampling as readable
-from sequoia_vllm.verification.sampling import Truncation, lower_outside
+from sequoia_vllm.kernels.truncation import RANGE, RESOLUTION, lowest_inside, workspace_size
+from sequoia_vllm.verification.sampling import LOWERED_BY, Truncation, lower_outside
 from tests.support.chessboard import chessboard
 from tests.support.drawing import draft_distribution, draw, sampled_reference
 from tests.support.truncations import TRUNCATIONS
@@ -38,13 +32,10 @@ def ends(logits, temperature, modes, settings):
     found = torch.full((len(logits),), torch.nan)
     modes = torch.zeros(requests, dtype=torch.int32) + torch.as_tensor(modes, dtype=torch.int32)
     own = parameters(requests, *settings)
+    batch = SimpleNamespace(temperature=temperature, modes=modes, **own)
     workspace = torch.empty(workspace_size(*logits.shape), dtype=torch.int32)
-    lowest_inside(logits, temperature, modes=modes, found=found, workspace=workspace, **own)
+    lowest_inside(logits, batch, len(logits) // requests, found, workspace)
     return found
-
-
-def test_both_runners_lower_as_much():
-    assert LOWERED_BY == readable.LOWERED_BY
 
 
 # -- where it ends -----------------------------------------------------------------------

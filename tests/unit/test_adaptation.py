@@ -7,10 +7,9 @@ from math import exp, inf
 import numpy as np
 import pytest
 
-from sequoia_vllm.adaptation.acceptance import FadingAcceptance
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.speeds import Speeds
-from sequoia_vllm.adaptation.state import AdaptationState, StateError
+from sequoia_vllm.adaptation.state import AdaptationState, FadingAcceptance, StateError
 from sequoia_vllm.adaptation.step_times import StepTimes
 from sequoia_vllm.adaptation.trials import Step
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget

@@ -72,8 +72,8 @@ def test_methods_in_order():
 def test_the_default_is_what_a_server_runs(monkeypatch):
     """Of all options only the draft is given, as in ``--speculative-config sequoia``."""
     found = []
-    monkeypatch.setattr("sequoia_vllm.cli.bench.draft_to_measure", lambda target: "known")
-    monkeypatch.setattr("sequoia_vllm.cli.bench.check_models", lambda *_: None)
+    monkeypatch.setattr("sequoia_vllm.cli.measuring.draft_to_measure", lambda target: "known")
+    monkeypatch.setattr("sequoia_vllm.cli.measuring.check_models", lambda *_: None)
     monkeypatch.setattr("sequoia_vllm.cli.bench.load_tokenizer", lambda _: SimpleNamespace())
     monkeypatch.setattr("sequoia_vllm.cli.bench.encode_prompts", lambda *_, **__: [[1]])
 

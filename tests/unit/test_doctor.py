@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sequoia_vllm import checkout
+from sequoia_vllm import installed
 
 pytest.importorskip("vllm")
 from sequoia_vllm.bench.measure import EngineCase, RoundRun, Steady
@@ -170,7 +170,7 @@ def test_the_demos_models_are_in_the_wheel_where_it_looks_for_them(tmp_path):
 def clone(tmp_path, monkeypatch):
     """A clone with a draft for SmolLM2, in which an installed package is run."""
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "sequoia-vllm"\n', "utf-8")
-    monkeypatch.setattr(checkout, "_PACKAGE", Path("/nowhere/sequoia_vllm"))
+    monkeypatch.setattr(installed, "_PACKAGE", Path("/nowhere/sequoia_vllm"))
     monkeypatch.chdir(tmp_path)
     draft = tmp_path / "examples" / "models" / "smollm2-draft"
     draft.mkdir(parents=True)
@@ -193,17 +193,17 @@ def fetching(code: int, error: str = ""):
 def test_a_checkout_is_found_from_below_it_and_from_within(clone, monkeypatch):
     for within in (clone, clone / "examples" / "models"):
         monkeypatch.chdir(within)
-        assert checkout.find_checkout() == clone
+        assert installed.find_checkout() == clone
     (clone / "pyproject.toml").write_text('[project]\nname = "other"\n', "utf-8")
-    assert checkout.find_checkout() is None
+    assert installed.find_checkout() is None
     monkeypatch.chdir("/")
-    assert checkout.find_checkout() is None
+    assert installed.find_checkout() is None
     said = command("demo", code=2).stderr  # what only a checkout has
     assert "in a checkout of" in said
     assert said.count("\n") == 1
     monkeypatch.undo()
     monkeypatch.chdir("/")
-    assert checkout.find_checkout() == ROOT
+    assert installed.find_checkout() == ROOT
 
 
 def test_the_model_is_fetched_once(clone, monkeypatch, capsys):

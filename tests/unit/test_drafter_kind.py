@@ -10,10 +10,9 @@ from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.recognition import recognise as recognise_fields
 from sequoia_vllm.drafters.recognition import without_format
-from sequoia_vllm.drafters.registry import HeadShape, drafter
+from sequoia_vllm.drafters.registry import Fields, HeadShape, drafter
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend.drafts import (
     DraftReader,

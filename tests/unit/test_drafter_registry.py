@@ -11,11 +11,11 @@ import pytest
 
 import sequoia_vllm
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.recognition import recognise
 from sequoia_vllm.drafters.registry import (
     DRAFTERS,
     Drafter,
+    Fields,
     HeadShape,
     KnownDrafter,
     Sign,

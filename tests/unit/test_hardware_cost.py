@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.device import identify
-from sequoia_vllm.hardware.interconnect import Assumptions
 from sequoia_vllm.hardware.models import model_classes
-from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.roofline import Assumptions, roofline_profile
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 from sequoia_vllm.library.tree_library import shipped_directory
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree

@@ -19,9 +19,8 @@ from sequoia_vllm.hardware.device import (
     known_devices,
     nearest,
 )
-from sequoia_vllm.hardware.interconnect import Assumptions, Interconnect
 from sequoia_vllm.hardware.models import model_classes, parameters_from_name
-from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.roofline import Assumptions, Interconnect, roofline_profile
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published
 

@@ -9,10 +9,9 @@ import pytest
 from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.device import identify
-from sequoia_vllm.hardware.interconnect import Assumptions
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import model_classes
-from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.roofline import Assumptions, roofline_profile
 from sequoia_vllm.hardware.step_curves import draft_curves
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
 from sequoia_vllm.library.pair_key import PairKey, PairShapes

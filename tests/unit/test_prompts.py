@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from sequoia_vllm.prompts import (
     Prompt,
     PromptError,
+    describe_prompts,
     encode_prompts,
     load_prompts,
     load_tokenizer,
     prompts_sha256,
-    source_name,
 )
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
@@ -39,7 +39,7 @@ def test_the_built_in_set():
     prompts = load_prompts(None)
     assert len(prompts) == 64 == len({prompt.prompt for prompt in prompts})
     assert load_prompts(None, 5) == prompts[:5]
-    assert source_name(None) == "built-in"
+    assert describe_prompts(None, prompts)["prompts"] == "built-in"
     for count, message in ((65, "holds 64 prompts, not 65"), (0, "at least one")):
         with pytest.raises(PromptError, match=message):
             load_prompts(None, count)
@@ -56,7 +56,7 @@ def test_files(tmp_path):
     first, second = load_prompts(path)
     assert first == Prompt(prompt="a\nb")
     assert [message.content for message in second.messages] == ["", "hé"]
-    assert source_name(path) == "p.jsonl"
+    assert describe_prompts(path, [first])["prompts"] == "p.jsonl"
     # Unicode's line separators do not split a line.
     path.write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")
     assert load_prompts(path) == [Prompt(prompt="a\u2028b\x85c")]

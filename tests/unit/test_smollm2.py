@@ -9,7 +9,7 @@ import pytest
 
 from examples.smollm2 import ModelError, OfflineError, cached_folder, convert, download, is_cached
 from examples.smollm2 import __main__ as command
-from sequoia_vllm.file_hash import file_hash
+from sequoia_vllm.installed import file_hash
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sequoia_vllm.calibration.tuned_tree import quick_engine, save_tuned, tuned_entry
+from sequoia_vllm.cli.tune import quick_engine, save_tuned, tuned_entry
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import CostModel
@@ -157,7 +157,7 @@ def call(library, monkeypatch):
     """The command, with these measurements: its result, which is read if it is JSON."""
 
     def run(acceptance: AcceptanceFile, profile: Profile, *more: str, target: str = TARGET):
-        monkeypatch.setattr(f"{TUNE}.check_models", lambda *_: None)  # takes seconds
+        monkeypatch.setattr("sequoia_vllm.cli.measuring.check_models", lambda *_: None)  # slow
         monkeypatch.setattr(f"{TUNE}.count", lambda *_: acceptance)
         monkeypatch.setattr(f"{TUNE}.time_steps", lambda *_: profile)
         options = ["--dtype", "float32", "--context", "256", *more]
@@ -240,8 +240,6 @@ def test_quick_does_not_compile_a_large_target_for_a_cpu(
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
-    monkeypatch.setattr(
-        "sequoia_vllm.calibration.tuned_tree.count_parameters", lambda model: parameters
-    )
+    monkeypatch.setattr(f"{TUNE}.count_parameters", lambda model: parameters)
     engine = quick_engine(EngineSpec("t", "d", dtype="float32", enforce_eager=eager))
     assert engine == EngineSpec("t", "d", dtype="float32", enforce_eager=expected)

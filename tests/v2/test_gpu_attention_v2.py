@@ -13,12 +13,11 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from sequoia_vllm.drafting.tree_tables import TreeShapes
 from tests.support.calling import called_once
 from tests.support.engines import runner_of, running, sequoia, whole_trees
 from tests.support.generating import generate, generate_on, random_prompts, save_related_pair
 from tests.support.on_v2 import call_on_v2
-from tests.support.own_trees import OWN_TREES
+from tests.support.own_trees import OWN_TREES, TreeShapes, repack
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -64,7 +63,7 @@ def give_own_trees(runner: Any) -> None:
     runner._tables.levels_of(1)
     for slot in range(8):
         runner._tables.set(slot, OWN_TREES[(slot + 1) % len(OWN_TREES)])
-        runner.tree_backend.masks.repack(slot)
+        repack(runner.tree_backend.masks, slot)
 
 
 def launches_of_a_step(llm: Any) -> dict[str, Any]:

@@ -232,8 +232,8 @@ def _walk(
 def _draft_and_target(run: KernelRun, batch: TreeBatch, vocabulary: int) -> Tensor:
     """Draws all levels from random logits; the target's ``[R * N, V]`` are near the draft's."""
     tables, requests = batch.tables, batch.num_reqs
-    inner = _random_logits(run, requests * tables.levels.num_inner, vocabulary, 5)
-    inner = inner.view(requests, tables.levels.num_inner, vocabulary)
+    inner = _random_logits(run, requests * len(tables.levels.depths), vocabulary, 5)
+    inner = inner.view(requests, len(tables.levels.depths), vocabulary)
     for level in tables.levels.levels:
         rows = inner[:, level.rows.long()].reshape(-1, vocabulary).contiguous()
         batch.draw(level, rows)

@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sequoia_vllm.drafters import known_heads as targets
-from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.known_heads import HUB, SPECULATORS, Publisher, known_heads
-from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
+from sequoia_vllm.drafters.registry import Drafter, Fields, HeadShape, Sign, register
 
 _PUBLISHERS = {
     "RedHatAI": Publisher(SPECULATORS, "DFlashDraftModel"),

@@ -3,9 +3,8 @@
 from types import MappingProxyType
 
 from sequoia_vllm.drafters.dflash import BlockHead
-from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.known_heads import HUB, QWEN3, Publisher, known_heads
-from sequoia_vllm.drafters.registry import Sign, register
+from sequoia_vllm.drafters.registry import Fields, Sign, register
 
 _PUBLISHERS = {
     "deepseek-ai": Publisher(HUB, "Qwen3DSparkModel"),

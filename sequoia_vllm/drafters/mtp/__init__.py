@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sequoia_vllm.drafters.fields import Fields
-from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
+from sequoia_vllm.drafters.registry import Drafter, Fields, HeadShape, Sign, register
 
 MODEL_TYPES = r".*mtp"
 """Model types that vLLM reads such layers as."""

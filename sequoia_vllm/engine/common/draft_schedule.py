@@ -8,9 +8,8 @@ from typing import Any
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import is_offloaded
-from sequoia_vllm.graph_batches import last_with
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
-from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond
+from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond, last_with
 
 logger = logging.getLogger("vllm.sequoia")
 

@@ -14,9 +14,8 @@ from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters import recognition
-from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.recognition import Recognised, target_differences
-from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, drafter
+from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, Fields, ShapeError, drafter
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape

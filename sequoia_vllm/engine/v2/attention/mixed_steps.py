@@ -25,7 +25,7 @@ def takes_chains(impls: Iterable[Any], ancestors: Tensor) -> bool:
 
     Args:
         impls: Attention of the target's layers; None: a layer has states instead.
-        ancestors: bool ``[N, N]``: the engine's tree; or those of `TreeShapes`.
+        ancestors: bool ``[N, N]``: the engine's tree; or ``[S, N, N]``, by slot.
     """
     return ancestors.ndim == 2 and all(isinstance(impl, GPUTreeForward) for impl in impls)
 

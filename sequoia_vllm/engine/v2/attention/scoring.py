@@ -109,7 +109,7 @@ class TreeBackend(ABC):
     """Tree attention and commit on one kind of device.
 
     Args:
-        ancestors: bool ``[N, N]``, on the device: the engine's tree; or those of `TreeShapes`.
+        ancestors: bool ``[N, N]``, on the device: the engine's tree; or ``[S, N, N]``, by slot.
     """
 
     @abstractmethod

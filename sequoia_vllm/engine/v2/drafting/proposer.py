@@ -42,7 +42,7 @@ from sequoia_vllm.engine.v2.drafting.tree_memory import (
     most_scored,
     take_logits_memory,
 )
-from sequoia_vllm.graph_batches import powers_of_two
+from sequoia_vllm.hardware.graph_sizes import powers_of_two
 
 Begin = Callable[..., NDArray[np.int32]]  # `TreeProposerV2._begin`, bound to one step
 

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.engine.v2.drafting.drafter import HeadDrafter
-from sequoia_vllm.kernels.target_states import gather_target_states
+from sequoia_vllm.kernels.draft_inputs import gather_target_states
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ def along_paths(processors: list[Any], parents: Tensor) -> list[Any]:
     """vLLM's logits processors, with penalties and bad words by each node's own path.
 
     Logit bias, allowed tokens and ``min_tokens`` go by positions, which trees set by depth.
-    ``parents`` are those of `TreeShapes`.
+    ``parents`` are those of `NodeRows`.
     """
     by_kind: dict[type, Any] = {PenaltiesState: PathPenalties, BadWordsState: PathBadWords}
     return [by_kind[type(one)](one, parents) if type(one) in by_kind else one for one in processors]

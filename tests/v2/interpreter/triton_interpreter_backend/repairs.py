@@ -35,10 +35,10 @@ def _take_larger_blocks() -> None:
     Attention in float32 takes 64 rows and keys at once, as in half precision, not 16.
     """
     from sequoia_vllm.drafting import drafted_trees
-    from sequoia_vllm.kernels import attention_tiles, tree_attention
+    from sequoia_vllm.kernels import tree_attention
 
     drafted_trees._MIN_BLOCK = 2048
-    choose = attention_tiles.choose_tile
+    choose = tree_attention.choose_tile
     if getattr(choose, "is_larger", False):
         return
 
@@ -47,7 +47,7 @@ def _take_larger_blocks() -> None:
         return replace(tile, rows=64, keys=64) if element_size == 4 else tile
 
     choose_tile.is_larger = True  # type: ignore[attr-defined]
-    attention_tiles.choose_tile = tree_attention.choose_tile = choose_tile
+    tree_attention.choose_tile = choose_tile
 
 
 def _keep_scalar_booleans() -> None:
