@@ -231,7 +231,7 @@ STEADY = step({"a": 3}, {"a": [5, 6]})
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("sequoia_vllm.engine.runner.wrapping.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("sequoia_vllm.measuring.step_recorder.time.perf_counter", lambda: clock.now)
     return clock
 
 
