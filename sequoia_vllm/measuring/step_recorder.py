@@ -100,10 +100,9 @@ class RecordingV1(Recording):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        self._stats = getattr(runner, "stats", None)  # Sequoia's runner only
-        self._forwards_before = 0.0
-        self._chain_forwards = 0.0
-        self._trace_before: list[Any] | None = None
+        self._grows_trees = getattr(runner, "stats", None) is not None  # Sequoia's runner only
+        self._forwards = 0.0  # seconds of the draft's, since the step began to draft
+        self._tokens = 0
         self._around(runner, "execute_model", before=self._begin)
         self._around(runner, "_model_forward", self._adder("target"))
         self._around(runner.model, "compute_logits", self._adder("target"))
@@ -111,12 +110,14 @@ class RecordingV1(Recording):
         self._around(
             runner, "propose_draft_token_ids", self._add_drafting, before=self._begin_drafting
         )
-        if self._stats is not None:
+        if self._grows_trees:
             self._around(runner, "_verify", self._adder("verify"))
             self._around(runner, "_commit", self._adder("commit"))
+            for name in ("_forward", "_predict"):
+                self._around(runner.drafter, name, self._add_pass, before=self._begin_pass)
         elif (draft := getattr(getattr(runner, "drafter", None), "model", None)) is not None:
-            self._around(draft, "forward", self._add_chain_forward)
-            self._around(draft, "compute_logits", self._add_chain_forward)
+            self._around(draft, "forward", self._add_forward)
+            self._around(draft, "compute_logits", self._add_forward)
 
     def _add(self, part: str, seconds: float) -> None:
         if self._steps:
@@ -126,30 +127,23 @@ class RecordingV1(Recording):
         return lambda start, end: self._add(part, end - start)
 
     def _begin_drafting(self, *unused: Any, **unused_too: Any) -> None:
-        self._chain_forwards = 0.0
-        if self._stats is not None:
-            self._forwards_before = self._stats.seconds["draft"]
-            self._trace_before, self._stats.trace = self._stats.trace, []
+        self._forwards = 0.0
 
-    def _add_chain_forward(self, start: Mark, end: Mark) -> None:
-        """Times a chain's draft model, whose runner has no timers."""
-        self._chain_forwards += end - start
+    def _begin_pass(self, tokens: Any, *unused: Any, **unused_too: Any) -> None:
+        self._tokens = len(tokens)
+
+    def _add_pass(self, start: Mark, end: Mark) -> None:
+        self._add_forward(start, end)
+        if self._steps:
+            self._steps[-1]["passes"].append((self._tokens, end - start))
+
+    def _add_forward(self, start: Mark, end: Mark) -> None:
+        self._forwards += end - start
 
     def _add_drafting(self, start: Mark, end: Mark) -> None:
-        seconds = end - start
-        self._add("drafting", seconds)
-        if self._stats is None:
-            self._add("drawing", seconds - self._chain_forwards if self._chain_forwards else 0.0)
-            return
-        forwards = self._stats.seconds["draft"] - self._forwards_before
-        self._add("drawing", seconds - forwards)
-        trace, self._stats.trace = self._stats.trace, self._trace_before
-        if self._stats.trace is not None:  # `sequoia_stats` was asked for one
-            self._stats.trace += trace
-        if self._steps:
-            self._steps[-1]["passes"] = [
-                (tokens, taken) for part, _, tokens, taken in trace if part == "draft"
-            ]
+        self._add("drafting", end - start)
+        if self._forwards or self._grows_trees:
+            self._add("drawing", end - start - self._forwards)
 
 
 class RecordingV2(Recording):

@@ -1,5 +1,6 @@
 """The drafting half of the V1 runner: whose tokens the draft reads, and the trees that it grows."""
 
+import time
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -124,12 +125,14 @@ class DraftingRunner(CPUModelRunner):
         Returns:
             Draft tokens of each request in stored tree order; empty: no tree.
         """
+        started = time.perf_counter()
         try:
-            with self.stats.timed("drafting"):
-                return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
+            return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
         except Exception:
             survive_draft(self.vllm_config)
             self.draft_has_failed = True
+        finally:
+            self.stats.drafting += time.perf_counter() - started
         return [[] for _ in range(self.input_batch.num_reqs)]
 
     def _grow_trees(

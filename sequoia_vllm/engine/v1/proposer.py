@@ -168,9 +168,7 @@ class TreeProposerV1(DraftModelProposer):
         if self._retrieves:
             self._look_back(committed)
         if isinstance(self.drafter, TextDrafterV1):
-            with self.runner.stats.timed("draft", len(counts), len(counts)):
-                tokens = torch.from_numpy(committed.tokens[last])
-                return self.drafter.logits(tokens, self._adapters(requests))
+            return self._predict(torch.from_numpy(committed.tokens[last]), requests)
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
         starts[1:] = last + 1
         seq_lens = committed.positions[last] + 1
@@ -194,7 +192,7 @@ class TreeProposerV1(DraftModelProposer):
         _, metadata = self.build_per_group_and_layer_attn_metadata(common)
         tokens = torch.from_numpy(committed.tokens.astype(np.int32))
         rows = torch.from_numpy(last) if len(tokens) > len(counts) else None
-        return self._forward(tokens, positions, slots, metadata, len(counts), rows)
+        return self._forward(tokens, positions, slots, metadata, rows)
 
     def _look_back(self, committed: CommittedTokens) -> None:
         """Notes what the requests' own texts say comes next."""
@@ -303,9 +301,7 @@ class TreeProposerV1(DraftModelProposer):
         ``first`` is the place of the first of them in draft order.
         """
         if isinstance(self.drafter, TextDrafterV1):
-            with self.runner.stats.timed("draft", len(tokens), tokens.numel()):
-                adapters = np.repeat(self._adapters(requests), tokens.shape[1])
-                return self.drafter.logits(tokens.flatten(), adapters)
+            return self._predict(tokens.flatten(), np.repeat(requests, tokens.shape[1]))
         rows = self._rows[: tokens.numel()].view(tokens.shape)
         nodes = slice(first, first + tokens.shape[1])
         # Contiguous: vLLM's kernels read them without looking at strides.
@@ -336,7 +332,6 @@ class TreeProposerV1(DraftModelProposer):
             positions,
             slots,
             dict.fromkeys(self._draft_attn_layer_names, metadata),
-            len(tokens),
         )
 
     def _forward(
@@ -345,22 +340,23 @@ class TreeProposerV1(DraftModelProposer):
         positions: Tensor,
         slots: Tensor,
         metadata: dict[str, Any],
-        num_reqs: int,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Runs one forward over all tokens; see `DrafterV1.logits`."""
         assert isinstance(self.drafter, DrafterV1)
-        with (
-            self.runner.stats.timed("draft", num_reqs, len(tokens)),
-            set_forward_context(
-                metadata,
-                self.vllm_config,
-                num_tokens=len(tokens),
-                cudagraph_runtime_mode=CUDAGraphMode.NONE,
-                slot_mapping=dict.fromkeys(self._draft_attn_layer_names, slots),
-            ),
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=len(tokens),
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=dict.fromkeys(self._draft_attn_layer_names, slots),
         ):
             return self.drafter.logits(tokens, positions, rows)
+
+    def _predict(self, tokens: Tensor, requests: NDArray[np.int64]) -> Tensor:
+        """Logits ``[R, V]`` of a draft without a model, after one token of each request."""
+        assert isinstance(self.drafter, TextDrafterV1)
+        return self.drafter.logits(tokens, self._adapters(requests))
 
     def _block_table(self, requests: NDArray[np.int64]) -> Tensor:
         """The draft's cache blocks of these requests, int32 ``[B, max_blocks]``."""

@@ -182,13 +182,6 @@ class SequoiaCPUModelRunner(DraftingRunner):
                 layer_metadata.tree = trees.queries(layer_metadata)
         return metadata, common
 
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls vLLM's, and times it."""
-        num_reqs = self.input_batch.num_reqs
-        tokens = int(self.query_start_loc.np[num_reqs]) if num_reqs else 0
-        with self.stats.timed("target", num_reqs, tokens):
-            return super()._model_forward(*args, **kwargs)
-
     # -- after it: verify and commit ---------------------------------------------------
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
