@@ -13,6 +13,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_attention
@@ -123,20 +124,17 @@ class SequoiaCPUModelRunner(DraftingRunner):
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
         """Calls vLLM's, then gives each tree node the position of its depth; slots stay."""
-        speculative = self.speculative_config
-        if not scheduler_output.scheduled_spec_decode_tokens:
-            self.speculative_config = None
-        try:
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        speculative = self.speculative_config if scheduled else None
+        with patched(self, "speculative_config", speculative):
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        finally:
-            self.speculative_config = speculative
-        if not scheduler_output.scheduled_spec_decode_tokens:
+        if not scheduled:
             self._trees = None
             return prepared
         num_reqs = self.input_batch.num_reqs
         self._trees = schedule_trees(
             self._tables,
-            scheduler_output.scheduled_spec_decode_tokens,
+            scheduled,
             self._drafts,
             self.input_batch.req_id_to_index,
             self._follows_grammar,
@@ -170,11 +168,8 @@ class SequoiaCPUModelRunner(DraftingRunner):
         """Builds vLLM's for the target's layers only, then adds the trees' rows and masks."""
         # Lacks the draft's while the target's metadata is built: the draft builds its own. Until:
         # vLLM builds no metadata for layers that do not run.
-        all_groups, self.attn_groups = self.attn_groups, self._groups_of_target
-        try:
+        with patched(self, "attn_groups", self._groups_of_target):
             metadata, common = super()._build_attention_metadata(*args, **kwargs)
-        finally:
-            self.attn_groups = all_groups
         if (trees := self._branching_trees) is not None:
             self._target_metadata = metadata
             own = (metadata[name] for name in self._target_layers)
@@ -241,11 +236,8 @@ class SequoiaCPUModelRunner(DraftingRunner):
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's, but keeps it from rewinding generators: `_sample` has not advanced them."""
         # Empty while _bookkeeping_sync rewinds what it finds there.
-        generators, self.input_batch.generators = self.input_batch.generators, {}
-        try:
+        with patched(self.input_batch, "generators", {}):
             return super()._bookkeeping_sync(*args, **kwargs)
-        finally:
-            self.input_batch.generators = generators
 
     def _follows_grammar(self, request_id: str) -> bool:
         params = self.requests[request_id].sampling_params
