@@ -232,19 +232,37 @@ class TreeVerifierV2(RejectionSampler):
         cu_num_logits = batch.cu_num_logits[requests.start : requests.stop + 1]
         if first > 0:
             cu_num_logits = cu_num_logits - first
-        slots_np = batch.idx_mapping_np[requests]
-        inputs = all_inputs.part(requests, rows)
+        slots_np, slots = batch.idx_mapping_np[requests], batch.expanded_idx_mapping[rows]
+        inputs, states = all_inputs.part(requests, rows), self.sampler.sampling_states
         sampled = speculator.modes.sampled(slots_np)
-        if processed is None and self._leaves_temperatures(slots_np, sampled):
-            logits, temperatures = all_logits[rows], inputs.temperatures
-        else:
-            logits = self._processed(all_logits, inputs, batch, requests, rows)
+        logits, temperatures = all_logits[rows], inputs.temperatures
+        if processed is not None or not self._leaves_temperatures(slots_np, sampled):
+            # Final logits, in float32 if the sampler edits any.
+            logits = self.sampler.apply_sampling_params(
+                logits,
+                slots,
+                batch.idx_mapping[requests],
+                slots_np,
+                inputs.positions,
+                inputs.token_ids,
+                batch.expanded_local_pos[rows],
+                batch.seq_lens_cpu_upper_bound.numpy()[requests],
+            )
             temperatures = self._no_temperatures[: len(slots_np)]
         if processed is not None:
             processed.append(logits)
         own_tokens = inputs.tokens  # a placeholder: unread if all are sampled
         if not sampled.all():
-            own_tokens = self._target_tokens(logits, inputs, batch, rows)
+            # The token that plain vLLM would sample at every node.
+            own_tokens = gumbel_sample(
+                logits,
+                slots,
+                states.temperature.gpu,
+                states.seeds.gpu,
+                inputs.positions,
+                apply_temperature=False,
+                is_drafting=False,
+            )
         self._walk(
             logits, temperatures, own_tokens, cu_num_logits, inputs, verified.part(requests),
             any_sampled=bool(sampled.any()),
@@ -303,41 +321,6 @@ class TreeVerifierV2(RejectionSampler):
         """
         needs = self._needs
         return not needs.any_more(slots) and bool((sampled | needs.nothing(slots)).all())
-
-    def _processed(
-        self,
-        logits: Tensor,
-        inputs: VerifierInputs,
-        batch: InputBatch,
-        requests: slice,
-        rows: slice,
-    ) -> Tensor:
-        """Final logits of these rows from vLLM's sampler; float32 if it edits any."""
-        return self.sampler.apply_sampling_params(
-            logits[rows],
-            batch.expanded_idx_mapping[rows],
-            batch.idx_mapping[requests],
-            batch.idx_mapping_np[requests],
-            inputs.positions,
-            inputs.token_ids,
-            batch.expanded_local_pos[rows],
-            batch.seq_lens_cpu_upper_bound.numpy()[requests],
-        )
-
-    def _target_tokens(
-        self, logits: Tensor, inputs: VerifierInputs, batch: InputBatch, rows: slice
-    ) -> Tensor:
-        """The token that plain vLLM would sample at every node, int64 ``[rows]``."""
-        states = self.sampler.sampling_states
-        return gumbel_sample(
-            logits,
-            batch.expanded_idx_mapping[rows],
-            states.temperature.gpu,
-            states.seeds.gpu,
-            inputs.positions,
-            apply_temperature=False,
-            is_drafting=False,
-        )
 
     def _logprobs(
         self, logits: Tensor, verified: Verified, batch: InputBatch
