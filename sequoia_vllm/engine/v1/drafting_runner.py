@@ -61,8 +61,6 @@ class DraftingRunner(CPUModelRunner):
             super().__init__(vllm_config, device)
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
-        self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
-        self.draft_has_failed = False
         # The proposer of chains; ours grows trees.
         self.drafter = TreeProposerV1(vllm_config, device, self)
         self._has_dynamic_trees = bool(settings.dynamic_tree)
@@ -83,7 +81,7 @@ class DraftingRunner(CPUModelRunner):
 
     def _drafts_each(self, scheduler_output: SchedulerOutput) -> int:
         """Nodes that this step grows for each request."""
-        most = 0 if self.draft_has_failed else self.max_drafts
+        most = 0 if self.drafter.has_failed else self.drafter.max_drafts
         return min(scheduler_output.num_spec_tokens_to_schedule, most)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
@@ -130,7 +128,7 @@ class DraftingRunner(CPUModelRunner):
             return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
         except Exception:
             survive_draft(self.vllm_config)
-            self.draft_has_failed = True
+            self.drafter.has_failed = True
         finally:
             self.stats.drafting += time.perf_counter() - started
         return [[] for _ in range(self.input_batch.num_reqs)]

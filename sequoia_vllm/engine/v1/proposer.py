@@ -113,11 +113,14 @@ class TreeProposerV1(DraftModelProposer):
     keys and values that `grow` writes.
     """
 
+    has_failed = False  # true once the draft has failed: the engine drafts no more
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any) -> None:
         super().__init__(vllm_config=as_alone(vllm_config), device=device, runner=runner)
         self.runner = runner
         self.draft_max_len = self.draft_model_config.max_model_len
         settings = SequoiaSettings.of(vllm_config)
+        self.max_drafts = settings.tree.num_speculative_tokens  # lowered by measuring tools
         kind = drafter(settings.drafter)
         assert kind.on_v1 is not None, f"{kind.name} needs vLLM's Model Runner V2"
         self.drafter: DrafterV1 | TextDrafterV1 = resolve_name(kind.on_v1)()

@@ -100,7 +100,7 @@ class SequoiaWorker(AgreeingWorker):
         if self.use_v2_model_runner:
             self.model_runner.drafting_clock.end()
             drafting = self.model_runner.drafting_clock.ended()
-        has_failed = self.model_runner.draft_has_failed
+        has_failed = self._proposer.has_failed
         if has_failed:
             self._draft_limit = 0
         paths, drafted = stats.take_paths(), stats.drafting - before
@@ -116,4 +116,10 @@ class SequoiaWorker(AgreeingWorker):
 
     def sequoia_limit_drafts(self, drafts: int) -> None:
         """Grows, and schedules, at most this many nodes from the next steps on (a prefix)."""
-        self.model_runner.max_drafts = self._draft_limit = drafts
+        self._proposer.max_drafts = self._draft_limit = drafts
+
+    @property
+    def _proposer(self) -> Any:
+        """The runner's: `TreeProposerV1` or `TreeProposerV2`."""
+        runner = self.model_runner
+        return runner.speculator if self.use_v2_model_runner else runner.drafter
