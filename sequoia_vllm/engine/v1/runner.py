@@ -23,12 +23,14 @@ from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_ran
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1, logits_rows, schedule_trees
 from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
 from sequoia_vllm.engine.v1.path_edits import edited_by_paths
-from sequoia_vllm.engine.v1.sampler_output import (
+from sequoia_vllm.engine.v1.verifier import (
+    TargetDistribution,
+    TreeVerifierV1,
     combine_outputs,
     forget_stale_budgets,
+    truncation_of,
     without_discarded,
 )
-from sequoia_vllm.engine.v1.verifier import TargetDistribution, TreeVerifierV1, truncation_of
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import VerifyResult
 
