@@ -21,8 +21,7 @@ from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.grammar import thinks_first
-from sequoia_vllm.engine.runner.draft_failure import survive_draft
-from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
+from sequoia_vllm.engine.runner.tensor_parallel import survive_draft, take_from_rank0
 from sequoia_vllm.engine.v2.drafting.committed_reader import CommittedReader, max_keys
 from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs, capture_drafting
 from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress, ModelDraftProgress
