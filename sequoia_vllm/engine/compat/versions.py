@@ -36,15 +36,9 @@ CHANGED: tuple[Expected, ...] = (
         "mask_stride",
         before=(0, 33),
     ),
-    expected(
-        f"{_ATTENTION}.flash_attn:FlashAttentionBackend.supports_kv_cache_update_bypass",
-        None,
-        since=(0, 33),
-    ),
-    expected(
-        f"{_ATTENTION}.triton_attn:TritonAttentionBackend.supports_kv_cache_update_bypass",
-        None,
-        since=(0, 33),
+    *(
+        expected(f"{_ATTENTION}.{name}.supports_kv_cache_update_bypass", None, since=(0, 33))
+        for name in ("flash_attn:FlashAttentionBackend", "triton_attn:TritonAttentionBackend")
     ),
     expected(
         f"{_ATTENTION}.mla.triton_mla:_reserve_attn_logits_workspace",
