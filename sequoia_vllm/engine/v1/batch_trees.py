@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from sequoia_vllm.drafting.dynamic_trees import TreeLayouts
 from sequoia_vllm.drafting.tree_tables import TreeTables
@@ -184,26 +183,4 @@ def schedule_trees(
         is_dynamic=np.isin(np.arange(len(entries)), list(layouts)),
         drafts=tuple(matched),
         is_all=bool(len(requests) == len(query_ends) and is_node.all()),
-    )
-
-
-def logits_rows(num_draft_tokens: np.ndarray, query_ends: np.ndarray) -> SpecDecodeMetadata:
-    """vLLM's metadata of the rows that logits are computed of: each request's root and drafts.
-
-    Args:
-        num_draft_tokens: int ``[requests]``: drafts that are scored.
-        query_ends: int ``[requests]``: end of each request's rows in the batch.
-    """
-    counts = num_draft_tokens + 1
-    skipped = query_ends - counts.cumsum()  # rows without logits, up to each request's
-    rows = np.repeat(skipped, counts) + np.arange(counts.sum())
-    nothing = torch.empty(0, dtype=torch.int32)
-    return SpecDecodeMetadata(
-        draft_token_ids=nothing,
-        num_draft_tokens=num_draft_tokens.tolist(),
-        cu_num_draft_tokens=nothing,
-        cu_num_sampled_tokens=nothing,
-        target_logits_indices=nothing,
-        bonus_logits_indices=nothing,
-        logits_indices=torch.from_numpy(rows),
     )

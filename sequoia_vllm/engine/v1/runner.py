@@ -11,7 +11,6 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -20,7 +19,7 @@ from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_a
 from sequoia_vllm.engine.runner.cpu_linear import replaced_linear_layers
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_rank0
-from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1, logits_rows, schedule_trees
+from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
 from sequoia_vllm.engine.v1.path_edits import edited_by_paths
 from sequoia_vllm.engine.v1.verifier import (
@@ -158,12 +157,6 @@ class SequoiaCPUModelRunner(DraftingRunner):
         if trees is None or trees.is_dynamic.any():
             return trees
         return None if trees.tokens.shape[1] <= self.tree.chain_nodes else trees
-
-    def _calc_spec_decode_metadata(
-        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
-    ) -> SpecDecodeMetadata:
-        """Replaces vLLM's: our verifier needs only the rows to compute logits of."""
-        return logits_rows(num_draft_tokens, cu_num_scheduled_tokens)
 
     # Until: vLLM's metadata carries a tree mask.
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
