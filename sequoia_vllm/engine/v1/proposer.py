@@ -311,25 +311,16 @@ class TreeProposerV1(DraftModelProposer):
         positions, slots = (
             values[:, nodes].flatten().contiguous() for values in (inner.positions, inner.slots)
         )
-        metadata = CPUTreeAttentionMetadata(
-            num_actual_tokens=tokens.numel(),
-            max_query_len=tokens.shape[1],
-            query_start_loc=rows[:, 0],
-            max_seq_len=inner.max_keys,
-            seq_lens=inner.root_positions,
+        tree = TreeQueries(
+            rows=rows,
             block_table=inner.block_table,
-            slot_mapping=slots,
-            scheduler_metadata=None,
-            tree=TreeQueries(
-                rows=rows,
-                block_table=inner.block_table,
-                context_lens=inner.root_positions,
-                num_nodes=inner.num_nodes.clamp(max=nodes.stop),  # deeper levels come later
-                ancestors=seen,
-                max_keys=inner.max_keys,
-                only_trees=True,
-            ),
+            context_lens=inner.root_positions,
+            num_nodes=inner.num_nodes.clamp(max=nodes.stop),  # deeper levels come later
+            ancestors=seen,
+            max_keys=inner.max_keys,
+            only_trees=True,
         )
+        metadata = CPUTreeAttentionMetadata.of_trees(tree, slots)
         return self._forward(
             tokens.flatten().to(torch.int32),
             positions,

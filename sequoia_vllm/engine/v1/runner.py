@@ -17,7 +17,7 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_attention
 from sequoia_vllm.engine.runner.cpu_linear import replaced_linear_layers
-from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
+from sequoia_vllm.engine.runner.kv_commit import TargetCaches
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
@@ -55,7 +55,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
         method_of(method).compile_host()  # now, not in the first step
         self._trees: ScoringTreesV1 | None = None
         self._target_metadata: dict[str, Any] = {}
-        self._target_caches: TargetCaches | None = None
+        self._target_caches = TargetCaches()
 
     # -- model and cache -----------------------------------------------------------
 
@@ -220,12 +220,11 @@ class SequoiaCPUModelRunner(DraftingRunner):
         )
 
     def _commit(self, trees: ScoringTreesV1, result: VerifyResult) -> None:
-        if self._target_caches is None:
-            layers = self.compilation_config.static_forward_context
-            caches = {name: layers[name].kv_cache for name in self._target_layers}
-            self._target_caches = TargetCaches(caches, self._target_metadata)
-        source, target = accepted_moves(trees.first_row, result.accepted_nodes)
-        self._target_caches.move(source, target, self._target_metadata)
+        layers = self.compilation_config.static_forward_context
+        caches = {name: layers[name].kv_cache for name in self._target_layers}
+        self._target_caches.commit(
+            caches, self._target_metadata, trees.first_row, result.accepted_nodes
+        )
 
     # Until: vLLM stops rewinding on CPUs.
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:

@@ -213,10 +213,6 @@ class TextDrafter(TreeDrafter):
         """Is not called: there are no passes."""
         raise NotImplementedError
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Is not called, either."""
-        raise NotImplementedError
-
     @abstractmethod
     def learn(self, tokens: Tensor, logits: Tensor, slots: Tensor) -> None:
         """Takes the target's logits ``[R, V]`` after tokens int32 ``[R]``, not to be changed.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,8 +74,7 @@ class LogitsNeeds:
         return ~self._needed[slots]
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """The outcome of a batch's trees."""
 
     tokens: Tensor  # int64 ``[R, D + 1]``: emitted tokens
@@ -97,7 +95,7 @@ class Verified:
 
     def part(self, requests: slice) -> Verified:
         """Results of these requests, as a view."""
-        return Verified(self.tokens[requests], self.num_sampled[requests], self.paths[requests])
+        return Verified(*(each[requests] for each in self))
 
 
 class TreeVerifierV2(RejectionSampler):
@@ -214,7 +212,7 @@ class TreeVerifierV2(RejectionSampler):
         most = get_max_chunk_logits(logits.shape[1])
         for requests in _request_chunks(batch.cu_num_logits_np, most):
             self._verify_requests(requests, logits, inputs, batch, verified, processed)
-        return Verified(*from_rank0(verified.tokens, verified.num_sampled, verified.paths))
+        return Verified(*from_rank0(*verified))
 
     def _verify_requests(
         self,
