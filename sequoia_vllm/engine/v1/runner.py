@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
@@ -98,28 +98,13 @@ class SequoiaCPUModelRunner(DraftingRunner):
         intermediate_tensors: IntermediateTensors | None = None,
     ) -> Any:
         """Calls vLLM's; a step that neither scores nor grows trees runs as without speculation."""
-        self._speculates(
-            bool(scheduler_output.scheduled_spec_decode_tokens)
-            or self._drafts_each(scheduler_output) > 0
-        )
-        output = super().execute_model(scheduler_output, intermediate_tensors)
-        if output is not None:  # there is nothing to sample
-            self._speculates(True)
-        return output
-
-    # Until: vLLM prepares no drafts where none are scheduled.
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        """Calls vLLM's, and ends what `execute_model` began."""
-        try:
-            return super().sample_tokens(grammar_output)
-        finally:
-            self._speculates(True)
-
-    def _speculates(self, does: bool) -> None:
-        # None while inputs without drafts are prepared, and in steps that draft nothing: vLLM would
-        # prepare drafts that are not there, which takes longer than such a step has to spare.
-        # Until: vLLM prepares no drafts where none are scheduled.
-        self.speculative_config = self.vllm_config.speculative_config if does else None
+        scores = bool(scheduler_output.scheduled_spec_decode_tokens)
+        speculates = scores or self._drafts_each(scheduler_output) > 0
+        # None while inputs without drafts are prepared, and from a step that drafts nothing to the
+        # next: vLLM would prepare drafts that are not there, which takes longer than such a step
+        # has to spare. Until: vLLM prepares no drafts where none are scheduled.
+        self.speculative_config = self.vllm_config.speculative_config if speculates else None
+        return super().execute_model(scheduler_output, intermediate_tensors)
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
