@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_vllm.metrics.counts import TreeCounts, paths_of
+from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import TokenTree
 
 _MOST_PENDING = 256
@@ -38,16 +38,7 @@ class StepStats:
         # the CPU's caches, and every operation of a step is slow.
         self._pending: list[NDArray[np.int32]] = []
 
-    def observe(
-        self,
-        accepted_nodes: NDArray[np.int64],
-        num_nodes: NDArray[np.int64],
-        is_dynamic: NDArray[np.bool_] | bool = False,
-    ) -> None:
-        """Takes one step's verified trees (arguments of `paths_of`)."""
-        self.observe_paths(paths_of(self.tree, accepted_nodes, num_nodes, is_dynamic))
-
-    def observe_paths(self, paths: NDArray[np.int32]) -> None:
+    def observe(self, paths: NDArray[np.int32]) -> None:
         """Takes one step's verified trees, as `paths_of` returns them."""
         self._untaken.append(paths)
         self._pending.append(paths)

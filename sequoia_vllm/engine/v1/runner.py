@@ -30,6 +30,7 @@ from sequoia_vllm.engine.v1.verifier import (
     truncation_of,
     without_discarded,
 )
+from sequoia_vllm.metrics.counts import paths_of
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import VerifyResult
 
@@ -191,9 +192,8 @@ class SequoiaCPUModelRunner(DraftingRunner):
         )
         if branching is not None:  # a chain's accepted tokens lie in place already
             self._commit(branching, result)
-        self.stats.observe(
-            result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy(), trees.is_dynamic
-        )
+        accepted, sizes = result.accepted_nodes.numpy(), trees.num_nodes.numpy()
+        self.stats.observe(paths_of(self.tree, accepted, sizes, trees.is_dynamic))
         return output
 
     def _verify(

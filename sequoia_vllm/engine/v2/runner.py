@@ -145,7 +145,7 @@ class TreeRunner(GPUModelRunner):
 
     def _observe_arrived(self) -> None:
         for paths in self._paths.arrived():
-            self.stats.observe_paths(paths)
+            self.stats.observe(paths)
 
     # -- requests ------------------------------------------------------------------
 
