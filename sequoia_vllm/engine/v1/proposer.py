@@ -238,7 +238,7 @@ class TreeProposerV1(DraftModelProposer):
 
     def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> DraftedTreesV1:
         """Grows one tree per request, level by level."""
-        inner = self._inner_nodes(levels.depths, roots.requests, roots.positions)
+        inner = self._inner_nodes(levels.depths, roots)
         tokens = torch.empty(len(roots.requests), levels.tree.size, dtype=torch.int64)
         sampling.start(levels.tree, roots.logits.shape[-1])
         logits, parents = roots.logits, torch.from_numpy(roots.tokens)[:, None]
@@ -260,7 +260,7 @@ class TreeProposerV1(DraftModelProposer):
     ) -> DraftedTreesV1:
         """Grows dynamic trees, as large and deep as the static one, of requests not sampled."""
         growth = DynamicGrowth(torch.from_numpy(roots.tokens), levels.tree.size, levels.tree.depth)
-        inner = self._inner_nodes(growth.inner_depths, roots.requests, roots.positions)
+        inner = self._inner_nodes(growth.inner_depths, roots)
         logits, told = roots.logits, self._told[torch.from_numpy(roots.requests)]
         for depth in range(growth.depth):
             if depth > 0:
@@ -277,11 +277,10 @@ class TreeProposerV1(DraftModelProposer):
         layouts, no_q = TreeLayouts.of(parents, growth.depth), torch.empty(0)
         return DraftedTreesV1(tokens, no_q, no_q, layouts)
 
-    def _inner_nodes(
-        self, depths: Tensor, requests: NDArray[np.int64], root_positions: NDArray[np.int64]
-    ) -> InnerNodes:
+    def _inner_nodes(self, depths: Tensor, roots: RootsV1) -> InnerNodes:
         # The scheduler trims nodes past the model's length. Until then they must not write
         # outside the request's blocks, nor read outside the RoPE table.
+        requests, root_positions = roots.requests, roots.positions
         positions = root_positions[:, None] + depths.numpy()
         num_nodes = np.minimum(self.max_model_len - root_positions, len(depths))
         places = root_positions[:, None] + np.arange(len(depths))
