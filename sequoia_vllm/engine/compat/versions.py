@@ -67,13 +67,11 @@ def is_supported(version: str, device: Device) -> bool:
 
 
 def counts_blocks_as_rows() -> bool:
-    """Whether vLLM counts rows of block heads' passes in the target's batch: before 0.33."""
+    """Whether vLLM counts rows of block heads' passes in the target's batch: before 0.33.
+
+    From then on it runs fewer requests at once with such heads than users ask for.
+    """
     return release(vllm_version()) < (0, 33)
-
-
-def lowers_active_requests() -> bool:
-    """Whether vLLM runs fewer requests at once with block heads than users ask for: from 0.33."""
-    return not counts_blocks_as_rows()
 
 
 def cuts_length_to_draft() -> bool:
