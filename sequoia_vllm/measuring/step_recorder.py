@@ -72,27 +72,20 @@ class Recording:
             self._ends.pop()()
 
     def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
-        scheduled = list(scheduler_output.num_scheduled_tokens.values())
+        scheduled = scheduler_output.num_scheduled_tokens
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        new = {name: rows - len(drafted.get(name, ())) for name, rows in scheduled.items()}
         self._steps.append(
             {
                 "start": time.perf_counter(),
                 "requests": len(scheduled),
-                "fewest": min(scheduled, default=0),
-                "most": max(scheduled, default=0),
-                "decoding": _is_decoding(scheduler_output),
+                "fewest": min(scheduled.values(), default=0),
+                "most": max(scheduled.values(), default=0),
+                "decoding": set(new.values()) <= {1},  # no request reads its prompt
                 **dict.fromkeys(_PARTS, 0.0),
                 "passes": [],
             }
         )
-
-
-def _is_decoding(scheduler_output: Any) -> bool:
-    """Whether no request of the step reads its prompt."""
-    drafted = scheduler_output.scheduled_spec_decode_tokens
-    return all(
-        tokens == 1 + len(drafted.get(request, ()))
-        for request, tokens in scheduler_output.num_scheduled_tokens.items()
-    )
 
 
 class RecordingV1(Recording):
