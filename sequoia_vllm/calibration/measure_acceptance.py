@@ -212,7 +212,7 @@ def _counted(task: AcceptanceTask, llm: Any, report: Progress) -> AcceptanceCoun
     )  # fmt: skip
     is_greedy = settings.temperature == 0
     prompts = iter(task.prompts) if is_greedy else cycle(task.prompts)
-    llm.collective_rpc("sequoia_stats", args=(True, False))
+    llm.collective_rpc("sequoia_stats", args=(True,))
     asked, generated = 0, 0
     stopped_by: Literal["precision", "tokens", "prompts"] | None = None
     while stopped_by is None:
@@ -223,7 +223,7 @@ def _counted(task: AcceptanceTask, llm: Any, report: Progress) -> AcceptanceCoun
         asked += len(chosen)
         generated += sum(len(one.outputs[0].token_ids) for one in outputs)
         # The counters of `StepStats.to_dict`.
-        stats = llm.collective_rpc("sequoia_stats", args=(False, False))[0]
+        stats = llm.collective_rpc("sequoia_stats", args=(False,))[0]
         offered, accepted = (stats[name][: settings.depth] for name in ("offered", "accepted"))
         known, trees = precision(estimate_acceptance(offered, accepted)), stats["tree_steps"]
         # Until the wanted precision is reached, or all tokens are spent.

@@ -15,8 +15,8 @@ from sequoia_vllm.cli.common import console, counted, friendly_errors, new_table
 from sequoia_vllm.config import AUTO, ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.recognition import recognise, without_format
 from sequoia_vllm.drafters.registry import DrafterKind, Fields, ShapeError, drafter
-from sequoia_vllm.engine.frontend.plan import Facts, plan
-from sequoia_vllm.engine.frontend.tree_choice import look_up
+from sequoia_vllm.engine.frontend.plan import plan
+from sequoia_vllm.engine.frontend.tree_choice import Facts, look_up
 from sequoia_vllm.hardware.budget import drafts_by_batch
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel, check_batch_sizes

@@ -21,8 +21,8 @@ from sequoia_vllm.cli import measuring as shared
 from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
 from sequoia_vllm.cli.tree import plot_tree
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.drafters.registry import draft_option
-from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree, look_up
+from sequoia_vllm.drafters.registry import draft_option, drafter
+from sequoia_vllm.engine.frontend.tree_choice import Facts, choose_engine_tree, look_up
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.figures import FigureError
 from sequoia_vllm.hardware.choose import choose_schedule
@@ -275,7 +275,8 @@ def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:
 def _now_used(pair: PairKey) -> str:
     """The source of the tree that an engine with this pair gets by "tree": "auto"."""
     config = SequoiaConfig.parse({**draft_option(pair.draft), "tree": "auto"})
-    return choose_engine_tree(config, pair, look_up(config, pair)).source
+    facts = Facts(pair, drafter("model"), library=look_up(config, pair))
+    return choose_engine_tree(config, facts).source
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -347,10 +347,15 @@ def _defined(of: Definition) -> dict[str, ast.stmt]:
 
 
 def _assigned(of: Any) -> dict[tuple[str, ...], ast.stmt]:
-    """Attributes that a class's methods set: ``("a", "b")`` for ``self.a.b = ...``."""
+    """Attributes that a class's methods set: ``("a", "b")`` for ``self.a.b = ...``.
+
+    So does ``patched(self.a, "b", ...)``, for the length of a block.
+    """
     found: dict[tuple[str, ...], ast.stmt] = {}
     for node in ast.walk(of) if of is not None else ():
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "patched":
+            targets = [ast.Attribute(node.args[0], ast.literal_eval(node.args[1]))]
         for target in targets:
             for part in target.elts if isinstance(target, ast.Tuple) else [target]:
                 if isinstance(part, ast.Attribute):

@@ -1,18 +1,15 @@
-"""A batch's trees on V1: rows of logits, edits along paths, verification; against plain loops."""
+"""A batch's trees on V1: edits along paths, verification; against plain loops."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1, logits_rows, schedule_trees
+from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import edited_by_paths
 from sequoia_vllm.engine.v1.verifier import TargetDistribution, TreeVerifierV1
 from sequoia_vllm.tree import TokenTree
@@ -210,26 +207,3 @@ def test_logits_that_nothing_edits_are_not_copied():
     only_without_tree = [SamplingParams() for _ in SIZES]
     only_without_tree[2] = SamplingParams(presence_penalty=1.0)
     assert edited(logits, found, only_without_tree) is logits
-
-
-# -- rows of logits --------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), min_size=1, max_size=12))
-def test_rows_are_vllms(requests):
-    """Requests of some drafts each, behind rows of a prompt without logits."""
-    drafts = np.array([drafts for drafts, _ in requests], dtype=np.int32)
-    ends = np.array([drafts + 1 + prompt for drafts, prompt in requests], dtype=np.int32).cumsum()
-    ends = ends.astype(np.int32)
-    runner = SimpleNamespace(
-        arange_np=np.arange(int(ends[-1]) + 1, dtype=np.int64),
-        _arange_scratch=np.zeros(int(ends[-1]) + 1, dtype=np.int64),
-        input_ids=SimpleNamespace(gpu=torch.zeros(int(ends[-1]), dtype=torch.int32)),
-        device=CPU,
-    )
-    runner._get_cumsum_and_arange = GPUModelRunner._get_cumsum_and_arange.__get__(runner)
-    expected = GPUModelRunner._calc_spec_decode_metadata(runner, drafts, ends)
-    rows = logits_rows(drafts, ends)
-    assert rows.logits_indices.tolist() == expected.logits_indices.tolist()
-    assert rows.num_draft_tokens == expected.num_draft_tokens
-    assert rows.max_spec_len == expected.max_spec_len

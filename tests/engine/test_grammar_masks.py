@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes, place_masks
-from sequoia_vllm.engine.v2.warming_up import warm_up
+from sequoia_vllm.engine.worker.worker_gpu import warm_up
 
 LARGEST = 5
 # Of four requests in a batch; the second and the fourth have no grammar.

@@ -6,7 +6,7 @@
 import pytest
 from vllm import SamplingParams
 
-from sequoia_vllm.engine.runner import draft_failure
+from sequoia_vllm.engine.runner import tensor_parallel
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from tests.support.engines import generated, metric, plain_outputs, runner_of, running, sequoia
@@ -143,7 +143,7 @@ def test_a_draft_that_fails_ends_speculation_only(monkeypatch, fails_in):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(TreeProposerV1, fails_in, failing)
-    monkeypatch.setattr(draft_failure.logger, "exception", lambda *words: said.append(words))
+    monkeypatch.setattr(tensor_parallel.logger, "exception", lambda *words: said.append(words))
     with running(sequoia()) as llm:
         assert generated(llm, PROMPTS[:8], GREEDY) == expected
         assert 0 < metric(llm, "sequoia:trees") < 12 * 8

@@ -74,6 +74,6 @@ def test_ledger_lists_every_patch():
     }
     names = {path.partition(":")[2] for path, one in REPLACED.items() if one["how"] == "patch"}
     conditional = {"VllmConfig._limit_max_model_len_to_draft"}
-    if not hooks.lowers_active_requests():
+    if hooks.counts_blocks_as_rows():
         conditional.add("VllmConfig._set_max_num_scheduled_tokens")
     assert {path.partition(":")[2] for path in patched} == names - conditional

@@ -5,8 +5,17 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from tests.support.editing import SIBLINGS_FIRST
-from tests.support.engines import generated, plain_outputs, running, sequoia, tokens_of, whole_trees
+from tests.support.engines import (
+    generated,
+    noting,
+    plain_outputs,
+    running,
+    sequoia,
+    tokens_of,
+    whole_trees,
+)
 from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
@@ -249,16 +258,25 @@ def passes():
         "then drafted": ([DRAFTED], TEXTS[:1]),
         "cached by itself": ([DRAFTED], TEXTS[:1]),
     }
-    found = {}
-    with running(whole_trees(), block_size=32, enable_prefix_caching=True) as llm:
+    found, trace = {}, []
+
+    def reads(_, committed):
+        trace.append((len(committed.counts), len(committed.tokens)))
+
+    def grows(_, tokens, *more):
+        trace.append((len(tokens), tokens.numel()))
+
+    with (
+        running(whole_trees(), block_size=32, enable_prefix_caching=True) as llm,
+        noting(TreeProposerV1, "advance", reads),
+        noting(TreeProposerV1, "_level_logits", grows),
+    ):
         for name, (params, texts) in cases.items():
-            llm.collective_rpc("sequoia_stats", args=(True, True))
+            trace.clear()
             if name not in ("then drafted", "cached by itself"):
                 assert llm.reset_prefix_cache()
             outputs = llm.generate(texts, params, use_tqdm=False)
-            [stats] = llm.collective_rpc("sequoia_stats", args=(False, True))
-            trace = [tuple(one[1:3]) for one in stats["trace"] if one[0] == "draft"]
-            found[name] = trace, tokens_of(outputs), len(outputs[0].prompt_token_ids)
+            found[name] = trace[:], tokens_of(outputs), len(outputs[0].prompt_token_ids)
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from sequoia_vllm.engine.v1.sampler_output import forget_stale_budgets
+from sequoia_vllm.engine.v1.verifier import forget_stale_budgets
 
 ROWS, VOCABULARY, START, END = 7, 64, 3, 5
 

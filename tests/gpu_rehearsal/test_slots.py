@@ -143,7 +143,7 @@ def serve(llm: Any, requests: list[Any], decided: list[int] | None = None) -> di
     return {
         "tokens": tokens,
         "counts": None if lookup is None else counted(llm),
-        "failed": getattr(runner_of(llm), "draft_has_failed", False),
+        "failed": getattr(runner_of(llm).speculator, "has_failed", False),
         "slots": slots,
     }
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.engine.frontend.plan import Facts, Plan, plan
-from sequoia_vllm.engine.frontend.tree_choice import TreeChoice, choose_engine_tree, look_up
+from sequoia_vllm.engine.frontend.plan import Plan, plan
+from sequoia_vllm.engine.frontend.tree_choice import Facts, TreeChoice, look_up
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
 
 
@@ -26,4 +26,4 @@ def chosen(
     config: SequoiaConfig, pair: PairKey, shapes: PairShapes | None = None, **limits: Any
 ) -> TreeChoice:
     """The tree that an engine of this pair takes."""
-    return choose_engine_tree(config, pair, look_up(config, pair, shapes), **limits)
+    return planned(config, pair, shapes=shapes, **limits).choice

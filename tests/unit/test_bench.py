@@ -176,9 +176,11 @@ class FakeRunner:
 
     _model_forward, _verify, _commit = ticking(10), ticking(70), ticking(30)
 
-    def __init__(self, clock, stats=None):
+    def __init__(self, clock, grows_trees=False):
         self.clock = clock
-        self.stats = stats
+        if grows_trees:
+            self.stats = "of trees"
+            self.drafter = SimpleNamespace(_forward=lambda tokens: self.tick(900), _predict=None)
         self.model = SimpleNamespace(compute_logits=lambda: self.tick(1))
 
     def tick(self, seconds):
@@ -189,10 +191,11 @@ class FakeRunner:
         self._commit()
 
     def propose_draft_token_ids(self):
-        self.tick(1000)
-        if self.stats is not None:
-            self.stats.seconds["draft"] += 900
-            self.stats.trace.append(("draft", 1, 3, 900))
+        if hasattr(self, "stats"):
+            self.drafter._forward([5, 6, 7])
+            self.tick(100)
+        else:
+            self.tick(1000)
 
     def execute_model(self, scheduler_output):
         self._model_forward()
@@ -231,7 +234,7 @@ STEADY = step({"a": 3}, {"a": [5, 6]})
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("sequoia_vllm.engine.runner.wrapping.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("sequoia_vllm.measuring.step_recorder.time.perf_counter", lambda: clock.now)
     return clock
 
 
@@ -262,15 +265,12 @@ def test_parts_of_steady_steps_only(clock):
     assert parts_of(worker, 2)["steps"] == 0
 
 
-@pytest.mark.parametrize("before", [None, [("target", 1, 4, 5)]])
-def test_drawing_is_told_apart_where_the_runner_times_its_draft(clock, before):
-    """And a trace that the runner makes anyway is kept."""
-    runner = FakeRunner(clock, SimpleNamespace(seconds={"draft": 77.0}, trace=before))
+def test_drawing_is_told_apart_in_trees(clock):
+    runner = FakeRunner(clock, grows_trees=True)
     worker = timed_worker(runner)
     runner.execute_model(STEADY)
     [found] = worker.sequoia_take_steps()
     assert (found["drafting"], found["drawing"], found["passes"]) == (1000, 100, [(3, 900)])
-    assert runner.stats.trace == (before and [*before[:1], ("draft", 1, 3, 900)])
     runner.execute_model(STEADY)
     parts = parts_of(worker, 1)
     assert (parts["draft"], parts["drawing"]) == (900, 100)
@@ -312,8 +312,7 @@ def test_parts_of_steps_of_model_runner_v2(clock):
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 def test_new_recording_ends_the_earlier_one(clock, is_v2):
-    stats = SimpleNamespace(seconds={"draft": 0.0}, trace=None)
-    runner = FakeRunnerV2(clock) if is_v2 else FakeRunner(clock, stats)
+    runner = FakeRunnerV2(clock) if is_v2 else FakeRunner(clock, grows_trees=True)
     worker = timed_worker(runner)
     earlier = worker._sequoia_recording
     worker.sequoia_record_steps()

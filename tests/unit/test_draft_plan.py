@@ -152,7 +152,7 @@ def test_every_batch_has_a_graph_and_fits(tree, data):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_tile_that_a_tree_near_the_longest_request_may_have_is_warmed_up(group, dtype):
     pytest.importorskip("triton")
-    from sequoia_vllm.engine.v2.warming_up import warmed_sizes
+    from sequoia_vllm.engine.worker.worker_gpu import warmed_sizes
     from sequoia_vllm.kernels.tree_attention import choose_tile
 
     for head_size in (64, 128, 256):

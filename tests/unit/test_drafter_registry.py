@@ -141,7 +141,7 @@ def test_one_registration_selects_the_drafter():
     with pytest.raises(
         TypeError, match="NoDrafter, which drafts with an Echo head, is not a TreeDrafter"
     ):
-        runner.new_proposer(SimpleNamespace(speculative_config=config), None, None, None, None)
+        runner.new_proposer(None, None, SimpleNamespace(speculative_config=config), None, None)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS.values(), ids=DRAFTERS)

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.metrics import prometheus
-from sequoia_vllm.metrics.counts import TreeCounts, interval_line
+from sequoia_vllm.metrics.counts import TreeCounts, interval_line, paths_of
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
 from sequoia_vllm.tree import TokenTree
 from tests.support.commands import python
@@ -35,7 +35,7 @@ def observe(stats: StepStats, paths: list[list[int]], sizes: list[int]) -> None:
     nodes = np.full((len(paths), deepest), -1)
     for row, path in zip(nodes, paths, strict=True):
         row[: len(path)] = path
-    stats.observe(nodes, np.array(sizes))
+    stats.observe(paths_of(stats.tree, nodes, np.array(sizes)))
 
 
 def counted(*steps: list[list[int]]) -> TreeCounts:
@@ -135,7 +135,7 @@ def test_dynamic_trees_are_counted_by_node():
     """Their nodes' children are not the engine's tree's, also in what crosses processes."""
     stats = StepStats(TREE)
     nodes, sizes = np.array([[2, 5, -1], [1, 2, 6], [-1, -1, -1]]), np.array([8, 7, 3])
-    stats.observe(nodes, sizes, np.array([True, True, True]))
+    stats.observe(paths_of(TREE, nodes, sizes, np.array([True, True, True])))
     observe(stats, [[1, 3]], [TREE.size])
     counts = TreeCounts.from_bytes(TREE, stats.take_paths())
     assert (counts.trees, counts.tokens) == (4, 4 + 2 + 3 + 0 + 2)
@@ -151,7 +151,8 @@ def test_dynamic_trees_are_counted_by_node():
     metrics.flush(0)
     assert samples(registry)["sequoia:emitted_tokens_total", "0"] == 11
     alone = StepStats(TREE)
-    alone.observe(np.array([[2, 5], [1, -1], [-1, -1]]), np.array([8, 8, 8]), True)
+    nodes = np.array([[2, 5], [1, -1], [-1, -1]])
+    alone.observe(paths_of(TREE, nodes, np.array([8, 8, 8]), True))
     assert interval_line(TREE, alone.counts, None) == (
         "up to 7 drafts, depth 3; 2.00 tokens per step; accepted by depth 0.67, 0.50, 0.00"
     )

@@ -8,8 +8,8 @@ import pytest
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.registry import DRAFTERS
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
-from sequoia_vllm.engine.frontend.plan import Facts, plan
-from sequoia_vllm.engine.frontend.tree_choice import ExpectedGain, gain_line, look_up
+from sequoia_vllm.engine.frontend.plan import plan
+from sequoia_vllm.engine.frontend.tree_choice import ExpectedGain, Facts, gain_line, look_up
 from sequoia_vllm.hardware import context_rule
 from sequoia_vllm.hardware.context_rule import ContextRule
 from sequoia_vllm.library.pair_key import PairKey

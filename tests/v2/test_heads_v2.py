@@ -84,14 +84,14 @@ def generate_in_tiers(head: str, texts: list[str]) -> list[dict[str, Any]]:
 
     First it ends with keys and values where nothing is drafted, then it computes its whole layer.
     """
-    from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
+    from sequoia_vllm.engine.v2.drafting import committed_reader
 
     lengths = [greedy(1, TOKENS - 8 * index)[0] for index in range(3)]
     steps = {"num_speculative_tokens_per_batch_size": [[1, 1, 11], [2, 2, 3], [3, 8, 0]]}
     with running(sequoia(size=12, depth=DEPTH, draft=head, **steps)) as llm:
         ending_early = generate_on(llm, texts, lengths)
         llm.reset_prefix_cache()
-        with patch.object(TreeDrafter, "reading_for_keys", lambda _: nullcontext()):
+        with patch.object(committed_reader, "patched", lambda *_: nullcontext()):
             return [ending_early, generate_on(llm, texts, lengths)]
 
 

@@ -254,7 +254,7 @@ def counting_rows() -> Any:
 def failing_draft(at: int) -> Iterator[list[str]]:
     """What the engine says as its draft fails, in the pass of this number within the block."""
     from sequoia_vllm.drafting.growth import TreeGrowth
-    from sequoia_vllm.engine.runner import draft_failure
+    from sequoia_vllm.engine.runner import tensor_parallel
 
     grow_level, said, passes = TreeGrowth.grow_level, [], itertools.count(1)
 
@@ -265,7 +265,7 @@ def failing_draft(at: int) -> Iterator[list[str]]:
 
     with (
         patched(TreeGrowth, "grow_level", failing),
-        patched(draft_failure.logger, "exception", lambda message, error: said.append(error)),
+        patched(tensor_parallel.logger, "exception", lambda message, error: said.append(error)),
     ):
         yield said
 

@@ -36,15 +36,9 @@ CHANGED: tuple[Expected, ...] = (
         "mask_stride",
         before=(0, 33),
     ),
-    expected(
-        f"{_ATTENTION}.flash_attn:FlashAttentionBackend.supports_kv_cache_update_bypass",
-        None,
-        since=(0, 33),
-    ),
-    expected(
-        f"{_ATTENTION}.triton_attn:TritonAttentionBackend.supports_kv_cache_update_bypass",
-        None,
-        since=(0, 33),
+    *(
+        expected(f"{_ATTENTION}.{name}.supports_kv_cache_update_bypass", None, since=(0, 33))
+        for name in ("flash_attn:FlashAttentionBackend", "triton_attn:TritonAttentionBackend")
     ),
     expected(
         f"{_ATTENTION}.mla.triton_mla:_reserve_attn_logits_workspace",
@@ -73,13 +67,11 @@ def is_supported(version: str, device: Device) -> bool:
 
 
 def counts_blocks_as_rows() -> bool:
-    """Whether vLLM counts rows of block heads' passes in the target's batch: before 0.33."""
+    """Whether vLLM counts rows of block heads' passes in the target's batch: before 0.33.
+
+    From then on it runs fewer requests at once with such heads than users ask for.
+    """
     return release(vllm_version()) < (0, 33)
-
-
-def lowers_active_requests() -> bool:
-    """Whether vLLM runs fewer requests at once with block heads than users ask for: from 0.33."""
-    return not counts_blocks_as_rows()
 
 
 def cuts_length_to_draft() -> bool:

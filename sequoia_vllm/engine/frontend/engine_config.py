@@ -29,7 +29,7 @@ from sequoia_vllm.engine.core.scheduling import TreeScheduling, before_users
 from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method, draft_problem, kinds_here
-from sequoia_vllm.engine.frontend.plan import Facts, Plan, plan
+from sequoia_vllm.engine.frontend.plan import Plan, plan
 from sequoia_vllm.engine.frontend.refusals import (
     asks_for_fp8_cache,
     kinds_in_vllm,
@@ -37,7 +37,7 @@ from sequoia_vllm.engine.frontend.refusals import (
     refuse_unsupported,
 )
 from sequoia_vllm.engine.frontend.request import sequoia_request, short_in_commands
-from sequoia_vllm.engine.frontend.tree_choice import look_up
+from sequoia_vllm.engine.frontend.tree_choice import Facts, look_up
 from sequoia_vllm.engine.offload import (
     choose_offloading,
     is_offloaded,

@@ -4,15 +4,15 @@
 """
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.registry import Drafter
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend.tree_choice import (
-    LibraryAnswer,
+    Facts,
     TreeChoice,
     choose_engine_tree,
     gain_line,
@@ -31,25 +31,6 @@ PLAIN_WORKERS = {
     "cpu": "sequoia_vllm.engine.worker.worker_cpu.PlainCPUWorker",
     "gpu": "sequoia_vllm.engine.worker.worker_gpu.PlainGPUWorker",
 }
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of one engine's models and machine before it is configured."""
-
-    pair: PairKey  # its models, on its device
-    drafter: Drafter  # what the draft is
-    levels: int | None = None  # levels of the deepest tree that the draft drafts; None: any number
-    most_nodes: int | None = None  # nodes of the largest tree over the target's layers; None: any
-    library: LibraryAnswer = None  # what the library answers, see `look_up`
-    max_model_len: int | None = None  # longest request, in tokens; None: any
-    file_name: str = ""  # what the pair's files are called, see `PairKey.file_name`
-    on_cpu: bool = False  # whether it runs on CPUs
-    worker_cls: str = "auto"  # the worker that the user names; "auto": none
-    versions: Mapping[str, str] = field(default_factory=dict)  # the plugin's and vLLM's
-    not_kept: str | None = None  # why it can keep nothing for its next start; None: it can
-    is_apart: bool = False  # whether several commands start its ranks, and each chooses a tree
-    shares_files: bool = True  # whether the user named a directory for trees, perhaps shared
 
 
 @dataclass(frozen=True)
@@ -86,9 +67,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         )
     if not kind.has_weights:
         _check_keys(config, kind)
-    choice = choose_engine_tree(
-        config, pair, facts.library, facts.max_model_len, facts.levels, kind, facts.most_nodes
-    )
+    choice = choose_engine_tree(config, facts)
     _check_depth(choice, facts)
     rule = context_rule.usual_rule(facts.on_cpu)
     settings = SequoiaSettings(

@@ -1,6 +1,7 @@
 """Resolves the ``tree`` setting: the tree that an engine drafts, how much of it when, and why."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec
@@ -57,6 +58,25 @@ class TreeChoice:
     gain: ExpectedGain = field(default_factory=ExpectedGain)  # its expected gain
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What is known of one engine's models and machine before it is configured."""
+
+    pair: PairKey  # its models, on its device
+    drafter: Drafter  # what the draft is
+    levels: int | None = None  # levels of the deepest tree that the draft drafts; None: any number
+    most_nodes: int | None = None  # nodes of the largest tree over the target's layers; None: any
+    library: LibraryAnswer = None  # what the library answers, see `look_up`
+    max_model_len: int | None = None  # longest request, in tokens; None: any
+    file_name: str = ""  # what the pair's files are called, see `PairKey.file_name`
+    on_cpu: bool = False  # whether it runs on CPUs
+    worker_cls: str = "auto"  # the worker that the user names; "auto": none
+    versions: Mapping[str, str] = field(default_factory=dict)  # the plugin's and vLLM's
+    not_kept: str | None = None  # why it can keep nothing for its next start; None: it can
+    is_apart: bool = False  # whether several commands start its ranks, and each chooses a tree
+    shares_files: bool = True  # whether the user named a directory for trees, perhaps shared
+
+
 def look_up(
     config: SequoiaConfig, pair: PairKey, shapes: PairShapes | None = None
 ) -> LibraryAnswer:
@@ -78,32 +98,21 @@ def look_up(
         return error
 
 
-def choose_engine_tree(
-    config: SequoiaConfig,
-    pair: PairKey,
-    found: LibraryAnswer = None,
-    max_model_len: int | None = None,
-    levels: int | None = None,
-    kind: Drafter | None = None,
-    most_nodes: int | None = None,
-) -> TreeChoice:
+def choose_engine_tree(config: SequoiaConfig, facts: Facts) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
-    Args:
-        max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of it.
-        levels: A tree that we choose is no deeper: the draft drafts no more.
-        kind: What drafts; it may have an acceptance vector of its own. None: a model.
-        most_nodes: A tree that we choose has no more. None, for each of the three: any.
+    A tree that we choose is no deeper than the draft's levels, has no more nodes than layers take,
+    and takes a quarter of the longest request at most.
 
     Raises:
         ConfigError: The given schedule has more drafts than the given tree.
     """
-    choice = _resolve(config, pair, found, levels, kind)
-    if config.is_tree_chosen and max_model_len is not None:
-        most = max(max_model_len // _LENGTH_PER_NODE, 1)
+    choice = _resolve(config, facts)
+    if config.is_tree_chosen and facts.max_model_len is not None:
+        most = max(facts.max_model_len // _LENGTH_PER_NODE, 1)
         choice = _within(choice, most, "requests are short here")
-    if config.is_tree_chosen and most_nodes is not None:
-        choice = _within(choice, most_nodes, "recurrent layers take no more")
+    if config.is_tree_chosen and facts.most_nodes is not None:
+        choice = _within(choice, facts.most_nodes, "recurrent layers take no more")
     if config.num_speculative_tokens is not None:
         choice = replace(choice, tree=choice.tree.trim(config.num_speculative_tokens + 1))
     if config.num_speculative_tokens_per_batch_size is not None:
@@ -126,16 +135,10 @@ def _given_schedule(config: SequoiaConfig, tree: TokenTree) -> Schedule:
     )
 
 
-def _resolve(
-    config: SequoiaConfig,
-    pair: PairKey,
-    found: LibraryAnswer,
-    levels: int | None,
-    kind: Drafter | None,
-) -> TreeChoice:
-    vector = config.acceptance
+def _resolve(config: SequoiaConfig, facts: Facts) -> TreeChoice:
+    pair, found, levels = facts.pair, facts.library, facts.levels
+    vector, own = config.acceptance, facts.drafter.acceptance
     if vector is None:
-        own = None if kind is None else kind.acceptance
         vector = REFERENCE_ACCEPTANCE if own is None else Acceptance.of(own)
     assert isinstance(vector, Acceptance)  # by `SequoiaConfig.loaded`
     if isinstance(config.tree, TreeSpec):
@@ -145,7 +148,7 @@ def _resolve(
     if isinstance(config.tree, NamedTree):
         return TreeChoice(config.tree.tree, config.tree.title, gain=_gain_of(config.tree, pair))
     default_tree = DEFAULT_TREE if pair.offloading is None else DEFAULT_TREE_OFFLOADED
-    if kind is not None and not kind.has_weights:
+    if not facts.drafter.has_weights:
         default_tree = DEFAULT_TREE_WITHOUT_PASSES
     if levels is not None:
         depth = min(default_tree.depth or levels, levels)

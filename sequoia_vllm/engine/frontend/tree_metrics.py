@@ -221,7 +221,7 @@ def _is_not_about_ours(record: logging.LogRecord) -> bool:
 
 
 def check_budget(original: Callable[..., None], self: Any) -> None:
-    """Checks as vLLM does, and keeps the number of requests (`lowers_active_requests`).
+    """Checks as vLLM does, and keeps the number of requests (`counts_blocks_as_rows`).
 
     For a pass over blocks vLLM sets a row aside for each draft of every request. Trees' passes have
     a row for each level. vLLM lowers the number where a configuration is copied, too.

@@ -24,11 +24,7 @@ from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.request_options import check_options
 from sequoia_vllm.engine.common.settings import is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.common.step_messages import add_report_field
-from sequoia_vllm.engine.compat.versions import (
-    counts_blocks_as_rows,
-    cuts_length_to_draft,
-    lowers_active_requests,
-)
+from sequoia_vllm.engine.compat.versions import counts_blocks_as_rows, cuts_length_to_draft
 from sequoia_vllm.engine.core.scheduling import post_step
 from sequoia_vllm.engine.frontend import engine_config, request, tree_metrics
 
@@ -70,15 +66,15 @@ def install() -> None:
         # Cuts the engine's length to the draft's; ours gives requests beyond it no drafts. Until:
         # vLLM asks the speculative method whether it can stop drafting for a request.
         _wrap(VllmConfig, "_limit_max_model_len_to_draft", engine_config.limit_length)
-    if lowers_active_requests():
+    if counts_blocks_as_rows():
+        # For block heads counts a row for each draft in the target's batch, too, which then has
+        # room for fewer requests. Until: `counts_blocks_as_rows` is False of every version.
+        _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", tree_metrics.slots_for_drafting)
+    else:
         # For block heads lowers max_num_active_seqs, so that a pass has a row for each draft;
         # trees' passes need one for each level, and take part of a batch. Until: vLLM asks the
         # speculative method how many requests it drafts for.
         _wrap(VllmConfig, "_set_max_num_scheduled_tokens", tree_metrics.check_budget)
-    if counts_blocks_as_rows():
-        # For block heads counts these rows in the target's batch, too, which then has room for
-        # fewer requests. Until: `counts_blocks_as_rows` is False of every version.
-        _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", tree_metrics.slots_for_drafting)
     # Makes room in each recurrent state for all drafts. Until: vLLM asks the speculative method.
     _wrap(Platform, "_align_hybrid_block_size", tree_metrics.align_states, static=True)
     # Makes a counter for each node; a path ends at the tree's depth. Until: vLLM carries a

@@ -8,7 +8,9 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from concurrent import futures
 from contextlib import suppress
+from itertools import chain
 
 import torch
 
@@ -37,21 +39,19 @@ class LayerRing:
             raise ValueError(f"{len(regions)} layers in {buffers} buffers")
         self._file = file
         self._regions = list(regions)
-        buffers = min(buffers, len(regions))
         length = max(region.length for region in regions)
-        self._memory = [_huge_pages(length) for _ in range(buffers)]
+        self._memory = [_huge_pages(length) for _ in range(min(buffers, len(regions)))]
         self._tensors = [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._memory]
-        self._chunks = [region.chunks for region in regions]
-        self._state = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        self._error: BaseException | None = None
+        self._threads = futures.ThreadPoolExecutor(THREADS, "sequoia-weights", _use_every_core)
         self._ends = False
         # Layers are numbered through all passes: number n is layer n % layers.
         self._computed = 0  # all below are
-        self._reading = 0, 0  # (number, chunk) that is read next
-        self._under_way = 0
-        self._left: dict[int, int] = {}  # chunks that a number still lacks
-        self._unchecked = {(layer, k) for layer, n in enumerate(self._chunks) for k in range(n)}
+        self._begun = 0  # all below are read, or will be
+        self._reads: dict[int, list[futures.Future[None]]] = {}  # of those between, chunk by chunk
+        self._unchecked = {
+            (layer, chunk) for layer, region in enumerate(regions) for chunk in range(region.chunks)
+        }
+        self._counts = threading.Lock()
         self.bytes_read = 0
 
     def bytes_of(self, layer: int) -> torch.Tensor:
@@ -69,43 +69,43 @@ class LayerRing:
         return len(self._memory)
 
     def start(self) -> None:
-        """Begins to read."""
-        for number in range(THREADS):
-            thread = threading.Thread(
-                target=self._read_on, name=f"sequoia-weights-{number}", daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
+        """Begins to read into all buffers that are free."""
+        while not self._ends and self._is_free(self._begun):
+            layer = self._begun % len(self._regions)
+            self._reads[self._begun] = [
+                self._threads.submit(self._read, layer, chunk)
+                for chunk in range(self._regions[layer].chunks)
+            ]
+            self._begun += 1
 
     def wait(self, layer: int) -> None:
         """Returns when a layer's weights are in memory; OffloadError: they could not be read.
 
         Layers are asked for in order; where a pass was broken off, reading begins anew.
         """
-        with self._state:
-            if self._computed % len(self._regions) != layer:
-                self._begin_anew(layer)
-            number = self._computed
-            self._state.wait_for(lambda: self._error or self._ends or self._left.get(number) == 0)
-            if self._error is not None:
-                raise OffloadError(str(self._error)) from self._error
-            if self._ends:
-                raise OffloadError("offloaded weights were asked for after the engine had ended")
+        if self._computed % len(self._regions) != layer and not self._ends:
+            self._begin_anew(layer)
+        try:
+            for read in self._reads.get(self._computed, ()):
+                read.result()
+        except futures.CancelledError:
+            pass  # by `close`
+        except Exception as error:
+            raise OffloadError(str(error)) from error
+        if self._ends:
+            raise OffloadError("offloaded weights were asked for after the engine had ended")
 
     def release(self, layer: int) -> None:
         """A layer was computed: its buffer may be read into."""
-        with self._state:
-            if self._computed % len(self._regions) == layer:
-                self._computed += 1
-                self._state.notify_all()
+        if self._computed % len(self._regions) == layer:
+            self._reads.pop(self._computed, None)
+            self._computed += 1
+            self.start()
 
     def close(self) -> None:
         """Ends all threads; buffers must not be used any more."""
-        with self._state:
-            self._ends = True
-            self._state.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._ends = True
+        self._threads.shutdown(cancel_futures=True)
 
     def _is_free(self, number: int) -> bool:
         """Whether the layer that was in this one's buffer has been computed."""
@@ -118,61 +118,29 @@ class LayerRing:
 
     def _begin_anew(self, layer: int) -> None:
         """Reads from this layer on, after it has waited for the reads under way."""
-        layers = len(self._regions)
-        self._reading = -1, 0  # nothing more is begun
-        self._state.wait_for(lambda: self._under_way == 0)
-        self._left.clear()
-        self._computed += (layer - self._computed) % layers
-        self._reading = self._computed, 0
-        self._state.notify_all()
+        begun = list(chain.from_iterable(self._reads.values()))
+        for read in begun:
+            read.cancel()
+        futures.wait(begun)
+        self._reads.clear()
+        self._computed += (layer - self._computed) % len(self._regions)
+        self._begun = self._computed
+        self.start()
 
-    def _read_on(self) -> None:
-        with suppress(OSError):  # vLLM binds threads that compute, and this one inherits it
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        try:
-            while (task := self._next()) is not None:
-                self._read(*task)
-        except BaseException as error:
-            with self._state:
-                self._error = self._error or error
-                self._under_way -= 1
-                self._state.notify_all()
-
-    def _next(self) -> tuple[int, int] | None:
-        """The next chunk, once its buffer is free; None: the end."""
-        with self._state:
-            self._state.wait_for(
-                lambda: (
-                    self._ends
-                    or self._error
-                    or (self._reading[0] >= 0 and self._is_free(self._reading[0]))
-                )
-            )
-            if self._ends or self._error:
-                return None
-            number, chunk = self._reading
-            layer = number % len(self._regions)
-            if chunk == 0:
-                self._left[number] = self._chunks[layer]
-                self._left.pop(number - 2 * len(self._regions), None)
-            is_last = chunk + 1 == self._chunks[layer]
-            self._reading = (number + 1, 0) if is_last else (number, chunk + 1)
-            self._under_way += 1
-            return number, chunk
-
-    def _read(self, number: int, chunk: int) -> None:
-        layer = number % len(self._regions)
+    def _read(self, layer: int, chunk: int) -> None:
         region, buffer = self._regions[layer], memoryview(self._memory[layer % self.buffers])
         self._file.read(region, chunk, buffer)
         # Each is checked once: a pass over the weights costs the core more than reading them.
         if (layer, chunk) in self._unchecked:
             self._file.check(region, chunk, buffer)
-        with self._state:
+        with self._counts:
             self._unchecked.discard((layer, chunk))
-            self._under_way -= 1
-            self._left[number] -= 1
             self.bytes_read += region.chunk(chunk)[1]
-            self._state.notify_all()
+
+
+def _use_every_core() -> None:
+    with suppress(OSError):  # vLLM binds threads that compute, and this one inherits it
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def _huge_pages(length: int) -> mmap.mmap:

@@ -1,5 +1,7 @@
 """CPU attention backends: vLLM's own (MLA's, too), plus tree attention where a batch has trees."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -83,6 +85,21 @@ class CPUTreeAttentionMetadata(CPUAttentionMetadata):
     """vLLM's metadata of a batch with tree nodes."""
 
     tree: TreeQueries | None = None
+
+    @classmethod
+    def of_trees(cls, tree: TreeQueries, slots: Tensor) -> CPUTreeAttentionMetadata:
+        """Metadata of a draft's pass, whose rows are all tree nodes, in slots int64 ``[rows]``."""
+        return cls(
+            num_actual_tokens=len(slots),
+            max_query_len=tree.rows.shape[1],
+            query_start_loc=tree.rows[:, 0],
+            max_seq_len=tree.max_keys,
+            seq_lens=tree.context_lens,
+            block_table=tree.block_table,
+            slot_mapping=slots,
+            scheduler_metadata=None,
+            tree=tree,
+        )
 
 
 class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):

@@ -1,13 +1,19 @@
-"""One decision for all ranks of a tensor-parallel group.
+"""One decision for all ranks of a tensor-parallel group, and what they do if the draft fails.
 
 Every rank gathers the same logits and draws the same noise, so all decide alike. But ranks whose
 floats differ once would read different tokens from then on, and the target's layers would mix them
 without an error. So what rank 0 drew counts on all ranks: emitted tokens, accepted nodes, drafts.
 """
 
+import logging
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
+
+logger = logging.getLogger("vllm.sequoia")
 
 
 def from_rank0(*decided: Tensor) -> tuple[Tensor, ...]:
@@ -40,3 +46,18 @@ def take_from_rank0(tensor: Tensor) -> None:
         group.broadcast(tensor, src=0)
     elif group.world_size > 1:
         nccl.broadcast(tensor, 0)
+
+
+def survive_draft(vllm_config: Any) -> None:
+    """Says that an engine goes on without speculation; called where a draft's error is caught.
+
+    Raises:
+        Exception: The same error, where several ranks draft: the others wait for this one.
+    """
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise
+    logger.exception(
+        "Sequoia: the draft model failed (%s), and this engine drafts no more: answers stay right, "
+        "at the speed of plain vLLM. sequoia:draft_failures counts it; restart the engine to draft",
+        repr(sys.exc_info()[1]).splitlines()[0][:200],
+    )

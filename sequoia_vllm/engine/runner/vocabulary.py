@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,8 +26,6 @@ from sequoia_vllm.prompts import load_prompts
 from sequoia_vllm.vocabulary.mapped import MappedVocabulary, SharedVocabulary
 from sequoia_vllm.vocabulary.matching import Matching, match
 from sequoia_vllm.vocabulary.tokens import by_merges, load_tokenizer, read_vocabulary
-
-logger = logging.getLogger("vllm.sequoia")
 
 # Up to this share of other tokens, numbers are taken as they are: fine-tuned models rename a few.
 _TOLERATED = 0.01

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from sequoia_vllm.drafting.dynamic_trees import TreeLayouts
 from sequoia_vllm.drafting.tree_tables import TreeTables
@@ -115,16 +114,13 @@ def schedule_trees(
     Returns:
         None if no request has drafts.
     """
-    entries = [
-        (request_index[request_id], request_id, tokens)
-        for request_id, tokens in scheduled_drafts.items()
-        if tokens
-    ]
+    entries = sorted(
+        (request_index[name], name, tokens) for name, tokens in scheduled_drafts.items() if tokens
+    )
     if not entries:
         return None
-    entries.sort()
-    requests = np.array([entry[0] for entry in entries])
-    num_nodes = np.array([len(entry[2]) + 1 for entry in entries])
+    requests = np.array([request for request, _, _ in entries])
+    num_nodes = np.array([len(scheduled) + 1 for _, _, scheduled in entries])
     max_nodes = int(num_nodes.max())
 
     tokens = np.zeros((len(entries), max_nodes), dtype=np.int64)
@@ -165,45 +161,19 @@ def schedule_trees(
     sampled_rows = np.ones(len(query_ends), dtype=np.int64)
     sampled_rows[requests] = num_nodes
     first_logits_row = (np.cumsum(sampled_rows) - sampled_rows)[requests]
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array))
-
     return ScoringTreesV1(
-        requests=tensor(requests.astype(np.int64)),
-        num_nodes=tensor(num_nodes.astype(np.int64)),
-        context_lens=tensor(seq_lens[requests].astype(np.int64) - num_nodes),
-        first_row=tensor(query_ends[requests].astype(np.int64) - num_nodes),
-        first_logits_row=tensor(first_logits_row),
-        tokens=tensor(tokens),
-        drawn=tensor(drawn),
-        parents=tensor(parents),
-        is_node=tensor(is_node),
-        depths=tensor(depths),
+        requests=torch.from_numpy(requests),
+        num_nodes=torch.from_numpy(num_nodes),
+        context_lens=torch.from_numpy(seq_lens[requests] - num_nodes),
+        first_row=torch.from_numpy(query_ends[requests] - num_nodes),
+        first_logits_row=torch.from_numpy(first_logits_row),
+        tokens=torch.from_numpy(tokens),
+        drawn=torch.from_numpy(drawn),
+        parents=torch.from_numpy(parents),
+        is_node=torch.from_numpy(is_node),
+        depths=torch.from_numpy(depths),
         ancestors=ancestors,
         is_dynamic=np.isin(np.arange(len(entries)), list(layouts)),
         drafts=tuple(matched),
         is_all=bool(len(requests) == len(query_ends) and is_node.all()),
-    )
-
-
-def logits_rows(num_draft_tokens: np.ndarray, query_ends: np.ndarray) -> SpecDecodeMetadata:
-    """vLLM's metadata of the rows that logits are computed of: each request's root and drafts.
-
-    Args:
-        num_draft_tokens: int ``[requests]``: drafts that are scored.
-        query_ends: int ``[requests]``: end of each request's rows in the batch.
-    """
-    counts = num_draft_tokens + 1
-    skipped = query_ends - counts.cumsum()  # rows without logits, up to each request's
-    rows = np.repeat(skipped, counts) + np.arange(counts.sum())
-    nothing = torch.empty(0, dtype=torch.int32)
-    return SpecDecodeMetadata(
-        draft_token_ids=nothing,
-        num_draft_tokens=num_draft_tokens.tolist(),
-        cu_num_draft_tokens=nothing,
-        cu_num_sampled_tokens=nothing,
-        target_logits_indices=nothing,
-        bonus_logits_indices=nothing,
-        logits_indices=torch.from_numpy(rows),
     )

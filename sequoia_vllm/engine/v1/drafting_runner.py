@@ -1,5 +1,6 @@
 """The drafting half of the V1 runner: whose tokens the draft reads, and the trees that it grows."""
 
+import time
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -24,8 +25,8 @@ from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core.eligibility import requests_to_read
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
-from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.runner.step_stats import StepStats
+from sequoia_vllm.engine.runner.tensor_parallel import survive_draft
 from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
@@ -60,8 +61,6 @@ class DraftingRunner(CPUModelRunner):
             super().__init__(vllm_config, device)
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
-        self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
-        self.draft_has_failed = False
         # The proposer of chains; ours grows trees.
         self.drafter = TreeProposerV1(vllm_config, device, self)
         self._has_dynamic_trees = bool(settings.dynamic_tree)
@@ -82,7 +81,7 @@ class DraftingRunner(CPUModelRunner):
 
     def _drafts_each(self, scheduler_output: SchedulerOutput) -> int:
         """Nodes that this step grows for each request."""
-        most = 0 if self.draft_has_failed else self.max_drafts
+        most = 0 if self.drafter.has_failed else self.drafter.max_drafts
         return min(scheduler_output.num_spec_tokens_to_schedule, most)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
@@ -124,12 +123,14 @@ class DraftingRunner(CPUModelRunner):
         Returns:
             Draft tokens of each request in stored tree order; empty: no tree.
         """
+        started = time.perf_counter()
         try:
-            with self.stats.timed("drafting"):
-                return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
+            return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
         except Exception:
             survive_draft(self.vllm_config)
-            self.draft_has_failed = True
+            self.drafter.has_failed = True
+        finally:
+            self.stats.drafting += time.perf_counter() - started
         return [[] for _ in range(self.input_batch.num_reqs)]
 
     def _grow_trees(

@@ -113,11 +113,14 @@ class TreeProposerV1(DraftModelProposer):
     keys and values that `grow` writes.
     """
 
+    has_failed = False  # true once the draft has failed: the engine drafts no more
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any) -> None:
         super().__init__(vllm_config=as_alone(vllm_config), device=device, runner=runner)
         self.runner = runner
         self.draft_max_len = self.draft_model_config.max_model_len
         settings = SequoiaSettings.of(vllm_config)
+        self.max_drafts = settings.tree.num_speculative_tokens  # lowered by measuring tools
         kind = drafter(settings.drafter)
         assert kind.on_v1 is not None, f"{kind.name} needs vLLM's Model Runner V2"
         self.drafter: DrafterV1 | TextDrafterV1 = resolve_name(kind.on_v1)()
@@ -168,9 +171,7 @@ class TreeProposerV1(DraftModelProposer):
         if self._retrieves:
             self._look_back(committed)
         if isinstance(self.drafter, TextDrafterV1):
-            with self.runner.stats.timed("draft", len(counts), len(counts)):
-                tokens = torch.from_numpy(committed.tokens[last])
-                return self.drafter.logits(tokens, self._adapters(requests))
+            return self._predict(torch.from_numpy(committed.tokens[last]), requests)
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
         starts[1:] = last + 1
         seq_lens = committed.positions[last] + 1
@@ -194,7 +195,7 @@ class TreeProposerV1(DraftModelProposer):
         _, metadata = self.build_per_group_and_layer_attn_metadata(common)
         tokens = torch.from_numpy(committed.tokens.astype(np.int32))
         rows = torch.from_numpy(last) if len(tokens) > len(counts) else None
-        return self._forward(tokens, positions, slots, metadata, len(counts), rows)
+        return self._forward(tokens, positions, slots, metadata, rows)
 
     def _look_back(self, committed: CommittedTokens) -> None:
         """Notes what the requests' own texts say comes next."""
@@ -237,7 +238,7 @@ class TreeProposerV1(DraftModelProposer):
 
     def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> DraftedTreesV1:
         """Grows one tree per request, level by level."""
-        inner = self._inner_nodes(levels.depths, roots.requests, roots.positions)
+        inner = self._inner_nodes(levels.depths, roots)
         tokens = torch.empty(len(roots.requests), levels.tree.size, dtype=torch.int64)
         sampling.start(levels.tree, roots.logits.shape[-1])
         logits, parents = roots.logits, torch.from_numpy(roots.tokens)[:, None]
@@ -259,7 +260,7 @@ class TreeProposerV1(DraftModelProposer):
     ) -> DraftedTreesV1:
         """Grows dynamic trees, as large and deep as the static one, of requests not sampled."""
         growth = DynamicGrowth(torch.from_numpy(roots.tokens), levels.tree.size, levels.tree.depth)
-        inner = self._inner_nodes(growth.inner_depths, roots.requests, roots.positions)
+        inner = self._inner_nodes(growth.inner_depths, roots)
         logits, told = roots.logits, self._told[torch.from_numpy(roots.requests)]
         for depth in range(growth.depth):
             if depth > 0:
@@ -276,11 +277,10 @@ class TreeProposerV1(DraftModelProposer):
         layouts, no_q = TreeLayouts.of(parents, growth.depth), torch.empty(0)
         return DraftedTreesV1(tokens, no_q, no_q, layouts)
 
-    def _inner_nodes(
-        self, depths: Tensor, requests: NDArray[np.int64], root_positions: NDArray[np.int64]
-    ) -> InnerNodes:
+    def _inner_nodes(self, depths: Tensor, roots: RootsV1) -> InnerNodes:
         # The scheduler trims nodes past the model's length. Until then they must not write
         # outside the request's blocks, nor read outside the RoPE table.
+        requests, root_positions = roots.requests, roots.positions
         positions = root_positions[:, None] + depths.numpy()
         num_nodes = np.minimum(self.max_model_len - root_positions, len(depths))
         places = root_positions[:, None] + np.arange(len(depths))
@@ -303,40 +303,28 @@ class TreeProposerV1(DraftModelProposer):
         ``first`` is the place of the first of them in draft order.
         """
         if isinstance(self.drafter, TextDrafterV1):
-            with self.runner.stats.timed("draft", len(tokens), tokens.numel()):
-                adapters = np.repeat(self._adapters(requests), tokens.shape[1])
-                return self.drafter.logits(tokens.flatten(), adapters)
+            return self._predict(tokens.flatten(), np.repeat(requests, tokens.shape[1]))
         rows = self._rows[: tokens.numel()].view(tokens.shape)
         nodes = slice(first, first + tokens.shape[1])
         # Contiguous: vLLM's kernels read them without looking at strides.
         positions, slots = (
             values[:, nodes].flatten().contiguous() for values in (inner.positions, inner.slots)
         )
-        metadata = CPUTreeAttentionMetadata(
-            num_actual_tokens=tokens.numel(),
-            max_query_len=tokens.shape[1],
-            query_start_loc=rows[:, 0],
-            max_seq_len=inner.max_keys,
-            seq_lens=inner.root_positions,
+        tree = TreeQueries(
+            rows=rows,
             block_table=inner.block_table,
-            slot_mapping=slots,
-            scheduler_metadata=None,
-            tree=TreeQueries(
-                rows=rows,
-                block_table=inner.block_table,
-                context_lens=inner.root_positions,
-                num_nodes=inner.num_nodes.clamp(max=nodes.stop),  # deeper levels come later
-                ancestors=seen,
-                max_keys=inner.max_keys,
-                only_trees=True,
-            ),
+            context_lens=inner.root_positions,
+            num_nodes=inner.num_nodes.clamp(max=nodes.stop),  # deeper levels come later
+            ancestors=seen,
+            max_keys=inner.max_keys,
+            only_trees=True,
         )
+        metadata = CPUTreeAttentionMetadata.of_trees(tree, slots)
         return self._forward(
             tokens.flatten().to(torch.int32),
             positions,
             slots,
             dict.fromkeys(self._draft_attn_layer_names, metadata),
-            len(tokens),
         )
 
     def _forward(
@@ -345,22 +333,23 @@ class TreeProposerV1(DraftModelProposer):
         positions: Tensor,
         slots: Tensor,
         metadata: dict[str, Any],
-        num_reqs: int,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Runs one forward over all tokens; see `DrafterV1.logits`."""
         assert isinstance(self.drafter, DrafterV1)
-        with (
-            self.runner.stats.timed("draft", num_reqs, len(tokens)),
-            set_forward_context(
-                metadata,
-                self.vllm_config,
-                num_tokens=len(tokens),
-                cudagraph_runtime_mode=CUDAGraphMode.NONE,
-                slot_mapping=dict.fromkeys(self._draft_attn_layer_names, slots),
-            ),
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=len(tokens),
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=dict.fromkeys(self._draft_attn_layer_names, slots),
         ):
             return self.drafter.logits(tokens, positions, rows)
+
+    def _predict(self, tokens: Tensor, requests: NDArray[np.int64]) -> Tensor:
+        """Logits ``[R, V]`` of a draft without a model, after one token of each request."""
+        assert isinstance(self.drafter, TextDrafterV1)
+        return self.drafter.logits(tokens, self._adapters(requests))
 
     def _block_table(self, requests: NDArray[np.int64]) -> Tensor:
         """The draft's cache blocks of these requests, int32 ``[B, max_blocks]``."""

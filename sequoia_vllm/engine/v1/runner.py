@@ -8,26 +8,29 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_attention
 from sequoia_vllm.engine.runner.cpu_linear import replaced_linear_layers
-from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
+from sequoia_vllm.engine.runner.kv_commit import TargetCaches
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_rank0
-from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1, logits_rows, schedule_trees
+from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
 from sequoia_vllm.engine.v1.path_edits import edited_by_paths
-from sequoia_vllm.engine.v1.sampler_output import (
+from sequoia_vllm.engine.v1.verifier import (
+    TargetDistribution,
+    TreeVerifierV1,
     combine_outputs,
     forget_stale_budgets,
+    truncation_of,
     without_discarded,
 )
-from sequoia_vllm.engine.v1.verifier import TargetDistribution, TreeVerifierV1, truncation_of
+from sequoia_vllm.metrics.counts import paths_of
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import VerifyResult
 
@@ -53,7 +56,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
         method_of(method).compile_host()  # now, not in the first step
         self._trees: ScoringTreesV1 | None = None
         self._target_metadata: dict[str, Any] = {}
-        self._target_caches: TargetCaches | None = None
+        self._target_caches = TargetCaches()
 
     # -- model and cache -----------------------------------------------------------
 
@@ -96,47 +99,29 @@ class SequoiaCPUModelRunner(DraftingRunner):
         intermediate_tensors: IntermediateTensors | None = None,
     ) -> Any:
         """Calls vLLM's; a step that neither scores nor grows trees runs as without speculation."""
-        self._speculates(
-            bool(scheduler_output.scheduled_spec_decode_tokens)
-            or self._drafts_each(scheduler_output) > 0
-        )
-        output = super().execute_model(scheduler_output, intermediate_tensors)
-        if output is not None:  # there is nothing to sample
-            self._speculates(True)
-        return output
-
-    # Until: vLLM prepares no drafts where none are scheduled.
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        """Calls vLLM's, and ends what `execute_model` began."""
-        try:
-            return super().sample_tokens(grammar_output)
-        finally:
-            self._speculates(True)
-
-    def _speculates(self, does: bool) -> None:
-        # None while inputs without drafts are prepared, and in steps that draft nothing: vLLM would
-        # prepare drafts that are not there, which takes longer than such a step has to spare.
-        # Until: vLLM prepares no drafts where none are scheduled.
-        self.speculative_config = self.vllm_config.speculative_config if does else None
+        scores = bool(scheduler_output.scheduled_spec_decode_tokens)
+        speculates = scores or self._drafts_each(scheduler_output) > 0
+        # None while inputs without drafts are prepared, and from a step that drafts nothing to the
+        # next: vLLM would prepare drafts that are not there, which takes longer than such a step
+        # has to spare. Until: vLLM prepares no drafts where none are scheduled.
+        self.speculative_config = self.vllm_config.speculative_config if speculates else None
+        return super().execute_model(scheduler_output, intermediate_tensors)
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
         """Calls vLLM's, then gives each tree node the position of its depth; slots stay."""
-        speculative = self.speculative_config
-        if not scheduler_output.scheduled_spec_decode_tokens:
-            self.speculative_config = None
-        try:
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        speculative = self.speculative_config if scheduled else None
+        with patched(self, "speculative_config", speculative):
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        finally:
-            self.speculative_config = speculative
-        if not scheduler_output.scheduled_spec_decode_tokens:
+        if not scheduled:
             self._trees = None
             return prepared
         num_reqs = self.input_batch.num_reqs
         self._trees = schedule_trees(
             self._tables,
-            scheduler_output.scheduled_spec_decode_tokens,
+            scheduled,
             self._drafts,
             self.input_batch.req_id_to_index,
             self._follows_grammar,
@@ -159,35 +144,19 @@ class SequoiaCPUModelRunner(DraftingRunner):
             return trees
         return None if trees.tokens.shape[1] <= self.tree.chain_nodes else trees
 
-    def _calc_spec_decode_metadata(
-        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
-    ) -> SpecDecodeMetadata:
-        """Replaces vLLM's: our verifier needs only the rows to compute logits of."""
-        return logits_rows(num_draft_tokens, cu_num_scheduled_tokens)
-
     # Until: vLLM's metadata carries a tree mask.
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Builds vLLM's for the target's layers only, then adds the trees' rows and masks."""
         # Lacks the draft's while the target's metadata is built: the draft builds its own. Until:
         # vLLM builds no metadata for layers that do not run.
-        all_groups, self.attn_groups = self.attn_groups, self._groups_of_target
-        try:
+        with patched(self, "attn_groups", self._groups_of_target):
             metadata, common = super()._build_attention_metadata(*args, **kwargs)
-        finally:
-            self.attn_groups = all_groups
         if (trees := self._branching_trees) is not None:
             self._target_metadata = metadata
             own = (metadata[name] for name in self._target_layers)
             for layer_metadata in {id(m): m for m in own}.values():
                 layer_metadata.tree = trees.queries(layer_metadata)
         return metadata, common
-
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls vLLM's, and times it."""
-        num_reqs = self.input_batch.num_reqs
-        tokens = int(self.query_start_loc.np[num_reqs]) if num_reqs else 0
-        with self.stats.timed("target", num_reqs, tokens):
-            return super()._model_forward(*args, **kwargs)
 
     # -- after it: verify and commit ---------------------------------------------------
 
@@ -223,9 +192,8 @@ class SequoiaCPUModelRunner(DraftingRunner):
         )
         if branching is not None:  # a chain's accepted tokens lie in place already
             self._commit(branching, result)
-        self.stats.observe(
-            result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy(), trees.is_dynamic
-        )
+        accepted, sizes = result.accepted_nodes.numpy(), trees.num_nodes.numpy()
+        self.stats.observe(paths_of(self.tree, accepted, sizes, trees.is_dynamic))
         return output
 
     def _verify(
@@ -237,22 +205,18 @@ class SequoiaCPUModelRunner(DraftingRunner):
         )
 
     def _commit(self, trees: ScoringTreesV1, result: VerifyResult) -> None:
-        if self._target_caches is None:
-            layers = self.compilation_config.static_forward_context
-            caches = {name: layers[name].kv_cache for name in self._target_layers}
-            self._target_caches = TargetCaches(caches, self._target_metadata)
-        source, target = accepted_moves(trees.first_row, result.accepted_nodes)
-        self._target_caches.move(source, target, self._target_metadata)
+        layers = self.compilation_config.static_forward_context
+        caches = {name: layers[name].kv_cache for name in self._target_layers}
+        self._target_caches.commit(
+            caches, self._target_metadata, trees.first_row, result.accepted_nodes
+        )
 
     # Until: vLLM stops rewinding on CPUs.
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's, but keeps it from rewinding generators: `_sample` has not advanced them."""
         # Empty while _bookkeeping_sync rewinds what it finds there.
-        generators, self.input_batch.generators = self.input_batch.generators, {}
-        try:
+        with patched(self.input_batch, "generators", {}):
             return super()._bookkeeping_sync(*args, **kwargs)
-        finally:
-            self.input_batch.generators = generators
 
     def _follows_grammar(self, request_id: str) -> bool:
         params = self.requests[request_id].sampling_params

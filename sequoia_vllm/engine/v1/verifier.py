@@ -1,17 +1,24 @@
-"""Verification of one step's trees: greedy, seeded and sampled requests in one batch."""
+"""Verification of one step's trees, of all kinds of requests, and the output of the whole batch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
+from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import Draft, ScoringTreesV1
 from sequoia_vllm.engine.v1.seeded import consume_seeds, peek_seeds
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
@@ -216,3 +223,124 @@ def _merge(results: list[tuple[Tensor, VerifyResult]], batch: int) -> VerifyResu
         tokens[chosen, : result.output_tokens.shape[1]] = result.output_tokens
         counts[chosen] = result.num_accepted
     return VerifyResult(accepted, tokens, counts)
+
+
+# -- the sampler in a step with trees ---------------------------------------------------
+
+
+def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) -> SamplingMetadata:
+    """Drops generators of requests in mid-prefill, as vLLM rewinds them, and CPUs' cannot be."""
+    if not metadata.generators:
+        return metadata
+    kept = {r: generator for r, generator in metadata.generators.items() if not discarded[r]}
+    return replace(metadata, generators=kept)
+
+
+def combine_outputs(
+    sampler: Sampler,
+    trees: ScoringTreesV1,
+    result: VerifyResult,
+    logits: Tensor,
+    target: TargetDistribution,
+    metadata: SamplingMetadata,
+    num_reqs: int,
+) -> SamplerOutput:
+    """vLLM's sampler output for the whole batch: verified trees and sampled tokens.
+
+    Args:
+        logits: ``[rows, V]``: the target's logits, unprocessed.
+        target: The distributions that the trees were verified with.
+        num_reqs: Requests in the batch, those without trees included.
+
+    Returns:
+        Token ids int32 ``[requests, W]``, -1 padded, and logprobs if asked for
+        (``requests * W`` rows, as vLLM's rejection sampler returns them).
+    """
+    all_have_trees = len(trees.requests) == num_reqs
+    if all_have_trees and not wants_logprobs(metadata):
+        return SamplerOutput(result.output_tokens.to(torch.int32), logprobs_tensors=None)
+    # Logprobs have rows of their own; the sampler samples at the roots of requests without trees.
+    root_rows, tokens, logits_rows, without_tree = _rows_of(trees, result, num_reqs)
+    sampled = None
+    if not all_have_trees:
+        in_tree = set(trees.requests.tolist())
+        own = {r: g for r, g in metadata.generators.items() if r not in in_tree}
+        sampled = sampler(
+            logits=logits[root_rows], sampling_metadata=replace(metadata, generators=own)
+        )
+        take_from_rank0(sampled.sampled_token_ids)
+        tokens[without_tree, 0] = sampled.sampled_token_ids[without_tree, 0].long()
+    logprobs = None
+    if wants_logprobs(metadata):
+        values = _values(sampler.logprobs_mode, logits_rows, logits, target)
+        logprobs = _logprobs(sampler, values, tokens, metadata)
+        if sampled is not None and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
+            # `target` does not cover requests without trees: they keep the sampler's logprobs.
+            requests, width = without_tree.nonzero().squeeze(1), tokens.shape[1]
+            for ours, theirs in zip(logprobs[:3], sampled.logprobs_tensors[:3], strict=True):
+                ours[requests * width] = theirs[requests]
+    return SamplerOutput(sampled_token_ids=tokens.to(torch.int32), logprobs_tensors=logprobs)
+
+
+def _rows_of(
+    trees: ScoringTreesV1, result: VerifyResult, num_reqs: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Finds the logits row behind each emitted token.
+
+    Returns each request's root row ``[requests]``, emitted tokens ``[requests, W]`` with -1 for
+    none, their rows ``[requests, W]``, where padding repeats the root's, and which requests have no
+    tree.
+    """
+    rows_of_request = torch.ones(num_reqs, dtype=torch.int64)
+    rows_of_request[trees.requests] = trees.num_nodes
+    root_rows = rows_of_request.cumsum(0) - rows_of_request
+    width = result.output_tokens.shape[1]
+    tokens = torch.full((num_reqs, width), -1, dtype=torch.int64)
+    tokens[trees.requests] = result.output_tokens
+    # Token j of a path was drawn at its node j - 1; the first at the root.
+    nodes = torch.zeros(num_reqs, width, dtype=torch.int64)
+    nodes[trees.requests, 1:] = result.accepted_nodes.clamp(min=0)
+    without_tree = torch.ones(num_reqs, dtype=torch.bool)
+    without_tree[trees.requests] = False
+    return root_rows, tokens, root_rows[:, None] + nodes, without_tree
+
+
+def wants_logprobs(metadata: SamplingMetadata) -> bool:
+    """Whether any request of the batch asks for logprobs."""
+    return metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
+
+
+def _values(mode: str, rows: Tensor, logits: Tensor, target: TargetDistribution) -> Tensor:
+    """Values to report of all tokens at rows ``[requests, W]``, float32 ``[requests * W, V]``."""
+    if mode in PROCESSED_LOGPROBS_MODES:
+        requests = torch.arange(len(rows)).repeat_interleave(rows.shape[1])
+        values = target.process(rows.flatten(), requests)
+    else:
+        values = logits[rows.flatten()].to(torch.float32)
+    return Sampler.compute_logprobs(values) if mode.endswith("logprobs") else values
+
+
+def _logprobs(
+    sampler: Sampler, values: Tensor, tokens: Tensor, metadata: SamplingMetadata
+) -> LogprobsTensors:
+    emitted = tokens.flatten().clamp(min=0)
+    if metadata.logprob_token_ids:
+        width = tokens.shape[1]
+        by_row = {request * width: ids for request, ids in metadata.logprob_token_ids.items()}
+        return sampler.gather_specific_token_logprobs(values, by_row, emitted)
+    return sampler.gather_logprobs(values, metadata.max_num_logprobs, emitted)
+
+
+def forget_stale_budgets(holder: ThinkingBudgetStateHolder, sampling_params: Sequence[Any]) -> None:
+    """Removes budgets from the rows of requests that have none.
+
+    vLLM keeps budgets by batch row. When a request ends, another one without a budget may move into
+    its row, and the sampler would force the end of thinking on it and its neighbours with drafts.
+
+    Args:
+        sampling_params: Each request's `SamplingParams`, in batch order.
+    """
+    if not holder.has_tracked_requests():
+        return
+    rows = [row for row, p in enumerate(sampling_params) if p.thinking_token_budget is None]
+    holder.sync_batch(BatchUpdate(len(sampling_params), removed=rows, added=(), moved=()))

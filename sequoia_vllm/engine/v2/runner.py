@@ -58,10 +58,7 @@ class TreeRunner(GPUModelRunner):
         self.tree = settings.tree
         self._tables = tables = TreeTables(self.tree, device)
         self.tree_backend = self.backend_class(tables.ancestors)
-
-        def ours(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
-            return new_proposer(config, where, states, tables, self.tree_backend)
-
+        ours = partial(new_proposer, tables, self.tree_backend)
         # The runner's constructor builds the speculator with it, by method.
         with patched(model_runner, "init_speculator", ours):
             super().__init__(vllm_config, device)
@@ -72,20 +69,6 @@ class TreeRunner(GPUModelRunner):
         self._scoring = TreeScoring(tables, self.max_num_reqs, device)
         self._trees: ScoringTreesV2 | None = None
         self._metadata: dict[str, Any] = {}
-
-    @property
-    def max_drafts(self) -> int:
-        """The most drafts per request; measuring tools lower it."""
-        return self.speculator.max_drafts
-
-    @max_drafts.setter
-    def max_drafts(self, drafts: int) -> None:
-        self.speculator.max_drafts = drafts
-
-    @property
-    def draft_has_failed(self) -> bool:
-        """Whether the draft has failed: the engine drafts no more."""
-        return self.speculator.has_failed
 
     # -- model and cache -----------------------------------------------------------
 
@@ -110,8 +93,9 @@ class TreeRunner(GPUModelRunner):
         ]
         context = self.compilation_config.static_forward_context
         target = {name: context[name] for name in self._target_layers}
-        kept_bytes = self.tree_backend.keep_nodes(target, self.speculator.most_scored)
-        log_added(self.model_config, self.max_drafts, self.speculator.most_scored, kept_bytes)
+        scored = self.speculator.most_scored
+        kept_bytes = self.tree_backend.keep_nodes(target, scored)
+        log_added(self.model_config, self.tree.num_speculative_tokens, scored, kept_bytes)
         if kept_bytes:
             self._plain_postprocess_state = self.model_state.postprocess_state
             self.model_state.postprocess_state = self._after_commit
@@ -161,7 +145,7 @@ class TreeRunner(GPUModelRunner):
 
     def _observe_arrived(self) -> None:
         for paths in self._paths.arrived():
-            self.stats.observe_paths(paths)
+            self.stats.observe(paths)
 
     # -- requests ------------------------------------------------------------------
 
@@ -288,11 +272,11 @@ class AdaptersOfNodes(LoraState):
 
 
 def new_proposer(
+    tables: TreeTables,
+    backend: TreeBackend,
     vllm_config: VllmConfig,
     device: torch.device,
     req_states: RequestState,
-    tables: TreeTables,
-    backend: TreeBackend,
 ) -> TreeProposerV2:
     """Makes the proposer, with the drafter that the engine's kind names by a dotted path."""
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)

@@ -74,12 +74,11 @@ class SequoiaWorker(AgreeingWorker):
     # Until: vLLM tells plugins how long the parts of a step take; vLLM's engine core sends workers
     # one message per step.
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Calls vLLM's, timed as part of the step; samples at once where it can.
+        """Calls vLLM's, and samples at once where it can.
 
         A step without requests, which follows the last one with any, brings what V2 copied late.
         """
-        with self.model_runner.stats.timed("step"):
-            output = super().execute_model(scheduler_output)
+        output = super().execute_model(scheduler_output)
         if self.use_v2_model_runner and scheduler_output.total_num_scheduled_tokens == 0:
             paths = self.model_runner.take_last_paths()
             outcome = StepOutcome(paths, self._draft_limit)
@@ -91,38 +90,36 @@ class SequoiaWorker(AgreeingWorker):
 
     # Until: vLLM carries a speculative method's own statistics from the worker to its loggers.
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Calls vLLM's, timed; its output says what became of its trees, and which are next."""
+        """Calls vLLM's; its output says what became of its trees, and which are next."""
         stats, drafts, drafting = self.model_runner.stats, None, None
-        before = stats.seconds["drafting"]
+        before = stats.drafting
         stats.steps += 1
-        with stats.timed("step"):
-            output = super().sample_tokens(grammar_output)
-            if self._takes_single_steps and output is not EMPTY_MODEL_RUNNER_OUTPUT:
-                drafts = self.take_draft_token_ids() or DraftTokenIds([], [])
+        output = super().sample_tokens(grammar_output)
+        if self._takes_single_steps and output is not EMPTY_MODEL_RUNNER_OUTPUT:
+            drafts = self.take_draft_token_ids() or DraftTokenIds([], [])
         if self.use_v2_model_runner:
             self.model_runner.drafting_clock.end()
             drafting = self.model_runner.drafting_clock.ended()
-        has_failed = self.model_runner.draft_has_failed
+        has_failed = self._proposer.has_failed
         if has_failed:
             self._draft_limit = 0
-        paths = stats.take_paths()
-        drafted = stats.seconds["drafting"] - before
+        paths, drafted = stats.take_paths(), stats.drafting - before
         outcome = StepOutcome(paths, self._draft_limit, has_failed, drafts, drafting, drafted)
         return attach_outcome(output, outcome)
 
-    def sequoia_stats(self, reset: bool = False, trace: bool = False) -> dict[str, Any]:
-        """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``.
-
-        Args:
-            trace: With ``reset``: from now on record every model forward.
-        """
-        stats = self.model_runner.stats
-        counted = stats.to_dict()
+    def sequoia_stats(self, reset: bool = False) -> dict[str, Any]:
+        """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``."""
+        counted = self.model_runner.stats.to_dict()
         if reset:
-            stats.trace = [] if trace else None
-            stats.reset()
+            self.model_runner.stats.reset()
         return counted
 
     def sequoia_limit_drafts(self, drafts: int) -> None:
         """Grows, and schedules, at most this many nodes from the next steps on (a prefix)."""
-        self.model_runner.max_drafts = self._draft_limit = drafts
+        self._proposer.max_drafts = self._draft_limit = drafts
+
+    @property
+    def _proposer(self) -> Any:
+        """The runner's: `TreeProposerV1` or `TreeProposerV2`."""
+        runner = self.model_runner
+        return runner.speculator if self.use_v2_model_runner else runner.drafter

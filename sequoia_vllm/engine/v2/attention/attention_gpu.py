@@ -27,21 +27,13 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
+from sequoia_vllm.engine.v2.attention.scoring import OtherRows, ScoringTreesV2
 from sequoia_vllm.kernels.node_masks import NodeMasks
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 
 
-@dataclass(frozen=True)
-class OtherChains:
-    """Rows that are not tree nodes, after all nodes: chains of tokens, as vLLM expects them."""
-
-    first: int  # the first such row
-    metadata: Any  # vLLM's, as if the batch had only their requests
-
-
-def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
-    """vLLM's metadata of the batch without these trees; None: nothing is left.
+def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherRows | None:
+    """The batch's other rows with vLLM's metadata of these alone; None: nothing is left.
 
     Tensors that begin in the middle of a buffer are copied: Triton compiles a kernel for the
     alignment of its pointers, and would compile vLLM's again while requests wait.
@@ -60,7 +52,7 @@ def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
         scheduler_metadata=None,  # FlashAttention 3's plan is for all rows; now each layer plans
         **_ranges_of_images(metadata, begin, rows.first),
     )
-    return OtherChains(rows.first, alone)
+    return replace(rows, metadata=alone)
 
 
 def _ranges_of_images(metadata: Any, request: int, row: int) -> dict[str, Any]:
@@ -85,7 +77,7 @@ class GPUTreeQueries(NodeQueries):
     block_table: Tensor  # int32 ``[R, max_blocks]``: the cache blocks of each request
     masks: NodeMasks  # the kernel's form of ``ancestors``, made once for each window
     workspace: TreeAttentionWorkspace  # the kernel's buffers
-    others: OtherChains | None = None  # the batch's other rows; None: it has none
+    others: OtherRows | None = None  # the batch's other rows; None: it has none
     flash_max_context: int | None = None
     """Longest context, if FlashAttention reads the contexts; None: our kernel reads them."""
 

@@ -19,7 +19,7 @@ from sequoia_vllm.engine.runner.cpu_attention import (
     TreeQueries,
     unsupported_attention,
 )
-from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
+from sequoia_vllm.engine.runner.kv_commit import TargetCaches
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend
 from sequoia_vllm.kernels.tree_shapes import only_shape
 
@@ -29,7 +29,7 @@ class CPUTreeBackend(TreeBackend):
 
     def __init__(self, ancestors: Tensor) -> None:
         only_shape(ancestors, 2, "attention on CPUs")
-        self._caches: TargetCaches | None = None
+        self._caches = TargetCaches()
 
     def replace_attention(self) -> AbstractContextManager[None]:
         """Replaces attention like the V1 runner does."""
@@ -60,35 +60,23 @@ class CPUTreeBackend(TreeBackend):
         lengths = queries.query_start_loc.diff()
         assert queries.max_slots is not None
         slots_left = queries.max_slots - queries.context_lens
-        return CPUTreeAttentionMetadata(
-            num_actual_tokens=len(slots),
-            max_query_len=queries.width,
-            query_start_loc=queries.query_start_loc,
-            max_seq_len=queries.max_keys,
-            seq_lens=queries.context_lens.long(),
+        tree = TreeQueries(
+            rows=_rows_of(queries),
             block_table=block_table,
-            slot_mapping=slots,
-            scheduler_metadata=None,
-            tree=TreeQueries(
-                rows=_rows_of(queries),
-                block_table=block_table,
-                context_lens=queries.context_lens.long(),
-                num_nodes=torch.minimum(slots_left, queries.first + lengths).long(),
-                ancestors=queries.ancestors[queries.first : nodes, :nodes],
-                max_keys=queries.max_keys,
-                only_trees=True,
-            ),
+            context_lens=queries.context_lens.long(),
+            num_nodes=torch.minimum(slots_left, queries.first + lengths).long(),
+            ancestors=queries.ancestors[queries.first : nodes, :nodes],
+            max_keys=queries.max_keys,
+            only_trees=True,
         )
+        return CPUTreeAttentionMetadata.of_trees(tree, slots)
 
     def commit(
         self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTreesV2,
         accepted: Tensor,
     ) -> None:  # fmt: skip
         """Moves keys and values in compiled code, at once for layers that share a slot mapping."""
-        source, target = accepted_moves(trees.query_start_loc[:-1], accepted)
-        if self._caches is None:
-            self._caches = TargetCaches(caches, metadata)
-        self._caches.move(source, target, metadata)
+        self._caches.commit(caches, metadata, trees.query_start_loc[:-1], accepted)
 
 
 def _rows_of(nodes: NodeQueries) -> Tensor:

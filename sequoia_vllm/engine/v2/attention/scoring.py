@@ -23,6 +23,7 @@ class OtherRows:
     first: int  # the first such row
     max_rows: int  # the most such rows of any request
     max_keys: int  # upper bound of the tokens of any such request
+    metadata: Any = None  # vLLM's, as if the batch had only their requests
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ of tokens. If that graph is for another number of drafts, the batch runs without
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
@@ -79,14 +80,14 @@ class TreeGraphManager(ModelCudaGraphManager):
                 for tokens, requests in mixed_shapes(self.max_num_reqs, most_tokens)
                 for loras in self.lora_capture_cases
             ]
-        uniform.sort(key=_num_tokens, reverse=True)
+        uniform.sort(key=attrgetter("num_tokens"), reverse=True)
         least = self._long_from
         long = [
             _long(graph)
             for graph in uniform
             if least is not None and (graph.uniform_token_count or 0) >= least
         ]
-        graphs = sorted([*uniform, *self._mixed, *long], key=_num_tokens, reverse=True)
+        graphs = sorted([*uniform, *self._mixed, *long], key=attrgetter("num_tokens"), reverse=True)
         # Ours are for what a draft reads and for growth, and only for batches that draft; for the
         # target only what the schedule can reach. Until: vLLM captures draft models' steps, and for
         # each range of a schedule its own batches.
@@ -172,10 +173,6 @@ def _full_graph(
 
 def _long(graph: BatchExecutionDescriptor) -> LongBatch:
     return LongBatch(**vars(graph))
-
-
-def _num_tokens(graph: BatchExecutionDescriptor) -> int:
-    return graph.num_tokens
 
 
 def _smallest_of_each(

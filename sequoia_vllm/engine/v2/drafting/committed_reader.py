@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from sequoia_vllm.drafting.block_growth import BlockModel
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.v2.drafting.draft_graphs import RAGGED, DraftGraphs
 from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress
 from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, TreeDrafter
@@ -111,12 +112,12 @@ class CommittedReader:
             if not (self.key_graphs and self.key_graphs.replay(num_reqs, 1)):
                 self.store_keys(num_reqs, max_keys(batch))
         elif bounds.any():
-            with self.drafter.reading_for_keys():
+            with patched(self.drafter, "only_keys", True):
                 self.read(batch, bounds, num_reqs)
 
     def store_keys(self, num_reqs: int, most_keys: int) -> None:
         """Reads one token of each request for its keys and values alone."""
-        with self.drafter.reading_for_keys():
+        with patched(self.drafter, "only_keys", True):
             self.growth.read_committed(num_reqs, num_reqs, 1, most_keys)
 
     def _read_prompts(

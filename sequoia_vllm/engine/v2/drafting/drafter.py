@@ -159,15 +159,6 @@ class TreeDrafter(DraftModel):
         """The draft's logits ``[rows, V]`` over the target's vocabulary."""
         return self.model.compute_logits(hidden)
 
-    @contextmanager
-    def reading_for_keys(self) -> Iterator[None]:
-        """Within the block nothing grows from what is read."""
-        self.only_keys = True
-        try:
-            yield
-        finally:
-            self.only_keys = False
-
 
 class HeadDrafter(TreeDrafter):
     """A head: it reads the target's hidden states of some layers beside tokens."""
@@ -220,10 +211,6 @@ class TextDrafter(TreeDrafter):
 
     def run(self, rows: DraftPass) -> DraftStates:
         """Is not called: there are no passes."""
-        raise NotImplementedError
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Is not called, either."""
         raise NotImplementedError
 
     @abstractmethod

@@ -1,6 +1,5 @@
 """The proposer on Model Runner V2: reads committed tokens, and grows every request's tree."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,7 @@ from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.grammar import thinks_first
-from sequoia_vllm.engine.runner.draft_failure import survive_draft
-from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
+from sequoia_vllm.engine.runner.tensor_parallel import survive_draft, take_from_rank0
 from sequoia_vllm.engine.v2.drafting.committed_reader import CommittedReader, max_keys
 from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs, capture_drafting
 from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress, ModelDraftProgress
@@ -43,8 +41,6 @@ from sequoia_vllm.engine.v2.drafting.tree_memory import (
     take_logits_memory,
 )
 from sequoia_vllm.hardware.graph_sizes import powers_of_two
-
-Begin = Callable[..., NDArray[np.int32]]  # `TreeProposerV2._begin`, bound to one step
 
 
 class TreeProposerV2(DraftModelSpeculator):
@@ -225,8 +221,7 @@ class TreeProposerV2(DraftModelSpeculator):
             drafts = min(drafts, num_speculative_tokens)
         if not self.has_failed:
             try:
-                begin = partial(self._begin, input_batch, num_sampled)
-                self._advance(input_batch, begin, drafts)
+                self._advance(input_batch, num_sampled, drafts)
             except Exception:  # no request has a tree from now on
                 if not self.serves:
                     raise
@@ -244,17 +239,17 @@ class TreeProposerV2(DraftModelSpeculator):
         # target can embed: it scores them even where a request later gets no tree.
         return tokens.clone() if drafts < self.num_speculative_steps else tokens
 
-    def _advance(self, batch: InputBatch, begin_any: Begin, drafts: int) -> None:
+    def _advance(self, batch: InputBatch, num_sampled: Tensor, drafts: int) -> None:
         """Reads the step's committed tokens if the draft must, and grows the trees."""
         slots = batch.idx_mapping_np
         self.progress.gain(batch)
         can_draft = self.modes.can_draft(slots, self.progress.committed_at_least(slots))
         reads = self._reads(can_draft)
-        begin = partial(begin_any, reads)
         if drafts > 0 and can_draft.any():
-            self._draft(batch, begin, reads, drafts)
+            self._draft(batch, num_sampled, reads, drafts)
         elif reads.any() and self._reader.must_read(batch, reads):
-            self._reader.only_read(batch, begin(self.tables.levels_of(1), batch.num_reqs, 0))
+            levels = self.tables.levels_of(1)
+            self._reader.only_read(batch, self._begin(batch, num_sampled, reads, levels))
         elif self._has_trees:  # steps that are scheduled already must not find an old one
             self.drafted.nodes.zero_()
             self._has_trees = False
@@ -269,12 +264,12 @@ class TreeProposerV2(DraftModelSpeculator):
         return np.ones_like(can_draft) if self.drafter.reads_states and shares else can_draft
 
     def _draft(
-        self, batch: InputBatch, begin: Begin, reads: NDArray[np.bool_], drafts: int
+        self, batch: InputBatch, num_sampled: Tensor, reads: NDArray[np.bool_], drafts: int
     ) -> None:
         num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
         readers = self._reader.readers(batch, reads, num_trees)
-        bounds = begin(levels, readers, num_trees)
+        bounds = self._begin(batch, num_sampled, reads[:readers], levels, num_trees)
         self._has_trees, self._last_grown = True, levels
         if not isinstance(self.drafter, TextDrafter):
             self._last_width = -(-self._reader.read(batch, bounds, readers) // readers)
@@ -288,16 +283,15 @@ class TreeProposerV2(DraftModelSpeculator):
         num_sampled: Tensor,
         reads: NDArray[np.bool_],
         levels: DraftLevels,
-        readers: int,
-        num_trees: int,
+        num_trees: int = 0,
     ) -> NDArray[np.int32]:
         """Prepares the pass; returns the most rows of each request, int32 ``[R]``.
 
-        Reads of the first ``readers`` requests; the first ``num_trees`` get trees.
+        ``reads`` tells which of the first requests are read; the first ``num_trees`` get trees.
         """
         bounds = np.zeros(batch.num_reqs, dtype=np.int32)
-        bounds[:readers] = self.progress.take_bounds(
-            batch.idx_mapping_np[:readers], reads[:readers], self.max_num_tokens
+        bounds[: len(reads)] = self.progress.take_bounds(
+            batch.idx_mapping_np[: len(reads)], reads, self.max_num_tokens
         )
         slots, sampling = self.modes, self.sampling
         states = SlotStates(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,8 +74,7 @@ class LogitsNeeds:
         return ~self._needed[slots]
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """The outcome of a batch's trees."""
 
     tokens: Tensor  # int64 ``[R, D + 1]``: emitted tokens
@@ -97,7 +95,7 @@ class Verified:
 
     def part(self, requests: slice) -> Verified:
         """Results of these requests, as a view."""
-        return Verified(self.tokens[requests], self.num_sampled[requests], self.paths[requests])
+        return Verified(*(each[requests] for each in self))
 
 
 class TreeVerifierV2(RejectionSampler):
@@ -214,7 +212,7 @@ class TreeVerifierV2(RejectionSampler):
         most = get_max_chunk_logits(logits.shape[1])
         for requests in _request_chunks(batch.cu_num_logits_np, most):
             self._verify_requests(requests, logits, inputs, batch, verified, processed)
-        return Verified(*from_rank0(verified.tokens, verified.num_sampled, verified.paths))
+        return Verified(*from_rank0(*verified))
 
     def _verify_requests(
         self,
@@ -232,19 +230,37 @@ class TreeVerifierV2(RejectionSampler):
         cu_num_logits = batch.cu_num_logits[requests.start : requests.stop + 1]
         if first > 0:
             cu_num_logits = cu_num_logits - first
-        slots_np = batch.idx_mapping_np[requests]
-        inputs = all_inputs.part(requests, rows)
+        slots_np, slots = batch.idx_mapping_np[requests], batch.expanded_idx_mapping[rows]
+        inputs, states = all_inputs.part(requests, rows), self.sampler.sampling_states
         sampled = speculator.modes.sampled(slots_np)
-        if processed is None and self._leaves_temperatures(slots_np, sampled):
-            logits, temperatures = all_logits[rows], inputs.temperatures
-        else:
-            logits = self._processed(all_logits, inputs, batch, requests, rows)
+        logits, temperatures = all_logits[rows], inputs.temperatures
+        if processed is not None or not self._leaves_temperatures(slots_np, sampled):
+            # Final logits, in float32 if the sampler edits any.
+            logits = self.sampler.apply_sampling_params(
+                logits,
+                slots,
+                batch.idx_mapping[requests],
+                slots_np,
+                inputs.positions,
+                inputs.token_ids,
+                batch.expanded_local_pos[rows],
+                batch.seq_lens_cpu_upper_bound.numpy()[requests],
+            )
             temperatures = self._no_temperatures[: len(slots_np)]
         if processed is not None:
             processed.append(logits)
         own_tokens = inputs.tokens  # a placeholder: unread if all are sampled
         if not sampled.all():
-            own_tokens = self._target_tokens(logits, inputs, batch, rows)
+            # The token that plain vLLM would sample at every node.
+            own_tokens = gumbel_sample(
+                logits,
+                slots,
+                states.temperature.gpu,
+                states.seeds.gpu,
+                inputs.positions,
+                apply_temperature=False,
+                is_drafting=False,
+            )
         self._walk(
             logits, temperatures, own_tokens, cu_num_logits, inputs, verified.part(requests),
             any_sampled=bool(sampled.any()),
@@ -303,41 +319,6 @@ class TreeVerifierV2(RejectionSampler):
         """
         needs = self._needs
         return not needs.any_more(slots) and bool((sampled | needs.nothing(slots)).all())
-
-    def _processed(
-        self,
-        logits: Tensor,
-        inputs: VerifierInputs,
-        batch: InputBatch,
-        requests: slice,
-        rows: slice,
-    ) -> Tensor:
-        """Final logits of these rows from vLLM's sampler; float32 if it edits any."""
-        return self.sampler.apply_sampling_params(
-            logits[rows],
-            batch.expanded_idx_mapping[rows],
-            batch.idx_mapping[requests],
-            batch.idx_mapping_np[requests],
-            inputs.positions,
-            inputs.token_ids,
-            batch.expanded_local_pos[rows],
-            batch.seq_lens_cpu_upper_bound.numpy()[requests],
-        )
-
-    def _target_tokens(
-        self, logits: Tensor, inputs: VerifierInputs, batch: InputBatch, rows: slice
-    ) -> Tensor:
-        """The token that plain vLLM would sample at every node, int64 ``[rows]``."""
-        states = self.sampler.sampling_states
-        return gumbel_sample(
-            logits,
-            batch.expanded_idx_mapping[rows],
-            states.temperature.gpu,
-            states.seeds.gpu,
-            inputs.positions,
-            apply_temperature=False,
-            is_drafting=False,
-        )
 
     def _logprobs(
         self, logits: Tensor, verified: Verified, batch: InputBatch
