@@ -1,6 +1,7 @@
 """Drawing children, run by Triton's interpreter, against slow references and exact laws."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,13 +24,7 @@ from tests.support.drawing import (
     sampled_reference,
 )
 
-FALSE_ALARM = 1e-6
-FEWEST = 8  # rarer outcomes are taken together
-
-
-def assert_law(observed, probabilities):
-    assert_same_law(observed, probabilities, FALSE_ALARM, FEWEST)
-
+assert_law = partial(assert_same_law, fewest=8)
 
 # -- each mode against its reference -----------------------------------------------------
 

@@ -18,8 +18,6 @@ from tests.oracles.laws import assert_same_law, plackett_luce
 from tests.support.tree_problems import rows_at, verify_tree
 from tests.support.truncations import TRUNCATIONS
 
-FALSE_ALARM = 1e-6
-
 
 def rows_of(count: int, **values: float) -> Truncation:
     def row(name: str, value: float) -> torch.Tensor:
@@ -135,7 +133,7 @@ def test_children_are_drawn_from_the_q_that_is_kept(told):
     law = torch.zeros(base**3, dtype=torch.float64)
     for (a, b, c), probability in expected.items():
         law[a * base**2 + b * base + c] = float(probability)
-    assert_same_law(counts.numpy(), law.numpy(), FALSE_ALARM)
+    assert_same_law(counts.numpy(), law.numpy())
 
 
 @pytest.mark.parametrize("told", [-1, 0, 3])
@@ -146,10 +144,10 @@ def test_verified_by_that_q_the_law_is_the_targets_and_by_another_it_is_not(told
     law[torch.softmax(TARGET, dim=0) < law[1]] = 0  # two tokens hold more than TOP_P
     law /= law.sum()
     assert law.count_nonzero() == 2
-    assert_same_law(first_tokens(kept, tokens).numpy(), law.numpy(), FALSE_ALARM)
+    assert_same_law(first_tokens(kept, tokens).numpy(), law.numpy())
     plain = rows_at(DRAFT.expand(REQUESTS, -1), 1.0)
     with pytest.raises(AssertionError, match="chi-square"):
-        assert_same_law(first_tokens(plain, tokens).numpy(), law.numpy(), FALSE_ALARM)
+        assert_same_law(first_tokens(plain, tokens).numpy(), law.numpy())
 
 
 def test_a_seeded_request_looks_outside_the_nucleus_last():
@@ -163,7 +161,7 @@ def test_a_seeded_request_looks_outside_the_nucleus_last():
     drawn = sampling.children(DRAFT.expand(requests, -1), level, NOTHING.expand(requests, 1))
     expected = torch.softmax(lower_outside(DRAFT[None], rows_of(1, top_k=2)), dim=1)[0]
     counts = one_hot(drawn.flatten(), len(DRAFT)).sum(dim=0)
-    assert_same_law(counts.numpy(), expected.double().numpy(), FALSE_ALARM)
+    assert_same_law(counts.numpy(), expected.double().numpy())
 
 
 def test_greedy_requests_draft_as_without_parameters():
