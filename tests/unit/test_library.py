@@ -21,9 +21,6 @@ from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError
 from tests.support.reference_trees import drafts_at
 
-SHIPPED_CLASS = "shipped"
-
-
 SAMPLE = {"h200", "x86-cpu"}  # predicted and measured
 
 
@@ -173,7 +170,7 @@ def test_nearest_class_by_what_is_known(library, tmp_path, target, draft, classe
 
 def test_acceptance_and_differences_from_how_it_was_made_are_said(library):
     weakest = library.select(H200)
-    assert weakest.entry.acceptance_class == SHIPPED_CLASS
+    assert weakest.entry.acceptance_class == "shipped"
     assert "not measured: the weakest class, shipped" in weakest.reason
     measured_on = library.select(
         of("meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct")
@@ -255,9 +252,9 @@ def inputs(tmp_path):
     return tmp_path / "in"
 
 
-def made_up_profile(device: str, target: str, draft: str, source_class: str = "7b-68m") -> Profile:
+def made_up_profile(device: str, target: str, draft: str) -> Profile:
     """Stands for a measurement, so that what reads one can be tested."""
-    shapes = model_classes()[source_class]
+    shapes = model_classes()["7b-68m"]
     predicted = roofline_profile(identify("NVIDIA L4").spec, shapes.target, shapes.draft)
     return predicted.model_copy(
         update={
@@ -283,8 +280,10 @@ def write(directory, name: str, model) -> None:
 @pytest.mark.slow
 def test_measured_files_add_entries(inputs, tmp_path):
     pair = "made/up/target", "made/up/draft"
-    cpu = "Intel(R) Xeon(R) Processor"
+    cpu, shapes = "Intel(R) Xeon(R) Processor", model_classes()["7b-68m"]
     write(inputs / "profiles", "cpu.json", made_up_profile(cpu, *pair))
+    on_l4 = made_up_profile("NVIDIA L4", shapes.target.name, shapes.draft.name)
+    write(inputs / "profiles", "l4.json", on_l4)
     for name, temperature in (("pair-greedy", 0.0), ("pair-sampled", 1.0)):
         write(inputs / "acceptance", f"{name}.json", measured_vector(name, temperature, *pair))
     files = generate_library(inputs, devices=["x86-cpu", "l4"])
@@ -303,22 +302,15 @@ def test_measured_files_add_entries(inputs, tmp_path):
     assert entry.profile.source == "measured"
     assert entry.profile.file == "profiles/cpu.json"
     assert len(entry.profile.sha256) == 64
+    sources = {e.model_class: e.profile.source for e in library.file("l4").entries}
+    assert sources.pop("7b-68m") == "measured"  # and no roofline any more
+    assert set(sources.values()) == {"roofline"}
     # No GPU has the measured pair's class, and its vector serves no other pair.
     assert all("pair-" not in text for name, text in files.items() if name != "x86-cpu.json")
     selection = library.select(PairKey(cpu, *pair, "bfloat16"))
     assert selection.entry.acceptance_class == "pair-greedy"
     assert selection.entry.profile.source == "measured"
     assert "(measured)" in selection.reason
-
-
-def test_a_measured_profile_replaces_the_roofline(inputs):
-    shapes = model_classes()["7b-68m"]
-    profile = made_up_profile("NVIDIA L4", shapes.target.name, shapes.draft.name)
-    write(inputs / "profiles", "l4.json", profile)
-    entries = json.loads(generate_library(inputs, devices=["l4"])["l4.json"])["entries"]
-    sources = {entry["model_class"]: entry["profile"]["source"] for entry in entries}
-    assert sources.pop("7b-68m") == "measured"
-    assert set(sources.values()) == {"roofline"}
 
 
 def test_wrong_inputs(inputs, tmp_path):
