@@ -26,7 +26,7 @@ from tests.support.families import (
     bases_in_vllm,
     in_vllm,
 )
-from tests.support.models import save_config
+from tests.support.models import DRAFT, TARGET, save_config
 
 pytest.importorskip("vllm")
 import vllm
@@ -160,9 +160,6 @@ def test_no_draft_is_known_for_refused_families_and_every_kind_has_a_row():
     assert set(re.findall(r"\| `\"(\w+)\"` \| [yn]", kinds)) == set(DRAFTERS)
 
 
-DRAFT = str(Path(__file__).parents[2] / "examples" / "models" / "draft")
-
-
 def advise(*arguments: str) -> str:
     done = command("advise", *arguments, "--device", "h100", code=2)
     return done.stderr.strip().removeprefix("error: ")
@@ -214,10 +211,9 @@ def test_a_hybrid_class_without_recurrent_layers_is_served():
 
 @pytest.mark.parametrize("family", [*REFUSED, *READ_IMAGES])
 def test_drafts_are_refused_too(family, tmp_path):
-    target = str(Path(DRAFT).with_name("target"))
     config = {**REFUSED, **READ_IMAGES}[family]
     draft = save_config(tmp_path, config)
-    said = advise(target, "--draft-model", draft)
+    said = advise(TARGET, "--draft-model", draft)
     assert said == refusal(draft, "draft", kinds_of(config))
     assert "serve it without" not in said
 
