@@ -9,7 +9,7 @@ and that an implementation follows it is `assert_same_law` of the counts of what
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -255,3 +255,11 @@ def assert_same_law(
         raise AssertionError(
             f"chi-square {found.statistic:.1f} of {found.freedom + 1} cells: p {found.p_value:.1e}"
         )
+
+
+def assert_draws(tokens: ArrayLike, weights: Weights, fewest: float = 10.0) -> None:
+    """Rows of ``[samples, count]`` are ordered draws without replacement from these weights."""
+    drawn = Counter(map(tuple, np.asarray(tokens).tolist()))
+    law = plackett_luce(weights, np.shape(tokens)[1])
+    assert drawn.keys() <= law.keys(), "an outcome of probability 0 came up"
+    assert_same_law([drawn[draw] for draw in law], list(law.values()), fewest=fewest)
