@@ -116,13 +116,6 @@ def test_every_node_has_its_turn_after_its_parent_and_earlier_siblings():
                 assert closings[node] > max(turns[child] for child in own)
 
 
-def test_paths_are_tried_depth_first_leaves_before_the_nodes_above():
-    tree = Tree([-1, 0, 0, 1, 1, 3, 2])
-    begins, ends = TraversalOrder.of(tree.parents, CPU).nodes[:, 4:].T.tolist()
-    assert sorted(range(tree.size), key=ends.__getitem__) == [5, 3, 4, 1, 6, 2, 0]
-    assert begins == [0, 0, 4, 0, 2, 0, 4]
-
-
 def test_waves_are_far_fewer_than_nodes():
     star_of_chains = [-1, *[0] * 8, *range(1, 9), *range(9, 17)]
     assert len(TraversalOrder.of(star_of_chains, CPU).waves) == 11

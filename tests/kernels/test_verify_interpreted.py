@@ -375,16 +375,6 @@ def test_emits_by_the_targets_law(four_lanes, name, monkeypatch):
 # -- the batch -----------------------------------------------------------------------
 
 
-def test_neighbours_change_nothing(four_lanes):
-    rng = np.random.default_rng(10)
-    tree = Tree([-1, 0, 0, 1, 1, 3])
-    requests = [random_request(rng, tree, 9, seed=seed, size=6 - seed % 3) for seed in range(6)]
-    requests[2].mode, requests[2].target_tokens = GREEDY, [3] * len(requests[2].tokens)
-    together = run(tree, requests)
-    assert together == [run(tree, [request])[0] for request in requests]
-    assert together[::-1] == run(tree, requests[::-1])
-
-
 def test_statistics_are_taken_of_few_rows_with_a_sampled_request(four_lanes, monkeypatch):
     launches = []
     take = target_statistics.target_statistics

@@ -63,8 +63,9 @@ def test_all_code_of_a_method_is_there(name):
 @pytest.mark.usefixtures("target_only")
 def test_one_registration_makes_a_method_known():
     assert method_names() == ("sequoia", "traversal", "target-only")
-    config = {"method": "sequoia", "verification": "target-only"}
-    assert SequoiaConfig.parse(config).verification == "target-only"
+    for name in method_names():
+        config = {"method": "sequoia", "verification": name}
+        assert SequoiaConfig.parse(config).verification == name
     problem = random_problem(random.Random(3)).tensors(50)
     found = as_lists(verify_tree(*problem, generator(5), method="target-only"))
     assert {len(accepted) for accepted, _ in found} == {0}
