@@ -1,13 +1,11 @@
-"""What drafts read, tokens and the target's states, against plain loops over requests and rows."""
+"""What the draft model reads against plain loops: padding, ends of the model, several groups."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sequoia_vllm.kernels.draft_inputs import NO_SLOT, DraftInputs, PagedTables
-from sequoia_vllm.kernels.target_states import gather_target_states
 
 UNTOUCHED = -99
 MAX_LEN = 64
@@ -211,76 +209,3 @@ def test_batches_that_do_not_fit_are_refused():
     inputs = untouched_inputs(tables_of((16,)), rows=9)
     with pytest.raises(ValueError, match="10 rows of 5 requests"):
         inputs.read_committed(None, 5, num_rows=10)
-
-
-# -- The target's states along accepted paths ------------------------------------------------
-
-
-# Three requests with trees of up to seven nodes, then two that read five and two tokens.
-QUERY_START_LOC = [0, 7, 10, 17, 22, 24]
-ACCEPTED = [[2, 5, 6], [-1, -1, -1], [1, -1, -1]]
-
-
-def expected_row(request, offset, accepted):
-    """The target's row of this token; None: nobody reads it."""
-    first = QUERY_START_LOC[request]
-    if request >= len(accepted) or offset == 0:
-        return first + offset
-    path = accepted[request]
-    return first + path[offset - 1] if offset <= len(path) and path[offset - 1] >= 0 else None
-
-
-@pytest.mark.parametrize("hidden", [3, 1030])
-@pytest.mark.parametrize("num_layers", [1, 3, 8])
-@pytest.mark.parametrize("accepted", [ACCEPTED, []])
-def test_states_along_paths(hidden, num_layers, accepted):
-    counts = [5, 0, 5, 5, 2] if accepted else [7, 3, 0, 5, 2]
-    rows = [(request, offset) for request, count in enumerate(counts) for offset in range(count)]
-    torch.manual_seed(hidden)
-    # Wider than what is read, as a graph's outputs are.
-    layers = [torch.randn(30, hidden) for _ in range(num_layers)]
-    states = torch.full((len(rows) + 2, num_layers * hidden), -99.0)
-    # As the verifier keeps them: beside the number of nodes.
-    paths = torch.tensor([[7, *path] for path in accepted], dtype=torch.int32).view(-1, 4)[:, 1:]
-    gather_target_states(
-        layers,
-        query_start_loc=torch.tensor(QUERY_START_LOC, dtype=torch.int32),
-        accepted=paths if accepted else None,
-        first_rows=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
-        states=states[:-1],
-    )
-    together = torch.cat(layers, dim=1)
-    compared = 0
-    for row, (request, offset) in enumerate(rows):
-        expected = expected_row(request, offset, accepted)
-        if expected is None:
-            assert states[row].isfinite().all()
-            assert (states[row] != -99.0).all()
-        else:
-            assert torch.equal(states[row], together[expected])
-            compared += 1
-    assert compared > len(rows) / 2
-    assert torch.equal(states[len(rows)], together[0])  # of no request
-    assert (states[-1] == -99.0).all()
-
-
-def test_no_rows():
-    gather_target_states(
-        [torch.ones(2, 4)], query_start_loc=torch.tensor([0, 2], dtype=torch.int32), accepted=None,
-        first_rows=torch.tensor([0, 0], dtype=torch.int32),
-        states=torch.empty(0, 4),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [[], [torch.ones(2, 4)] * 9, [torch.ones(2, 4), torch.ones(2, 8)[:, ::2]]],
-    ids=["none", "too many", "unlike"],
-)
-def test_layers_that_cannot_be_gathered(layers):
-    with pytest.raises(ValueError, match="layers"):
-        gather_target_states(
-            layers, query_start_loc=torch.tensor([0, 2], dtype=torch.int32), accepted=None,
-            first_rows=torch.tensor([0, 1], dtype=torch.int32),
-            states=torch.empty(1, 4 * len(layers)),
-        )  # fmt: skip
