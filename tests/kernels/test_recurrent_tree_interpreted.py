@@ -40,10 +40,9 @@ class Batch:
     """
 
     def __init__(
-        self, trees, counts, sizes=(2, 4, 16, 32), dtype=torch.float32, own=True, seed=0,
-        kind="gdn",
-    ):  # fmt: skip
-        self.generator = torch.Generator().manual_seed(seed)
+        self, trees, counts, sizes=(2, 4, 16, 32), dtype=torch.float32, own=True, kind="gdn"
+    ):
+        self.generator = torch.Generator().manual_seed(0)
         self.kind, self.shape = kind, RecurrentHeads(*sizes)
         shape = self.shape
         self.counts, self.dtype = counts, dtype

@@ -197,9 +197,9 @@ def test_nothing_is_left_after_the_last_step(timed):
     assert lines.line() == "profile: trees; 2:10 so far, 10 of 10 done"
 
 
-def printed_after(text, count, capfd, seconds=10.0):
+def printed_after(text, count, capfd):
     """What lies in standard error once ``text`` was there so often."""
-    found, end = "", time.monotonic() + seconds
+    found, end = "", time.monotonic() + 10.0
     while found.count(text) < count and time.monotonic() < end:
         time.sleep(0.005)
         found += capfd.readouterr().err

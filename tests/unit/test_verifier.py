@@ -155,9 +155,9 @@ def test_the_last_token_is_drawn_finely_enough_for_a_large_vocabulary():
     assert torch.equal(result.output_tokens[:, 0], wanted)
 
 
-def problems_of(count, width=9):
+def problems_of(count):
     """The first random problems, as one batch."""
-    return batch_of([random_problem(random.Random(seed)) for seed in range(count)], width)
+    return batch_of([random_problem(random.Random(seed)) for seed in range(count)], 9)
 
 
 @both_methods
