@@ -112,13 +112,11 @@ def test_inputs_of_the_verifier(counts, slots, with_invalid):
     inputs = gather_for_verification(
         batch, **by_slot, invalid=invalid if with_invalid else None, scored=paths[:, 0]
     )
-    expected = []
-    for row, (node, slot) in enumerate(zip(row_nodes.tolist(), row_slots.tolist(), strict=True)):
-        is_draft = node < by_slot["num_nodes"][slot] and not (with_invalid and invalid[row])
-        expected.append(int(input_ids[rows[row]]) if is_draft else -1)
-    assert inputs.tokens.tolist() == expected
-    assert (expected[5] == -1) == with_invalid
-    assert expected.count(-1) >= 3  # nodes that their trees did not have
+    is_draft = (row_nodes < by_slot["num_nodes"][row_slots]) & ~(invalid & with_invalid)
+    expected = torch.where(is_draft, input_ids[rows], -1).long()
+    assert torch.equal(inputs.tokens, expected)
+    assert is_draft[5] != with_invalid
+    assert (~is_draft).sum() >= 3  # nodes that their trees did not have
     assert torch.equal(inputs.token_ids, input_ids[rows])
     assert torch.equal(inputs.positions, positions[rows])
     for name in ("state_rows", "modes", "temperatures", "seeds"):
@@ -128,7 +126,7 @@ def test_inputs_of_the_verifier(counts, slots, with_invalid):
     assert (paths[:, 1:] == UNTOUCHED).all()
 
     part = inputs.part(slice(1, 3), slice(3, 9))
-    assert part.tokens.tolist() == expected[3:9]
+    assert torch.equal(part.tokens, expected[3:9])
     assert torch.equal(part.positions, inputs.positions[3:9])
     assert torch.equal(part.modes, inputs.modes[1:3])
     assert torch.equal(part.temperatures, inputs.temperatures[1:3])
