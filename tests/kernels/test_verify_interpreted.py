@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from sequoia_vllm.kernels import target_statistics, verify, verify_kernels
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.verify import TreesToVerify
 from tests.oracles.laws import assert_same_law
+from tests.oracles.verification import draft_tree
 from tests.support.chessboard import chessboard
 from tests.support.own_trees import row_of_the_first
 from tests.support.verifying import (
@@ -21,7 +23,6 @@ from tests.support.verifying import (
     Tree,
     check_walks,
     dense,
-    draw_children,
     expected_match,
     kernel_uniforms,
     random_request,
@@ -328,15 +329,10 @@ def test_emits_by_the_targets_law(lanes, name, monkeypatch):
     def target(path):
         return shifted[path[-1] + 1 if path else 0]
 
+    dice = SimpleNamespace(draw=lambda rest, node: int(rng.choice(vocabulary, p=rest)))
     requests = []
     for seed in range(samples):
-        tokens = [0] * tree.size
-        for node in tree.inner:
-            children = tree.children_of(node)
-            for child, token in zip(
-                children, draw_children(rng, np.array(draft), len(children)), strict=True
-            ):
-                tokens[child] = token
+        tokens = draft_tree(lambda path: draft, parents, dice)
         logits = np.stack([target([tokens[node]] if node else []) for node in range(tree.size)])
         requests.append(Request(tokens, logits.astype(np.float32), draft_logits.astype(np.float32)))
         requests[-1].logits *= np.float32(0.8)
