@@ -16,10 +16,9 @@ from tests.oracles.attention import tree_attention_reference
 BLOCK = 32
 
 
-@pytest.fixture
-def _threads(request):
+@pytest.fixture(autouse=True)
+def threads_as_before():
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
 
@@ -46,12 +45,12 @@ def plain(shape, cache, table, contexts, ancestors, query, sinks=None):
     ).view_as(query)  # fmt: skip
 
 
-@pytest.mark.parametrize("_threads", [1, 2], indirect=True)
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2)])
-def test_long_and_short_contexts_in_one_batch(dtype, heads):
+def test_long_and_short_contexts_in_one_batch(dtype, heads, threads):
     """1,500 keys are cut into parts where there are more threads than key heads."""
+    torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
     shape = AttentionShape(*heads, 48, BLOCK, 48**-0.5, dtype)
     contexts, sizes = torch.tensor([1500, 3, 65]), torch.tensor([5, 5, 2])
@@ -67,8 +66,6 @@ def test_long_and_short_contexts_in_one_batch(dtype, heads):
         assert error < {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
 
 
-@pytest.mark.parametrize("_threads", [1], indirect=True)
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2)])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 31, 70, 1000, 5000])
 @pytest.mark.parametrize(("soft_cap", "sunk"), [(0.0, False), (3.0, False), (0.0, True)])

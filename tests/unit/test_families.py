@@ -4,7 +4,6 @@
 Models that trees do not serve are refused in one text: by the engine, `advise` and `doctor`.
 """
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,8 +105,7 @@ ASKED = {
 @pytest.mark.parametrize("family", ASKED)
 def test_advise_begins_with_the_row(family, tmp_path):
     config = CONFIGS.get(family, {"architectures": ["OtherForCausalLM"]})
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    done = command("advise", tmp_path, "--device", "h100", code=2)
+    done = command("advise", save_config(tmp_path, config), "--device", "h100", code=2)
     assert done.stdout.startswith(f"{family} ({config['architectures'][0]}): {ASKED[family]}")
     see = rf"\({family}: (.*; )?see docs/supported\.md#refused-targets\)"
     assert bool(re.search(see, done.stderr)) == ("refused" in ASKED[family])

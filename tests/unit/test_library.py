@@ -1,6 +1,5 @@
 """The library: valid, reproducible, found by device name, and extended by measured files."""
 
-import json
 import logging
 import shutil
 from dataclasses import replace
@@ -266,19 +265,15 @@ def measured_vector(name: str, temperature: float, target: str, draft: str) -> A
     )  # fmt: skip
 
 
-def write(directory, name: str, model) -> None:
-    (directory / name).write_text(json.dumps(model.to_dict()))
-
-
 @pytest.mark.slow
 def test_measured_files_add_entries(inputs, tmp_path):
     pair = "made/up/target", "made/up/draft"
     cpu, shapes = "Intel(R) Xeon(R) Processor", model_classes()["7b-68m"]
-    write(inputs / "profiles", "cpu.json", made_up_profile(cpu, *pair))
+    made_up_profile(cpu, *pair).save(inputs / "profiles" / "cpu.json")
     on_l4 = made_up_profile("NVIDIA L4", shapes.target.name, shapes.draft.name)
-    write(inputs / "profiles", "l4.json", on_l4)
+    on_l4.save(inputs / "profiles" / "l4.json")
     for name, temperature in (("pair-greedy", 0.0), ("pair-sampled", 1.0)):
-        write(inputs / "acceptance", f"{name}.json", measured_vector(name, temperature, *pair))
+        measured_vector(name, temperature, *pair).save(inputs / "acceptance" / f"{name}.json")
     files = generate_library(inputs, devices=["x86-cpu", "l4"])
     assert sorted(files) == ["l4.json", "x86-cpu.json"]
     for name, text in files.items():
@@ -315,15 +310,15 @@ def test_wrong_inputs(inputs, tmp_path):
             generate_library(inputs)
 
     pair, profiles = ("a/t-1B", "a/d-1M"), inputs / "profiles"
-    write(profiles, "one.json", made_up_profile("NVIDIA Z9000", *pair))
+    made_up_profile("NVIDIA Z9000", *pair).save(profiles / "one.json")
     refused(LibraryError, "'NVIDIA Z9000' is not in the device table")
     for name in ("one.json", "two.json"):
-        write(profiles, name, made_up_profile("cpu", *pair))
+        made_up_profile("cpu", *pair).save(profiles / name)
     refused(LibraryError, r"two.json: profiles/one.json is already of x86-cpu")
     (profiles / "two.json").write_text("{}")
     refused(ProfileError, r"two.json")
     (profiles / "two.json").unlink()
-    write(inputs / "acceptance", "other.json", measured_vector("named-so", 0.0, *pair))
+    measured_vector("named-so", 0.0, *pair).save(inputs / "acceptance" / "other.json")
     refused(LibraryError, r"other.json is named 'named-so' inside")
     (inputs / "acceptance" / "other.json").write_text("[0.5]")
     refused(AcceptanceError, r"other.json must hold one JSON object")
