@@ -88,13 +88,8 @@ def cases():
         yield "half precision", ([70, 0], sizes), {"dtype": dtype}, 1, {}
     for first, context in itertools.product([1, 31, 32, 45], [0, 20, 64]):
         options, night = {"first_node": first, "heads": (2, 1)}, first > 31 or context == 20
-        yield (
-            "levels after the first" + "Z" * night,
-            ([context, context + 3], [5, 2]),
-            options,
-            1,
-            {},
-        )
+        name = "levels after the first" + "Z" * night
+        yield name, ([context, context + 3], [5, 2]), options, 1, {}
     for first in (1, 32, 70):
         options = {"first_node": first, "heads": (2, 1)}
         yield "levels, context read", ([50, 3], [5, 2]), options, 1, {"continued": True}
@@ -104,14 +99,8 @@ def cases():
         how = {"splits": range(3, 9)}
         yield "ends of splits" + "Z" * night, ([context, 3], [7, 2]), options, 32, how
     for first, window in itertools.product([1, 32], [2, 20, 300]):
-        options = {"first_node": first, "heads": (2, 1)}
-        yield (
-            "windows of levels" + "Z" * (window == 20),
-            ([500, 3], [5, 2]),
-            options,
-            32,
-            {"window": window},
-        )
+        options, name = {"first_node": first, "heads": (2, 1)}, "windows of levels"
+        yield name + "Z" * (window == 20), ([500, 3], [5, 2]), options, 32, {"window": window}
     # Without and with splits: either with each of the scores, and with each window.
     for row, (soft_cap, sinks, dtype) in enumerate(SCORES):
         for turn, processors in enumerate((1, 110)):
