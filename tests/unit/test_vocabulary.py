@@ -28,7 +28,7 @@ from sequoia_vllm.bench.methods import chain, plain, sequoia
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
 from sequoia_vllm.measuring.engines import EngineSpec, compare_models
 from tests.support.models import DRAFT, TARGET
-from tests.support.vocabularies import save_other_draft, train_byte_level
+from tests.support.vocabularies import save_other_draft, save_words, train_byte_level
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.\n",
@@ -288,15 +288,12 @@ WORDS = [f"w{number}" for number in range(400)]
 def tokenizer(tmp_path):
     """Saves a tokenizer of these words."""
 
-    def save(words, special=(), size=400):
+    def save(words, special=()):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        made = Tokenizer(
-            models.WordLevel({word: number for number, word in enumerate(words)}, "w0")
-        )
-        fast = PreTrainedTokenizerFast(tokenizer_object=made)
-        fast.add_special_tokens({"additional_special_tokens": list(special)})
-        fast.save_pretrained(folder)
-        return TokensOf(str(folder), size)
+        numbers = {word: number for number, word in enumerate([*words, *special])}
+        controls = {name: numbers.pop(name) for name in special}
+        save_words(folder, numbers, controls)
+        return TokensOf(str(folder), 400)
 
     return save
 
