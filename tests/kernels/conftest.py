@@ -57,3 +57,14 @@ def _quick_calls(monkeypatch):
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+
+
+@pytest.fixture
+def lanes(request, monkeypatch):
+    """Of the verifier; traversal's tokens per program, too: rows of several parts, or of one."""
+    from sequoia_vllm.kernels import traversal, verify
+
+    size = getattr(request, "param", 4)
+    monkeypatch.setattr(verify, "_FEWEST_LANES", size)
+    monkeypatch.setattr(traversal, "_PART", size)
+    return size

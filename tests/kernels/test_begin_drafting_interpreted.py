@@ -42,13 +42,9 @@ def given(batch, slots):
     for slot, computed, _, read, _, mode in batch:
         by_slot["computed"][slot], by_slot["read"][slot] = computed, read
         by_slot["modes"][slot] = mode
-    columns = {
-        name: index for index, name in enumerate(("requests", "", "num_sampled", "", "bounds"))
-    }
     by_request = {
         name: torch.tensor([request[column] for request in batch], dtype=torch.int32)
-        for name, column in columns.items()
-        if name
+        for name, column in {"requests": 0, "num_sampled": 2, "bounds": 4}.items()
     }
     # Of the target's pass: as many tokens before it as the request's slot, and a row more for each.
     rows = torch.tensor([1 + place for place in range(len(batch))], dtype=torch.int32)
@@ -63,15 +59,11 @@ WRITTEN = (
 )  # fmt: skip
 
 
-def untouched(rows, state_offset):
-    batch = DraftBatch(rows, torch.device("cpu"), state_offset=state_offset)
-    for name in WRITTEN:
-        getattr(batch, name).fill_(UNTOUCHED)
-    return batch
-
-
 def check(batch, slots, rows, most_nodes=None, state_offset=0):
-    (states, arguments), taken = given(batch, slots), untouched(rows, state_offset)
+    taken = DraftBatch(rows, torch.device("cpu"), state_offset=state_offset)
+    for name in WRITTEN:
+        getattr(taken, name).fill_(UNTOUCHED)
+    states, arguments = given(batch, slots)
     for slot, most in (most_nodes or {}).items():
         states.most_nodes[slot] = most
     levels = SimpleNamespace(tree=SimpleNamespace(size=TREE_SIZE), rows_per_tree=INNER_NODES)

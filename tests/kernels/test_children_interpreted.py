@@ -1,6 +1,7 @@
 """Drawing children, run by Triton's interpreter, against slow references and exact laws."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from sequoia_vllm.drafting import drafted_trees
 from sequoia_vllm.kernels import children_kernels
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.verification.retrieval import TOLD_SHARE
-from tests.oracles.laws import assert_same_law, plackett_luce
+from tests.oracles.laws import assert_draws, assert_same_law
 from tests.support.chessboard import chessboard
 from tests.support.drawing import (
     TINY,
@@ -23,13 +24,7 @@ from tests.support.drawing import (
     sampled_reference,
 )
 
-FALSE_ALARM = 1e-6
-FEWEST = 8  # rarer outcomes are taken together
-
-
-def assert_law(observed, probabilities):
-    assert_same_law(observed, probabilities, FALSE_ALARM, FEWEST)
-
+assert_law = partial(assert_same_law, fewest=8)
 
 # -- each mode against its reference -----------------------------------------------------
 
@@ -155,9 +150,7 @@ def test_children_have_the_law_of_draws_without_replacement(monkeypatch):
         positions=torch.zeros(requests, dtype=torch.int32),
     )  # fmt: skip
     chosen = drawn.tokens[:, 1:-1].reshape(-1, count)
-    orders = [tuple(row) for row in chosen.tolist()]
-    law = plackett_luce(draft, count)
-    assert_law([orders.count(order) for order in law], list(law.values()))
+    assert_draws(chosen, draft, fewest=8)
     # Two nodes of a request, and two requests: their first children are independent.
     first = chosen[:, 0].reshape(requests, width)
     for one, other in (
@@ -191,9 +184,7 @@ def run_race(probabilities, races):
 def test_law_of_many_races():
     draft = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.0078125]
     winners = run_race(draft, 1 << 18)[:, :2]
-    law = plackett_luce(draft, 2)
-    observed = torch.bincount(winners[:, 0] * 8 + winners[:, 1], minlength=64)
-    assert_law([observed[8 * one + other] for one, other in law], list(law.values()))
+    assert_draws(winners, draft, fewest=8)
 
 
 def test_tokens_without_probability_come_last_in_uniform_order():

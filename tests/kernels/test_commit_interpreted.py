@@ -77,34 +77,18 @@ def test_random_paths():
 
 
 def test_a_cache_given_twice_moves_once():
-    cache = random_cache(2, 1, 16, 8)
-    expected = cache.clone()
-    accepted = torch.tensor([[2, 3]], dtype=torch.int32)
-    table, contexts = torch.tensor([[1, 0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    commit_reference([expected], table, contexts.tolist(), accepted)
-    commit_accepted(
-        CacheLayers.of([cache, cache]), block_table=table, context_lens=contexts, accepted=accepted
-    )
-    assert torch.equal(bits(cache), bits(expected))
+    cache, table = random_cache(2, 1, 16, 8), torch.tensor([[1, 0]], dtype=torch.int32)
+    contexts, accepted = torch.zeros(1, dtype=torch.int32), torch.tensor([[2, 3]]).int()
+    check([cache, cache], table, contexts, accepted)
 
 
 def test_nothing_is_read_for_padding():
     """Requests without a path have not even their table read: its entries may be anything."""
-    cache = random_cache(2, 1, 16, 8)
-    expected = cache.clone()
-    commit_accepted(
-        CacheLayers.of([cache]),
-        block_table=torch.full((2, 1), 2**31 - 1, dtype=torch.int32),
-        context_lens=torch.zeros(2, dtype=torch.int32),
-        accepted=torch.full((2, 3), -1, dtype=torch.int32),
-    )
-    commit_accepted(
-        CacheLayers.of([cache]),
-        block_table=torch.zeros(0, 1, dtype=torch.int32),
-        context_lens=torch.zeros(0, dtype=torch.int32),
-        accepted=torch.zeros(0, 3, dtype=torch.int32),
-    )
-    assert torch.equal(bits(cache), bits(expected))
+    for requests in (2, 0):
+        table = torch.full((requests, 1), 2**31 - 1, dtype=torch.int32)
+        contexts = torch.zeros(requests, dtype=torch.int32)
+        paths = torch.full((requests, 3), -1, dtype=torch.int32)
+        check([random_cache(2, 1, 16, 8)], table, contexts, paths)
 
 
 def test_the_largest_unit_that_fits_is_moved():

@@ -11,15 +11,14 @@ from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.tree import TokenTree
-from tests.oracles.attention import dense_attention, gathered, tree_attention_reference
+from tests.oracles.attention import tree_attention_reference
 
 BLOCK = 32
 
 
-@pytest.fixture
-def _threads(request):
+@pytest.fixture(autouse=True)
+def threads_as_before():
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
 
@@ -35,24 +34,23 @@ def attend(shape, cache, table, contexts, sizes, ancestors, query, sinks=None):
     return output.view_as(query)
 
 
-def dense(shape, cache, table, context, size, ancestors, query):
-    """float64 attention of one request; query ``[Q, heads, head_size]``."""
-    keys, values = (
-        gathered(tokens.transpose(1, 2), table, context + size).double()
-        for tokens in keys_and_values(cache)
-    )
-    hidden = torch.zeros(len(query), context + size, dtype=torch.bool)
-    hidden[:, context:] = ~ancestors[:, :size]
-    output, _ = dense_attention(query, keys, values, shape.scale, hidden)
-    return output
+def plain(shape, cache, table, contexts, ancestors, query, sinks=None):
+    """The reference's attention of whole trees; query ``[requests, nodes, heads, head_size]``."""
+    requests, nodes = query.shape[:2]
+    keys, values = (part.transpose(1, 2).nan_to_num() for part in keys_and_values(cache))
+    return tree_attention_reference(
+        query.flatten(0, 1), keys, values, table, contexts.tolist(),
+        range(0, (requests + 1) * nodes, nodes), ancestors, 0, shape.scale,
+        window=shape.window, soft_cap=shape.soft_cap, sinks=sinks,
+    ).view_as(query)  # fmt: skip
 
 
-@pytest.mark.parametrize("_threads", [1, 2], indirect=True)
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2)])
-def test_long_and_short_contexts_in_one_batch(dtype, heads):
+def test_long_and_short_contexts_in_one_batch(dtype, heads, threads):
     """1,500 keys are cut into parts where there are more threads than key heads."""
+    torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
     shape = AttentionShape(*heads, 48, BLOCK, 48**-0.5, dtype)
     contexts, sizes = torch.tensor([1500, 3, 65]), torch.tensor([5, 5, 2])
@@ -62,14 +60,12 @@ def test_long_and_short_contexts_in_one_batch(dtype, heads):
     ancestors = torch.eye(5, dtype=torch.bool)
     ancestors[:, 0] = True
     found = attend(shape, cache, table, contexts, sizes, ancestors, query)
-    for row, (context, size) in enumerate(zip(contexts.tolist(), sizes.tolist(), strict=True)):
-        expected = dense(shape, cache, table[row], context, size, ancestors, query[row])[:size]
-        error = (found[row, :size].double() - expected).abs().max()
+    expected = plain(shape, cache, table, contexts, ancestors, query)
+    for row, size in enumerate(sizes.tolist()):
+        error = (found[row, :size].float() - expected[row, :size]).abs().max()
         assert error < {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
 
 
-@pytest.mark.parametrize("_threads", [1], indirect=True)
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2)])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 31, 70, 1000, 5000])
 @pytest.mark.parametrize(("soft_cap", "sunk"), [(0.0, False), (3.0, False), (0.0, True)])
@@ -102,12 +98,7 @@ def test_windows_soft_caps_and_sinks(heads, window, soft_cap, sunk, is_block):
     in_torch = tree_attention(
         query, keys.nan_to_num(), values.nan_to_num(), mask, 0.5, soft_cap, sinks
     )
-    key_cache, value_cache = (part.transpose(1, 2) for part in keys_and_values(cache))
-    expected = tree_attention_reference(
-        query.flatten(0, 1), key_cache.nan_to_num(), value_cache.nan_to_num(), table,
-        contexts.tolist(), range(0, 25, 6), ancestors, 0, 0.5,
-        window=window, soft_cap=soft_cap, sinks=sinks,
-    ).view_as(query)  # fmt: skip
+    expected = plain(shape, cache, table, contexts, ancestors, query, sinks)
     for by_threads in found:
         torch.testing.assert_close(by_threads, expected, atol=5e-6, rtol=1e-5)
     torch.testing.assert_close(in_torch, expected, atol=5e-6, rtol=1e-5)

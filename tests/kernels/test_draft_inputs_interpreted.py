@@ -133,19 +133,16 @@ def test_nodes_of_a_level(block_sizes, by_slot):
     first, depth, longest = 4, 2, 32
     inputs = untouched_inputs(tables_of(block_sizes), rows=33, longest=longest)
     read_level(inputs, REQUESTS, roots, tokens, by_slot, first, depth)
-    expected = []
-    for request, slot in enumerate(REQUESTS.tolist()):
-        for place, node in enumerate(by_slot.expand(5, 3)[slot].tolist()):
-            cached = int(roots[request]) + first + place
-            real = slot >= 0
-            expected.append(
-                (
-                    int(tokens[request, node]) if real else 0,
-                    min(int(roots[request]) + depth, longest - 1),
-                    cached if real and cached < MAX_LEN else None,
-                    request,
-                )
-            )
+    expected = [
+        (
+            int(tokens[request, node]) if slot >= 0 else 0,
+            min(root + depth, longest - 1),
+            root + place if slot >= 0 and root + place < MAX_LEN else None,
+            request,
+        )
+        for request, (slot, root) in enumerate(zip(REQUESTS.tolist(), roots.tolist(), strict=True))
+        for place, node in enumerate(by_slot.expand(5, 3)[slot].tolist(), start=first)
+    ]
     assert [cached for _, _, cached, _ in expected[-3:]] == [MAX_LEN - 2, MAX_LEN - 1, None]
     check_rows(inputs, expected, block_sizes)
 

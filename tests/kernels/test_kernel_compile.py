@@ -34,14 +34,6 @@ PAGES = ROOT / "tests" / "kernels" / "compiled"
 VERSION = importlib.metadata.version("triton")
 
 
-def run_report(*arguments, **environment):
-    command = [sys.executable, "-m", "benchmarks.compiled", *arguments]
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        command, cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, check=False
-    )
-
-
 def names(tasks):
     return [(variant.name, capability) for variant, capability in tasks]
 
@@ -67,8 +59,12 @@ def test_the_sample_has_every_kernel_and_every_device():
 def test_kernels_compile_to_what_their_page_has(tmp_path):
     file = tmp_path / "report.json"
     # Nothing that was compiled before is taken: here it is to be compiled.
-    arguments = ("--sample", "--processes", "1", "--json", str(file))
-    done = run_report(*arguments, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "benchmarks.compiled", "--sample", "--processes", "1"]
+    done = subprocess.run(
+        [*command, "--json", file], cwd=ROOT, env=variables, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found = [Resources(**row) for row in json.loads(file.read_text())]
     assert [(row.name, row.capability) for row in found] == names(sample_tasks())
@@ -116,9 +112,9 @@ def kernel(pointer, number):
     tl.store(pointer, scaled(number))  # at its place
 
 
-def hash_of(function=None, types="i32", **launch):
+def hash_of(types="i32", **launch):
     signature = {"pointer": "*i32", "number": types}
-    return source_hash([Variant("a kernel", function or kernel, signature, **launch)])
+    return source_hash([Variant("a kernel", kernel, signature, **launch)])
 
 
 def test_hash_is_of_what_a_kernel_calls_and_names_and_of_its_launches(monkeypatch):

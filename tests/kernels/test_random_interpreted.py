@@ -27,45 +27,27 @@ KEYS = [  # seed, position, node, purpose
 
 @triton.jit
 def numbers_kernel(
-    seeds, positions, nodes, purposes, words, single, double, exponentials, block: tl.constexpr
+    seeds, positions, nodes, purposes, single, double, exponentials, block: tl.constexpr
 ):
     row = tl.program_id(0)
     token = tl.arange(0, block)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
     node, purpose = tl.load(nodes + row), tl.load(purposes + row)
-    first, second, third, fourth = random.random_words(seed, token, position, node, purpose)
-    own = (row * block + token) * 4
-    tl.store(words + own, first.to(tl.int64))
-    tl.store(words + own + 1, second.to(tl.int64))
-    tl.store(words + own + 2, third.to(tl.int64))
-    tl.store(words + own + 3, fourth.to(tl.int64))
     own = row * block + token
     tl.store(single + own, random.uniform32(seed, token, position, node, purpose))
     tl.store(double + own, random.uniform64(seed, token, position, node, purpose))
     tl.store(exponentials + own, random.exponential(seed, token, position, node, purpose))
 
 
-def run_numbers(tokens):
-    rows = len(KEYS)
-    seeds, positions, nodes, purposes = (
-        torch.tensor(values, dtype=torch.int64 if index == 0 else torch.int32)
-        for index, values in enumerate(zip(*KEYS, strict=True))
-    )
-    words = torch.empty(rows, tokens, 4, dtype=torch.int64)
+def test_numbers_are_those_of_the_reference():
+    rows, tokens = len(KEYS), 512
+    seeds, *others = map(torch.tensor, zip(*KEYS, strict=True))
     single, exponentials = torch.empty(2, rows, tokens)
     double = torch.empty(rows, tokens, dtype=torch.float64)
-    numbers_kernel[(rows,)](
-        seeds, positions, nodes, purposes, words, single, double, exponentials, block=tokens
-    )
-    return words, single, double, exponentials
-
-
-def test_numbers_are_those_of_the_reference():
-    tokens = 512
-    words, single, double, exponentials = run_numbers(tokens)
+    places = [one.int() for one in others]
+    numbers_kernel[(rows,)](seeds, *places, single, double, exponentials, block=tokens)
     for row, (seed, position, node, purpose) in enumerate(KEYS):
         expected = philox(seed, np.arange(tokens), position, node, purpose)
-        assert np.array_equal(words[row].numpy(), expected)
         assert torch.equal(single[row], torch.from_numpy(uniform32(expected)).float())
         assert np.array_equal(double[row].numpy(), uniform64(expected))
         arrival = exponential(seed, np.arange(tokens), position, node, purpose)

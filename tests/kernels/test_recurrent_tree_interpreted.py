@@ -13,6 +13,7 @@ from sequoia_vllm.kernels.recurrent_tree import (
     commit_nodes,
     convolve_nodes,
 )
+from sequoia_vllm.tree import TokenTree
 from tests.oracles import recurrence
 from tests.support.chessboard import chessboard
 
@@ -20,19 +21,8 @@ WIDTH, BLOCKS = 4, 9
 KINDS = ["gdn", "mamba"]
 
 
-def ancestors_of(parents):
-    seen = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            seen[node] |= seen[parent]
-    return seen
-
-
 def path_to(parents, node):
-    path = [node]
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return path
+    return TokenTree(parents).ancestor_mask[node].nonzero()[0].tolist()
 
 
 def random_tree(nodes, generator, reach):
@@ -50,10 +40,9 @@ class Batch:
     """
 
     def __init__(
-        self, trees, counts, sizes=(2, 4, 16, 32), dtype=torch.float32, own=True, seed=0,
-        kind="gdn",
-    ):  # fmt: skip
-        self.generator = torch.Generator().manual_seed(seed)
+        self, trees, counts, sizes=(2, 4, 16, 32), dtype=torch.float32, own=True, kind="gdn"
+    ):
+        self.generator = torch.Generator().manual_seed(0)
         self.kind, self.shape = kind, RecurrentHeads(*sizes)
         shape = self.shape
         self.counts, self.dtype = counts, dtype
@@ -62,7 +51,7 @@ class Batch:
         self.rows = int(starts[-1])
         self.indices = torch.randperm(BLOCKS - 1, generator=self.generator)[: len(counts)] + 1
         parents = torch.tensor(trees if own else trees[0], dtype=torch.int32)
-        ancestors = [ancestors_of(tree) for tree in trees]
+        ancestors = [torch.tensor(TokenTree(tree).ancestor_mask) for tree in trees]
         self.nodes = ScoredNodes(
             cu_nodes=starts.int(),
             slots=torch.arange(len(counts)),

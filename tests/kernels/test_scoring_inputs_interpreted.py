@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.scoring_inputs import gather_for_verification, place_nodes
 
 UNTOUCHED = -99
@@ -80,72 +79,54 @@ def test_no_trees_are_placed():
     assert positions.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("with_invalid", [False, True])
-def test_inputs_of_the_verifier(with_invalid):
-    slots = torch.tensor([5, 0, 3, 1, 2], dtype=torch.int32)
-    by_slot = {
-        "num_nodes": torch.tensor([4, 0, 0, 4, 9, 9], dtype=torch.int32),
-        "state_rows": torch.tensor([1, 9, 9, 3, 9, 0], dtype=torch.int32),
-        "modes": torch.tensor([GREEDY, SKIP, SKIP, SAMPLED, GREEDY, SEEDED], dtype=torch.int32),
-        "temperatures": torch.arange(6) / 8,
-        "seeds": torch.arange(6) * -(10**12),
-    }
-    input_ids = torch.arange(200, 218, dtype=torch.int32)
-    positions = torch.arange(100, 118)
-    counts = CU_ROWS.diff()
-    row_nodes = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts.tolist()])
+MANY = [1] * 149 + [151], [*range(149, -1, -1)]  # more rows and requests than a program has
+
+
+@pytest.mark.parametrize(
+    ("counts", "slots", "with_invalid"),
+    [(NODES, [5, 0, 3, 1, 2], False), (NODES, [5, 0, 3, 1, 2], True), (*MANY, False)],
+    ids=["few", "invalid", "many"],
+)
+def test_inputs_of_the_verifier(counts, slots, with_invalid):
+    counts, slots = torch.tensor(counts), torch.tensor(slots, dtype=torch.int32)
+    cu_rows = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    row_nodes = torch.cat([torch.arange(count) for count in counts.tolist()]).int()
     row_slots = slots.repeat_interleave(counts)
-    invalid = torch.zeros(11, dtype=torch.bool)
-    invalid[5] = True  # node 1 of the third request
-    paths = torch.full((5, 4), UNTOUCHED, dtype=torch.int32)
+    rows = torch.arange(len(row_nodes))
+    rows[3:] += 4  # these read a prompt
+    every = torch.arange(6 * 25, dtype=torch.int32)
+    by_slot = {
+        "num_nodes": torch.tensor([4, 0, 0, 4, 9, 9], dtype=torch.int32).repeat(25),
+        "state_rows": every + 1, "modes": every % 4 - 1, "temperatures": every / 8,
+        "seeds": every.long() * -(10**12),
+    }  # fmt: skip
+    input_ids = torch.arange(200, 207 + len(rows), dtype=torch.int32)
+    positions = torch.arange(100, 107 + len(rows))
+    invalid = torch.zeros(len(rows), dtype=torch.bool)
+    invalid[5] = True  # of a node that was drafted
+    paths = torch.full((len(slots), 4), UNTOUCHED, dtype=torch.int32)
     batch = SimpleNamespace(
-        logits_indices=ROWS, expanded_idx_mapping=row_slots, expanded_local_pos=row_nodes,
-        input_ids=input_ids, positions=positions, idx_mapping=slots, cu_num_logits=CU_ROWS,
+        logits_indices=rows, expanded_idx_mapping=row_slots, expanded_local_pos=row_nodes,
+        input_ids=input_ids, positions=positions, idx_mapping=slots, cu_num_logits=cu_rows,
     )  # fmt: skip
     inputs = gather_for_verification(
         batch, **by_slot, invalid=invalid if with_invalid else None, scored=paths[:, 0]
     )
-    expected = []
-    for row, (node, slot) in enumerate(zip(row_nodes.tolist(), row_slots.tolist(), strict=True)):
-        is_draft = node < by_slot["num_nodes"][slot] and not (with_invalid and invalid[row])
-        expected.append(int(input_ids[ROWS[row]]) if is_draft else -1)
-    assert inputs.tokens.tolist() == expected
-    assert expected[8] == -1  # its tree had four nodes: the fifth was not drafted
-    assert inputs.token_ids.tolist() == input_ids[ROWS].tolist()
-    assert inputs.positions.tolist() == positions[ROWS].tolist()
+    is_draft = (row_nodes < by_slot["num_nodes"][row_slots]) & ~(invalid & with_invalid)
+    expected = torch.where(is_draft, input_ids[rows], -1).long()
+    assert torch.equal(inputs.tokens, expected)
+    assert is_draft[5] != with_invalid
+    assert (~is_draft).sum() >= 3  # nodes that their trees did not have
+    assert torch.equal(inputs.token_ids, input_ids[rows])
+    assert torch.equal(inputs.positions, positions[rows])
     for name in ("state_rows", "modes", "temperatures", "seeds"):
-        assert getattr(inputs, name).tolist() == by_slot[name][slots.long()].tolist()
-    assert inputs.root_positions.tolist() == [100, 107, 108, 113, 113]
-    assert paths[:, 0].tolist() == [3, 1, 4, 0, 0]
+        assert torch.equal(getattr(inputs, name), by_slot[name][slots]), name
+    assert torch.equal(inputs.root_positions, positions[rows[cu_rows[:-1]]].int())
+    assert torch.equal(paths[:, 0], counts.minimum(by_slot["num_nodes"][slots]).int())
     assert (paths[:, 1:] == UNTOUCHED).all()
 
     part = inputs.part(slice(1, 3), slice(3, 9))
-    assert part.tokens.tolist() == expected[3:9]
-    assert part.positions.tolist() == inputs.positions[3:9].tolist()
-    assert part.modes.tolist() == [GREEDY, SAMPLED]
-    assert part.temperatures.tolist() == [0.0, 3 / 8]
-
-
-def test_many_rows_and_requests():
-    """More than one program has, each request with one row but the last."""
-    requests, rows = 150, 300
-    cu_rows = torch.cat([torch.arange(requests), torch.tensor([rows])]).int()
-    slots = torch.arange(requests).flip(0).int()
-    row_slots = slots.repeat_interleave(cu_rows.diff())
-    row_nodes = torch.cat([torch.arange(count) for count in cu_rows.diff().tolist()]).int()
-    every = torch.arange(requests, dtype=torch.int32)
-    scored = torch.zeros(requests, dtype=torch.int32)
-    batch = SimpleNamespace(
-        logits_indices=torch.arange(rows), expanded_idx_mapping=row_slots,
-        expanded_local_pos=row_nodes, input_ids=torch.arange(rows, dtype=torch.int32),
-        positions=torch.arange(rows), idx_mapping=slots, cu_num_logits=cu_rows,
-    )  # fmt: skip
-    inputs = gather_for_verification(
-        batch, num_nodes=every, state_rows=every + 1, modes=every + 2,
-        temperatures=every.float(), seeds=every.long(), invalid=None, scored=scored,
-    )  # fmt: skip
-    drafted = torch.where(row_nodes < row_slots, torch.arange(rows), -1)
-    assert torch.equal(inputs.tokens, drafted)
-    assert torch.equal(inputs.root_positions, torch.arange(requests, dtype=torch.int32))
-    assert torch.equal(inputs.state_rows, slots + 1)
-    assert scored.tolist() == [min(int(slot), 1) for slot in slots[:-1]] + [0]
+    assert torch.equal(part.tokens, expected[3:9])
+    assert torch.equal(part.positions, inputs.positions[3:9])
+    assert torch.equal(part.modes, inputs.modes[1:3])
+    assert torch.equal(part.temperatures, inputs.temperatures[1:3])

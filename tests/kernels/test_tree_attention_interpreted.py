@@ -8,7 +8,6 @@ import torch
 from sequoia_vllm.kernels import tree_attention_kernels
 from sequoia_vllm.kernels.node_masks import pack_ancestors
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, choose_splits, choose_tile
-from tests.oracles.attention import random_ancestors
 from tests.support.attending import UNTOUCHED, Batch
 from tests.support.chessboard import chessboard
 from tests.support.own_trees import row_of_the_first
@@ -63,6 +62,11 @@ def check(batch, processors=1, *, splits=None, continued=False, max_queries=None
 
 
 FP8 = torch.float8_e4m3fn
+SINKS = torch.tensor([-2.0, 0.0, 3.0, 9.0])
+SCORES = [
+    (0.7, None, torch.float32), (0.0, SINKS, torch.float32), (0.7, SINKS, torch.float32),
+    (50.0, SINKS.half(), torch.float16),
+]  # fmt: skip
 
 
 def cases():
@@ -83,13 +87,8 @@ def cases():
         yield "half precision", ([70, 0], sizes), {"dtype": dtype}, 1, {}
     for first, context in itertools.product([1, 31, 32, 45], [0, 20, 64]):
         options, night = {"first_node": first, "heads": (2, 1)}, first > 31 or context == 20
-        yield (
-            "levels after the first" + "Z" * night,
-            ([context, context + 3], [5, 2]),
-            options,
-            1,
-            {},
-        )
+        name = "levels after the first" + "Z" * night
+        yield name, ([context, context + 3], [5, 2]), options, 1, {}
     for first in (1, 32, 70):
         options = {"first_node": first, "heads": (2, 1)}
         yield "levels, context read", ([50, 3], [5, 2]), options, 1, {"continued": True}
@@ -99,14 +98,16 @@ def cases():
         how = {"splits": range(3, 9)}
         yield "ends of splits" + "Z" * night, ([context, 3], [7, 2]), options, 32, how
     for first, window in itertools.product([1, 32], [2, 20, 300]):
-        options = {"first_node": first, "heads": (2, 1)}
-        yield (
-            "windows of levels" + "Z" * (window == 20),
-            ([500, 3], [5, 2]),
-            options,
-            32,
-            {"window": window},
-        )
+        options, name = {"first_node": first, "heads": (2, 1)}, "windows of levels"
+        yield name + "Z" * (window == 20), ([500, 3], [5, 2]), options, 32, {"window": window}
+    # Without and with splits: either with each of the scores, and with each window.
+    for row, (soft_cap, sinks, dtype) in enumerate(SCORES):
+        for turn, processors in enumerate((1, 110)):
+            options = {"heads": (4, 2), "dtype": dtype}
+            window = (None, 20, 300)[(row + turn) % 3]
+            how = {"window": window, "soft_cap": soft_cap, "sinks": sinks}
+            batch = ([600, 31, 0], [33, 7, 20])
+            yield "soft caps and sinks", batch, options, processors, how
     # Keys of MLA, whose first channels are the values.
     for nodes, processors, size, extra in (
         (2, 1, 512, 64), (9, 32, 256, 64), (33, 1, 512, 64), (64, 32, 512, 32),
@@ -170,28 +171,6 @@ def test_windows_count_from_each_nodes_depth(window, processors):
     batch = Batch([600, 31, 0, 259], [33, 7, 20, 1], heads=(4, 2))
     assert (batch.expected(window=window) != batch.expected()).any() == (window < 600)
     check(batch, processors, window=window)
-
-
-SCORES = [
-    (0.7, False, torch.float32), (0.0, True, torch.float32), (0.7, True, torch.float32),
-    (50.0, True, torch.float16),
-]  # fmt: skip
-WINDOWS = [None, 20, 300]
-
-
-@pytest.mark.parametrize(
-    ("soft_cap", "has_sinks", "dtype", "window", "processors"),
-    [
-        # Without and with splits: either with each of the scores, and with each window.
-        (*scores, WINDOWS[(row + turn) % 3], (1, 110)[turn])
-        for row, scores in enumerate(SCORES)
-        for turn in range(2)
-    ],
-)
-def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, processors):
-    batch = Batch([600, 31, 0], [33, 7, 20], heads=(4, 2), dtype=dtype)
-    sinks = torch.tensor([-2.0, 0.0, 3.0, 9.0]).to(dtype) if has_sinks else None
-    check(batch, processors, window=window, soft_cap=soft_cap, sinks=sinks)
 
 
 def test_large_scores_under_a_soft_cap():
@@ -273,30 +252,17 @@ def test_each_node_sees_exactly_its_ancestors(context):
 
 
 @pytest.mark.parametrize(
-    ("case", "processors"), in_turn([(2, (2, 2)), (9, (4, 2)), (40, (8, 1)), (9, (2, 2))], [1, 8])
-)
-def test_blocks_whose_nodes_all_see_one_another(case, processors):
-    size, heads = case
+    ("size", "heads", "processors", "window"),
+    [
+        (2, (2, 2), 1, None), (9, (4, 2), 8, None), (40, (8, 1), 1, None), (9, (2, 2), 8, None),
+        *((9, (4, 2), 8, window) for window in (2, 9, 20, 5000)),
+    ],
+)  # fmt: skip
+def test_blocks_whose_nodes_all_see_one_another(size, heads, processors, window):
+    """For windows each of its nodes lies a position after the one before it."""
     batch = Batch([0, 37, 300], [size] * 3, heads=heads)
     batch.ancestors = torch.ones_like(batch.ancestors)
-    check(batch, processors)
-
-
-@pytest.mark.parametrize("window", [2, 9, 20, 5000])
-def test_windows_of_blocks(window):
-    """Each of its nodes lies a position after the one before it."""
-    batch = Batch([0, 37, 300], [9] * 3, heads=(4, 2))
-    batch.ancestors = torch.ones_like(batch.ancestors)
-    check(batch, 8, window=window)
-
-
-def test_a_wrong_mask_gives_another_answer():
-    """Were masks ignored, the trees above would still have to tell."""
-    batch = Batch([40], [33])
-    causal = torch.ones_like(batch.ancestors).tril()
-    differs = (batch.run() - batch.run(ancestors=causal)).abs().amax(dim=(1, 2)) > 1e-3
-    assert differs[:33].tolist() == (batch.ancestors != causal).any(dim=1).tolist()
-    assert differs.any()
+    check(batch, processors, window=window)
 
 
 @pytest.mark.parametrize(
@@ -379,17 +345,6 @@ def test_no_requests():
     batch = Batch([4], [2])
     batch.contexts, batch.starts = batch.contexts[:0], batch.starts[:1]
     assert (batch.run() == UNTOUCHED).all()
-
-
-def test_packing():
-    ancestors = random_ancestors(70, torch.Generator().manual_seed(1))
-    ancestors[33, 31] = True  # an int32's sign
-    packed = pack_ancestors(ancestors)
-    assert packed.dtype == torch.int32
-    assert packed.shape == (70, 3)
-    for node in range(70):
-        bits = [packed[node, j // 32].item() >> j % 32 & 1 for j in range(96)]
-        assert bits == [*ancestors[node].tolist(), *[0] * 26]
 
 
 def test_packing_refuses():

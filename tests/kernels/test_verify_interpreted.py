@@ -3,15 +3,17 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from sequoia_vllm.kernels import target_statistics, traversal, verify, verify_kernels
+from sequoia_vllm.kernels import target_statistics, verify, verify_kernels
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.verify import TreesToVerify
 from tests.oracles.laws import assert_same_law
+from tests.oracles.verification import draft_tree
 from tests.support.chessboard import chessboard
 from tests.support.own_trees import row_of_the_first
 from tests.support.verifying import (
@@ -21,7 +23,6 @@ from tests.support.verifying import (
     Tree,
     check_walks,
     dense,
-    draw_children,
     expected_match,
     kernel_uniforms,
     random_request,
@@ -37,28 +38,11 @@ pytestmark = [
 ]
 
 
-def set_lanes(monkeypatch, lanes):
-    """Also traversal's tokens per program: rows are of several parts, or of one."""
-    monkeypatch.setattr(verify, "_FEWEST_LANES", lanes)
-    monkeypatch.setattr(traversal, "_PART", lanes)
-    return lanes
-
-
-@pytest.fixture(params=[4, 16])
-def lanes(request, monkeypatch):
-    return set_lanes(monkeypatch, request.param)
-
-
 @pytest.fixture(params=[True, False], ids=["few rows", "many rows"])
 def few(request, monkeypatch):
     """Whether rows' statistics come from a launch of their own."""
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: request.param)
     return request.param
-
-
-@pytest.fixture
-def four_lanes(monkeypatch):
-    return set_lanes(monkeypatch, 4)
 
 
 of_each_method = pytest.mark.parametrize("method", ["sequoia", "traversal"])
@@ -95,7 +79,7 @@ def test_a_placeholder_matches_no_target():
     assert run(tree, [request]) == [([], [-1])]
 
 
-def test_a_request_without_rows_emits_nothing(four_lanes):
+def test_a_request_without_rows_emits_nothing(lanes):
     rng = np.random.default_rng(2)
     tree = Tree([-1, 0, 0])
     requests = [random_request(rng, tree, 5, seed=seed) for seed in (1, 2)]
@@ -124,7 +108,7 @@ def test_decides_as_algorithm_2(lanes, target, draft, monkeypatch):
     assert sum(length < max(tree.depths) for length in lengths) >= 3
 
 
-def test_temperature_is_applied_to_what_is_read(four_lanes, few):
+def test_temperature_is_applied_to_what_is_read(lanes, few):
     """The result is that of logits divided before, as vLLM does; each neighbour has its own.
 
     Raw logits of 16 bits: those of 32 the law below is of, at a temperature.
@@ -143,24 +127,24 @@ def test_temperature_is_applied_to_what_is_read(four_lanes, few):
     divided[2] = replace(divided[2], mode=SEEDED, target_tokens=raw[2].target_tokens)
     assert run(tree, raw, dtype=torch.bfloat16) == run(tree, divided)
     sampled = [request for request in raw if request.mode == SAMPLED][:12]
-    lengths = check_walks(tree, sampled, four_lanes, dtype=torch.bfloat16)
+    lengths = check_walks(tree, sampled, lanes, dtype=torch.bfloat16)
     assert lengths.count(0) >= 3
 
 
 @pytest.mark.parametrize(
     ("method", "dtype"), chessboard(["sequoia", "traversal"], [torch.bfloat16, torch.float16])
 )
-def test_reads_sixteen_bits(four_lanes, dtype, method):
+def test_reads_sixteen_bits(lanes, dtype, method):
     rng = np.random.default_rng(3)
     tree = random_tree(rng, 10)
     requests = [random_request(rng, tree, 21, seed=seed) for seed in range(8)]
     for request, temperature in zip(requests, [0.3, 1.0, 1.7, 0.5] * 2, strict=True):
         request.target_temperature = temperature
-    check_walks(tree, requests, four_lanes, method, dtype=dtype)
+    check_walks(tree, requests, lanes, method, dtype=dtype)
 
 
 @of_each_method
-def test_a_tree_may_be_cut_short(four_lanes, method):
+def test_a_tree_may_be_cut_short(lanes, method):
     """Nodes past the request's last do not exist, though its neighbours have them."""
     rng = np.random.default_rng(4)
     tree = Tree([-1, 0, 1, 0, 1, 0, 2, 2])
@@ -169,14 +153,14 @@ def test_a_tree_may_be_cut_short(four_lanes, method):
         for i in range(2)
         for size in range(1, tree.size + 1)
     ]
-    check_walks(tree, requests, four_lanes, method, token_dtype=torch.int64)
+    check_walks(tree, requests, lanes, method, token_dtype=torch.int64)
     alone = random_request(rng, tree, 6, size=1)
     alone.draft_logits = None
     assert [path for path, _ in run(tree, [alone, alone], method=method)] == [[], []]
 
 
 @pytest.mark.parametrize("mode", [SAMPLED, GREEDY])
-def test_each_request_has_a_tree_of_its_own(four_lanes, few, mode, monkeypatch):
+def test_each_request_has_a_tree_of_its_own(lanes, few, mode, monkeypatch):
     rng = np.random.default_rng(14)
     trees = [random_tree(rng, 9) for _ in range(12)]
     requests = [random_request(rng, tree, 6, seed=seed) for seed, tree in enumerate(trees)]
@@ -189,7 +173,7 @@ def test_each_request_has_a_tree_of_its_own(four_lanes, few, mode, monkeypatch):
         assert found == [expected_match(*pair) for pair in zip(trees, requests, strict=True)]
     else:
         pairs = zip(trees, requests, strict=True)
-        compared = [check_walks(tree, [one], four_lanes, most_at_edge=1) for tree, one in pairs]
+        compared = [check_walks(tree, [one], lanes, most_at_edge=1) for tree, one in pairs]
         assert compared.count([]) <= 2
     monkeypatch.setattr(verify_kernels, "shape_row", row_of_the_first)
     wrong = run(trees, requests)
@@ -197,7 +181,7 @@ def test_each_request_has_a_tree_of_its_own(four_lanes, few, mode, monkeypatch):
     assert wrong != found
 
 
-def test_own_trees_have_no_order_of_one_tree(four_lanes):
+def test_own_trees_have_no_order_of_one_tree(lanes):
     rng = np.random.default_rng(15)
     trees = [random_tree(rng, 5) for _ in range(3)]
     requests = [random_request(rng, tree, 6) for tree in trees]
@@ -206,21 +190,21 @@ def test_own_trees_have_no_order_of_one_tree(four_lanes):
 
 
 @of_each_method
-def test_a_placeholder_ends_its_nodes_children(four_lanes, method):
+def test_a_placeholder_ends_its_nodes_children(lanes, method):
     rng = np.random.default_rng(5)
     tree = Tree([-1, 0, 0, 0, 1, 1, 2])
     requests = [random_request(rng, tree, 5, seed=seed) for seed in range(15)]
     for i, request in enumerate(requests):
         request.tokens[1 + i % 5] = -1
-    check_walks(tree, requests, four_lanes, method)
+    check_walks(tree, requests, lanes, method)
 
 
-def test_rejected_tokens_are_known_in_every_bit_of_a_lane(four_lanes):
+def test_rejected_tokens_are_known_in_every_bit_of_a_lane(lanes):
     """Q has one token, in the last of a lane's 64 places; and P has it not."""
-    vocabulary = 64 * four_lanes
+    vocabulary = 64 * lanes
     tree = Tree([-1, 0, 0])
     requests = []
-    for first in (vocabulary - 1, 33 * four_lanes + 2, 1):
+    for first in (vocabulary - 1, 33 * lanes + 2, 1):
         logits = np.zeros((3, vocabulary), np.float32)
         logits[0, first] = -INF
         draft_logits = np.full((1, vocabulary), -INF, np.float32)
@@ -231,6 +215,7 @@ def test_rejected_tokens_are_known_in_every_bit_of_a_lane(four_lanes):
     assert [(path, emitted[0]) for path, emitted in verify_results] == [([2], 5)] * 3
 
 
+@pytest.mark.parametrize("lanes", [4, 16], indirect=True)
 def test_accepts_the_draft_that_is_the_target(lanes, monkeypatch):
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: lanes == 4)
     rng = np.random.default_rng(6)
@@ -250,7 +235,7 @@ def test_accepts_the_draft_that_is_the_target(lanes, monkeypatch):
 # -- Algorithm 2: what only rounding or bad rows bring about -------------------------
 
 
-def test_accepts_where_nothing_of_the_target_would_be_left(four_lanes, few):
+def test_accepts_where_nothing_of_the_target_would_be_left(lanes, few):
     """R and D that differ by rounding alone, made visible: a Q that sums to 2.
 
     Then R - D is 0 everywhere, which says that the acceptance probability was 1.
@@ -268,7 +253,7 @@ def test_accepts_where_nothing_of_the_target_would_be_left(four_lanes, few):
     assert [path for path, _ in run(tree, requests)] == [[1]] * len(requests)
 
 
-def test_keeps_the_residual_where_nothing_is_left_and_the_token_is_impossible(four_lanes, few):
+def test_keeps_the_residual_where_nothing_is_left_and_the_token_is_impossible(lanes, few):
     """The case before, but the first child is a token that the target excludes."""
     tree = Tree([-1, 0, 0])
     draft_logits = np.array([[1.0, 0.0, 2.0, 0.5, 1.5]], np.float32)
@@ -287,7 +272,7 @@ def test_keeps_the_residual_where_nothing_is_left_and_the_token_is_impossible(fo
 
 
 @of_each_method
-def test_a_row_without_any_draft_probability_counts_as_uniform(four_lanes, method):
+def test_a_row_without_any_draft_probability_counts_as_uniform(lanes, method):
     """Statistics that are NaN: the children were drawn uniformly (kernels/children_kernels.py)."""
     tree = Tree([-1, 0, 0])
     vocabulary = 6
@@ -306,7 +291,7 @@ def test_a_row_without_any_draft_probability_counts_as_uniform(four_lanes, metho
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_ends_with_some_token_where_the_target_has_none(four_lanes, few):
+def test_ends_with_some_token_where_the_target_has_none(lanes, few):
     tree = Tree([-1, 0])
     requests = []
     for bad in (np.nan, -INF):
@@ -318,9 +303,6 @@ def test_ends_with_some_token_where_the_target_has_none(four_lanes, few):
 
 # -- the law -------------------------------------------------------------------------
 
-FALSE_ALARM = 1e-6
-
-
 LAWS = {
     # Q likes what P does not; P has a zero, Q another one.
     "apart": ([0.55, 0.05, 0.0, 0.4], [0.1, 0.7, 0.2, 0.0], [-1, 0, 0, 0]),
@@ -329,7 +311,7 @@ LAWS = {
 
 
 @pytest.mark.parametrize("name", ["apart", pytest.param("deeper", marks=pytest.mark.nightly)])
-def test_emits_by_the_targets_law(four_lanes, name, monkeypatch):
+def test_emits_by_the_targets_law(lanes, name, monkeypatch):
     """The first two tokens against P(first) P(second), by chi-square.
 
     A correct verifier fails it for one in a million choices of the seeds. One that draws the
@@ -347,15 +329,10 @@ def test_emits_by_the_targets_law(four_lanes, name, monkeypatch):
     def target(path):
         return shifted[path[-1] + 1 if path else 0]
 
+    dice = SimpleNamespace(draw=lambda rest, node: int(rng.choice(vocabulary, p=rest)))
     requests = []
     for seed in range(samples):
-        tokens = [0] * tree.size
-        for node in tree.inner:
-            children = tree.children_of(node)
-            for child, token in zip(
-                children, draw_children(rng, np.array(draft), len(children)), strict=True
-            ):
-                tokens[child] = token
+        tokens = draft_tree(lambda path: draft, parents, dice)
         logits = np.stack([target([tokens[node]] if node else []) for node in range(tree.size)])
         requests.append(Request(tokens, logits.astype(np.float32), draft_logits.astype(np.float32)))
         requests[-1].logits *= np.float32(0.8)
@@ -370,25 +347,15 @@ def test_emits_by_the_targets_law(four_lanes, name, monkeypatch):
     pairs = list(product(range(vocabulary), repeat=2))
     law = [softmax(target([]))[one] * softmax(target([one]))[other] for one, other in pairs]
     assert counts.total() == samples
-    assert_same_law([counts[pair] for pair in pairs], law, FALSE_ALARM, fewest=0)
+    assert_same_law([counts[pair] for pair in pairs], law, fewest=0)
     first = Counter(one for one, _ in counts.elements())
-    assert_same_law([first[token] for token in range(vocabulary)], probabilities, FALSE_ALARM, 0)
+    assert_same_law([first[token] for token in range(vocabulary)], probabilities, fewest=0)
 
 
 # -- the batch -----------------------------------------------------------------------
 
 
-def test_neighbours_change_nothing(four_lanes):
-    rng = np.random.default_rng(10)
-    tree = Tree([-1, 0, 0, 1, 1, 3])
-    requests = [random_request(rng, tree, 9, seed=seed, size=6 - seed % 3) for seed in range(6)]
-    requests[2].mode, requests[2].target_tokens = GREEDY, [3] * len(requests[2].tokens)
-    together = run(tree, requests)
-    assert together == [run(tree, [request])[0] for request in requests]
-    assert together[::-1] == run(tree, requests[::-1])
-
-
-def test_statistics_are_taken_of_few_rows_with_a_sampled_request(four_lanes, monkeypatch):
+def test_statistics_are_taken_of_few_rows_with_a_sampled_request(lanes, monkeypatch):
     launches = []
     take = target_statistics.target_statistics
     monkeypatch.setattr(
@@ -403,7 +370,7 @@ def test_statistics_are_taken_of_few_rows_with_a_sampled_request(four_lanes, mon
         assert (results, len(launches)) == (run(tree, requests)[:count], expected)
 
 
-def test_seed_position_and_node_make_other_numbers(four_lanes):
+def test_seed_position_and_node_make_other_numbers(lanes):
     logits = np.zeros((1, 256), np.float32)
     requests = [
         Request([0], logits, seed=seed, position=position, draft_logits=None)

@@ -158,16 +158,13 @@ def commit_reference(
                 cache[target, :, to_slot] = old[source, :, from_slot]
 
 
-def random_ancestors(nodes: int, generator: torch.Generator, reach: int = 20) -> Tensor:
+def random_ancestors(nodes: int, generator: torch.Generator) -> Tensor:
     """bool ``[nodes, nodes]`` of a random tree: whether the row's node sees the column's.
 
-    Args:
-        nodes: N.
-        generator: On the CPU, as is the result.
-        reach: A parent is at most so many nodes before its child.
+    A parent is at most 20 nodes before its child. Generator and result are on the CPU.
     """
     seen = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
-        parent = int(torch.randint(max(0, node - reach), node, (), generator=generator))
+        parent = int(torch.randint(max(0, node - 20), node, (), generator=generator))
         seen[node] |= seen[parent]
     return seen

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass
@@ -48,7 +49,7 @@ class GdnLayer(Convolution):
     def step(self, window, state, a, b):  # type: ignore[no-untyped-def, override]
         """See `Convolution.step`; the output is ``[Hv, V]``."""
         (heads, value_heads), (key_size, value_size) = self.heads, self.sizes
-        mixed = _silu(self.mixed(window))
+        mixed = functional.silu(self.mixed(window))
         keys = heads * key_size
         query, key, value = mixed.split([keys, keys, value_heads * value_size])
         group = value_heads // heads
@@ -56,8 +57,9 @@ class GdnLayer(Convolution):
             (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(group, 0)
             for each in (query.view(heads, key_size), key.view(heads, key_size))
         )
-        decay = torch.exp(-torch.exp(self.log_a.double()) * _softplus(a, self.dt_bias))
-        strength = 1 / (1 + torch.exp(-b.double()))
+        dt = functional.softplus(a.double() + self.dt_bias.double())
+        decay = torch.exp(-torch.exp(self.log_a.double()) * dt)
+        strength = b.double().sigmoid()
         state = state.double() * decay[:, None, None]
         missing = value.view(value_heads, value_size) - torch.einsum("hvk,hk->hv", state, key)
         state = state + torch.einsum("hv,hk->hvk", strength[:, None] * missing, key)
@@ -82,25 +84,16 @@ class MambaLayer(Convolution):
         """See `Convolution.step`; the output is ``[Hv, V]``."""
         (groups, heads), (state_size, head_size) = self.heads, self.sizes
         vectors = groups * state_size
-        parts = _silu(self.mixed(window)).split([heads * head_size, vectors, vectors])
+        parts = functional.silu(self.mixed(window)).split([heads * head_size, vectors, vectors])
         x = parts[0].view(heads, head_size)
         b, c = (
             each.view(groups, state_size).repeat_interleave(heads // groups, 0)
             for each in parts[1:]
         )
-        dt = _softplus(dt, self.dt_bias)
+        dt = functional.softplus(dt.double() + self.dt_bias.double())
         kept = torch.exp(self.a.double() * dt)[:, None, None] * state.double()
         state = kept + torch.einsum("h,hv,hk->hvk", dt, x, b)
         return torch.einsum("hvk,hk->hv", state, c) + self.d.double()[:, None] * x, state
-
-
-def _silu(value: Tensor) -> Tensor:
-    return value / (1 + torch.exp(-value))
-
-
-def _softplus(value: Tensor, bias: Tensor) -> Tensor:
-    total = value.double() + bias.double()
-    return torch.where(total > 20, total, torch.log1p(torch.exp(total)))
 
 
 def walk(

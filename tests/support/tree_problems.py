@@ -197,7 +197,7 @@ def batch_of(problems_, width):
     vocabulary = max(len(p.target[0]) for p in problems_)
     shape = (len(problems_), width, vocabulary)
     target, draft = torch.full(shape, math.nan), torch.full(shape, math.nan)
-    tokens = torch.zeros(shape[:2], dtype=torch.int64)
+    tokens = torch.ones(shape[:2], dtype=torch.int64)  # padding may have any
     parents = torch.full(shape[:2], -2)
     for i, problem in enumerate(problems_):
         one_target, one_draft, one_tokens, one_parents = problem.tensors()

@@ -301,13 +301,6 @@ def underflowing(rng, vocabulary):
 KINDS = {"dense": dense, "sparse": sparse, "one-hot": one_hot, "underflowing": underflowing}
 
 
-def draw_children(rng, probabilities, count):
-    """Siblings by this law, drawn without replacement."""
-    return draw_without_replacement(
-        probabilities, count, lambda rest: int(rng.choice(len(rest), p=rest / rest.sum()))
-    )
-
-
 def random_request(rng, tree, vocabulary, target=dense, draft=dense, size=None, seed=1):
     size = tree.size if size is None else size
     logits = np.stack([target(rng, vocabulary) for _ in range(size)])
@@ -321,8 +314,10 @@ def random_request(rng, tree, vocabulary, target=dense, draft=dense, size=None, 
             probabilities = draft_probabilities(
                 request.draft_logits[tree.inner.index(node)], request.temperature
             )
-            for child, token in zip(
-                children, draw_children(rng, probabilities, len(children)), strict=True
-            ):
+            drawn = draw_without_replacement(
+                probabilities, len(children),
+                lambda rest: int(rng.choice(len(rest), p=rest / rest.sum())),
+            )  # fmt: skip
+            for child, token in zip(children, drawn, strict=True):
                 request.tokens[child] = token
     return request

@@ -16,19 +16,6 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.bench import engines, measure
 from sequoia_vllm.bench.engines import Arrival, check_memory, in_this_process, part_seconds
-from sequoia_vllm.bench.measure import (
-    BenchRuns,
-    BenchSettings,
-    EngineCase,
-    GreedyCheck,
-    MethodRuns,
-    Mismatch,
-    RoundRun,
-    Steady,
-    batches,
-    pooled,
-    steady_part,
-)
 from sequoia_vllm.bench.methods import SERVED, BenchError, chain, methods, plain, sequoia
 from sequoia_vllm.bench.report import (
     CHAIN_SAMPLES_WRONGLY,
@@ -130,8 +117,8 @@ def test_steady_steps_are_after_every_first_token_until_one_has_all():
         (2.0, (3, 1)), (2.5, (2, 4)), (3.5, (1, 1)),
         (5.0, (3, 1), "has all"), (9.5, (0, 1), "has all"),
     ]  # fmt: skip
-    found = steady_part(arrivals(*steps))
-    assert found == Steady([2, 4, 1, 1, 3, 1], steps=3, seconds=3.0, batch_size=2)
+    found = measure.steady_part(arrivals(*steps))
+    assert found == measure.Steady([2, 4, 1, 1, 3, 1], steps=3, seconds=3.0, batch_size=2)
     assert found.tokens_per_second == 4
     assert found.tokens_per_step == 2
     assert found.step_seconds == 1
@@ -147,20 +134,20 @@ def test_short_completions_have_the_tokens_per_step_of_long_ones():
         while (total := sum(step[1][0] for step in steps)) < 24:
             new = int(random.choice(lengths))
             steps.append((len(steps), (new,), *(["has all"] if total + new >= 24 else [])))
-        parts.append(steady_part(arrivals(*steps)))
-    assert pooled(parts).tokens_per_step == pytest.approx(lengths.mean(), rel=0.03)
+        parts.append(measure.steady_part(arrivals(*steps)))
+    assert measure.pooled(parts).tokens_per_step == pytest.approx(lengths.mean(), rel=0.03)
 
 
 @pytest.mark.parametrize("steps", [(), ((1.0, (1,), "has all"),), ((1.0, (1,)),)])
 def test_too_short_completions(steps):
     with pytest.raises(BenchError, match="--max-tokens"):
-        steady_part(arrivals(*steps))
+        measure.steady_part(arrivals(*steps))
 
 
 @given(st.integers(1, 20), st.integers(1, 9))
 def test_batches_are_full_and_hold_every_prompt(count, batch_size):
     prompts = [[number] for number in range(count)]
-    found = batches(prompts, batch_size)
+    found = measure.batches(prompts, batch_size)
     assert {len(batch) for batch in found} == {batch_size}
     flat = [prompt for batch in found for prompt in batch]
     assert flat[:count] == prompts
@@ -328,12 +315,12 @@ def test_new_recording_ends_the_earlier_one(clock, is_v2):
 
 def checked(output, gaps, dtype="bfloat16"):
     """The greedy check of one output, in which plain vLLM's is [1, 2, 3]."""
-    case = EngineCase(1, 0.0)
+    case = measure.EngineCase(1, 0.0)
     runs = [
-        MethodRuns(method, None, 0, [replace(round_run(1), token_ids=[ids])])
+        measure.MethodRuns(method, None, 0, [replace(round_run(1), token_ids=[ids])])
         for method, ids in ((plain(), [1, 2, 3]), (chain("d", 2), output))
     ]
-    settings = BenchSettings(EngineSpec("t", "d"), methods=(plain(),), prompts=([7],))
+    settings = measure.BenchSettings(EngineSpec("t", "d"), methods=(plain(),), prompts=([7],))
     target = SimpleNamespace(dtype=dtype, gaps_to_best=lambda prompt, output: gaps)
     return measure.check_outputs(settings, {case: runs}, target)
 
@@ -363,8 +350,8 @@ def test_the_greedy_check(output, gaps, dtype, passed, mismatch):
 def round_run(rate, tokens_per_step=1.0, counters=None):
     steps = 50
     tokens = round(steps * tokens_per_step)
-    return RoundRun(
-        steady=Steady([round(tokens_per_step)] * steps, steps, tokens / rate, 1),
+    return measure.RoundRun(
+        steady=measure.Steady([round(tokens_per_step)] * steps, steps, tokens / rate, 1),
         token_ids=[[0] * tokens],
         texts=[""],
         parts={"target": 1.0, "draft": 0.5, "drawing": 0.1, "verify": 0.2, "steps": steps},
@@ -373,19 +360,20 @@ def round_run(rate, tokens_per_step=1.0, counters=None):
 
 
 TREE = TokenTree((-1, 0, 0, 1))
-CASES = [EngineCase(1, 0.0), EngineCase(1, 1.0)]
+CASES = [measure.EngineCase(1, 0.0), measure.EngineCase(1, 1.0)]
 
 
 def summed(chain_is_wrong=True):
     counters = {"steps": 50, "tree_steps": 50, "seconds": {"target": 1.0, "verify": 0.5}}
     runs = [
-        MethodRuns(plain(), None, 0, [round_run(10), round_run(8), round_run(9)]),
-        MethodRuns(chain("d", 2), None, 2, [round_run(15, 2), round_run(16, 2), round_run(9, 2)]),
-        MethodRuns(chain("d", 3), None, 3, [round_run(14, 2), round_run(14, 2), round_run(14, 2)]),
-        MethodRuns(sequoia("d", "auto"), None, 0, [round_run(9)] * 3),
-        MethodRuns(sequoia("d", "4x2"), TREE, 3, [round_run(20, 3, counters)] * 3),
+        (plain(), None, 0, [round_run(10), round_run(8), round_run(9)]),
+        (chain("d", 2), None, 2, [round_run(15, 2), round_run(16, 2), round_run(9, 2)]),
+        (chain("d", 3), None, 3, [round_run(14, 2)] * 3),
+        (sequoia("d", "auto"), None, 0, [round_run(9)] * 3),
+        (sequoia("d", "4x2"), TREE, 3, [round_run(20, 3, counters)] * 3),
     ]
-    found = BenchRuns("bfloat16", dict.fromkeys(CASES, runs))
+    of_methods = [measure.MethodRuns(*own) for own in runs]
+    found = measure.BenchRuns("bfloat16", dict.fromkeys(CASES, of_methods))
     return results(found, chain_is_wrong=chain_is_wrong)
 
 
@@ -430,13 +418,13 @@ def test_what_must_be_said_stands_beside_its_row():
 def test_without_drafts_a_speedup_is_noise(tree, trees, words):
     counters = {"steps": 50, "tree_steps": trees, "seconds": {"verify": 0.1}}
     runs = [
-        MethodRuns(plain(), None, 0, [round_run(10)] * 3),
-        MethodRuns(
+        measure.MethodRuns(plain(), None, 0, [round_run(10)] * 3),
+        measure.MethodRuns(
             sequoia("d", SERVED), tree, 3,
             [round_run(rate, 1, tree and counters) for rate in (13, 15, 16)],
         ),
     ]  # fmt: skip
-    plain_, found = results(BenchRuns("float32", {CASES[0]: runs}), chain_is_wrong=False)
+    plain_, found = results(measure.BenchRuns("float32", {CASES[0]: runs}), chain_is_wrong=False)
     assert found.speed_in_words == words
     assert found.is_plain == (words == "= plain")
     assert plain_.speed_in_words == "1.00x (1.00x to 1.00x)"
@@ -472,13 +460,13 @@ def test_report_survives_the_disk():
 
 def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    tie = Mismatch(
+    tie = measure.Mismatch(
         method="chain of 2", batch_size=1, prompt=1, position=7, token=3, plain_token=4,
         gap=0.01, near_tie=True,
     )  # fmt: skip
     wrong = {"method": "Sequoia 4x2", "prompt": 0, "position": 0, "gap": 2.5, "near_tie": False}
     mismatches = [tie, tie.model_copy(update=wrong)]
-    greedy = GreedyCheck(compared=9, identical=7, bound=0.25, mismatches=mismatches)
+    greedy = measure.GreedyCheck(compared=9, identical=7, bound=0.25, mismatches=mismatches)
     print_report(report(GROWN, greedy))
     printed = capsys.readouterr().out
     for said in (
@@ -560,7 +548,7 @@ def test_engines_in_this_process(chains, before, within, monkeypatch):
 
 
 def test_room_for_whole_trees():
-    options = BenchSettings(
+    options = measure.BenchSettings(
         EngineSpec("t", "d"), methods=(replace(plain(), most_drafts=63),), prompts=([1] * 935,),
         max_tokens=64, batch_sizes=(64,),
     ).engine_options()  # fmt: skip

@@ -8,6 +8,7 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -157,57 +158,48 @@ def test_pictures_without_matplotlib_are_refused_before_anything_is_measured(
     assert list(tmp_path.iterdir()) == []
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-    def after(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture
-def lines():
-    clock = Clock()
-    return ProgressLines("profile:", clock), clock
+def timed():
+    """Lines about progress, and their clock."""
+    clock = SimpleNamespace(now=1000.0)
+    return ProgressLines("profile:", lambda: clock.now), clock
 
 
-def test_a_line_says_what_is_done_and_what_is_left(lines):
-    lines, clock = lines
-    clock.after(40)
+def test_a_line_says_what_is_done_and_what_is_left(timed):
+    lines, clock = timed
+    clock.now += 40
     lines.report("starting the engine", 0, 1)
     assert lines.line() == "profile: starting the engine; 0:40 so far"
-    clock.after(20)
+    clock.now += 20
     lines.report("batch 1, 4 tokens", 0, 24)
     assert lines.line() == "profile: batch 1, 4 tokens; 1:00 so far, 0 of 24 done"
-    clock.after(25)
+    clock.now += 25
     lines.report("batch 4, 8 tokens", 5, 24)
     # Starting the engine is not counted: 5 seconds a run.
     assert lines.line() == (
         "profile: batch 4, 8 tokens; 1:25 so far, 5 of 24 done, about 1:35 left"
     )
-    clock.after(3)
+    clock.now += 3
     assert lines.line().endswith("about 1:32 left")
-    clock.after(12)  # a long step: it counts when it ends
+    clock.now += 12  # a long step: it counts when it ends
     assert lines.line().endswith("about 1:30 left")
     lines.report("batch 4, 16 tokens", 6, 24)
     assert lines.line().endswith("about 2:00 left")
 
 
-def test_nothing_is_left_after_the_last_step(lines):
+def test_nothing_is_left_after_the_last_step(timed):
     """What follows it is not counted; once it showed as a negative time."""
-    lines, clock = lines
+    lines, clock = timed
     lines.report("trees", 0, 10)
-    clock.after(100)
+    clock.now += 100
     lines.report("trees", 10, 10)
-    clock.after(30)
+    clock.now += 30
     assert lines.line() == "profile: trees; 2:10 so far, 10 of 10 done"
 
 
-def printed_after(text, count, capfd, seconds=10.0):
+def printed_after(text, count, capfd):
     """What lies in standard error once ``text`` was there so often."""
-    found, end = "", time.monotonic() + seconds
+    found, end = "", time.monotonic() + 10.0
     while found.count(text) < count and time.monotonic() < end:
         time.sleep(0.005)
         found += capfd.readouterr().err

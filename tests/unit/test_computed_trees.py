@@ -189,12 +189,6 @@ def test_acceptance_counted_while_serving_is_taken(library, caplog):
     assert "is not used" in caplog.text
 
 
-def test_the_users_own_tree_comes_first(library):
-    pair = key(L40S, TARGET, DRAFT)
-    library.save_user_tree(pair, library.entry("h200/8b-1b/shipped"))
-    assert library.select(pair, shapes=EMBEDDED).entry.name.startswith("user/")
-
-
 @pytest.mark.parametrize(
     ("shapes", "more", "reason"),
     [

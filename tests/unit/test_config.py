@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from sequoia_vllm.config import ConfigError, OffloadSpec, SequoiaConfig, TreeSpec
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification.methods import method_names
 
 ACCEPTED = [
     {"model": "draft", "tree": "auto"},
@@ -131,11 +130,6 @@ def test_tokens_to_draft_may_lie_in_a_file(tmp_path):
         file.write_text(wrong)
         with pytest.raises(ConfigError, match="draft_vocabulary"):
             config.loaded()
-
-
-def test_verification_names_a_registered_method():
-    for name in method_names():
-        assert parsed(verification=name).verification == name
 
 
 PATH = Path(__file__).parents[2] / "docs" / "configuration.md"

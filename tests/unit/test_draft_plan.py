@@ -98,7 +98,6 @@ def test_logits_are_kept_for_the_largest_product_of_batch_and_nodes():
 
 
 # Sequences and tokens per step of `vllm serve` on small and large GPUs, and of `LLM` there.
-# Sequences and tokens per step of `vllm serve` on small and large GPUs, and of `LLM` there.
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(256, 2048), (1024, 8192), (1024, 16384)])
 def test_passes_of_the_librarys_trees_fit_where_nothing_is_set(max_num_seqs, budget):
     """Also where a user's own schedule drafts the whole tree at all loads."""

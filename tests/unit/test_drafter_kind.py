@@ -214,28 +214,33 @@ def test_heads_of_other_targets(kind_of, config, difference):
 
 
 @pytest.mark.parametrize(
-    ("config", "kind", "head"),
+    ("config", "kind", "reads", "output_vocab", "levels"),
     [
-        (EAGLE_3, "eagle3", HeadShape(kind="eagle3", reads=12288, output_vocab=32000)),
-        (
-            speculators("eagle3", eagle_aux_hidden_state_layer_ids=[2, 9, 16, 23, 30]), "eagle3",
-            HeadShape(kind="eagle3", reads=20480, output_vocab=32000),
-        ),
-        (DFLASH, "dflash", HeadShape(kind="dflash", reads=20480, levels=15)),
-        (
-            speculators("dflash", **BLOCK), "dflash",
-            HeadShape(kind="dflash", reads=12288, output_vocab=32000),
-        ),
-        (DSPARK, "dspark", HeadShape(kind="dspark", reads=20480, levels=7)),
+        (EAGLE_3, "eagle3", 12288, 32000, None),
+        (speculators("eagle3", eagle_aux_hidden_state_layer_ids=[2, 9, 16, 23, 30]),
+         "eagle3", 20480, 32000, None),
+        (DFLASH, "dflash", 20480, None, 15),
+        ({key: DFLASH[key] for key in DFLASH if key != "block_size"}, "dflash", 20480, None, None),
+        (speculators("dflash", **BLOCK), "dflash", 12288, 32000, None),
+        (speculators("dflash", **BLOCK, block_size=8), "dflash", 12288, 32000, 7),
+        (DSPARK, "dspark", 20480, None, 7),
+        (DSPARK | {"sample_from_anchor": False}, "dspark", 20480, None, 6),
+        (speculators("dspark", **BLOCK, block_size=8), "dspark", 12288, 32000, 7),
+        (speculators("dspark", **BLOCK, block_size=8, sample_from_anchor=True),
+         "dspark", 12288, 32000, 8),
     ],
 )  # fmt: skip
-def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
+def test_shapes_of_heads_in_each_format(tmp_path, config, kind, reads, output_vocab, levels):
+    """And the levels that a block has."""
     draft = save_config(tmp_path, config)
     found = reader().shapes(draft, drafter(kind))
     assert found.head == kind
+    head = HeadShape(kind=kind, reads=reads, output_vocab=output_vocab, levels=levels)
     assert found.draft.head == head
     assert found.draft.name == draft
     assert (found.draft.hidden, found.draft.kv_heads, found.draft.vocab) == (4096, 8, 128256)
+    assert reader().levels(draft, drafter(kind)) == drafted_levels(reader().read(draft)) == levels
+    assert reader().levels(draft, drafter("eagle3")) is None
 
 
 @pytest.mark.slow
@@ -268,27 +273,6 @@ def test_a_configuration_is_read_once(tmp_path):
     (tmp_path / "config.json").unlink()
     assert shared.levels(draft, kind) == 15
     assert shared.shapes(draft, kind).draft.head.levels == 15
-
-
-@pytest.mark.parametrize(
-    ("config", "levels"),
-    [
-        (DFLASH, 15),
-        ({key: value for key, value in DFLASH.items() if key != "block_size"}, None),
-        (speculators("dflash", **BLOCK, block_size=8), 7),
-        (speculators("dflash", **BLOCK), None),
-        (DSPARK, 7),
-        ({**DSPARK, "sample_from_anchor": False}, 6),
-        (speculators("dspark", **BLOCK, block_size=8), 7),
-        (speculators("dspark", **BLOCK, block_size=8, sample_from_anchor=True), 8),
-    ],
-)
-def test_levels_that_a_block_has(tmp_path, config, levels):
-    draft = save_config(tmp_path, config)
-    kind = reader().kind(draft)
-    assert reader().levels(draft, kind) == drafted_levels(reader().read(draft)) == levels
-    assert reader().levels(draft, drafter("eagle3")) is None
-    assert reader().shapes(draft, kind).draft.head.levels == levels
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sequoia_vllm.errors import SequoiaError
-from tests.support.models import MODELS
+from tests.support.models import MODELS, save_llama
 from tests.support.train_drafter import script_modules
 
 torch = pytest.importorskip("torch")
@@ -27,28 +27,23 @@ def scripts():
 @pytest.fixture(scope="module")
 def target(scripts, tmp_path_factory):
     """A random Llama of four layers whose predictions differ from place to place."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
-        tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        initializer_range=0.2,
+    folder = save_llama(
+        tmp_path_factory.mktemp("target"), seed=0, vocab_size=VOCAB, hidden_size=HIDDEN,
+        intermediate_size=48, num_hidden_layers=4, head_dim=16, tie_word_embeddings=True,
     )  # fmt: skip
-    folder = tmp_path_factory.mktemp("target")
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     made = scripts.eagle3.FrozenTarget(folder, LAYERS, "cpu")
     made.folder = folder
     return made
 
 
-def tokens(batch: int, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (batch, length), generator=generator)
+def tokens(batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, VOCAB, (batch, LENGTH), generator=generator)
 
 
-def answered(scripts, target, head, batch: int) -> torch.Tensor:
+def answered(scripts, target, head) -> torch.Tensor:
     """Texts whose law is the target's, with the head's numbers; all tokens are an answer's."""
-    texts = tokens(batch)
+    texts = tokens(2)
     law = target._model(texts).logits.softmax(-1).topk(LIKELY)
     words = torch.from_numpy(scripts.heads.head_words(head).drawn)
     return torch.cat((texts[..., None], words[law.indices], law.values), -1)
@@ -115,7 +110,7 @@ class TestTarget:
 
 class TestHead:
     def test_every_weight_learns(self, scripts, target, head):
-        head.loss(target, answered(scripts, target, head, 2)).backward()
+        head.loss(target, answered(scripts, target, head)).backward()
         assert all(one.grad.abs().max() > 0 for one in head.parameters())
 
     def test_drafts_do_not_depend_on_what_follows(self, scripts, target, head):
@@ -129,7 +124,7 @@ class TestHead:
             torch.testing.assert_close(first, logits[: end - 1])
 
     def test_padding_changes_no_loss(self, scripts, target, head):
-        batch = answered(scripts, target, head, 2)
+        batch = answered(scripts, target, head)
         batch[:, 14:, 1 + LIKELY :] = 0  # from here on no token is an answer's
         other = batch.clone()
         other[:, 20:, 0] = 3

@@ -4,7 +4,6 @@
 Models that trees do not serve are refused in one text: by the engine, `advise` and `doctor`.
 """
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from tests.support.families import (
     bases_in_vllm,
     in_vllm,
 )
-from tests.support.models import save_config
+from tests.support.models import DRAFT, TARGET, save_config
 
 pytest.importorskip("vllm")
 import vllm
@@ -106,8 +105,7 @@ ASKED = {
 @pytest.mark.parametrize("family", ASKED)
 def test_advise_begins_with_the_row(family, tmp_path):
     config = CONFIGS.get(family, {"architectures": ["OtherForCausalLM"]})
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    done = command("advise", tmp_path, "--device", "h100", code=2)
+    done = command("advise", save_config(tmp_path, config), "--device", "h100", code=2)
     assert done.stdout.startswith(f"{family} ({config['architectures'][0]}): {ASKED[family]}")
     see = rf"\({family}: (.*; )?see docs/supported\.md#refused-targets\)"
     assert bool(re.search(see, done.stderr)) == ("refused" in ASKED[family])
@@ -158,9 +156,6 @@ def test_no_draft_is_known_for_refused_families_and_every_kind_has_a_row():
     assert not any(row.known() for row in FILE.families if row.kinds)
     kinds = DRAFTERS_PAGE.read_text(encoding="utf-8").partition("## Kinds")[2].partition("##")[0]
     assert set(re.findall(r"\| `\"(\w+)\"` \| [yn]", kinds)) == set(DRAFTERS)
-
-
-DRAFT = str(Path(__file__).parents[2] / "examples" / "models" / "draft")
 
 
 def advise(*arguments: str) -> str:
@@ -214,10 +209,9 @@ def test_a_hybrid_class_without_recurrent_layers_is_served():
 
 @pytest.mark.parametrize("family", [*REFUSED, *READ_IMAGES])
 def test_drafts_are_refused_too(family, tmp_path):
-    target = str(Path(DRAFT).with_name("target"))
     config = {**REFUSED, **READ_IMAGES}[family]
     draft = save_config(tmp_path, config)
-    said = advise(target, "--draft-model", draft)
+    said = advise(TARGET, "--draft-model", draft)
     assert said == refusal(draft, "draft", kinds_of(config))
     assert "serve it without" not in said
 

@@ -202,8 +202,8 @@ def endless():
     return h100().model_copy(update={"interconnect_gb_s": math.inf})
 
 
-def links(devices, gb_s=450.0, kind="switch", assumed=None):
-    return Interconnect(h100(gb_s, kind), devices, assumed or Assumptions())
+def links(devices, gb_s=450.0, kind="switch"):
+    return Interconnect(h100(gb_s, kind), devices, Assumptions())
 
 
 def predicted(device, name="70b-1b", **options):

@@ -19,13 +19,10 @@ from sequoia_vllm.library.selection import parameters_of
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree import Acceptance, TokenTree
 from tests.support.reference_trees import published
+from tests.unit.test_model_config import LLAMA_3
 
 SHIPPED = Acceptance.of(published()["shipped"])
-EAGLE_3 = {
-    "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "draft_vocab_size": 32000, "tie_word_embeddings": False,
-}  # fmt: skip
+EAGLE_3 = {**LLAMA_3, "num_hidden_layers": 1, "draft_vocab_size": 32000}
 DFLASH = {
     "model_type": "qwen3", "num_hidden_layers": 5, "hidden_size": 4096,
     "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,

@@ -17,12 +17,6 @@ import pytest
 
 from sequoia_vllm import orphans
 from sequoia_vllm.measuring import interrupts
-from sequoia_vllm.measuring.interrupts import (
-    Terminated,
-    engines_end_here,
-    interrupts_get_through,
-    processes_end_here,
-)
 from tests.support.commands import python
 from tests.support.ending import ENDED, in_the_background, still_there, wait_until
 
@@ -105,7 +99,8 @@ def test_any_moment(tmp_path, seed):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+    ("number", "kind"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, interrupts.Terminated)],
 )
 def test_interrupts_are_not_swallowed_while_an_engine_starts(number, kind):
     """vLLM swallows them, and would wait for ever for an engine that has gone."""
@@ -113,7 +108,7 @@ def test_interrupts_are_not_swallowed_while_an_engine_starts(number, kind):
     waited = []
 
     def start_engine():
-        with processes_end_here(), interrupts_get_through():
+        with interrupts.processes_end_here(), interrupts.interrupts_get_through():
             with suppress(KeyboardInterrupt):  # as vLLM's zmq_socket_ctx
                 os.kill(os.getpid(), number)
                 time.sleep(60)
@@ -133,7 +128,7 @@ def test_a_signal_while_engines_end_ends_the_command(monkeypatch):
         interrupts, "end_processes", lambda spared: os.kill(os.getpid(), signal.SIGTERM)
     )
     ended = []
-    with pytest.raises(Terminated), processes_end_here():
+    with pytest.raises(interrupts.Terminated), interrupts.processes_end_here():
         ended.append("the block")
     assert ended == ["the block"]
 
@@ -142,7 +137,7 @@ def test_signals_of_forks_are_theirs(monkeypatch):
     killed = []
     monkeypatch.setattr(interrupts, "SECONDS_TO_END", 0.0)
     monkeypatch.setattr(interrupts, "kill_processes", killed.append)
-    with processes_end_here():
+    with interrupts.processes_end_here():
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         child.start()
         child.terminate()
@@ -182,13 +177,6 @@ def test_a_process_whose_parent_has_gone_ends_as_it_begins(parent, code):
     if number is not None:
         environment["SEQUOIA_VLLM_PARENT"] = str(number)
     python("import sequoia_vllm", env=environment, ends_with=code)
-
-
-def test_the_environment_is_as_before():
-    before = dict(os.environ)
-    with processes_end_here():
-        assert os.environ.get("SEQUOIA_VLLM_PARENT") == str(os.getpid())
-    assert dict(os.environ) == before
 
 
 FAILING = """
@@ -285,7 +273,7 @@ def test_nothing_stays_behind(tmp_path, number, code):
 def test_other_children_are_left_alone():
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        with engines_end_here():
+        with interrupts.engines_end_here():
             pass
         assert other.poll() is None
     finally:
@@ -293,17 +281,18 @@ def test_other_children_are_left_alone():
         other.wait()
 
 
-def test_signals_and_temporary_files_are_as_before():
+def test_signals_and_the_environment_are_as_before():
     def seen():
         handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-        return handlers, [os.environ.get(x) for x in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")]
+        return handlers, dict(os.environ)
 
     def end_by_sigterm() -> None:
-        with engines_end_here():
+        with interrupts.engines_end_here():
+            assert os.environ["SEQUOIA_VLLM_PARENT"] == str(os.getpid())
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
 
     before = seen()
-    with pytest.raises(Terminated):
+    with pytest.raises(interrupts.Terminated):
         end_by_sigterm()
     assert seen() == before

@@ -42,11 +42,6 @@ def known_drafts(target: str, kinds=("model",), asked: str | None = None) -> lis
     return found
 
 
-def known_draft(target: str, kinds=("model",), asked: str | None = None) -> KnownDraft:
-    """The one that is taken."""
-    return known_drafts(target, kinds, asked)[0]
-
-
 LLAMA_8B_EAGLE_3 = "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"
 
 
@@ -68,7 +63,7 @@ LLAMA_8B_EAGLE_3 = "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"
     ],
 )
 def test_draft_models_where_no_head_can_run(target, draft, kinds):
-    found = known_draft(target, kinds)
+    found, *_ = known_drafts(target, kinds)
     assert (found.name, found.drafter.kind) == (draft, "model")
 
 
@@ -84,7 +79,7 @@ def test_draft_models_where_no_head_can_run(target, draft, kinds):
     ],
 )  # fmt: skip
 def test_heads_that_are_asked_for(target, head):
-    found = known_draft(target, ALL, "eagle3")
+    found, *_ = known_drafts(target, ALL, "eagle3")
     assert (found.name, found.drafter.kind) == (head, "eagle3")
     assert "an EAGLE-3 head made for this target (" in found.why
 
@@ -99,7 +94,7 @@ def test_heads_are_taken_where_one_has_run_on_a_gpu():
     assert (
         "a DFlash head exists, too (RedHatAI/Qwen3-8B-speculator.dflash): ask for it with "
         '"drafter": "dflash" (none with trained weights ran on a GPU)'
-    ) in known_draft("Qwen/Qwen3-8B", ALL).why
+    ) in known_drafts("Qwen/Qwen3-8B", ALL)[0].why
     assert kinds_for("Qwen/Qwen3-8B", "dflash") == ["dflash"] * 4
 
 
@@ -123,10 +118,10 @@ def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypat
     assert kinds_for("meta-llama/Llama-2-7b-hf")[0] == "model"
 
 
-SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
-
-
-@pytest.mark.parametrize("target", [SMOLLM2, "/home/a/smollm2-135m-instruct", "renamed"])
+@pytest.mark.parametrize(
+    "target",
+    ["HuggingFaceTB/SmolLM2-135M-Instruct", "/home/a/smollm2-135m-instruct", "renamed"],
+)
 def test_the_draft_in_this_repository_is_known(target, tmp_path, monkeypatch):
     """By the target's name, and by its weights in a folder of any name."""
     if target == "renamed":
@@ -135,12 +130,12 @@ def test_the_draft_in_this_repository_is_known(target, tmp_path, monkeypatch):
         metrics = json.loads((SMOLLM2_DRAFT / "metrics.json").read_text("utf-8"))
         known = metrics["sha256"]["the target's weights"]
         with pytest.raises(ConfigError):
-            known_draft(target)
+            known_drafts(target)
         monkeypatch.setattr("sequoia_vllm.drafters.registry.file_hash", lambda _: known)
-    assert known_draft(target).name == named_draft(target) == str(SMOLLM2_DRAFT)
+    assert known_drafts(target)[0].name == named_draft(target) == str(SMOLLM2_DRAFT)
     monkeypatch.setattr("sequoia_vllm.drafters.registry.find_checkout", lambda: None)
     with pytest.raises(ConfigError, match="no draft model is known"):
-        known_draft(target)
+        known_drafts(target)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +153,7 @@ def test_the_draft_in_this_repository_is_known(target, tmp_path, monkeypatch):
 )  # fmt: skip
 def test_of_unknown_targets_it_is_said_what_to_write(arguments, said):
     with pytest.raises(ConfigError) as error:
-        known_draft(*arguments)
+        known_drafts(*arguments)
     assert said in str(error.value)
     assert arguments[0] in str(error.value)
 

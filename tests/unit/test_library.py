@@ -1,6 +1,5 @@
 """The library: valid, reproducible, found by device name, and extended by measured files."""
 
-import json
 import logging
 import shutil
 from dataclasses import replace
@@ -20,9 +19,6 @@ from sequoia_vllm.library.selection import OFFLOADED
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError
 from tests.support.reference_trees import drafts_at
-
-SHIPPED_CLASS = "shipped"
-
 
 SAMPLE = {"h200", "x86-cpu"}  # predicted and measured
 
@@ -120,14 +116,6 @@ PAIR = ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct")
 H200 = PairKey("NVIDIA H200", *PAIR, "bfloat16")
 
 
-def on(device: str) -> PairKey:
-    return replace(H200, device=device)
-
-
-def of(target: str, draft: str) -> PairKey:
-    return replace(H200, target=target, draft=draft)
-
-
 @pytest.mark.parametrize(
     ("device", "name"),
     [
@@ -137,7 +125,7 @@ def of(target: str, draft: str) -> PairKey:
     ],
 )
 def test_by_driver_name(library, device, name):
-    selection = library.select(on(device))
+    selection = library.select(replace(H200, device=device))
     assert selection.entry.name == name
     assert selection.entry.tree == library.entry(name).tree
     assert selection.entry.profile.source == "roofline"
@@ -166,19 +154,20 @@ def test_by_driver_name(library, device, name):
 )  # fmt: skip
 def test_nearest_class_by_what_is_known(library, tmp_path, target, draft, classes, reason):
     (tmp_path / "meta-llama" / "Llama-2-7b-hf").mkdir(parents=True)
-    found = library.select(of(target.format(folder=tmp_path), draft))
+    found = library.select(replace(H200, target=target.format(folder=tmp_path), draft=draft))
     assert classes is None or found.entry.model_class in classes
     assert reason in found.reason
 
 
 def test_acceptance_and_differences_from_how_it_was_made_are_said(library):
     weakest = library.select(H200)
-    assert weakest.entry.acceptance_class == SHIPPED_CLASS
+    assert weakest.entry.acceptance_class == "shipped"
     assert "not measured: the weakest class, shipped" in weakest.reason
-    measured_on = library.select(
-        of("meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct")
-    )
-    assert measured_on.entry.name == "h200/70b-8b/appendix-e"
+    pair = PairKey(
+        H200.device, "meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct",
+        "bfloat16",
+    )  # fmt: skip
+    assert library.select(pair).entry.name == "h200/70b-8b/appendix-e"
     reason = library.select(replace(H200, tensor_parallel_size=4, dtype="fp8")).reason
     assert "made for TP size 1, not 4" in reason
     assert "made for dtype bfloat16, not fp8" in reason
@@ -187,7 +176,7 @@ def test_acceptance_and_differences_from_how_it_was_made_are_said(library):
 def test_unknown_devices_get_the_nearest_with_one_log_line(library, caplog):
     with caplog.at_level(logging.INFO, logger="vllm.sequoia.library"):
         for _ in range(3):
-            selection = library.select(on("NVIDIA RTX 6000 Ada Generation"))
+            selection = library.select(replace(H200, device="NVIDIA RTX 6000 Ada Generation"))
     assert selection.entry.name.startswith("l40s/")
     assert "Ada Generation': l40s is the nearest by roofline" in selection.reason
     assert "operations per byte" in selection.reason
@@ -201,8 +190,8 @@ def test_no_trees_for_a_kind_of_device(tmp_path):
         empty.select(H200)
     (tmp_path / "acceptance").mkdir()
     shutil.copy(shipped_directory() / "h200.json", tmp_path / "h200.json")
-    with pytest.raises(LibraryError, match="no trees for 'AMD EPYC 9654 96-Core Processor'"):
-        TreeLibrary(tmp_path, tmp_path / "u").select(on("AMD EPYC 9654 96-Core Processor"))
+    with pytest.raises(LibraryError, match="no trees for 'AMD EPYC 9654'"):
+        TreeLibrary(tmp_path, tmp_path / "u").select(replace(H200, device="AMD EPYC 9654"))
 
 
 def tuned_entry(library: TreeLibrary):
@@ -255,9 +244,9 @@ def inputs(tmp_path):
     return tmp_path / "in"
 
 
-def made_up_profile(device: str, target: str, draft: str, source_class: str = "7b-68m") -> Profile:
+def made_up_profile(device: str, target: str, draft: str) -> Profile:
     """Stands for a measurement, so that what reads one can be tested."""
-    shapes = model_classes()[source_class]
+    shapes = model_classes()["7b-68m"]
     predicted = roofline_profile(identify("NVIDIA L4").spec, shapes.target, shapes.draft)
     return predicted.model_copy(
         update={
@@ -276,17 +265,15 @@ def measured_vector(name: str, temperature: float, target: str, draft: str) -> A
     )  # fmt: skip
 
 
-def write(directory, name: str, model) -> None:
-    (directory / name).write_text(json.dumps(model.to_dict()))
-
-
 @pytest.mark.slow
 def test_measured_files_add_entries(inputs, tmp_path):
     pair = "made/up/target", "made/up/draft"
-    cpu = "Intel(R) Xeon(R) Processor"
-    write(inputs / "profiles", "cpu.json", made_up_profile(cpu, *pair))
+    cpu, shapes = "Intel(R) Xeon(R) Processor", model_classes()["7b-68m"]
+    made_up_profile(cpu, *pair).save(inputs / "profiles" / "cpu.json")
+    on_l4 = made_up_profile("NVIDIA L4", shapes.target.name, shapes.draft.name)
+    on_l4.save(inputs / "profiles" / "l4.json")
     for name, temperature in (("pair-greedy", 0.0), ("pair-sampled", 1.0)):
-        write(inputs / "acceptance", f"{name}.json", measured_vector(name, temperature, *pair))
+        measured_vector(name, temperature, *pair).save(inputs / "acceptance" / f"{name}.json")
     files = generate_library(inputs, devices=["x86-cpu", "l4"])
     assert sorted(files) == ["l4.json", "x86-cpu.json"]
     for name, text in files.items():
@@ -303,22 +290,15 @@ def test_measured_files_add_entries(inputs, tmp_path):
     assert entry.profile.source == "measured"
     assert entry.profile.file == "profiles/cpu.json"
     assert len(entry.profile.sha256) == 64
+    sources = {e.model_class: e.profile.source for e in library.file("l4").entries}
+    assert sources.pop("7b-68m") == "measured"  # and no roofline any more
+    assert set(sources.values()) == {"roofline"}
     # No GPU has the measured pair's class, and its vector serves no other pair.
     assert all("pair-" not in text for name, text in files.items() if name != "x86-cpu.json")
     selection = library.select(PairKey(cpu, *pair, "bfloat16"))
     assert selection.entry.acceptance_class == "pair-greedy"
     assert selection.entry.profile.source == "measured"
     assert "(measured)" in selection.reason
-
-
-def test_a_measured_profile_replaces_the_roofline(inputs):
-    shapes = model_classes()["7b-68m"]
-    profile = made_up_profile("NVIDIA L4", shapes.target.name, shapes.draft.name)
-    write(inputs / "profiles", "l4.json", profile)
-    entries = json.loads(generate_library(inputs, devices=["l4"])["l4.json"])["entries"]
-    sources = {entry["model_class"]: entry["profile"]["source"] for entry in entries}
-    assert sources.pop("7b-68m") == "measured"
-    assert set(sources.values()) == {"roofline"}
 
 
 def test_wrong_inputs(inputs, tmp_path):
@@ -330,15 +310,15 @@ def test_wrong_inputs(inputs, tmp_path):
             generate_library(inputs)
 
     pair, profiles = ("a/t-1B", "a/d-1M"), inputs / "profiles"
-    write(profiles, "one.json", made_up_profile("NVIDIA Z9000", *pair))
+    made_up_profile("NVIDIA Z9000", *pair).save(profiles / "one.json")
     refused(LibraryError, "'NVIDIA Z9000' is not in the device table")
     for name in ("one.json", "two.json"):
-        write(profiles, name, made_up_profile("cpu", *pair))
+        made_up_profile("cpu", *pair).save(profiles / name)
     refused(LibraryError, r"two.json: profiles/one.json is already of x86-cpu")
     (profiles / "two.json").write_text("{}")
     refused(ProfileError, r"two.json")
     (profiles / "two.json").unlink()
-    write(inputs / "acceptance", "other.json", measured_vector("named-so", 0.0, *pair))
+    measured_vector("named-so", 0.0, *pair).save(inputs / "acceptance" / "other.json")
     refused(LibraryError, r"other.json is named 'named-so' inside")
     (inputs / "acceptance" / "other.json").write_text("[0.5]")
     refused(AcceptanceError, r"other.json must hold one JSON object")

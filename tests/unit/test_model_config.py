@@ -273,10 +273,9 @@ def test_a_context_costs_recurrent_layers_nothing():
     all_attend = shape(config, layer_types=["full_attention"] * 48)
     device = known_devices()["h100-sxm"].spec()
 
-    def seconds(target, context, tokens=1):
+    def seconds(target, context):
         times = roofline_profile(device, target, draft, context_length=context, batch_sizes=(16,))
-        curve = times.target_forward[0]
-        return curve.seconds[curve.tokens.index(tokens)]
+        return times.target_forward[0].seconds[0]  # of one token
 
     hybrid, dense = (
         seconds(target, 32768) - seconds(target, 1024) for target in (shape(config), all_attend)

@@ -32,11 +32,6 @@ from tests.support.ending import wait_until
 
 
 @pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(weight_file, "CHUNK", 8192)
-
-
-@pytest.fixture
 def file(disk):
     file = WeightFile(disk)
     yield file
@@ -125,7 +120,8 @@ def compute(ring: LayerRing, layers: int) -> None:
         (lambda file, begin: os.ftruncate(file, begin + 4096), r"the disk gave \d+ of 8192 bytes"),
     ],
 )  # fmt: skip
-def test_changes_and_short_reads_are_noticed(file, small_chunks, damage, error):
+def test_changes_and_short_reads_are_noticed(file, monkeypatch, damage, error):
+    monkeypatch.setattr(weight_file, "CHUNK", 8192)
     regions, _ = sealed(file, [30_000, 30_000])
     damage(file._file.fileno(), regions[1].offset)
     with started(file, regions, 2) as ring, pytest.raises(OffloadError, match=error):

@@ -260,19 +260,6 @@ def test_arrays_cannot_be_changed():
             array[0] = 1
 
 
-def test_a_drawn_example():
-    #       0
-    #     / | \
-    #    1  4  5      value order with p = 0.5, 0.3, 0.1: 0.5, 0.3, 0.25, 0.15, 0.1, ...
-    #   / \ |
-    #  2  3 6
-    tree = TokenTree((-1, 0, 1, 1, 0, 0, 4))
-    p = Acceptance.of([0.5, 0.3, 0.1])
-    assert tree.values(p) == pytest.approx([1, 0.5, 0.25, 0.15, 0.3, 0.1, 0.15])
-    assert tree.sorted_by_value(p).parents == (-1, 0, 0, 1, 1, 2, 0)
-    assert [list(level) for level in tree.levels] == [[0], [1, 4, 5], [2, 3, 6]]
-
-
 class TestAcceptance:
     def test_forms(self):
         assert Acceptance.of([0.5, 0.2]).to_list() == [0.5, 0.2]

@@ -4,21 +4,13 @@ from fractions import Fraction
 
 import pytest
 import torch
-from scipy import stats
 
 from sequoia_vllm import reference_step
 from sequoia_vllm.reference_step import begin, step
-from tests.oracles.laws import ChiSquare, assert_same_law, chi_square, plackett_luce
+from tests.oracles.laws import assert_same_law, chi_square, plackett_luce
 from tests.oracles.random_numbers import philox
 from tests.oracles.verification import Uniforms, algorithm_2, children_of
 from tests.support.reference_models import EMBEDDED_PARENTS, embedded_model, greedy_tokens
-
-
-@pytest.mark.parametrize("freedom", [1, 4, 35, 1295])
-@pytest.mark.parametrize("share", [0.1, 0.9, 1.0, 1.3, 3.0])
-def test_p_values_are_scipys(freedom, share):
-    found = ChiSquare(share * freedom, freedom).p_value
-    assert found == pytest.approx(stats.chi2.sf(share * freedom, freedom), rel=1e-8, abs=1e-300)
 
 
 def test_what_is_impossible_and_another_law_are_noticed():
@@ -110,7 +102,7 @@ def test_three_tokens_have_the_targets_law(parents, temperature):
         counts[tuple(request.tokens[1:4])] += 1
     law = (TARGET / temperature).softmax(-1)
     expected = law[0, :, None, None] * law[:, :, None] * law[None]
-    assert_same_law(counts.numpy(), expected.numpy(), 1e-6, fewest=0)
+    assert_same_law(counts.numpy(), expected.numpy(), fewest=0)
 
 
 def test_a_verifier_that_forgets_rejected_tokens_is_caught(monkeypatch):

@@ -28,13 +28,6 @@ def tokenizer():
     return load_tokenizer(str(MODELS / "target"))
 
 
-@pytest.fixture
-def chat_tokenizer():
-    tokenizer = load_tokenizer(str(MODELS / "target"))
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
 def test_the_built_in_set():
     prompts = load_prompts(None)
     assert len(prompts) == 64 == len({prompt.prompt for prompt in prompts})
@@ -119,7 +112,9 @@ def test_without_a_template_prompts_are_encoded_as_they_are(tokenizer):
         encode_prompts([chat], tokenizer)
 
 
-def test_with_a_template_prompts_are_turns(chat_tokenizer):
+def test_with_a_template_prompts_are_turns():
+    chat_tokenizer = load_tokenizer(str(MODELS / "target"))
+    chat_tokenizer.chat_template = TEMPLATE
     bare = Prompt(prompt="a")
     chat = Prompt(messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "a"}])
     texts = [chat_tokenizer.decode(ids) for ids in encode_prompts([bare, chat], chat_tokenizer)]

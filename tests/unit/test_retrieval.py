@@ -9,20 +9,12 @@ import torch
 from sequoia_vllm.drafters.lookup import table
 from sequoia_vllm.drafters.lookup.table import BY_RANK, OTHERS, SUCCESSORS, Successors
 from sequoia_vllm.verification import retrieval
-from sequoia_vllm.verification.retrieval import (
-    LONGEST,
-    SHORTEST,
-    TOLD_SHARE,
-    continuations,
-    following,
-    preferred,
-)
 from sequoia_vllm.verification.sampling import draft_distribution
 
 
 def expected(text: list[int], depth: int) -> list[int]:
     """By trying every place, the latest first."""
-    for length in range(LONGEST, SHORTEST - 1, -1):
+    for length in range(retrieval.LONGEST, retrieval.SHORTEST - 1, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == text[-length:]:
                 ahead = text[end:]
@@ -41,15 +33,17 @@ def test_continuations_are_those_of_the_latest_longest_match(window, monkeypatch
         held[row, : len(text)] = torch.tensor(text)
     rows = torch.randperm(len(texts))
     lengths = torch.tensor([len(texts[row]) for row in rows.tolist()], dtype=torch.int32)
-    found = continuations(held, rows, lengths, depth=5)
+    found = retrieval.continuations(held, rows, lengths, depth=5)
     assert found.tolist() == [expected(texts[row][-window:], 5) for row in rows.tolist()]
     assert (found[:, 0] >= 0).sum() > 100
 
 
 def test_a_node_goes_on_with_the_match_if_it_has_its_token():
     told = torch.tensor([[3, 4, 5], [6, 7, -1]])
-    assert following(torch.tensor([[9], [9]]), told, 0).tolist() == [[3], [6]]
-    assert following(torch.tensor([[4, 9], [7, 9]]), told, 2).tolist() == [[5, -1], [-1, -1]]
+    found = retrieval.following(torch.tensor([[9], [9]]), told, 0)
+    assert found.tolist() == [[3], [6]]
+    found = retrieval.following(torch.tensor([[4, 9], [7, 9]]), told, 2)
+    assert found.tolist() == [[5, -1], [-1, -1]]
 
 
 def test_q_prefers_a_token_and_keeps_the_odds_of_the_others():
@@ -62,12 +56,12 @@ def test_q_prefers_a_token_and_keeps_the_odds_of_the_others():
     assert torch.equal(found[1:3], plain[1:3])
     assert found[3, 3] == 1.0
     for row, token in ((0, 7), (4, 0)):
-        share = TOLD_SHARE / (1 - (1 - TOLD_SHARE) * plain[row, token])
+        share = retrieval.TOLD_SHARE / (1 - (1 - retrieval.TOLD_SHARE) * plain[row, token])
         torch.testing.assert_close(found[row, token], share)
         others = torch.arange(40) != token
         odds = found[row, others] / plain[row, others]
         torch.testing.assert_close(odds, odds[:1].expand(39), rtol=1e-5, atol=0)
-    assert preferred(logits, given).argmax(dim=1)[[0, 3, 4]].tolist() == [7, 3, 0]
+    assert retrieval.preferred(logits, given).argmax(dim=1)[[0, 3, 4]].tolist() == [7, 3, 0]
 
 
 V = 20

@@ -14,7 +14,7 @@ from scipy.stats import kstest
 
 from sequoia_vllm.verification import sampling
 from sequoia_vllm.verification.sampling import _exponential
-from tests.oracles.laws import assert_same_law, plackett_luce
+from tests.oracles.laws import assert_draws
 from tests.support.tree_problems import drawn_from, generator, rows_at
 
 SAMPLES = 100_000
@@ -32,17 +32,6 @@ def _ways_to_draw(request):
 
 def logits_of(weights: list[float]) -> torch.Tensor:
     return torch.tensor(weights).log()
-
-
-def assert_plackett_luce(tokens: torch.Tensor, weights: list[float]) -> None:
-    """The rows of ``tokens`` are ordered draws without replacement from ``weights``."""
-    vocabulary, k = len(weights), tokens.shape[1]
-    places = torch.tensor([vocabulary**i for i in range(k)])
-    counts = torch.bincount((tokens * places).sum(dim=1), minlength=vocabulary**k)
-    probabilities = torch.zeros(vocabulary**k, dtype=torch.float64)
-    for draw, probability in plackett_luce(weights, k).items():
-        probabilities[sum(t * vocabulary**i for i, t in enumerate(draw))] = float(probability)
-    assert_same_law(counts.numpy(), probabilities.numpy())
 
 
 @pytest.mark.parametrize(
@@ -63,7 +52,7 @@ def test_ordered_draws_follow_plackett_luce(weights, k):
     logits = logits_of(weights).expand(SAMPLES, -1)
     tokens = drawn_from(logits, k, 1.0, generator(0))
     assert tokens.dtype == torch.int64
-    assert_plackett_luce(tokens, weights)
+    assert_draws(tokens, weights)
 
 
 def test_temperature_divides_the_logits_of_each_row():
@@ -72,7 +61,7 @@ def test_temperature_divides_the_logits_of_each_row():
     logits = logits_of(weights).expand(3 * SAMPLES, -1)
     tokens = drawn_from(logits, 2, temperatures.repeat(SAMPLES), generator(2))
     for row, temperature in enumerate(temperatures.tolist()):
-        assert_plackett_luce(tokens[row::3], [w ** (1 / temperature) for w in weights])
+        assert_draws(tokens[row::3], [w ** (1 / temperature) for w in weights])
 
 
 def test_tokens_whose_probability_underflows_are_drawn_as_the_verifier_sees_them():
@@ -81,7 +70,7 @@ def test_tokens_whose_probability_underflows_are_drawn_as_the_verifier_sees_them
     logits = torch.tensor([0.0, -200.0, -250.0, -300.0])
     assert rows_at(logits[None], 1.0).tolist() == [[1, 0, 0, 0]]
     tokens = drawn_from(logits.expand(SAMPLES, -1), 4, 1.0, generator(3))
-    assert_plackett_luce(tokens, [1.0, 0.0, 0.0, 0.0])
+    assert_draws(tokens, [1.0, 0.0, 0.0, 0.0])
 
 
 def test_the_smallest_normal_probability_still_comes_before_impossible_tokens():

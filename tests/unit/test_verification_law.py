@@ -13,16 +13,9 @@ import pytest
 
 from tests.oracles import verification
 from tests.oracles.laws import autoregressive_law, emitted_law, exact_law, expected_tokens, outcomes
-from tests.oracles.verification import (
-    algorithm_2,
-    children_of,
-    draft_tree,
-    match,
-    path_tokens,
-    traversal,
-)
 from tests.support.exact_models import KINDS, TREES, depth_of, models
 
+METHODS = verification.algorithm_2, verification.traversal
 # With four tokens, one node fewer keeps the outcomes few.
 UNBALANCED = [-1, 0, 0, 1, 3]
 
@@ -37,7 +30,7 @@ def laws(verifier, parents, kind, vocabulary=3):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("verifier", [algorithm_2, traversal])
+@pytest.mark.parametrize("verifier", METHODS)
 def test_verification_is_lossless_exactly(verifier, tree, kind):
     found, expected = laws(verifier, TREES[tree], kind)
     assert found == expected
@@ -45,14 +38,14 @@ def test_verification_is_lossless_exactly(verifier, tree, kind):
 
 @pytest.mark.parametrize("kind", ["dense", "one-hot Q", "disjoint"])
 def test_traversal_is_lossless_with_four_tokens(kind):
-    found, expected = laws(traversal, UNBALANCED, kind, vocabulary=4)
+    found, expected = laws(verification.traversal, UNBALANCED, kind, vocabulary=4)
     assert found == expected
 
 
 @pytest.mark.parametrize("tree", ["chain", "binary"])
 def test_a_wrong_update_is_not_lossless(tree, monkeypatch):
     monkeypatch.setattr(verification, "chance_after_rejection", divided_by_what_the_draft_has_left)
-    found, expected = laws(traversal, TREES[tree], "dense")
+    found, expected = laws(verification.traversal, TREES[tree], "dense")
     assert sum(abs(found[tokens] - expected[tokens]) for tokens in expected) > 0.005
 
 
@@ -69,8 +62,7 @@ def test_traversal_accepts_no_fewer_tokens(tree, kind):
     parents = TREES[tree]
     target, draft = models(kind, vocabulary=3)
     each, all_at_once = (
-        expected_tokens(emitted_law(target, draft, parents, verifier))
-        for verifier in (algorithm_2, traversal)
+        expected_tokens(emitted_law(target, draft, parents, verifier)) for verifier in METHODS
     )
     assert all_at_once >= each
     if depth_of(parents) < 2:
@@ -83,17 +75,15 @@ def test_traversal_accepts_no_fewer_tokens(tree, kind):
 def test_a_target_that_is_certain_is_matched(tree):
     parents = TREES[tree]
     target, draft = models("one-hot P", vocabulary=3)
+    children = verification.children_of(parents)
 
     def both(chance):
-        tokens = draft_tree(draft, parents, chance)
-        at = partial(path_tokens, tokens, parents)
-        found = traversal(
-            lambda node: target(at(node)), lambda node: draft(at(node)), tokens,
-            children_of(parents), chance,
-        )  # fmt: skip
-        certain = match(
-            lambda node, _: int(np.argmax(target(at(node)))), tokens, children_of(parents)
+        tokens = verification.draft_tree(draft, parents, chance)
+        at = partial(verification.path_tokens, tokens, parents)
+        found = verification.traversal(
+            lambda node: target(at(node)), lambda node: draft(at(node)), tokens, children, chance
         )
+        certain = verification.match(lambda n, _: int(np.argmax(target(at(n)))), tokens, children)
         return found == certain
 
     assert set(outcomes(both)) == {True}

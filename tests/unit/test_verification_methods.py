@@ -7,11 +7,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import methods, traversal
 from sequoia_vllm.verification.methods import VerificationMethod, method_names, method_of, register
 from sequoia_vllm.verification.topology import Topology
@@ -20,6 +21,7 @@ from sequoia_vllm.verification.walk import node_uniforms
 from tests.oracles.verification import Uniforms, children_of
 from tests.oracles.verification import traversal as plain_form
 from tests.support.plans import planned
+from tests.support.reference_trees import trees
 from tests.support.target_only import TARGET_ONLY
 from tests.support.tree_problems import Problem, as_lists, generator, random_problem, verify_tree
 
@@ -63,55 +65,35 @@ def test_all_code_of_a_method_is_there(name):
 @pytest.mark.usefixtures("target_only")
 def test_one_registration_makes_a_method_known():
     assert method_names() == ("sequoia", "traversal", "target-only")
-    config = {"method": "sequoia", "verification": "target-only"}
-    assert SequoiaConfig.parse(config).verification == "target-only"
+    for name in method_names():
+        config = {"method": "sequoia", "verification": name}
+        assert SequoiaConfig.parse(config).verification == name
     problem = random_problem(random.Random(3)).tensors(50)
     found = as_lists(verify_tree(*problem, generator(5), method="target-only"))
     assert {len(accepted) for accepted, _ in found} == {0}
     assert len({emitted[0] for _, emitted in found}) > 1
 
 
-@st.composite
-def tree_batches(draw):
-    """Parents of up to 4 trees, padded with -2 to the largest."""
-    sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
-    width = max(sizes) + draw(st.integers(0, 2))
-    return [
-        [-1, *(draw(st.integers(0, node - 1)) for node in range(1, size)), *[-2] * (width - size)]
-        for size in sizes
-    ]
-
-
-def depth(parents, node):
-    return 0 if node == 0 else 1 + depth(parents, parents[node])
-
-
 @settings(deadline=None)
-@given(tree_batches())
-def test_look_ups_match_a_plain_reading_of_parents(trees):
-    topology = Topology.from_parents(torch.tensor(trees))
-    branches = [0] * 20
-    for request, parents in enumerate(trees):
-        for node, children in enumerate(children_of(parents)):
-            row = topology.children[request, node].tolist()
-            assert row == children + [-1] * (len(row) - len(children))
-            if parents[node] != -2:
-                level = depth(parents, node)
-                branches[level] = max(branches[level], len(children))
-    assert topology.branches == tuple(branches[: branches.index(0) + 1])
-    assert topology.max_depth == len(topology.branches) - 1
+@given(st.lists(trees(12), min_size=1, max_size=4), st.integers(0, 2))
+@example([TokenTree((-1, 0, 1, 0, 1, 0))], 0)  # siblings need not be neighbours
+def test_look_ups_are_those_of_the_trees(batch, more):
+    """Which are padded with -2, up to two nodes behind the largest."""
+    width = max(tree.size for tree in batch) + more
+    parents = [[*tree.parents, *[-2] * (width - tree.size)] for tree in batch]
+    dtype = (torch.int32, torch.int64)[len(batch) % 2]
+    topology = Topology.from_parents(torch.tensor(parents, dtype=dtype))
+    branches = [0] * (max(tree.depth for tree in batch) + 1)
+    for rows, tree in zip(topology.children.tolist(), batch, strict=True):
+        for node, children in enumerate([*tree.children, *[()] * (width - tree.size)]):
+            assert rows[node] == [*children, *[-1] * (len(rows[node]) - len(children))]
+        for level, children in zip(tree.depths, tree.children, strict=True):
+            branches[level] = max(branches[level], len(children))
+    assert topology.branches == tuple(branches)
+    assert topology.max_depth == len(branches) - 1
 
 
-def test_siblings_need_not_be_neighbours():
-    #   0
-    #   ├── 1 ── 2
-    #   ├── 3
-    #   └── 5      (1 has a second child, 4)
-    topology = Topology.from_parents(torch.tensor([[-1, 0, 1, 0, 1, 0]], dtype=torch.int32))
-    none = [-1] * 3
-    assert topology.children[0].tolist() == [[1, 3, 5], [2, 4, -1], none, none, none, none]
-    assert topology.branches == (3, 2, 0)
-    assert Topology.from_parents(torch.tensor([[-1], [-1]])).branches == (0,)
+def test_a_batch_without_trees_has_one_level():
     assert Topology.from_parents(torch.empty(0, 5, dtype=torch.int64)).branches == (0,)
 
 

@@ -28,7 +28,7 @@ from sequoia_vllm.bench.methods import chain, plain, sequoia
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
 from sequoia_vllm.measuring.engines import EngineSpec, compare_models
 from tests.support.models import DRAFT, TARGET
-from tests.support.vocabularies import save_other_draft, train_byte_level
+from tests.support.vocabularies import save_other_draft, save_words, train_byte_level
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.\n",
@@ -72,7 +72,7 @@ def test_a_vocabulary_is_byte_level_or_not():
     assert token_texts({0: "w0", 1: "<0x41>"}) == {0: b"w0", 1: b"A"}
 
 
-def piece_tokenizer(size):
+def piece_tokenizer():
     """A tokenizer like SentencePiece's with byte fallback."""
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
@@ -80,7 +80,7 @@ def piece_tokenizer(size):
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     made.train_from_iterator(
         CORPUS,
-        trainers.BpeTrainer(vocab_size=size, special_tokens=special + pieces, show_progress=False),
+        trainers.BpeTrainer(vocab_size=420, special_tokens=special + pieces, show_progress=False),
     )
     # The trainer takes byte pieces for special; in real ones only what follows is.
     return PreTrainedTokenizerFast(
@@ -101,7 +101,7 @@ def pieces_as_ordinary(vocabulary):
 
 def test_byte_level_and_pieces_share_their_texts():
     """Most tokens learned from one corpus are common; each is written alike by both."""
-    ours, theirs = train_byte_level(CORPUS, 400), piece_tokenizer(420)
+    ours, theirs = train_byte_level(CORPUS, 400), piece_tokenizer()
     target, draft = read_vocabulary(ours), pieces_as_ordinary(read_vocabulary(theirs))
     assert target.end == ours.convert_tokens_to_ids("<end>")
     assert (draft.end, draft.begin, draft.unknown) == (2, 1, 0)
@@ -260,7 +260,7 @@ def test_a_trimmed_draft_with_the_same_tokens_reads_them_as_they_are():
 
 
 def test_merges_rank_tokens_after_those_that_are_added_and_single_characters():
-    tokenizer = piece_tokenizer(420)
+    tokenizer = piece_tokenizer()
     tokenizer.add_tokens(["<think>"])
     order = by_merges(tokenizer)
     assert sorted(order) == list(range(len(tokenizer)))
@@ -288,15 +288,12 @@ WORDS = [f"w{number}" for number in range(400)]
 def tokenizer(tmp_path):
     """Saves a tokenizer of these words."""
 
-    def save(words, special=(), size=400):
+    def save(words, special=()):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        made = Tokenizer(
-            models.WordLevel({word: number for number, word in enumerate(words)}, "w0")
-        )
-        fast = PreTrainedTokenizerFast(tokenizer_object=made)
-        fast.add_special_tokens({"additional_special_tokens": list(special)})
-        fast.save_pretrained(folder)
-        return TokensOf(str(folder), size)
+        numbers = {word: number for number, word in enumerate([*words, *special])}
+        controls = {name: numbers.pop(name) for name in special}
+        save_words(folder, numbers, controls)
+        return TokensOf(str(folder), 400)
 
     return save
 
