@@ -19,7 +19,7 @@ import psutil
 from tests.support.calling import checked_answer, kill_family
 
 # vLLM, as far as every engine needs it.
-MODULES = ("tests.support.engines",)
+MODULE = "tests.support.engines"
 _START_DEADLINE = 200.0  # seconds; importing takes seven on an idle machine
 
 
@@ -34,30 +34,21 @@ class _Line(NamedTuple):
 class Forker:
     """A process that imports vLLM once, and forks for each call (`tests.support.forked`).
 
-    Importing takes longer than most engines do. The process starts with the first call, and
-    ends with this one.
+    Importing takes longer than most engines do. The process starts with the first call of any
+    worker of a run of tests, and ends with that worker.
 
     Args:
         environment: Variables with which vLLM is imported.
         directory: Working directory of the process and of all calls.
-        modules: What is imported.
-        shared: Names the process that all workers of a run of tests have in common; None: it is
-            this object's.
+        name: Of what is imported so.
     """
 
-    def __init__(
-        self,
-        environment: dict[str, str],
-        directory: Path,
-        modules: tuple[str, ...] = MODULES,
-        shared: str | None = None,
-    ) -> None:
+    def __init__(self, environment: dict[str, str], directory: Path, name: str) -> None:
         self._environment = environment
         self._directory = directory
-        self._modules = modules
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-        self._shared = _socket(f"{run[:12]}-{shared}") if run and shared else None
-        self._own = _socket(f"{os.getpid()}-{id(self)}")
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        # Short, as paths of sockets have to be.
+        self._path = Path(tempfile.gettempdir()) / f"forker-{run[:12]}-{name}"
         self._line: _Line | None = None
 
     def call(
@@ -94,23 +85,15 @@ class Forker:
         return checked_answer(function, reached, result, log)
 
     def _connect(self) -> _Line:
-        if self._shared is not None:
-            try:
-                Path(f"{self._shared}.lock").touch(exist_ok=False)
-            except FileExistsError:  # another worker starts it
-                with suppress(TimeoutError):
-                    return _line_to(self._shared)
-            else:
-                self._start(self._shared)
-                return _line_to(self._shared)
-        if not self._own.exists():
-            self._start(self._own)
-        return _line_to(self._own)
+        with suppress(FileExistsError):  # another worker starts it, or this one has
+            Path(f"{self._path}.lock").touch(exist_ok=False)
+            self._start(self._path)
+        return _line_to(self._path)
 
     def _start(self, path: Path) -> None:
         with Path(f"{path}.log").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.forked", str(path), *self._modules],
+                [sys.executable, "-m", "tests.support.forked", str(path), MODULE],
                 cwd=self._directory, env=self._environment, start_new_session=True,
                 stdin=subprocess.PIPE, stdout=output, stderr=output,
             )  # fmt: skip
@@ -124,11 +107,6 @@ class Forker:
         ready, _, _ = select.select([line.answers], [], [], timeout)
         answer = line.answers.readline() if ready else ""
         return int(answer) if answer else None
-
-
-def _socket(name: str) -> Path:
-    """Short, as paths of sockets have to be."""
-    return Path(tempfile.gettempdir()) / f"forker-{name}"
 
 
 def _line_to(path: Path) -> _Line:

@@ -186,10 +186,10 @@ def generate(
         return {"tokens": completions(outputs), **describe(llm)}
 
 
-def generate_chain(
-    config: dict[str, Any], prompts: list[Any], params: Any, **options: Any
+def generate_speculating(
+    config: dict[str, Any] | None, prompts: list[Any], params: Any, **options: Any
 ) -> dict[str, Any]:
-    """Tokens and counters of vLLM's own speculation."""
+    """Tokens, and vLLM's counters of drafts: of its own speculation, ours, or none."""
     with running(config, **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return {"tokens": completions(outputs), "counts": speculated(llm)}

@@ -36,7 +36,7 @@ def gpu_environment(multiprocessing: bool = False) -> dict[str, str]:
 
 @cache
 def _forker() -> Forker:
-    return Forker(gpu_environment(), ROOT, shared="gpu")
+    return Forker(gpu_environment(), ROOT, "gpu")
 
 
 def call_on_gpu(

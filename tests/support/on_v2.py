@@ -36,7 +36,7 @@ def v2_environment(gpu_attention: bool = False) -> dict[str, str]:
 
 @cache
 def _forker() -> Forker:
-    return Forker(v2_environment(), ROOT, shared="v2")
+    return Forker(v2_environment(), ROOT, "v2")
 
 
 def call_on_v2(

@@ -216,12 +216,7 @@ def generate_special() -> dict[str, Any]:
 
 def generate_in_turns(llm: Any, texts: list[str]) -> list[list[list[int]]]:
     """Greedy and seeded requests whose prompts come in pieces, each after an answer."""
-    params = [
-        SamplingParams(
-            temperature=0.8 * (place % 2), seed=place, max_tokens=7 + place, ignore_eos=True
-        )
-        for place in range(len(texts))
-    ]
+    params = greedy_and_seeded(len(texts), range(7, 7 + len(texts)), 0.8)
     return converse(llm, turns(texts, llm.get_tokenizer()), params, at_once=False)
 
 
