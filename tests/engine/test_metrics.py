@@ -1,7 +1,6 @@
 """From the worker's counts to vLLM's metrics and log: the messages, and the real `LLM`."""
 
 import logging
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +31,7 @@ from sequoia_vllm.engine.worker.worker_base import SequoiaWorker
 from sequoia_vllm.metrics.counts import paths_of
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
 from sequoia_vllm.tree import TokenTree
+from tests.support.ending import wait_until
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import prompts
 
@@ -109,10 +109,7 @@ def test_metrics_are_exact_when_idle_and_current_without_another_step():
         assert front.shown(0) == shown
     front.record(0, trees=1)
     front.record(1, trees=3)
-    end = time.monotonic() + 60
-    while (front.shown(0), front.shown(1)) != (3, 3):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: (front.shown(0), front.shown(1)) == (3, 3))
 
 
 def test_a_front_end_is_told_what_is_new_and_once_a_second_that_the_engine_runs():

@@ -2,14 +2,10 @@
 
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,8 +13,9 @@ from prometheus_client.samples import Sample
 
 from tests import quick_start
 from tests.ray.cluster import ray_environment
+from tests.support.ending import wait_until
 from tests.support.models import prompts
-from tests.support.serving import ROOT, free_port, has_ended, http_client
+from tests.support.serving import ROOT, Session, free_port, http_client
 
 PROMPTS = prompts(12)
 MAX_TOKENS = 32
@@ -33,16 +30,7 @@ START_DEADLINE = 300.0  # seconds; an idle two-core machine needs 40
 STOP_DEADLINE = 90.0
 
 
-def wait_for(
-    what: str, found: Callable[[], Any], deadline: float = START_DEADLINE, pause: float = 0.25
-) -> Any:
-    """The first result that is true, of calls with so many seconds between them."""
-    end = time.monotonic() + deadline
-    while time.monotonic() < end:
-        if result := found():
-            return result
-        time.sleep(pause)
-    raise AssertionError(f"{what} did not happen within {deadline:.0f} s")
+wait_for = partial(wait_until, seconds=START_DEADLINE, pause=0.25)
 
 
 def named(name: str, processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -55,57 +43,6 @@ def _title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
-
-
-class Session:
-    """A command in a session of its own, by which all that it starts are known."""
-
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
-        self.log_file = log
-        with log.open("wb") as output:
-            self.process = psutil.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text(encoding="utf-8", errors="replace")
-
-    @property
-    def tail(self) -> str:
-        return "the end of the log:\n" + self.log[-6000:]
-
-    def family(self) -> list[psutil.Process]:
-        """All processes of the session that have not ended."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) == self.process.pid and not has_ended(process):
-                    found.append(process)
-            except ProcessLookupError:
-                continue
-        return found
-
-    def check_running(self) -> bool:
-        """False, so that it can be said while waiting for something."""
-        if self.process.poll() is not None:
-            raise AssertionError(f"ended with status {self.process.returncode}; {self.tail}")
-        return False
-
-    def end(self, signal_number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(signal_number)
-        return self.process.wait(STOP_DEADLINE)
-
-    def kill(self) -> None:
-        while family := self.family():  # again, for those that were started meanwhile
-            for process in family:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            psutil.wait_procs(family, timeout=1)
-        self.process.wait()
 
 
 class Cluster:
@@ -146,8 +83,8 @@ class Cluster:
         node = Session([str(RAY), "start", *common, *options], environment, log)
         self.nodes.append(node)
         wait_for(
-            "the start of a Ray node",
             lambda: "Ray runtime started" in node.log or node.check_running(),
+            what="the start of a Ray node",
         )
 
     def run(self, log: Path, script: str, *options: str) -> Session:

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.serving import has_ended
+from tests.support.serving import Session, has_ended
 
 
 def call_in_process(
@@ -33,13 +32,11 @@ def call_in_process(
     """
     result, log = directory / "result.json", directory / "log"
     result.unlink(missing_ok=True)
-    command = ["-m", "tests.support.called", function.__module__, function.__name__]
-    with log.open("wb") as output:
-        process = psutil.Popen(
-            [sys.executable, *command, json.dumps(arguments), str(result)],
-            cwd=working_directory, env=environment, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+    command = [
+        sys.executable, "-m", "tests.support.called", function.__module__, function.__name__,
+        json.dumps(arguments), str(result),
+    ]  # fmt: skip
+    process = Session(command, environment, log, working_directory).process
     try:
         status = process.wait(timeout)
     except psutil.TimeoutExpired:
