@@ -9,6 +9,7 @@ from sequoia_vllm.bench.measure import NEAR_TIE
 from sequoia_vllm.engine.runner import cpu_linear
 from tests.support.conversing import converse, turns
 from tests.support.engines import generated, metric, plain_outputs, runner_of, running, sequoia
+from tests.support.generating import greedy_and_seeded, joined
 from tests.support.models import TARGET, prompts
 from tests.support.quantised import QUANTISED, save_quantised
 
@@ -18,44 +19,8 @@ PROMPTS = prompts(12)
 SMALL_CACHE = {"kv_cache_memory_bytes": 7 << 20, "block_size": 32}
 
 
-def greedy_and_seeded(count: int, max_tokens: int = 48) -> list[SamplingParams]:
-    return [
-        SamplingParams(
-            temperature=0.8 * (place % 2), seed=place, max_tokens=max_tokens, ignore_eos=True
-        )
-        for place in range(count)
-    ]
-
-
-PARAMS = greedy_and_seeded(12)
+PARAMS = greedy_and_seeded(12, 48, 0.8)
 IN_BFLOAT16 = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=5)
-
-
-class Driven:
-    """An engine's requests, and what they have, step by step."""
-
-    def __init__(self, llm) -> None:
-        self.engine = llm.llm_engine
-        self.tokens: dict[int, list[int]] = {}
-        self.ended: list[int] = []
-
-    def add(self, priorities=None) -> None:
-        for place, (text, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-            priority = priorities[place] if priorities else 0
-            self.engine.add_request(str(place), text, params, priority=priority)
-
-    def step(self, most: int | None = None) -> None:
-        """Until all have ended, or so many times."""
-        while self.engine.has_unfinished_requests() and most != 0:
-            most = None if most is None else most - 1
-            for output in self.engine.step():
-                place = int(output.request_id)
-                self.tokens[place] = list(output.outputs[0].token_ids)
-                if output.finished:
-                    self.ended.append(place)
-
-    def all_tokens(self) -> list[list[int]]:
-        return [self.tokens[place] for place in range(len(PROMPTS))]
 
 
 def counted(llm) -> dict:
@@ -64,16 +29,18 @@ def counted(llm) -> dict:
 
 
 def test_priority_scheduling():
-    priorities = [(-place) % 5 for place in range(12)]
+    priorities, tokens, ended = [(-place) % 5 for place in range(12)], {}, []
     with running(sequoia(), scheduling_policy="priority", **SMALL_CACHE) as llm:
-        driven = Driven(llm)
-        driven.add(priorities)
-        driven.step()
+        for place, request in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            llm.llm_engine.add_request(str(place), *request, priority=priorities[place])
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+                ended += [priorities[int(output.request_id)]] * output.finished
         assert metric(llm, "vllm:num_preemptions") > 5
         assert metric(llm, "sequoia:trees") > 100
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 200
-    assert driven.all_tokens() == plain_outputs(PROMPTS, PARAMS)
-    ended = [priorities[place] for place in driven.ended]
+    assert [tokens[place] for place in range(12)] == plain_outputs(PROMPTS, PARAMS)
     assert ended[:3] == [0, 0, 0]
     assert ended[-3:] == [4, 4, 4]
 
@@ -84,6 +51,15 @@ def test_prefix_cache_reset_and_pauses():
     A reset amid one preempts all: each request reads its tokens again, in a step without a tree.
     """
     expected = plain_outputs(PROMPTS, PARAMS)
+
+    def disturb(step: int) -> None:
+        if step in (4, 8, 12):
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+        if step == 14:
+            llm.sleep(level=0, mode="keep")
+            assert llm.llm_engine.step() == []
+            llm.wake_up(tags=["scheduling"])
+
     with running(sequoia(), enable_prefix_caching=True, block_size=32, max_num_seqs=12) as llm:
 
         def again() -> dict:
@@ -97,17 +73,8 @@ def test_prefix_cache_reset_and_pauses():
         assert trees_of(again()) == trees_of(first)
         assert metric(llm, "vllm:prefix_cache_hits") == hits
 
-        driven = Driven(llm)
-        driven.add()
-        for _ in range(3):
-            driven.step(most=4)
-            assert llm.reset_prefix_cache(reset_running_requests=True)
-        driven.step(most=2)
-        llm.sleep(level=0, mode="keep")
-        assert llm.llm_engine.step() == []
-        llm.wake_up(tags=["scheduling"])
-        driven.step()
-        assert driven.all_tokens() == expected
+        found = joined(llm, PROMPTS, PARAMS, every=0, before_step=disturb)
+        assert [tokens for [tokens] in found] == expected
         assert metric(llm, "vllm:num_preemptions") == 3 * 12
         amid = counted(llm)
         assert amid["tokens"] / amid["tree_steps"] > 0.95 * first["tokens"] / first["tree_steps"]
@@ -209,12 +176,7 @@ def test_streamed_prompts():
 
     Each piece comes after an answer; then all are there from the start.
     """
-    params = [
-        SamplingParams(
-            temperature=0.8 * (place % 2), seed=place, max_tokens=9 + place, ignore_eos=True
-        )
-        for place in range(6)
-    ]
+    params = greedy_and_seeded(6, range(9, 15), 0.8)
     found, stats = [], []
     for config in (None, sequoia()):
         with running(config, block_size=32) as llm:

@@ -7,6 +7,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.editing import SIBLINGS_FIRST
 from tests.support.engines import generated, plain_outputs, running, sequoia, tokens_of, whole_trees
+from tests.support.generating import check_logprobs, logprobs_of
 from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
@@ -117,23 +118,14 @@ def test_tokens_are_those_of_plain_vllm(name, special):
     assert found == plain
 
 
-@pytest.mark.parametrize("name", EDITED)
-def test_requests_whose_logits_are_edited_have_trees(name, special):
+@pytest.mark.parametrize("name", [*EDITED, *STRUCTURED, *WITHOUT_DRAFTS])
+def test_requests_have_trees_unless_none_can_help(name, special):
     _, _, stats = special[name]
-    assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
-
-
-@pytest.mark.parametrize("name", STRUCTURED)
-def test_requests_with_a_grammar_have_trees(name, special):
-    _, _, stats = special[name]
-    assert stats["tree_steps"] > 0
-    assert stats["tokens"] > stats["tree_steps"]
-
-
-@pytest.mark.parametrize("name", WITHOUT_DRAFTS)
-def test_others_have_none(name, special):
-    _, _, stats = special[name]
-    assert stats["tree_steps"] == 0
+    if name in WITHOUT_DRAFTS:
+        assert stats["tree_steps"] == 0
+    else:
+        least = 1.3 if name in EDITED else 1
+        assert stats["tokens"] > least * stats["tree_steps"] > 0
 
 
 def test_requests_without_drafts_are_counted_by_reason(special):
@@ -205,20 +197,13 @@ def test_logprobs_are_those_of_plain_vllm(mode):
     for speculative_config in (None, sequoia()):
         with running(speculative_config, logprobs_mode=mode) as llm:
             results.append(llm.generate(texts, params, use_tqdm=False))
-    for plain, ours in zip(*results, strict=True):
-        plain_output, our_output = plain.outputs[0], ours.outputs[0]
-        assert list(our_output.token_ids) == list(plain_output.token_ids)
-        assert (our_output.logprobs is None) == (plain_output.logprobs is None)
-        for position, expected in enumerate(plain_output.logprobs or []):
-            found = our_output.logprobs[position]
-            assert {t: v.rank for t, v in found.items()} == {t: v.rank for t, v in expected.items()}
-            for token, value in expected.items():
-                assert found[token].logprob == pytest.approx(value.logprob, abs=1e-4)
-        if plain.prompt_logprobs is not None:
-            for found, expected in zip(
-                ours.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True
-            ):
-                assert found.keys() == expected.keys()
+    assert tokens_of(results[1]) == tokens_of(results[0])
+    plain, ours = (
+        [logprobs_of(output.outputs[0].logprobs) for output in outputs] for outputs in results
+    )
+    assert check_logprobs(ours, plain) > 200
+    plain, ours = ([logprobs_of(one.prompt_logprobs) for one in outputs] for outputs in results)
+    assert check_logprobs(ours, plain) > 30
 
 
 # -- what the draft reads --------------------------------------------------------------------
