@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -322,12 +323,11 @@ def install(checks: MemoryChecks) -> Callable[[], None]:
     """Hooks the interpreter; what it returns undoes that."""
     from triton.runtime import interpreter
 
-    originals: list[tuple[Any, str, Any]] = []
+    patch = pytest.MonkeyPatch()
 
     def replace(owner: Any, name: str, make: Callable, *details: Any) -> None:
         original = getattr(owner, name)
-        originals.append((owner, name, original))
-        setattr(owner, name, functools.wraps(original)(make(original, checks, *details)))
+        patch.setattr(owner, name, functools.wraps(original)(make(original, checks, *details)))
 
     replace(interpreter, "_implicit_cvt", _tagging_arguments)
     replace(interpreter.GridExecutor, "__call__", _raising_plainly)
@@ -340,12 +340,7 @@ def install(checks: MemoryChecks) -> Callable[[], None]:
     replace(builder, "create_masked_store", _in_launches, _store)
     for name in ("load", "store", "poll", "cas", "rmw"):
         replace(builder, f"create_atomic_{name}", _in_launches, _refuse)
-
-    def restore() -> None:
-        for owner, name, original in reversed(originals):
-            setattr(owner, name, original)
-
-    return restore
+    return patch.undo
 
 
 def _tagging_arguments(original: Callable, checks: MemoryChecks) -> Callable:

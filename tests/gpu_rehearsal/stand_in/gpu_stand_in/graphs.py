@@ -74,11 +74,11 @@ def _write_report() -> None:
         Path(path).write_text(json.dumps(report()))
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _address(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -119,9 +119,9 @@ class _Operator:
         result = self.function(*self.args, **self.kwargs)
         if self.function.namespace == _COLLECTIVES:  # which come with a handle to wait for
             result[-1].wait()
-        results = _tensors(result)
+        results = tensors_in(result)
         for index, tensor in self.made:
-            if _address(tensor) != _address(results[index]):
+            if address_of(tensor) != address_of(results[index]):
                 tensor.copy_(results[index])
 
 
@@ -145,7 +145,7 @@ class _Recorder(TorchDispatchMode):
         ):
             refuse_while_capturing("an index that is a boolean mask")
         if _writes(function):
-            self._graph.before_write(_tensors((args, kwargs)))
+            self._graph.before_write(tensors_in((args, kwargs)))
         result = function(*args, **kwargs)
         if function in _ALLOCATING:  # no kernel fills it now, and operators may index by it
             with _disable_current_modes():
@@ -208,21 +208,21 @@ class CUDAGraph:
     def before_write(self, tensors: list[Tensor]) -> None:
         """Keeps what is there, of memory that is not the graph's own."""
         for tensor in tensors:
-            address = _address(tensor)
+            address = address_of(tensor)
             if address and address not in self._private and address not in self._before:
                 with _disable_current_modes():
                     memory = _whole(tensor, torch.uint8)
                     self._before[address] = memory, memory.clone()
 
     def note_operator(self, function: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        given = {_address(tensor) for tensor in _tensors((args, kwargs))}
+        given = {address_of(tensor) for tensor in tensors_in((args, kwargs))}
         made = [
             (index, tensor)
-            for index, tensor in enumerate(_tensors(result))
-            if _address(tensor) and _address(tensor) not in given
+            for index, tensor in enumerate(tensors_in(result))
+            if address_of(tensor) and address_of(tensor) not in given
         ]
         for _, tensor in made:
-            self._private.setdefault(_address(tensor), tensor)
+            self._private.setdefault(address_of(tensor), tensor)
         # Others are views: what they show is written by operators before and after.
         if _writes(function) or made:
             self._record.append(_Operator(function, args, kwargs, made))
