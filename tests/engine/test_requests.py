@@ -7,7 +7,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.editing import SIBLINGS_FIRST
 from tests.support.engines import generated, plain_outputs, running, sequoia, tokens_of, whole_trees
-from tests.support.generating import check_logprobs, logprobs_of
+from tests.support.generating import answered, check_logprobs
 from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
@@ -196,14 +196,11 @@ def test_logprobs_are_those_of_plain_vllm(mode):
     results = []
     for speculative_config in (None, sequoia()):
         with running(speculative_config, logprobs_mode=mode) as llm:
-            results.append(llm.generate(texts, params, use_tqdm=False))
-    assert tokens_of(results[1]) == tokens_of(results[0])
-    plain, ours = (
-        [logprobs_of(output.outputs[0].logprobs) for output in outputs] for outputs in results
-    )
-    assert check_logprobs(ours, plain) > 200
-    plain, ours = ([logprobs_of(one.prompt_logprobs) for one in outputs] for outputs in results)
-    assert check_logprobs(ours, plain) > 30
+            results.append(answered(llm.generate(texts, params, use_tqdm=False)))
+    plain, ours = results
+    assert ours["tokens"] == plain["tokens"]
+    assert check_logprobs(ours["logprobs"], plain["logprobs"]) > 200
+    assert check_logprobs(ours["prompt_logprobs"], plain["prompt_logprobs"]) > 30
 
 
 # -- what the draft reads --------------------------------------------------------------------

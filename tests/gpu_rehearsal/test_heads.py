@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
+from tests.support.calling import called_once
 from tests.support.engines import leave_nan, scheduler_of, sequoia
 from tests.support.generating import counted, joined
 from tests.support.heads import DFLASH, EAGLE3
@@ -69,12 +70,11 @@ def pause(llm: Any, texts: list[Any]) -> dict[str, Any]:
 
 
 # Graphs of DFlash: `tests/v2/test_sampled_trees_v2.py` replays them in every run.
-HEADS = [EAGLE3, pytest.param(DFLASH, marks=pytest.mark.nightly)]
-
-
-@pytest.fixture(scope="module", params=HEADS, ids=["eagle3", "dflash"])
-def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return call_on_gpu(start_and_generate, tmp_path_factory.mktemp("heads"), head=request.param)
+HEADS = [
+    pytest.param(EAGLE3, id="eagle3"),
+    pytest.param(DFLASH, id="dflash", marks=pytest.mark.nightly),
+]
+answers = called_once(call_on_gpu, start_and_generate, ("head", HEADS))
 
 
 @pytest.mark.parametrize("name", ["together", "alone"])

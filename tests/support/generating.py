@@ -18,6 +18,7 @@ from tests.support.engines import (
     runner_of,
     running,
     scheduler_of,
+    tokens_of,
     whole_trees,
 )
 from tests.support.models import save_llama
@@ -106,6 +107,15 @@ def logprobs_of(positions: Any) -> list[dict[str, list[float]]]:
         for position in positions or []
         if position is not None
     ]
+
+
+def answered(outputs: list[Any]) -> dict[str, Any]:
+    """Tokens of each request's first completion, logprobs of these, and of prompts."""
+    return {
+        "tokens": tokens_of(outputs),
+        "logprobs": [logprobs_of(output.outputs[0].logprobs) for output in outputs],
+        "prompt_logprobs": [logprobs_of(output.prompt_logprobs) for output in outputs],
+    }
 
 
 def check_logprobs(ours: list[Any], plain: list[Any]) -> int:

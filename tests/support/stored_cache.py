@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from tests.support.engines import metric, runner_of
-from tests.support.generating import counted, greedy_and_seeded, logprobs_of, random_prompts
+from tests.support.generating import answered, counted, greedy_and_seeded, random_prompts
 
 LENGTHS = [21, 40, 33]
 CONNECTOR = {
@@ -92,10 +92,10 @@ def converse_twice(llm: Any, trees: bool) -> dict[str, Any]:
     ]
     second = llm.generate(again, params, use_tqdm=False)
     counts += [counted(llm)] if trees else []
-    turns = [[output.outputs[0] for output in outputs] for outputs in (first, second)]
+    turns = [answered(outputs) for outputs in (first, second)]
     return {
-        "tokens": [[list(one.token_ids) for one in turn] for turn in turns],
-        "logprobs": [[logprobs_of(one.logprobs) for one in turn] for turn in turns],
+        "tokens": [turn["tokens"] for turn in turns],
+        "logprobs": [turn["logprobs"] for turn in turns],
         "tokens per tree": [count["tokens_per_tree"] for count in counts],
         "loaded": metric(llm, "vllm:external_prefix_cache_hits"),
     }

@@ -23,11 +23,11 @@ from tests.support.engines import (
     noting,
     running,
     sequoia,
-    tokens_of,
     whole_trees,
 )
 from tests.support.generating import (
     TINY,
+    answered,
     check_logprobs,
     completions,
     counted,
@@ -35,7 +35,6 @@ from tests.support.generating import (
     generate_on,
     generate_with_trees,
     greedy_and_seeded,
-    logprobs_of,
     random_prompts,
     save_related_pair,
 )
@@ -163,52 +162,38 @@ def generate_special() -> dict[str, Any]:
     two = SamplingParams(temperature=0, max_tokens=2)
     for name, config in (("plain", None), ("trees", sequoia(size=8, depth=3))):
         with running(config, reasoning_config=thinking) as llm:
-            outputs = llm.generate(texts, params, use_tqdm=False)
-            answers[name] = {
-                "tokens": tokens_of(outputs),
-                "logprobs": [logprobs_of(output.outputs[0].logprobs) for output in outputs],
-                "prompt_logprobs": [logprobs_of(output.prompt_logprobs) for output in outputs],
-            }
+            answers[name] = answered(llm.generate(texts, params, use_tqdm=False))
             if config:
                 answers[name]["counts"] = counted(llm)
             else:
                 asked = greedy_requests()
                 answers[name]["greedy"] = completions(llm.generate(*asked, use_tqdm=False))
-            outputs = llm.generate(texts[:3], grammar_params(), use_tqdm=False)
-            answers[name]["grammar"] = tokens_of(outputs)
+            answers[name]["grammar"] = generated(llm, texts[:3], grammar_params())
             if config:
                 answers[name]["grammar counts"] = counted(llm)
             answers[name]["sessions"] = generate_in_turns(llm, texts[:3])
             if config:
                 answers[name]["session counts"] = counted(llm)
-                chosen = [texts[place] for place in PADDED], [params[place] for place in PADDED]
-                with counting_rows() as rows:
-                    outputs = llm.generate(*chosen, use_tqdm=False)
-                answers["padded"] = {
-                    "tokens": tokens_of(outputs),
-                    "logprobs": [logprobs_of(output.outputs[0].logprobs) for output in outputs],
-                    "rows": rows,
-                    "counts": counted(llm),
-                }
-                chosen = (
-                    [texts[place] for place in UNDRAFTED],
-                    [params[place] for place in UNDRAFTED],
+                padded, undrafted = (
+                    ([texts[place] for place in places], [params[place] for place in places])
+                    for places in (PADDED, UNDRAFTED)
                 )
+                with counting_rows() as rows:
+                    found = answered(llm.generate(*padded, use_tqdm=False))
+                answers["padded"] = {**found, "rows": rows, "counts": counted(llm)}
                 with counting_passes() as passes:
-                    outputs = llm.generate(*chosen, use_tqdm=False)
-                    short = llm.generate(texts[:1], two, use_tqdm=False)
-                    answers["undrafted"] = {"passes": list(passes)}
+                    tokens, short = generated(llm, *undrafted), generated(llm, texts[:1], two)
+                    answers["undrafted"] = {
+                        "tokens": tokens, "short": short, "passes": list(passes)
+                    }  # fmt: skip
                     llm.generate(texts[0], params[0], use_tqdm=False)
-                answers["undrafted"] |= {
-                    "tokens": tokens_of(outputs), "short": tokens_of(short), "then": passes,
-                    "counts": counted(llm),
-                }  # fmt: skip
+                answers["undrafted"] |= {"then": passes, "counts": counted(llm)}
                 # Amid the second step's trees, while the third is scheduled with drafts.
                 with failing_draft(at=4) as said, counting_rows() as rows:
                     failed = generated(llm, texts, params)
-                    grammars = llm.generate(texts[:3], grammar_params(), use_tqdm=False)
+                    grammars = generated(llm, texts[:3], grammar_params())
                 answers["failed"] = {
-                    "tokens": failed, "grammar": tokens_of(grammars), "said": said, "rows": rows,
+                    "tokens": failed, "grammar": grammars, "said": said, "rows": rows,
                     "counts": counted(llm),
                 }  # fmt: skip
     return answers
