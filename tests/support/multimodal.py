@@ -43,6 +43,10 @@ _TEXT = {
 }  # fmt: skip
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 _VISION = {"depth": 1, "hidden_size": 64, "num_heads": 2, "patch_size": 14}
+_QWEN3_VISION = {
+    **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "hidden_size": 32,
+    "num_position_embeddings": 64,
+}  # fmt: skip
 _QWEN_IDS = {
     "image_token_id": _TOKENS["<|image_pad|>"],
     "video_token_id": _TOKENS["<|video_pad|>"],
@@ -82,12 +86,9 @@ def _qwen2_vl() -> tuple[Any, dict[str, Any]]:
 def _qwen3_vl() -> tuple[Any, dict[str, Any]]:
     config = hf.Qwen3VLConfig(
         text_config={**_TEXT, "rope_parameters": {**_AXES, "mrope_interleaved": True}},
-        vision_config={
-            **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "hidden_size": 32,
-            "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
-        },
+        vision_config={**_QWEN3_VISION, "deepstack_visual_indexes": [0]},
         **_QWEN_IDS,
-    )  # fmt: skip
+    )
     return hf.Qwen3VLForConditionalGeneration(config), _QWEN3_PROCESSOR
 
 
@@ -98,10 +99,7 @@ def _qwen3_5() -> tuple[Any, dict[str, Any]]:
             **_TEXT, **STATES, "rope_parameters": axes, "mtp_num_hidden_layers": 1,
             "layer_types": ["linear_attention", "full_attention"],
         },
-        vision_config={
-            **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "hidden_size": 32,
-            "num_position_embeddings": 64,
-        },
+        vision_config=_QWEN3_VISION,
         **_QWEN_IDS,
     )  # fmt: skip
     return hf.Qwen3_5ForConditionalGeneration(config), _QWEN3_PROCESSOR
