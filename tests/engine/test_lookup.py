@@ -22,8 +22,8 @@ from tests.support.engines import (
 )
 from tests.support.generating import TINY, generate, joined, random_prompts, save_related_pair
 from tests.support.heads import save_mimo
+from tests.support.interpreted import call_on_v2
 from tests.support.models import prompts
-from tests.support.on_v2 import call_on_v2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

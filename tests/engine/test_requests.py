@@ -1,8 +1,10 @@
 """Requests with parameters of every kind get plain vLLM's tokens, most with trees; and logprobs."""
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.editing import SIBLINGS_FIRST
@@ -168,8 +170,23 @@ def test_grammars_of_other_backends_are_followed(backend):
     assert stats["tokens"] > stats["tree_steps"] or backend == "outlines"
 
 
+class EvenTokensOnly(LogitsProcessor):
+    def __init__(self, vllm_config, device, is_pin_memory):
+        pass
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        logits[:, 1::2] = float("-inf")
+        return logits
+
+
 def test_custom_logits_processor_runs_without_drafts():
-    options = {"logits_processors": ["tests.engine.processors:EvenTokensOnly"]}
+    options = {"logits_processors": [f"{__name__}:EvenTokensOnly"]}
     params = SamplingParams(temperature=0, max_tokens=24)
     expected = plain_outputs(prompts(4), params, **options)
     with running(sequoia(), **options) as llm:

@@ -10,7 +10,7 @@ from tests.support.architectures import VOCABULARY, save_architecture
 from tests.support.calling import called_once
 from tests.support.engines import cache_kinds, leave_nan, runner_of, sequoia
 from tests.support.generating import random_prompts, save_related_pair
-from tests.support.on_gpu import call_on_gpu
+from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, noting_modes, rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]

@@ -10,8 +10,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.calling import called_once
 from tests.support.engines import noting, runner_of, sequoia
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import TARGET, prompts
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
 # CI follows grammars in `tests/v2/test_trees_v2.py`, and lays masks out in

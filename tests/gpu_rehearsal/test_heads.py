@@ -10,8 +10,8 @@ from tests.support.calling import called_once
 from tests.support.engines import leave_nan, scheduler_of, sequoia
 from tests.support.generating import counted, joined
 from tests.support.heads import DFLASH, EAGLE3
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import TARGET, prompts
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
     check_replayed,
     counting_eager,

@@ -12,8 +12,8 @@ from sequoia_vllm.engine.common.patched import patched
 from tests.support.engines import noting, runner_of, scheduler_of, sequoia
 from tests.support.generating import VOCAB, random_prompts
 from tests.support.heads import save_dflash
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import save_llama
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]

@@ -15,7 +15,7 @@ from sequoia_vllm.engine.common.patched import patched
 from tests.support.calling import called_once
 from tests.support.engines import sequoia
 from tests.support.generating import random_prompts, save_related_pair
-from tests.support.on_gpu import call_on_gpu
+from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import generate_with_trees, rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]

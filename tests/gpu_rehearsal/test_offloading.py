@@ -14,7 +14,7 @@ from sequoia_vllm.engine.common.patched import patched
 from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import VOCAB, random_prompts, save_related_pair
-from tests.support.on_gpu import call_on_gpu
+from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 from tests.support.stored_cache import CONNECTOR, LENGTHS, converse_twice
 

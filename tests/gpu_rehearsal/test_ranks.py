@@ -21,8 +21,8 @@ from tests.support.cores import needs_two_cores
 from tests.support.engines import running, sequoia
 from tests.support.generating import VOCAB, completions, counted, random_prompts, save_related_pair
 from tests.support.heads import save_eagle3
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import save_llama
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import rehearsing
 from tests.support.serving import free_port
 

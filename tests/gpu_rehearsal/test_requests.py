@@ -16,7 +16,7 @@ from tests.support.generating import (
     random_prompts,
     save_related_pair,
 )
-from tests.support.on_gpu import call_on_gpu
+from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import (
     counting_eager,
     flash_reads,

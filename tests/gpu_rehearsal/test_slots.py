@@ -19,8 +19,8 @@ from tests.support.generating import (
     save_related_pair,
 )
 from tests.support.heads import save_dflash
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import save_llama
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.on_gpu import call_on_gpu
+from tests.support.interpreted import call_on_gpu
 
 pytestmark = pytest.mark.slow
 

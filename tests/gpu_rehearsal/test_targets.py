@@ -20,11 +20,11 @@ from tests.support.engines import lookup_trees, sequoia
 from tests.support.expert_layers import save_experts
 from tests.support.generating import greedy_and_seeded, random_prompts, save_related_pair
 from tests.support.heads import save_mimo
+from tests.support.interpreted import call_on_gpu
 from tests.support.latents import rehearse_on_gpus, save_latent_pair
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.models import save_word_tokenizer
 from tests.support.multimodal import IMAGE, call_with_images, requests_with_images, save_multimodal
-from tests.support.on_gpu import call_on_gpu
 from tests.support.recurrent import VOCABULARY, rehearse_in_float32, save_hybrid_pair
 from tests.support.rehearsing import (
     check_replayed,

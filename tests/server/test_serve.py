@@ -20,21 +20,13 @@ from tests.support.ending import wait_until
 from tests.support.models import prompts
 from tests.support.serving import DRAFT, ROOT, VLLM, Server, environment
 from tests.support.soak.over_http import Tally, compare_all
-from tests.support.soak.random_requests import random_requests
+from tests.support.soak.random_requests import CHOICE, REGEX, SCHEMA, random_requests
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = prompts(8)
 GREEDY = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 64}
 SEEDED = {"prompt": PROMPTS[1], "temperature": 0.8, "seed": 7, "max_tokens": 64}
-REGEX = r"[a-z]{3,8} = \d{2,4}"
-CHOICE = ["return None", "raise ValueError"]
-SCHEMA = {
-    "type": "object",
-    "properties": {"kind": {"enum": ["list", "tuple"]}, "sorted": {"type": "boolean"}},
-    "required": ["kind", "sorted"],
-    "additionalProperties": False,
-}
 REQUESTS = {
     "greedy": GREEDY,
     "seeded": SEEDED,

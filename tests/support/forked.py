@@ -1,4 +1,4 @@
-"""The other side of `tests.support.forking`: imports a module, then forks for each order.
+"""The other side of `tests.support.calling`: imports a module, then forks for each order.
 
 Forks are safe as long as there is one thread. A module, not an argument of the interpreter:
 engines are spawned, and spawning runs the main module again.

@@ -23,9 +23,8 @@ from tests.support.engines import metric, running, whole_trees
 from tests.support.expert_layers import OWN_NAMES, add_layer
 from tests.support.generating import SPEC_DECODE, completions, generate_speculating, joined
 from tests.support.heads import save_eagle3
+from tests.support.interpreted import ROOT, gpu_environment, v2_environment
 from tests.support.models import SMALL
-from tests.support.on_gpu import gpu_environment
-from tests.support.on_v2 import ROOT, v2_environment
 from tests.support.recurrent import STATES, run_chains, run_in_float32
 
 TORCHVISION = ROOT / ".venv" / "torchvision-for-tests"  # `make setup` fetches it

@@ -23,7 +23,7 @@ from tests.support.generating import (
     random_prompts,
     save_related_pair,
 )
-from tests.support.on_v2 import call_on_v2
+from tests.support.interpreted import call_on_v2
 from tests.support.own_trees import OWN_TREES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

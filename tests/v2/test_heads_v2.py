@@ -32,8 +32,8 @@ from tests.support.generating import (
     random_prompts,
 )
 from tests.support.heads import DFLASH, EAGLE3, save_dflash, save_mimo
+from tests.support.interpreted import call_on_v2
 from tests.support.models import MODELS, prompts, save_llama
-from tests.support.on_v2 import call_on_v2
 from tests.support.recurrent import run_chains, run_in_float32
 from tests.support.train_drafter import script_modules
 

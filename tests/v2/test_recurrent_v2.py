@@ -24,9 +24,9 @@ from tests.support.generating import (
     greedy_and_seeded,
     random_prompts,
 )
+from tests.support.interpreted import call_on_v2
 from tests.support.latents import save_latent_pair
 from tests.support.mamba import run_as_on_gpus, save_mamba_pair
-from tests.support.on_v2 import call_on_v2
 from tests.support.recurrent import VOCABULARY, run_in_float32, save_hybrid_pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

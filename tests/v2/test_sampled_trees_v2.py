@@ -33,11 +33,10 @@ from tests.support.generating import (
     save_related_pair,
 )
 from tests.support.heads import save_dflash, save_eagle3, save_mimo
+from tests.support.interpreted import call_on_gpu, call_on_v2
 from tests.support.latents import rehearse_on_gpus, save_latent_pair
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
-from tests.support.on_gpu import call_on_gpu
-from tests.support.on_v2 import call_on_v2
 from tests.support.recurrent import rehearse_in_float32
 from tests.support.rehearsing import generate_with_trees as rehearse
 from tests.support.rehearsing import rehearsing

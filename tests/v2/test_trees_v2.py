@@ -38,8 +38,8 @@ from tests.support.generating import (
     random_prompts,
     save_related_pair,
 )
+from tests.support.interpreted import call_on_v2
 from tests.support.models import DRAFT, prompts
-from tests.support.on_v2 import call_on_v2
 from tests.support.reference_models import accepted_by_depth
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
