@@ -1,7 +1,6 @@
 """Registration: the contract is checked, plain vLLM is untouched."""
 
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -20,8 +19,7 @@ from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.compat import contract
 from sequoia_vllm.engine.compat.ledger import Expected
 from sequoia_vllm.engine.frontend.request import names_sequoia
-from tests import quick_start
-from tests.support.calling import call_in_process
+from tests.support.calling import call_in_process, environment_with
 from tests.support.engines import configured, generated, running, sequoia
 from tests.support.models import prompts
 from tests.support.serving import ROOT
@@ -193,10 +191,7 @@ def without(tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("without")
     received = folder / "config"
     received.write_bytes(pickle.dumps(configured(sequoia(), max_model_len=None)))
-    environment = {
-        **os.environ, "VLLM_PLUGINS": "none", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((quick_start.FOLDER, str(ROOT))),
-    }  # fmt: skip
+    environment = environment_with(VLLM_PLUGINS="none")
     return call_in_process(
         answer_then_receive, folder, environment, 300, ROOT, received=str(received)
     )

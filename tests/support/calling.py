@@ -18,11 +18,19 @@ from typing import IO, Any, NamedTuple, TextIO
 import psutil
 import pytest
 
-from tests.support.serving import Session, has_ended
+from tests import quick_start
+from tests.support.serving import ROOT, Session, has_ended
 
 # vLLM, as far as every engine needs it.
 MODULE = "tests.support.engines"
 _START_DEADLINE = 200.0  # seconds; importing takes seven on an idle machine
+
+
+def environment_with(*folders: Path | str, **variables: str) -> dict[str, str]:
+    """This process's, with these folders and this repository on the path; engines stay in it."""
+    path = os.pathsep.join(map(str, (quick_start.FOLDER, *folders, ROOT)))
+    common = {"PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    return os.environ | common | variables
 
 
 def call_in_process(

@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests import quick_start
-from tests.support.calling import Forker
+from tests.support.calling import Forker, environment_with
 from tests.support.serving import ROOT
 
 INTERPRETER = ROOT / "tests" / "v2" / "interpreter"
@@ -21,24 +20,13 @@ STAND_IN = ROOT / "tests" / "gpu_rehearsal" / "stand_in"
 OTHER_VLLM = "SEQUOIA_REHEARSE_VLLM"
 
 
-def _environment(*folders: Path | str, multiprocessing: bool = False) -> dict[str, str]:
-    """This process's, with interpreted kernels and these folders first on the path."""
-    path = os.pathsep.join(map(str, (quick_start.FOLDER, *folders, ROOT)))
-    return os.environ | {
-        "PYTHONPATH": path,
-        "TRITON_INTERPRET": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
-        "OMP_NUM_THREADS": "1",
-    }
-
-
 def v2_environment(gpu_attention: bool = False) -> dict[str, str]:
     """This process's environment, changed to vLLM's V2 runner with interpreted kernels.
 
     `gpu_attention`: and to the attention, cache layout and commit of GPUs.
     """
-    found = _environment(INTERPRETER, *[GPU_ATTENTION] * gpu_attention)
-    return found | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    folders = INTERPRETER, *[GPU_ATTENTION] * gpu_attention
+    return environment_with(*folders, TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
 
 
 def gpu_environment(multiprocessing: bool = False) -> dict[str, str]:
@@ -47,11 +35,13 @@ def gpu_environment(multiprocessing: bool = False) -> dict[str, str]:
     `multiprocessing`: engines run in processes of their own, as users' do.
     """
     other = [os.environ[OTHER_VLLM]] if OTHER_VLLM in os.environ else []
-    return _environment(*other, STAND_IN, INTERPRETER, multiprocessing=multiprocessing) | {
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # a library of the GPU build
+    return environment_with(
+        *other, STAND_IN, INTERPRETER, TRITON_INTERPRET="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING=str(int(multiprocessing)),
+        VLLM_USE_FLASHINFER_SAMPLER="0",  # a library of the GPU build
         # vLLM never does so with `backend="eager"`, but would prepare for it in every pass.
-        "VLLM_USE_AOT_COMPILE": "0",
-    }
+        VLLM_USE_AOT_COMPILE="0",
+    )  # fmt: skip
 
 
 @cache

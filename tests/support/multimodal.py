@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,15 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.common.patched import patched
-from tests import quick_start
 from tests.support.adapters import RANK, save_adapter
-from tests.support.calling import call_in_process
+from tests.support.calling import call_in_process, environment_with
 from tests.support.engines import metric, running, whole_trees
 from tests.support.expert_layers import OWN_NAMES, add_layer
 from tests.support.generating import SPEC_DECODE, completions, generate_speculating, joined
 from tests.support.heads import save_eagle3
-from tests.support.interpreted import ROOT, gpu_environment, v2_environment
 from tests.support.models import SMALL
 from tests.support.recurrent import STATES, run_chains, run_in_float32
+from tests.support.serving import ROOT
 
 TORCHVISION = ROOT / ".venv" / "torchvision-for-tests"  # `make setup` fetches it
 VOCABULARY = 128
@@ -327,25 +325,12 @@ def answer_with_its_layer(folder: str) -> dict[str, Any]:
         return {**found, "blind": generate_speculating(chain, *given, **options)}
 
 
-@cache
-def _environment(on_v2: bool, gpu_attention: bool, on_gpu: bool) -> dict[str, str]:
-    if on_gpu:
-        environment = gpu_environment()
-        return environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}:{TORCHVISION}"}
-    environment = v2_environment(gpu_attention)
-    if not on_v2:
-        for name in ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"):
-            del environment[name]
-        environment["PYTHONPATH"] = f"{quick_start.FOLDER}:{ROOT}"
-    return environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}:{TORCHVISION}"}
-
-
 def call_with_images(
-    function: Callable[..., Any], directory: Path, on_v2: bool = False,
-    gpu_attention: bool = False, on_gpu: bool = False, **arguments: Any,
+    function: Callable[..., Any], directory: Path, environment: dict[str, str] | None = None,
+    **arguments: Any,
 ) -> Any:  # fmt: skip
-    """What `function(**arguments)` returns where vLLM can read images."""
+    """What `function(**arguments)` returns where vLLM can read images: on V1, unless told so."""
     assert (TORCHVISION / "torchvision").is_dir(), "run `make setup`: it fetches torchvision"
-    return call_in_process(
-        function, directory, _environment(on_v2, gpu_attention, on_gpu), 580, ROOT, **arguments
-    )
+    environment = environment or environment_with()
+    environment["PYTHONPATH"] += f":{TORCHVISION}"
+    return call_in_process(function, directory, environment, 580, ROOT, **arguments)
