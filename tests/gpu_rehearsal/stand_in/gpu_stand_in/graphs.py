@@ -16,7 +16,8 @@ import os
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,7 @@ class CUDAGraph:
         self._recorder.__enter__()
 
     def capture_end(self) -> None:
-        self._stop_recording()
+        self.stop_recording()
         for memory, copy in self._before.values():
             memory.copy_(copy)
         self._before = {}
@@ -197,10 +198,7 @@ class CUDAGraph:
         captured[self.kind] += 1
         self._poison()
 
-    def abort(self) -> None:
-        self._stop_recording()
-
-    def _stop_recording(self) -> None:
+    def stop_recording(self) -> None:
         global _capturing
         self._recorder.__exit__(None, None, None)
         _capturing = None
@@ -294,27 +292,24 @@ def _capturing_class() -> str:
     return "unknown"
 
 
-class graph:  # noqa: N801 (torch's name)
+@contextmanager
+def graph(
+    cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None,
+    capture_error_mode: str = "global", **_: Any,
+) -> Iterator[None]:  # fmt: skip
     """Replaces `torch.cuda.graph`."""
+    torch.cuda.synchronize()
+    gc.collect(0)
+    cuda_graph.capture_begin(pool)
+    try:
+        yield
+    except BaseException:
+        cuda_graph.stop_recording()
+        raise
+    cuda_graph.capture_end()
 
-    default_capture_stream = None
 
-    def __init__(
-        self, cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None,
-        capture_error_mode: str = "global", **_: Any,
-    ) -> None:  # fmt: skip
-        self._graph, self._pool = cuda_graph, pool
-
-    def __enter__(self) -> None:
-        torch.cuda.synchronize()
-        gc.collect(0)
-        self._graph.capture_begin(self._pool)
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is not None:
-            self._graph.abort()
-        else:
-            self._graph.capture_end()
+graph.default_capture_stream = None
 
 
 # -- kernels -------------------------------------------------------------------------------------
