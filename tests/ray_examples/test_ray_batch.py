@@ -5,16 +5,8 @@ import json
 import psutil
 import pytest
 
-from tests.ray_examples.cluster import (
-    ENGINE,
-    ENGINE_OPTIONS,
-    MAX_TOKENS,
-    PROMPTS,
-    START_DEADLINE,
-    STOP_DEADLINE,
-    named,
-    wait_for,
-)
+from tests.ray.cluster import START_DEADLINE, named, wait_for
+from tests.ray_examples.cluster import ENGINE, ENGINE_OPTIONS, MAX_TOKENS, PROMPTS, STOP_DEADLINE
 from tests.support.models import DRAFT, TARGET
 from tests.support.serving import Session
 

@@ -8,14 +8,8 @@ import httpx
 import pytest
 
 from sequoia_vllm.tree import TokenTree
-from tests.ray_examples.cluster import (
-    ENGINE,
-    ENGINE_OPTIONS,
-    MAX_TOKENS,
-    PROMPTS,
-    STOP_DEADLINE,
-    wait_for,
-)
+from tests.ray.cluster import wait_for
+from tests.ray_examples.cluster import ENGINE, ENGINE_OPTIONS, MAX_TOKENS, PROMPTS, STOP_DEADLINE
 from tests.support.models import DRAFT, TARGET
 from tests.support.serving import Session, free_port, http_client
 
