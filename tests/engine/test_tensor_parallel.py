@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 
+from tests.quick_start.quick_imports import FORK_ENGINES
 from tests.support.cores import needs_two_cores
 from tests.support.engines import (
     generated,
@@ -20,7 +20,7 @@ from tests.support.engines import (
     sequoia,
     whole_trees,
 )
-from tests.support.generating import random_prompts, save_related_pair
+from tests.support.generating import random_prompts, save_related_pair, with_noise
 from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
@@ -32,14 +32,6 @@ def perturb_second_rank(worker: Any) -> None:
         for model in (worker.model_runner.model, worker.model_runner.drafter.model):
             if hasattr(model, "compute_logits"):
                 model.compute_logits = with_noise(model.compute_logits)
-
-
-def with_noise(compute_logits: Any) -> Any:
-    def other_logits(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute_logits(hidden)
-        return logits + 3 * torch.randn_like(logits)
-
-    return other_logits
 
 
 @needs_two_cores
@@ -84,7 +76,8 @@ def test_two_ranks_give_the_tokens_of_one(config, monkeypatch):
     assert ranks[0]["tokens"] > 1.2 * ranks[0]["tree_steps"] > 0
 
 
-# It never imports sequoia_vllm: vLLM finds the plugin by its entry point, in every process.
+# It never imports sequoia_vllm: vLLM finds the plugin by its entry point. The engine's core is
+# forked; `tests/server/test_serve.py` spawns one.
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -122,6 +115,7 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(tmp_path):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        FORK_ENGINES: "1",
         # One thread, on any core: two that spin are very slow where a core is busy.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",

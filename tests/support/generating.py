@@ -70,6 +70,16 @@ def greedy_and_seeded(
     ]  # fmt: skip
 
 
+def with_noise(compute_logits: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Other logits: what a rank would choose by these must not matter."""
+
+    def other_logits(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute_logits(hidden)
+        return logits + 3 * torch.randn_like(logits)
+
+    return other_logits
+
+
 def completions(outputs: list[Any]) -> list[list[list[int]]]:
     """Tokens of every completion of every request."""
     return [[list(one.token_ids) for one in output.outputs] for output in outputs]
