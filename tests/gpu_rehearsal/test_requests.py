@@ -10,12 +10,7 @@ from vllm import SamplingParams
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.calling import called_once
 from tests.support.engines import metric, noting, runner_of, scheduler_of, sequoia
-from tests.support.generating import (
-    greedy_and_seeded,
-    joined,
-    random_prompts,
-    save_related_pair,
-)
+from tests.support.generating import greedy_and_seeded, joined, random_prompts, save_related_pair
 from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import (
     counting_eager,

@@ -17,14 +17,7 @@ from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.calling import called_once
 from tests.support.conversing import converse, turns
-from tests.support.engines import (
-    generated,
-    metric,
-    noting,
-    running,
-    sequoia,
-    whole_trees,
-)
+from tests.support.engines import generated, metric, noting, running, sequoia, whole_trees
 from tests.support.generating import (
     TINY,
     answered,
