@@ -49,7 +49,7 @@ MAMBAS = ("GraniteMoeHybrid", "Lfm2", "NemotronH", "FalconH1")
 
 
 def params(tokens: int = TOKENS) -> list[Any]:
-    """Greedy and seeded in turn; the third is never drafted for: each of its tokens takes a step."""
+    """Greedy and seeded in turn; the third has no drafts: each of its tokens takes a step."""
     found = greedy_and_seeded(len(LENGTHS), [tokens, tokens, min(tokens, TOKENS // 2), tokens])
     found[2].extra_args = {"sequoia_max_drafts": 0}
     return found
