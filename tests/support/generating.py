@@ -110,6 +110,21 @@ def joined(
     return completions([done[name] for name in others])
 
 
+def resumed(llm: Any, requests: list[Any], tokens: list[Any], ends: int) -> dict[str, Any]:
+    """The last so many tokens of every other request again, greedily, behind all before them.
+
+    With the tokens of their prompts that the prefix cache had.
+    """
+    halves = [
+        {"prompt_token_ids": request["prompt_token_ids"] + first[:-ends]}
+        for request, [first] in zip(requests, tokens, strict=True)
+    ]
+    before, params = metric(llm, "vllm:prefix_cache_hits"), greedy_and_seeded(len(halves), ends)
+    outputs = llm.generate(halves[::2], params[::2], use_tqdm=False)
+    hits = metric(llm, "vllm:prefix_cache_hits") - before
+    return {"tokens": completions(outputs), "hits": hits}
+
+
 def logprobs_of(positions: Any) -> list[dict[str, list[float]]]:
     """Logprob and rank of each token reported at each position."""
     return [
