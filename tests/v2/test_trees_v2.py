@@ -4,7 +4,7 @@ There are two processes, one for each pair of models: starting one takes longer 
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,56 +147,54 @@ def grammar_params() -> list[Any]:
     ]
 
 
+def answer_specially(llm: Any, count: Callable[[Any], Any] = lambda llm: None) -> dict[str, Any]:
+    """Tokens and logprobs; with grammars; and of prompts that come in pieces."""
+    params = special_params()
+    texts = prompts(len(params))
+    of_turns = greedy_and_seeded(3, range(7, 10), 0.8)
+    pieces = turns(texts[:3], llm.get_tokenizer())
+    return {
+        **answered(llm.generate(texts, params, use_tqdm=False)),
+        "counts": count(llm),
+        "grammar": generated(llm, texts[:3], grammar_params()),
+        "grammar counts": count(llm),
+        "sessions": converse(llm, pieces, of_turns, at_once=False),
+        "session counts": count(llm),
+    }
+
+
 def generate_special() -> dict[str, Any]:
-    """Tokens and logprobs of plain V2 and of trees; and plain's answers to the greedy requests."""
+    """Answers of plain V2 and of trees; and plain's to the greedy requests."""
     params = special_params()
     texts = prompts(len(params))
     thinking = {"reasoning_start_str": "(", "reasoning_end_str": "return"}
-    answers: dict[str, Any] = {}
     two = SamplingParams(temperature=0, max_tokens=2)
-    for name, config in (("plain", None), ("trees", sequoia(size=8, depth=3))):
-        with running(config, reasoning_config=thinking) as llm:
-            answers[name] = answered(llm.generate(texts, params, use_tqdm=False))
-            if config:
-                answers[name]["counts"] = counted(llm)
-            else:
-                asked = greedy_requests()
-                answers[name]["greedy"] = completions(llm.generate(*asked, use_tqdm=False))
-            answers[name]["grammar"] = generated(llm, texts[:3], grammar_params())
-            if config:
-                answers[name]["grammar counts"] = counted(llm)
-            answers[name]["sessions"] = generate_in_turns(llm, texts[:3])
-            if config:
-                answers[name]["session counts"] = counted(llm)
-                padded, undrafted = (
-                    ([texts[place] for place in places], [params[place] for place in places])
-                    for places in (PADDED, UNDRAFTED)
-                )
-                with counting_rows() as rows:
-                    found = answered(llm.generate(*padded, use_tqdm=False))
-                answers["padded"] = {**found, "rows": rows, "counts": counted(llm)}
-                with counting_passes() as passes:
-                    tokens, short = generated(llm, *undrafted), generated(llm, texts[:1], two)
-                    answers["undrafted"] = {
-                        "tokens": tokens, "short": short, "passes": list(passes)
-                    }  # fmt: skip
-                    llm.generate(texts[0], params[0], use_tqdm=False)
-                answers["undrafted"] |= {"then": passes, "counts": counted(llm)}
-                # Amid the second step's trees, while the third is scheduled with drafts.
-                with failing_draft(at=4) as said, counting_rows() as rows:
-                    failed = generated(llm, texts, params)
-                    grammars = generated(llm, texts[:3], grammar_params())
-                answers["failed"] = {
-                    "tokens": failed, "grammar": grammars, "said": said, "rows": rows,
-                    "counts": counted(llm),
-                }  # fmt: skip
+    with running(None, reasoning_config=thinking) as llm:
+        plain = answer_specially(llm)
+        plain["greedy"] = completions(llm.generate(*greedy_requests(), use_tqdm=False))
+    with running(sequoia(size=8, depth=3), reasoning_config=thinking) as llm:
+        answers = {"plain": plain, "trees": answer_specially(llm, counted)}
+        padded, undrafted = (
+            ([texts[place] for place in places], [params[place] for place in places])
+            for places in (PADDED, UNDRAFTED)
+        )
+        with counting_rows() as rows:
+            found = answered(llm.generate(*padded, use_tqdm=False))
+        answers["padded"] = {**found, "rows": rows, "counts": counted(llm)}
+        with counting_passes() as passes:
+            tokens, short = generated(llm, *undrafted), generated(llm, texts[:1], two)
+            answers["undrafted"] = {"tokens": tokens, "short": short, "passes": list(passes)}
+            llm.generate(texts[0], params[0], use_tqdm=False)
+        answers["undrafted"] |= {"then": passes, "counts": counted(llm)}
+        # Amid the second step's trees, while the third is scheduled with drafts.
+        with failing_draft(at=4) as said, counting_rows() as rows:
+            failed = generated(llm, texts, params)
+            grammars = generated(llm, texts[:3], grammar_params())
+        answers["failed"] = {
+            "tokens": failed, "grammar": grammars, "said": said, "rows": rows,
+            "counts": counted(llm),
+        }  # fmt: skip
     return answers
-
-
-def generate_in_turns(llm: Any, texts: list[str]) -> list[list[list[int]]]:
-    """Greedy and seeded requests whose prompts come in pieces, each after an answer."""
-    params = greedy_and_seeded(len(texts), range(7, 7 + len(texts)), 0.8)
-    return converse(llm, turns(texts, llm.get_tokenizer()), params, at_once=False)
 
 
 # One that asks for no drafts between two requests that draft: one of few, it carries placeholders.
