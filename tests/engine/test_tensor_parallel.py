@@ -1,7 +1,6 @@
 """Engines in processes of their own: two ranks draft one rank's trees; a core, compiled."""
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.quick_start.quick_imports import FORK_ENGINES
 from tests.support.cores import needs_two_cores
 from tests.support.engines import (
     generated,
@@ -22,6 +20,7 @@ from tests.support.engines import (
 )
 from tests.support.generating import random_prompts, save_related_pair, with_noise
 from tests.support.models import prompts
+from tests.support.serving import environment
 
 pytestmark = pytest.mark.engine
 
@@ -110,22 +109,12 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(tmp_path):
     requests = random_prompts([9, 20, 14, 31])
     params = SamplingParams(temperature=0, max_tokens=32, detokenize=False)
     expected = plain_outputs(requests, params, model=target, skip_tokenizer_init=True)
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("VLLM_")},
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        FORK_ENGINES: "1",
-        # One thread, on any core: two that spin are very slow where a core is busy.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
     # What is greedy is matched. Adapting would end drafting at once where cores are busy.
     kept = list(range(240))
     config = whole_trees(draft=draft, verification="traversal", draft_vocabulary=kept)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *map(json.dumps, (target, requests, config))],
-        env=environment, capture_output=True, text=True, timeout=500, check=False,
+        env=environment(forks=True), capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
