@@ -16,15 +16,11 @@ from sequoia_vllm.engine.core import adapting
 from sequoia_vllm.engine.core.adapting import SchedulerAdapter
 from sequoia_vllm.engine.v2.path_copies import DraftingClock
 from sequoia_vllm.tree import TokenTree
-from tests.support.engines import generated, metric, plain_outputs, running, sequoia
+from tests.support.engines import generated, metric, plain_outputs, running, scheduler_of, sequoia
 from tests.support.models import prompts, save_random_draft
 
 PROMPTS = prompts(4)
 GREEDY = SamplingParams(temperature=0, max_tokens=280, ignore_eos=True)
-
-
-def scheduler_of(llm):
-    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 @pytest.mark.engine

@@ -9,7 +9,15 @@ from vllm import SamplingParams
 
 from sequoia_vllm.engine.v1.draft_progress import DraftProgressV1
 from tests.support.architectures import CONFIGS, VOCABULARY, save_architecture
-from tests.support.engines import cache_kinds, generated, metric, plain_outputs, running, sequoia
+from tests.support.engines import (
+    cache_kinds,
+    generated,
+    metric,
+    noting,
+    plain_outputs,
+    running,
+    sequoia,
+)
 from tests.support.generating import greedy_and_seeded, random_prompts
 from tests.support.latents import VOCABULARY as LATENT_VOCABULARY
 from tests.support.latents import save_latent_pair
@@ -91,16 +99,14 @@ def test_windows_with_a_cache_too_small(folder, name, kinds):
         assert cache_kinds(llm) == kinds
 
 
-def test_a_prompt_in_the_prefix_cache_is_not_read_again(folder, monkeypatch):
+def test_a_prompt_in_the_prefix_cache_is_not_read_again(folder):
     """Before a window there are null blocks in place of what the draft has read."""
-    read = []
-    note_read = DraftProgressV1._note_read
-    monkeypatch.setattr(
-        DraftProgressV1, "_note_read", lambda *args: (read.append(args[2]), note_read(*args))
-    )
     options = {"model": str(folder / "mistral"), **OPTIONS, "enable_prefix_caching": True}
     prompts = random_prompts([200], VOCABULARY)
-    with running(sequoia(16, draft=folder / "mistral"), **options) as llm:
+    with (
+        noting(DraftProgressV1, "_note_read", lambda progress, request, start, end: start) as read,
+        running(sequoia(16, draft=folder / "mistral"), **options) as llm,
+    ):
         first = generated(llm, prompts, PARAMS)
         assert read[0] == 0
         read.clear()

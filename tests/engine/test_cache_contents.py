@@ -1,20 +1,27 @@
-"""Blocks of the prefix cache hold what prefill writes: the keys and values of committed tokens."""
+"""Blocks of the prefix cache hold what prefill writes: the keys and values of committed tokens.
+
+So do blocks that vLLM's OffloadingConnector stored while trees ran, and loads later.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.v1.core.kv_cache_utils import get_group_id
 
 from sequoia_vllm.attention.cpu_cache import keys_and_values
-from tests.support.engines import metric, runner_of, running, sequoia
+from tests.support.engines import metric, runner_of, running, scheduler_of, sequoia, whole_trees
+from tests.support.generating import TINY, check_logprobs, save_related_pair
 from tests.support.models import DRAFT, TARGET, prompts
 from tests.support.soak.in_engine import answers
 from tests.support.soak.random_requests import random_requests
+from tests.support.stored_cache import CONNECTOR, LENGTHS, CopyingWorker, converse_twice
 
 pytestmark = pytest.mark.engine
 
@@ -49,10 +56,8 @@ class PrefixCache:
     """
 
     def __init__(self, llm: Any) -> None:
-        engine = llm.llm_engine
         self.runner = runner_of(llm)
-        manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
-        self._pool = manager.block_pool
+        self._pool = scheduler_of(llm).kv_cache_manager.block_pool
         self._prefixes: dict[tuple[int, int], Prefix] = {}
         self._put = self._pool.cache_full_blocks
         self._pool.cache_full_blocks = self._follow
@@ -159,3 +164,41 @@ def test_cached_blocks_hold_what_prefill_writes(model, after_random_requests):
     assert contents.changes < 1e-4
     for prefix, found in contents.found.items():
         torch.testing.assert_close(found, expected[prefix], rtol=0, atol=1e-4)
+
+
+# -- vLLM's OffloadingConnector: what it stored while trees ran, it loads later ---------------
+
+# So few blocks that later turns get some which the draft had filled.
+STORED = {**TINY, "enable_prefix_caching": True, "num_gpu_blocks_override": 18}
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    target, draft = save_related_pair(tmp_path_factory.mktemp("pair"))
+    with running(None, model=target, **STORED) as llm:
+        found = {"plain": converse_twice(llm, trees=False)}
+    trees, options = whole_trees(size=8, depth=3, draft=draft), {"model": target, **STORED}
+    for name, forgets in (("stored", False), ("without the draft's", True)):
+        with (
+            patch.object(CopyingWorker, "forgets_draft", forgets),
+            running(trees, kv_transfer_config=KVTransferConfig(**CONNECTOR), **options) as llm,
+        ):
+            found[name] = converse_twice(llm, trees=True)
+    return found
+
+
+@pytest.mark.parametrize("name", ["stored", "without the draft's"])
+def test_turns_on_loaded_keys_are_those_of_plain_vllm(name, conversations):
+    """Blocks of answers are stored, too: trees wrote behind their ends."""
+    plain, found = conversations["plain"], conversations[name]
+    assert plain["loaded"] == 0
+    assert found["loaded"] == sum((length + 49) // 32 * 32 for length in LENGTHS)
+    assert found["tokens"] == plain["tokens"]
+    for turn, expected in zip(found["logprobs"], plain["logprobs"], strict=True):
+        assert check_logprobs(turn, expected) > 0
+
+
+def test_the_draft_reads_again_what_was_loaded(conversations):
+    """A block may be stored before the draft has read it."""
+    _, later = conversations["without the draft's"]["tokens per tree"]
+    assert later == conversations["stored"]["tokens per tree"][1] > 1.5

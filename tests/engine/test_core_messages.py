@@ -10,7 +10,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunne
 from sequoia_vllm.engine.common.step_messages import StepOutcome, attach_outcome, outcome_of
 from sequoia_vllm.engine.core.scheduling import TreeScheduling, post_step
 from sequoia_vllm.engine.worker.worker_base import SequoiaWorker
-from tests.support.engines import generated, metric, plain_outputs, running, sequoia
+from tests.support.engines import generated, metric, noting, plain_outputs, running, sequoia
 from tests.support.models import DRAFT, prompts
 
 PROMPTS = prompts(3)
@@ -20,44 +20,29 @@ CHOICE = SamplingParams(
 )
 
 
-def sent_by(llm, run) -> list[str]:
-    """The methods of workers that are called while ``run`` runs, in order."""
+def methods_sent(llm):
+    """The methods of workers that are called within the block, in order."""
     executor = llm.llm_engine.engine_core.engine_core.model_executor
-    original, sent = executor.collective_rpc, []
-
-    def collective_rpc(method, *args, **kwargs):
-        sent.append(method)
-        return original(method, *args, **kwargs)
-
-    executor.collective_rpc = collective_rpc
-    try:
-        run()
-    finally:
-        executor.collective_rpc = original
-    return sent
+    return noting(executor, "collective_rpc", lambda method, *_: method)
 
 
 @pytest.mark.engine
 def test_a_step_is_one_message_and_with_grammars_two():
     """Their masks come with the second message; the drafts never need one."""
     plain = plain_outputs(PROMPTS, GREEDY)
-    found, texts = [], []
     with running(sequoia()) as llm:
-        sent = sent_by(llm, lambda: found.extend(generated(llm, PROMPTS, GREEDY)))
+        with methods_sent(llm) as sent:
+            found = generated(llm, PROMPTS, GREEDY)
         drafts = metric(llm, "vllm:spec_decode_num_draft_tokens")
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
-        masked = sent_by(
-            llm,
-            lambda: texts.extend(
-                out.outputs[0].text for out in llm.generate(PROMPTS, CHOICE, use_tqdm=False)
-            ),
-        )
+        with methods_sent(llm) as masked:
+            outputs = llm.generate(PROMPTS, CHOICE, use_tqdm=False)
     assert set(sent) == {"execute_model"}
     assert found == plain
     assert drafts >= 15 * 3
     assert accepted > 0
     assert len(sent) < 40
-    assert set(texts) <= {"yes", "no"}
+    assert {output.outputs[0].text for output in outputs} <= {"yes", "no"}
     assert set(masked) == {"execute_model", "sample_tokens"}
 
 
@@ -65,7 +50,8 @@ def test_a_step_is_one_message_and_with_grammars_two():
 def test_vllms_own_engines_ask_as_before():
     config = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 2}
     with running(config) as llm:
-        sent = sent_by(llm, lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        with methods_sent(llm) as sent:
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
     assert set(sent) == {"execute_model", "sample_tokens", "take_draft_token_ids"}
 

@@ -7,13 +7,18 @@ are compared, and those are matched: traversal merely runs beside them.
 """
 
 import os
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.smollm2 import cached_folder, is_cached
 from tests.support.engines import lookup_trees, metric, running, sequoia
 from tests.support.models import prompts
 from tests.support.soak.in_engine import answers, differences, kv_cache_usage
-from tests.support.soak.random_requests import random_requests
+from tests.support.soak.random_requests import RandomRequest, random_requests
+from tests.support.train_drafter import script_modules
 
 pytestmark = pytest.mark.engine
 
@@ -51,3 +56,50 @@ def test_random_requests(trees, requests):
         assert metric(llm, "vllm:num_preemptions") > 10
         assert metric(llm, "vllm:prefix_cache_hits") > 1000
         assert metric(llm, "sequoia:trees") > 1000
+
+
+def write_noisy_copy(model: str | Path, folder: Path, noise: float, seed: int = 0) -> Path:
+    """Writes a model whose matrices got normal noise, relative to their standard deviations."""
+    copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weights in copy.parameters():
+            if weights.ndim == 2:
+                weights += noise * weights.std() * torch.randn(weights.shape, generator=generator)
+    copy.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+def chats() -> list[RandomRequest]:
+    """Chats of all kinds in the model's template: greedy and seeded, with rarer parameters."""
+    tokenizer = AutoTokenizer.from_pretrained(cached_folder())
+    with script_modules("chat_prompts") as scripts:
+        asked = scripts.chat_prompts.prompts(True, 20, seed=3)
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": one.prompt}], add_generation_prompt=True, tokenize=False
+        )
+        for one in asked
+    ]
+    return random_requests(texts, 20, seed=5, vocabulary=49_152)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not is_cached(cached_folder()), reason="run python -m examples.smollm2")
+def test_random_chats(tmp_path):
+    """A real chat model, where somebody has fetched it; its draft is a copy of it with noise.
+
+    It is right for most tokens, and wrong for some.
+    """
+    requests, target = chats(), str(cached_folder())
+    draft = write_noisy_copy(target, tmp_path, noise=0.1)
+    options = {"max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20}
+    with running(None, target, max_num_batched_tokens=8192, **options) as llm:
+        plain = answers(llm, requests, leaving=False)
+    with running(sequoia(draft=str(draft)), target, **options) as llm:
+        different = differences(llm, requests, plain)
+        assert not different, "\n".join(map(str, different))
+        trees, tokens = metric(llm, "sequoia:trees"), metric(llm, "sequoia:emitted_tokens")
+    print(f"{len(requests)} requests, {tokens:.0f} tokens in {trees:.0f} trees")
+    assert 1.2 < tokens / trees < 5

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from sequoia_vllm.engine.frontend import tree_metrics
 from sequoia_vllm.tree import TokenTree
-from tests.support.engines import metric, plain_outputs, running, sequoia
+from tests.support.engines import metric, plain_outputs, running, scheduler_of, sequoia
+from tests.support.generating import joined
 from tests.support.models import prompts
 
 LARGEST, DEPTH = 15, 4
@@ -119,8 +121,7 @@ def serve_one_after_another(llm, texts) -> tuple[list[list[int]], dict[str, list
         Tokens of each request; and of each, for every step that scheduled it, how many ran before
         it, and how many blocks it held beyond those of its tokens of the step.
     """
-    engine, tokens, reserved = llm.llm_engine, {}, {}
-    scheduler = engine.engine_core.engine_core.scheduler
+    scheduler, reserved = scheduler_of(llm), {}
     manager = scheduler.kv_cache_manager
     original = manager.allocate_slots
 
@@ -133,15 +134,9 @@ def serve_one_after_another(llm, texts) -> tuple[list[list[int]], dict[str, list
         reserved.setdefault(name, []).append((ran, len(held) - needed))
         return allocated
 
-    manager.allocate_slots = allocate_slots
-    waiting = [(str(place), text, GREEDY) for place, text in enumerate(texts)]
-    while waiting or engine.has_unfinished_requests():
-        if waiting:
-            engine.add_request(*waiting.pop(0))
-        for output in engine.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
-    manager.allocate_slots = original
-    return [tokens[name] for name in sorted(tokens)], reserved
+    with patched(manager, "allocate_slots", allocate_slots):
+        tokens = joined(llm, texts, [GREEDY] * len(texts), every=1)
+    return [one for [one] in tokens], reserved
 
 
 @pytest.mark.engine

@@ -9,6 +9,7 @@ from sequoia_vllm.bench.measure import NEAR_TIE
 from sequoia_vllm.engine.runner import cpu_linear
 from tests.support.conversing import converse, turns
 from tests.support.engines import generated, metric, plain_outputs, runner_of, running, sequoia
+from tests.support.generating import greedy_and_seeded, joined
 from tests.support.models import TARGET, prompts
 from tests.support.quantised import QUANTISED, save_quantised
 
@@ -18,44 +19,8 @@ PROMPTS = prompts(12)
 SMALL_CACHE = {"kv_cache_memory_bytes": 7 << 20, "block_size": 32}
 
 
-def greedy_and_seeded(count: int, max_tokens: int = 48) -> list[SamplingParams]:
-    return [
-        SamplingParams(
-            temperature=0.8 * (place % 2), seed=place, max_tokens=max_tokens, ignore_eos=True
-        )
-        for place in range(count)
-    ]
-
-
-PARAMS = greedy_and_seeded(12)
-IN_BFLOAT16 = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=5)
-
-
-class Driven:
-    """An engine's requests, and what they have, step by step."""
-
-    def __init__(self, llm) -> None:
-        self.engine = llm.llm_engine
-        self.tokens: dict[int, list[int]] = {}
-        self.ended: list[int] = []
-
-    def add(self, priorities=None) -> None:
-        for place, (text, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-            priority = priorities[place] if priorities else 0
-            self.engine.add_request(str(place), text, params, priority=priority)
-
-    def step(self, most: int | None = None) -> None:
-        """Until all have ended, or so many times."""
-        while self.engine.has_unfinished_requests() and most != 0:
-            most = None if most is None else most - 1
-            for output in self.engine.step():
-                place = int(output.request_id)
-                self.tokens[place] = list(output.outputs[0].token_ids)
-                if output.finished:
-                    self.ended.append(place)
-
-    def all_tokens(self) -> list[list[int]]:
-        return [self.tokens[place] for place in range(len(PROMPTS))]
+PARAMS = greedy_and_seeded(12, 48, 0.8)
+RANKED = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=5)
 
 
 def counted(llm) -> dict:
@@ -64,16 +29,18 @@ def counted(llm) -> dict:
 
 
 def test_priority_scheduling():
-    priorities = [(-place) % 5 for place in range(12)]
+    priorities, tokens, ended = [(-place) % 5 for place in range(12)], {}, []
     with running(sequoia(), scheduling_policy="priority", **SMALL_CACHE) as llm:
-        driven = Driven(llm)
-        driven.add(priorities)
-        driven.step()
+        for place, request in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            llm.llm_engine.add_request(str(place), *request, priority=priorities[place])
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+                ended += [priorities[int(output.request_id)]] * output.finished
         assert metric(llm, "vllm:num_preemptions") > 5
         assert metric(llm, "sequoia:trees") > 100
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 200
-    assert driven.all_tokens() == plain_outputs(PROMPTS, PARAMS)
-    ended = [priorities[place] for place in driven.ended]
+    assert [tokens[place] for place in range(12)] == plain_outputs(PROMPTS, PARAMS)
     assert ended[:3] == [0, 0, 0]
     assert ended[-3:] == [4, 4, 4]
 
@@ -84,6 +51,15 @@ def test_prefix_cache_reset_and_pauses():
     A reset amid one preempts all: each request reads its tokens again, in a step without a tree.
     """
     expected = plain_outputs(PROMPTS, PARAMS)
+
+    def disturb(step: int) -> None:
+        if step in (4, 8, 12):
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+        if step == 14:
+            llm.sleep(level=0, mode="keep")
+            assert llm.llm_engine.step() == []
+            llm.wake_up(tags=["scheduling"])
+
     with running(sequoia(), enable_prefix_caching=True, block_size=32, max_num_seqs=12) as llm:
 
         def again() -> dict:
@@ -97,17 +73,8 @@ def test_prefix_cache_reset_and_pauses():
         assert trees_of(again()) == trees_of(first)
         assert metric(llm, "vllm:prefix_cache_hits") == hits
 
-        driven = Driven(llm)
-        driven.add()
-        for _ in range(3):
-            driven.step(most=4)
-            assert llm.reset_prefix_cache(reset_running_requests=True)
-        driven.step(most=2)
-        llm.sleep(level=0, mode="keep")
-        assert llm.llm_engine.step() == []
-        llm.wake_up(tags=["scheduling"])
-        driven.step()
-        assert driven.all_tokens() == expected
+        found = joined(llm, PROMPTS, PARAMS, every=0, before_step=disturb)
+        assert [tokens for [tokens] in found] == expected
         assert metric(llm, "vllm:num_preemptions") == 3 * 12
         amid = counted(llm)
         assert amid["tokens"] / amid["tree_steps"] > 0.95 * first["tokens"] / first["tree_steps"]
@@ -150,17 +117,17 @@ def test_a_target_in_int8(tmp_path):
 
 def test_a_target_in_int4(tmp_path):
     """It computes in bfloat16, which rounds by the batch's size: answers may part at near ties."""
-    part_at_near_ties(*quantised(tmp_path, "int4", IN_BFLOAT16))
+    part_at_near_ties(*quantised(tmp_path, "int4", RANKED))
 
 
-def part_at_near_ties(answers: list, others: list) -> None:
+def part_at_near_ties(answers: list, others: list, dtype: str = "bfloat16") -> None:
     """Checks that fewer than half of the greedy answers part, and only there."""
     parted = 0
     for plain, trees in zip(answers, others, strict=True):
         tokens = zip(plain.token_ids, trees.token_ids, plain.logprobs, strict=True)
         for wanted, found, likely in tokens:
             if wanted != found:
-                assert likely[wanted].logprob - likely[found].logprob <= NEAR_TIE["bfloat16"]
+                assert likely[wanted].logprob - likely[found].logprob <= NEAR_TIE[dtype]
                 parted += 1
                 break
     assert parted < len(PROMPTS) / 2
@@ -171,26 +138,36 @@ def has_our_kernel(llm) -> bool:
     return vars(layer)["cpu_linear"] is torch.ops.sequoia_vllm.linear_rows
 
 
-@pytest.mark.parametrize("asked", [None, False], ids=["ours", "vLLM's"])
-def test_linear_layers_for_few_rows(asked, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [
+        pytest.param(None, "bfloat16", id="ours"),
+        pytest.param(False, "bfloat16", id="vLLM's"),
+        pytest.param(False, "float16", id="vLLM's, float16", marks=pytest.mark.nightly),
+    ],
+)
+def test_half_precision_and_its_linear_layers_for_few_rows(asked, dtype, monkeypatch):
     """They are ours on CPUs without bfloat16 instructions, unless the user says no."""
     monkeypatch.setattr(cpu_linear, "pays_here", lambda: True)
-    options = {"dtype": "bfloat16"}
+    options = {"dtype": dtype}
     if asked is not None:
         options["additional_config"] = {cpu_linear.KEY: asked}
     found = []
     for config in (None, sequoia()):
         with running(config, **options) as llm:
-            outputs = llm.generate(PROMPTS, IN_BFLOAT16, use_tqdm=False)
+            outputs = llm.generate(PROMPTS, RANKED, use_tqdm=False)
             found.append([output.outputs[0] for output in outputs])
+            if config:
+                stats = counted(llm)
+                assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
             expected = config is not None and asked is None
             assert has_our_kernel(llm) == expected
             if expected:
                 llm.collective_rpc("reload_weights")
                 assert has_our_kernel(llm)
-                again = llm.generate(PROMPTS, IN_BFLOAT16, use_tqdm=False)
+                again = llm.generate(PROMPTS, RANKED, use_tqdm=False)
                 part_at_near_ties(found[-1], [output.outputs[0] for output in again])
-    part_at_near_ties(*found)
+    part_at_near_ties(*found, dtype)
 
 
 def quantised(folder, how: str, params) -> list[list]:
@@ -209,12 +186,7 @@ def test_streamed_prompts():
 
     Each piece comes after an answer; then all are there from the start.
     """
-    params = [
-        SamplingParams(
-            temperature=0.8 * (place % 2), seed=place, max_tokens=9 + place, ignore_eos=True
-        )
-        for place in range(6)
-    ]
+    params = greedy_and_seeded(6, range(9, 15), 0.8)
     found, stats = [], []
     for config in (None, sequoia()):
         with running(config, block_size=32) as llm:
@@ -226,34 +198,3 @@ def test_streamed_prompts():
     plain, trees = found
     assert trees == plain
     assert all(each["tokens"] > 1.3 * each["tree_steps"] > 0 for each in stats)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("dtype", "tie"),
-    # Logits of this pair reach 20, where bfloat16 is spaced 1/8 and float16 1/64.
-    [("bfloat16", 0.5), ("float16", 0.1)],
-)
-def test_greedy_tokens_are_plain_vllms_up_to_rounding(dtype, tie):
-    """Token for token they may differ: two roundings of one model. So plain vLLM judges.
-
-    It reads prompt and completion as one prompt and gives each token's logprob
-    beside the best one. A wrong mask, position or commit is off by far more.
-    """
-    texts = prompts(8)
-    with running(sequoia(), dtype=dtype) as llm:
-        outputs = llm.generate(texts, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
-        [stats] = llm.collective_rpc("sequoia_stats")
-    assert stats["tokens"] > 1.5 * stats["tree_steps"]
-    whole = [
-        {"prompt_token_ids": [*output.prompt_token_ids, *output.outputs[0].token_ids]}
-        for output in outputs
-    ]
-    with running(None, dtype=dtype) as llm:
-        judge = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-        judged = llm.generate(whole, judge, use_tqdm=False)
-    for output, verdict in zip(outputs, judged, strict=True):
-        emitted = list(output.outputs[0].token_ids)
-        for token, options in zip(emitted, verdict.prompt_logprobs[-len(emitted) :], strict=True):
-            best = max(option.logprob for option in options.values())
-            assert options[token].logprob > best - tie

@@ -1,6 +1,7 @@
 """Greedy output is plain vLLM's, token for token (float32), whatever the engine does.
 
-`test_differential.py` has preemption, prompts in chunks and requests that end within a path.
+`test_differential.py` has preemption, prompts in chunks, requests that end within a path and
+prefixes from the cache; `test_cache_contents.py` has what that cache holds of accepted tokens.
 """
 
 import pytest
@@ -9,7 +10,15 @@ from vllm import SamplingParams
 from sequoia_vllm.engine.runner import tensor_parallel
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
-from tests.support.engines import generated, metric, plain_outputs, runner_of, running, sequoia
+from tests.support.engines import (
+    generated,
+    metric,
+    noting,
+    plain_outputs,
+    runner_of,
+    running,
+    sequoia,
+)
 from tests.support.generating import served
 from tests.support.models import TARGET, prompts
 from tests.support.reference_models import accepted_by_depth
@@ -44,35 +53,17 @@ def test_every_tree_is_the_reference_steps():
 
 
 @pytest.mark.parametrize("drafts", [4, 5])
-def test_chains_are_scored_by_vllms_own_attention(drafts, monkeypatch):
+def test_chains_are_scored_by_vllms_own_attention(drafts):
     """The tree is one of four, and a second child of the root at its end."""
-    branching, queries = [], ScoringTreesV1.queries
-    monkeypatch.setattr(
-        ScoringTreesV1, "queries", lambda *args: branching.append(True) or queries(*args)
-    )
     config = sequoia(
         tree={"parents": [-1, 0, 1, 2, 3, 0]},
         num_speculative_tokens_per_batch_size=[[1, 8, drafts]],
     )
-    found, counts = served(config, PROMPTS[:8], GREEDY, max_num_batched_tokens=64)
+    with noting(ScoringTreesV1, "queries", lambda *_: True) as branching:
+        found, counts = served(config, PROMPTS[:8], GREEDY, max_num_batched_tokens=64)
     assert found == plain(8)
     assert counts["accepted_tokens"] / counts["drafts"] > 1
     assert bool(branching) == (drafts == 5)
-
-
-def test_same_tokens_with_prefix_caching():
-    """A second pass over the same prompts reads blocks that trees were committed to."""
-    long = [first + second for first, second in zip(PROMPTS[:4], PROMPTS[8:12], strict=True)]
-    with running(sequoia(), block_size=32, enable_prefix_caching=True) as llm:
-        first = llm.generate(long, GREEDY, use_tqdm=False)
-        # The continuation's prompt covers what was generated under trees.
-        answers = [output.outputs[0] for output in first]
-        continued = [text + answer.text for text, answer in zip(long, answers, strict=True)]
-        second = generated(llm, continued, GREEDY)
-        hits = metric(llm, "vllm:prefix_cache_hits")
-    assert [list(answer.token_ids) for answer in answers] == plain_outputs(long, GREEDY)
-    assert second == plain_outputs(continued, GREEDY)
-    assert hits > 4 * 224  # every second prompt hit the blocks of its first
 
 
 def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any():

@@ -4,13 +4,13 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.ending import ENDED, in_the_background, still_there
+from tests.support.ending import ENDED, in_the_background, still_there, wait_until
 from tests.support.serving import DRAFT, ROOT, TARGET, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -29,19 +29,6 @@ def has_worker(process: psutil.Process, log: Path) -> bool:
 
 def has_answered(process: psutil.Process, log: Path) -> bool:
     return b"tokens/s" in log.read_bytes()
-
-
-def wait_for(is_there: Callable[[psutil.Process, Path], bool], process, log: Path) -> None:
-    deadline = time.monotonic() + SECONDS_TO_BEGIN
-    while True:
-        try:
-            if is_there(process, log):
-                return
-        except psutil.NoSuchProcess:  # a process below it has just ended
-            pass
-        assert process.poll() is None, "the command ended by itself"
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +51,21 @@ def test_engines_end(tmp_path, command, has_processes, moment, number):
             preexec_fn=in_the_background,
         )  # fmt: skip
     known: list[psutil.Process] = []
+
+    def has_come() -> bool:
+        assert process.poll() is None, "the command ended by itself"
+        with suppress(psutil.NoSuchProcess):  # a process below it has just ended
+            return moment(process, log)
+        return False
+
     try:
-        wait_for(moment, process, log)
+        wait_until(has_come, SECONDS_TO_BEGIN, "the moment", 0.1)
         time.sleep(0.5)
         assert process.poll() is None, log.read_text()
-        known, began = process.children(recursive=True), time.monotonic()
+        known = process.children(recursive=True)
         process.send_signal(number)
         assert process.wait(60) in ENDED[number], log.read_text()
-        while left := still_there(mark, known):
-            assert time.monotonic() < began + 60, left
-            time.sleep(0.05)
+        wait_until(lambda: not still_there(mark, known), 60, "the end of all its processes", 0.05)
     finally:
         for one in still_there(mark, known):
             one.kill()

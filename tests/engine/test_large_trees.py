@@ -8,8 +8,8 @@ from vllm import SamplingParams
 
 from tests.support.engines import generated, runner_of, running, sequoia
 from tests.support.generating import TINY, generate, generate_on, random_prompts, save_related_pair
+from tests.support.interpreted import call_on_v2
 from tests.support.models import prompts
-from tests.support.on_v2 import call_on_v2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 

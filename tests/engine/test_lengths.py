@@ -3,13 +3,21 @@
 import logging
 
 import pytest
-from vllm import SamplingParams
 from vllm.config import VllmConfig
 
 from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.core import scheduling
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
-from tests.support.engines import configured, generated, metric, plain_outputs, running, sequoia
+from tests.support.engines import (
+    configured,
+    generated,
+    metric,
+    noting,
+    plain_outputs,
+    running,
+    sequoia,
+)
+from tests.support.generating import greedy_and_seeded
 from tests.support.models import save_llama
 
 SHORT = 64
@@ -26,24 +34,8 @@ def pair(tmp_path_factory):
     return str(target), str(draft)
 
 
-@pytest.fixture
-def draft_positions(monkeypatch):
-    """The largest position of each of the draft's forward passes."""
-    found = []
-    forward = TreeProposerV1._forward
-
-    def recording(self, tokens, positions, *args, **kwargs):
-        found.append(int(positions.max()))
-        return forward(self, tokens, positions, *args, **kwargs)
-
-    monkeypatch.setattr(TreeProposerV1, "_forward", recording)
-    return found
-
-
 @pytest.mark.engine
-def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(
-    pair, draft_positions, caplog, monkeypatch
-):
+def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(pair, caplog, monkeypatch):
     """Prompts that end before it, at it and behind it, and completions across it."""
     monkeypatch.setattr(scheduling, "logger", logging.getLogger("trees"))
     target, draft = pair
@@ -52,15 +44,17 @@ def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(
         {"prompt_token_ids": [(7 * length + 13 * place) % VOCAB for place in range(length)]}
         for length in lengths
     ]
-    params = [
-        SamplingParams(
-            temperature=0.8 * (index % 2), seed=3, max_tokens=64, ignore_eos=True, detokenize=False
-        )
-        for index in range(len(lengths))
-    ]
+    params = greedy_and_seeded(len(lengths), 64)
     options = {"model": target, "skip_tokenizer_init": True}
     expected = plain_outputs(prompts, params, **options)
-    with running(sequoia(size=8, depth=3, draft=draft), **options) as llm:
+
+    def largest(proposer, tokens, positions, *_) -> int:
+        return int(positions.max())
+
+    with (
+        noting(TreeProposerV1, "_forward", largest) as draft_positions,
+        running(sequoia(size=8, depth=3, draft=draft), **options) as llm,
+    ):
         assert llm.llm_engine.vllm_config.model_config.max_model_len == 512
         found = generated(llm, prompts, params)
         trees = metric(llm, "vllm:spec_decode_num_drafts")

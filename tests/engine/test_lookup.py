@@ -20,15 +20,15 @@ from tests.support.engines import (
     running,
     whole_trees,
 )
-from tests.support.generating import TINY, generate, random_prompts, save_related_pair
+from tests.support.generating import TINY, generate, joined, random_prompts, save_related_pair
 from tests.support.heads import save_mimo
+from tests.support.interpreted import call_on_v2
 from tests.support.models import prompts
-from tests.support.on_v2 import call_on_v2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def generate_all() -> dict[str, Any]:
+def generate_drafted() -> dict[str, Any]:
     """Answers of plain vLLM, and of trees: greedy, seeded and penalised requests.
 
     A draft model drafts alone, and with what the texts say.
@@ -40,29 +40,37 @@ def generate_all() -> dict[str, Any]:
     ]  # fmt: skip
     texts = [3 * text for text in prompts(3)]
     drafted = {
+        "plain": None,
         "lookup": lookup_trees(size=12),
         "draft": whole_trees(size=12),
         "beside": whole_trees(size=12, retrieval=True),
     }
-    found = {name: generate(config, texts, params) for name, config in drafted.items()}
-    return {"plain": generate(None, texts, params), **found}
+    return {name: generate(config, texts, params) for name, config in drafted.items()}
+
+
+def generate_both() -> dict[str, Any]:
+    return {"drafted": generate_drafted(), "restricted": generate_restricted()}
 
 
 # The rehearsal has lookup on V2 each time, and `tests/v2` texts beside a draft.
 @pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.nightly)])
-def answers(request, tmp_path_factory):
+def found(request, tmp_path_factory):
     if request.param == "V2":
-        return call_on_v2(generate_all, tmp_path_factory.mktemp("lookup"))
-    return generate_all()
+        return call_on_v2(generate_both, tmp_path_factory.mktemp("lookup"))
+    return generate_both()
 
 
-def test_tokens_are_those_of_plain_vllm(answers):
+def test_tokens_are_those_of_plain_vllm(found):
+    answers = found["drafted"]
     for name in ("lookup", "draft", "beside"):
         assert answers[name]["tokens"] == answers["plain"]["tokens"], name
 
 
-def test_what_followed_before_is_accepted(answers):
-    per_tree = {name: answers[name].get("counts", {}).get("tokens_per_tree") for name in answers}
+def test_what_followed_before_is_accepted(found):
+    per_tree = {
+        name: found["drafted"][name]["counts"]["tokens_per_tree"]
+        for name in ("lookup", "draft", "beside")
+    }
     assert per_tree["lookup"] > 1.3
     assert per_tree["beside"] > 1.05 * per_tree["draft"]
 
@@ -100,22 +108,17 @@ def generate_restricted() -> dict[str, Any]:
     return {**found, "decided": decided}
 
 
-@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.nightly)])
-def restricted(request, tmp_path_factory):
-    if request.param == "V2":
-        return call_on_v2(generate_restricted, tmp_path_factory.mktemp("restricted"))
-    return generate_restricted()
-
-
 @pytest.mark.parametrize("name", ["trees", "changing"])
-def test_grammars_are_followed_whatever_is_drafted(name, restricted):
+def test_grammars_are_followed_whatever_is_drafted(name, found):
+    restricted = found["restricted"]
     assert restricted[name]["tokens"] == restricted["plain"]["tokens"]
     assert restricted[name]["counts"]["tokens_per_tree"] > 1.05
 
 
-def test_drafts_are_accepted_again_after_the_engine_drafted_nothing(restricted):
-    before = next(gained for drafts, gained in restricted["decided"] if drafts == 0)
-    assert restricted["decided"][-1][1] > before
+def test_drafts_are_accepted_again_after_the_engine_drafted_nothing(found):
+    decided = found["restricted"]["decided"]
+    before = next(gained for drafts, gained in decided if drafts == 0)
+    assert decided[-1][1] > before
 
 
 def test_requests_learn_nothing_of_each_other_without_recycling():
@@ -132,22 +135,6 @@ def test_requests_learn_nothing_of_each_other_without_recycling():
     assert accepted[0] > accepted[1] > 0
 
 
-def answers_of_arriving(llm: Any, texts: list[Any]) -> dict[str, list[int]]:
-    """Tokens of requests that begin every other step; the second leaves."""
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
-    engine, found, step = llm.llm_engine, {}, 0
-    while step < 2 * len(texts) or engine.has_unfinished_requests():
-        if step % 2 == 0 and step < 2 * len(texts):
-            engine.add_request(str(step // 2), texts[step // 2], params)
-        if step == 7:
-            engine.abort_request(["1"])
-        for output in engine.step():
-            if output.finished and output.outputs[0].finish_reason == "length":
-                found[output.request_id] = list(output.outputs[0].token_ids)
-        step += 1
-    return found
-
-
 def test_requests_that_arrive_leave_are_preempted_and_share_prefixes(tmp_path):
     options = {
         "model": save_related_pair(tmp_path)[0], **TINY, "max_num_batched_tokens": 96,
@@ -155,14 +142,17 @@ def test_requests_that_arrive_leave_are_preempted_and_share_prefixes(tmp_path):
     }  # fmt: skip
     texts = random_prompts([200, 90, 37, 5, 150, 120, 33])
     texts.insert(5, texts[0])
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
+        for _ in texts
+    ]
     with running(None, **options) as llm:
-        plain = answers_of_arriving(llm, texts)
+        plain = joined(llm, texts, params, aborted=1)
     with running(lookup_trees(), **options, kv_cache_memory_bytes=160 << 10) as llm:
-        assert answers_of_arriving(llm, texts) == plain
+        assert joined(llm, texts, params, aborted=1) == plain
         assert metric(llm, "vllm:num_preemptions") > 0
         assert metric(llm, "vllm:prefix_cache_hits") > 0
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 50
-    assert len(plain) == len(texts) - 1
 
 
 def test_a_target_with_layers_that_draft_is_no_draft_of_these(tmp_path):

@@ -9,8 +9,8 @@ from vllm.lora.request import LoRARequest
 
 from tests.support.adapters import RANK, save_adapter
 from tests.support.engines import lookup_trees, metric, running, sequoia, tokens_of
+from tests.support.interpreted import call_on_v2
 from tests.support.models import prompts
-from tests.support.on_v2 import call_on_v2
 
 pytestmark = pytest.mark.engine
 

@@ -1,21 +1,29 @@
 """From the worker's counts to vLLM's metrics and log: the messages, and the real `LLM`."""
 
+import inspect
 import logging
-import time
+import pickle
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 from vllm.v1.worker.gpu_worker import Worker
 
 from sequoia_vllm import plugin
+from sequoia_vllm.engine.common.draft_schedule import MISLEADING
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import (
     REPORT,
     StepOutcome,
@@ -32,8 +40,9 @@ from sequoia_vllm.engine.worker.worker_base import SequoiaWorker
 from sequoia_vllm.metrics.counts import paths_of
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
 from sequoia_vllm.tree import TokenTree
-from tests.support.engines import metric, running, sequoia
-from tests.support.models import prompts
+from tests.support.ending import wait_until
+from tests.support.engines import configured, metric, running, sequoia
+from tests.support.models import DRAFT, prompts
 
 TREE = TokenTree((-1, 0, 0, 1))
 
@@ -109,10 +118,7 @@ def test_metrics_are_exact_when_idle_and_current_without_another_step():
         assert front.shown(0) == shown
     front.record(0, trees=1)
     front.record(1, trees=3)
-    end = time.monotonic() + 60
-    while (front.shown(0), front.shown(1)) != (3, 3):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: (front.shown(0), front.shown(1)) == (3, 3))
 
 
 def test_a_front_end_is_told_what_is_new_and_once_a_second_that_the_engine_runs():
@@ -343,3 +349,56 @@ def test_llm_shows_what_the_worker_counted(log):
 
     with running(None) as llm:
         assert tree_metrics(llm) == {}
+
+
+# -- what vLLM's own log and metrics say of our engines ------------------------------------------
+
+
+CHAIN = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 5}
+
+
+def test_the_log_names_the_method_that_was_asked_for():
+    trees = pickle.loads(pickle.dumps(configured(sequoia(12, 4)).speculative_config))
+    assert (
+        repr(trees) == f"SpeculativeConfig(method='sequoia', model={DRAFT!r}, num_spec_tokens=11)"
+    )
+    assert "method='draft_model'" in repr(configured(CHAIN).speculative_config)
+
+
+@pytest.mark.parametrize(("asked", "levels"), [(sequoia(12, 4), 4), (CHAIN, 5)])
+def test_accepted_positions_are_the_levels_of_a_tree(monkeypatch, asked, levels):
+    """In vLLM's metrics, and in its line of the log."""
+    config = configured(asked)
+    registry = CollectorRegistry()
+    monkeypatch.setattr(SpecDecodingProm, "_counter_cls", partial(Counter, registry=registry))
+    shown = SpecDecodingProm(config.speculative_config, ["engine"], {0: ["0"]})
+    stats = SpecDecodingStats.new(config.speculative_config.num_speculative_tokens)
+    stats.observe_draft(num_draft_tokens=stats.num_spec_tokens, num_accepted_tokens=3)
+    ours = SequoiaSettings.enabled(config)
+    scheduler = object.__new__(TreeScheduling if ours else Scheduler)
+    scheduler.log_stats = False
+    if ours:
+        scheduler.tree = SequoiaSettings.of(config).tree
+    assert scheduler.make_stats(stats) is None
+    shown.observe(stats)
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    values = [registry.get_sample_value(name, {"engine": "0", "position": str(position)})
+              for position in range(levels + 1)]  # fmt: skip
+    assert values == [1, 1, 1, *[0] * (levels - 3), None]
+    lines = SpecDecodingLogging()
+    lines.observe(stats)
+    logged = []
+    lines.log(lambda text, *values: logged.append(text % values))
+    rates = ", ".join(["1.000"] * 3 + ["0.000"] * (levels - 3))
+    assert f"Per-position acceptance rate: {rates}, Avg" in logged[0]
+
+
+def test_advice_that_misleads_with_trees_is_not_logged():
+    """vLLM's lines are known by their beginnings, which its source has."""
+    source = Path(inspect.getfile(VllmConfig)).read_text(encoding="utf-8")
+    assert all(beginning in source for beginning in MISLEADING)
+    configured(sequoia(12, 4))
+    logger = logging.getLogger("vllm.config.vllm")
+    for text, is_shown in (*((f"{line} 9", False) for line in MISLEADING), ("other", True)):
+        record = logger.makeRecord(logger.name, logging.WARNING, "f", 1, text, (), None)
+        assert bool(logger.filter(record)) is is_shown

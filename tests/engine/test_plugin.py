@@ -1,13 +1,14 @@
 """Registration: the contract is checked, plain vLLM is untouched."""
 
 import json
-import os
 import pickle
 import subprocess
 import sys
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from vllm import LLM, SamplingParams
 from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -18,8 +19,10 @@ from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.compat import contract
 from sequoia_vllm.engine.compat.ledger import Expected
 from sequoia_vllm.engine.frontend.request import names_sequoia
-from tests.support.engines import configured, sequoia
-from tests.support.models import TARGET, prompts
+from tests.support.calling import call_in_process, environment_with
+from tests.support.engines import configured, generated, running, sequoia
+from tests.support.models import prompts
+from tests.support.serving import ROOT
 
 
 def test_registering_twice_wraps_once():
@@ -152,80 +155,61 @@ def test_model_runner_v2_is_checked_where_it_runs(monkeypatch):
     contract.check_contract.cache_clear()
 
 
-PLAIN = """
-import json, sys
-from vllm import LLM, SamplingParams
-from vllm.config.speculative import SpeculativeMethod
-from vllm.engine.arg_utils import EngineArgs
-if __name__ == "__main__":
-    llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=256,
-              seed=0, kv_cache_memory_bytes=64 << 20)
-    prompts = json.loads(sys.argv[2])
-    # The engine's own generator serves an unseeded request, and those beside it: alone its
-    # tokens are the same again wherever the engine runs.
-    alone = llm.generate(prompts[:1], SamplingParams(temperature=1.0, max_tokens=32),
-                         use_tqdm=False)
+def answer(llm: LLM) -> dict[str, Any]:
+    """Tokens of an unseeded request, a greedy one and seeded ones; what a plugin could change.
+
+    The engine's own generator serves an unseeded request, and those beside it: alone its tokens are
+    the same again wherever the engine runs.
+    """
+    texts, unseeded = prompts(3), SamplingParams(temperature=1.0, max_tokens=32)
     params = [SamplingParams(temperature=t, max_tokens=32, seed=7) for t in (0, 1.0, 0.7)]
-    outputs = alone + llm.generate(prompts, params, use_tqdm=False)
     config = llm.llm_engine.vllm_config
-    print("RESULT" + json.dumps({
-        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+    return {
+        "tokens": [*generated(llm, texts[:1], unseeded), *generated(llm, texts, params)],
         "worker": config.parallel_config.worker_cls,
         "additional": config.additional_config,
-        "registered": hasattr(EngineArgs.create_engine_config, "_sequoia_original"),
-    }))
-"""
+    }
 
 
-# As a replica of Ray Serve, which gets a configuration that another process made.
-RECEIVE = """
-import pickle
-from pathlib import Path
-from sequoia_vllm.engine import hooks
-assert not hooks.is_patched()
-config = pickle.loads(Path(sys.argv[3]).read_bytes())
-assert hooks.is_patched()
-SamplingParams(min_p=0.1)._validate_spec_decode(config.speculative_config)
-print("PATCHED")
-"""
+def answer_then_receive(received: str) -> dict[str, Any]:
+    """Then it is as a replica of Ray Serve, which gets a configuration that another process made.
+
+    Returns:
+        `answer`, and whether vLLM was patched before and after.
+    """
+    with running() as llm:
+        found = answer(llm)
+    before = hooks.is_patched()
+    config = pickle.loads(Path(received).read_bytes())
+    SamplingParams(min_p=0.1)._validate_spec_decode(config.speculative_config)
+    return {**found, "patched": [before, hooks.is_patched()]}
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory) -> dict[str, list[str]]:
-    """By `VLLM_PLUGINS`, what a process prints that runs plain vLLM, and then `RECEIVE`."""
-    file = tmp_path_factory.mktemp("received") / "config"
-    config = configured(sequoia(), max_model_len=None)
-    file.write_bytes(pickle.dumps(config))
-    lines = {}
-    for plugins, script in (("sequoia", PLAIN), ("none", PLAIN + RECEIVE)):
-        env = {
-            **os.environ, "VLLM_PLUGINS": plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-c", script, TARGET, json.dumps(prompts(3)), file],
-            env=env, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert "RESULT" in done.stdout, done.stderr[-3000:]
-        lines[plugins] = [*done.stdout.splitlines(), *done.stderr.splitlines()]
-    return lines
+def without(tmp_path_factory) -> dict[str, Any]:
+    """What a process gives without the plugin."""
+    folder = tmp_path_factory.mktemp("without")
+    received = folder / "config"
+    received.write_bytes(pickle.dumps(configured(sequoia(), max_model_len=None)))
+    environment = environment_with(VLLM_PLUGINS="none")
+    return call_in_process(
+        answer_then_receive, folder, environment, 300, ROOT, received=str(received)
+    )
 
 
 @pytest.mark.engine
-def test_plain_vllm_is_untouched_when_the_plugin_is_unused(printed):
+def test_plain_vllm_is_untouched_when_the_plugin_is_unused(without):
     """Same seed, same tokens (greedy and sampled), same worker, with and without the plugin."""
-    results = {}
-    for plugins, lines in printed.items():
-        [line] = [line for line in lines if line.startswith("RESULT")]
-        results[plugins] = json.loads(line.removeprefix("RESULT"))
-    assert results["sequoia"].pop("registered") is True
-    assert results["none"].pop("registered") is False
-    assert results["sequoia"] == results["none"]
+    plugin.register()
+    with running() as llm:
+        found = answer(llm)
+    assert found == {name: without[name] for name in found}
+    assert without["patched"][0] is False
 
 
 @pytest.mark.engine
-def test_a_configuration_patches_the_process_that_receives_it(printed):
-    assert "PATCHED" in printed["none"], "\n".join(printed["none"][-40:])
+def test_a_configuration_patches_the_process_that_receives_it(without):
+    assert without["patched"][1] is True
 
 
 def test_cpus_need_no_triton():

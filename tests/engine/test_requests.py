@@ -1,8 +1,10 @@
 """Requests with parameters of every kind get plain vLLM's tokens, most with trees; and logprobs."""
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
@@ -16,6 +18,7 @@ from tests.support.engines import (
     tokens_of,
     whole_trees,
 )
+from tests.support.generating import answered, check_logprobs
 from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
@@ -126,23 +129,14 @@ def test_tokens_are_those_of_plain_vllm(name, special):
     assert found == plain
 
 
-@pytest.mark.parametrize("name", EDITED)
-def test_requests_whose_logits_are_edited_have_trees(name, special):
+@pytest.mark.parametrize("name", [*EDITED, *STRUCTURED, *WITHOUT_DRAFTS])
+def test_requests_have_trees_unless_none_can_help(name, special):
     _, _, stats = special[name]
-    assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
-
-
-@pytest.mark.parametrize("name", STRUCTURED)
-def test_requests_with_a_grammar_have_trees(name, special):
-    _, _, stats = special[name]
-    assert stats["tree_steps"] > 0
-    assert stats["tokens"] > stats["tree_steps"]
-
-
-@pytest.mark.parametrize("name", WITHOUT_DRAFTS)
-def test_others_have_none(name, special):
-    _, _, stats = special[name]
-    assert stats["tree_steps"] == 0
+    if name in WITHOUT_DRAFTS:
+        assert stats["tree_steps"] == 0
+    else:
+        least = 1.3 if name in EDITED else 1
+        assert stats["tokens"] > least * stats["tree_steps"] > 0
 
 
 def test_requests_without_drafts_are_counted_by_reason(special):
@@ -185,8 +179,23 @@ def test_grammars_of_other_backends_are_followed(backend):
     assert stats["tokens"] > stats["tree_steps"] or backend == "outlines"
 
 
+class EvenTokensOnly(LogitsProcessor):
+    def __init__(self, vllm_config, device, is_pin_memory):
+        pass
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        logits[:, 1::2] = float("-inf")
+        return logits
+
+
 def test_custom_logits_processor_runs_without_drafts():
-    options = {"logits_processors": ["tests.engine.processors:EvenTokensOnly"]}
+    options = {"logits_processors": [f"{__name__}:EvenTokensOnly"]}
     params = SamplingParams(temperature=0, max_tokens=24)
     expected = plain_outputs(prompts(4), params, **options)
     with running(sequoia(), **options) as llm:
@@ -213,21 +222,11 @@ def test_logprobs_are_those_of_plain_vllm(mode):
     results = []
     for speculative_config in (None, sequoia()):
         with running(speculative_config, logprobs_mode=mode) as llm:
-            results.append(llm.generate(texts, params, use_tqdm=False))
-    for plain, ours in zip(*results, strict=True):
-        plain_output, our_output = plain.outputs[0], ours.outputs[0]
-        assert list(our_output.token_ids) == list(plain_output.token_ids)
-        assert (our_output.logprobs is None) == (plain_output.logprobs is None)
-        for position, expected in enumerate(plain_output.logprobs or []):
-            found = our_output.logprobs[position]
-            assert {t: v.rank for t, v in found.items()} == {t: v.rank for t, v in expected.items()}
-            for token, value in expected.items():
-                assert found[token].logprob == pytest.approx(value.logprob, abs=1e-4)
-        if plain.prompt_logprobs is not None:
-            for found, expected in zip(
-                ours.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True
-            ):
-                assert found.keys() == expected.keys()
+            results.append(answered(llm.generate(texts, params, use_tqdm=False)))
+    plain, ours = results
+    assert ours["tokens"] == plain["tokens"]
+    assert check_logprobs(ours["logprobs"], plain["logprobs"]) > 200
+    assert check_logprobs(ours["prompt_logprobs"], plain["prompt_logprobs"]) > 30
 
 
 # -- what the draft reads --------------------------------------------------------------------

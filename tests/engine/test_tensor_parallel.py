@@ -1,13 +1,11 @@
 """Engines in processes of their own: two ranks draft one rank's trees; a core, compiled."""
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 from tests.support.cores import needs_two_cores
@@ -20,8 +18,9 @@ from tests.support.engines import (
     sequoia,
     whole_trees,
 )
-from tests.support.generating import random_prompts, save_related_pair
+from tests.support.generating import random_prompts, save_related_pair, with_noise
 from tests.support.models import prompts
+from tests.support.serving import environment
 
 pytestmark = pytest.mark.engine
 
@@ -32,14 +31,6 @@ def perturb_second_rank(worker: Any) -> None:
         for model in (worker.model_runner.model, worker.model_runner.drafter.model):
             if hasattr(model, "compute_logits"):
                 model.compute_logits = with_noise(model.compute_logits)
-
-
-def with_noise(compute_logits: Any) -> Any:
-    def other_logits(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute_logits(hidden)
-        return logits + 3 * torch.randn_like(logits)
-
-    return other_logits
 
 
 @needs_two_cores
@@ -84,7 +75,8 @@ def test_two_ranks_give_the_tokens_of_one(config, monkeypatch):
     assert ranks[0]["tokens"] > 1.2 * ranks[0]["tree_steps"] > 0
 
 
-# It never imports sequoia_vllm: vLLM finds the plugin by its entry point, in every process.
+# It never imports sequoia_vllm: vLLM finds the plugin by its entry point. The engine's core is
+# forked; `tests/server/test_serve.py` spawns one.
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -117,21 +109,12 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(tmp_path):
     requests = random_prompts([9, 20, 14, 31])
     params = SamplingParams(temperature=0, max_tokens=32, detokenize=False)
     expected = plain_outputs(requests, params, model=target, skip_tokenizer_init=True)
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("VLLM_")},
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        # One thread, on any core: two that spin are very slow where a core is busy.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
     # What is greedy is matched. Adapting would end drafting at once where cores are busy.
     kept = list(range(240))
     config = whole_trees(draft=draft, verification="traversal", draft_vocabulary=kept)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *map(json.dumps, (target, requests, config))],
-        env=environment, capture_output=True, text=True, timeout=500, check=False,
+        env=environment(forks=True), capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]

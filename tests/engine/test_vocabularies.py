@@ -6,8 +6,7 @@ from vllm import SamplingParams
 
 from sequoia_vllm.engine.frontend import engine_config
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, tokens_to_draft
-from tests.engine.test_sampled import CUT, FALSE_ALARM, PLAIN, PROMPT, VOCAB, count, exact_law
-from tests.oracles.laws import assert_same_law
+from tests.engine.test_sampled import CUT, PLAIN, VOCAB, check_law
 from tests.support.engines import generated, metric, plain_outputs, runner_of, running, sequoia
 from tests.support.models import DRAFT, TARGET, prompts, save_llama, save_word_tokenizer
 from tests.support.vocabularies import (
@@ -97,24 +96,12 @@ def test_completions_follow_the_exact_law(words, mixed, verification, kept, tmp_
     save_word_tokenizer(target)
     save_llama(draft, seed=4, vocab_size=9, max_position_embeddings=64)
     save_words(draft, words, {})
-    completions, length = 4_000 * len(mixed), 3
-    params = [
-        SamplingParams(
-            **mixed[index % len(mixed)], max_tokens=length + 1, ignore_eos=True, detokenize=False
-        )
-        for index in range(completions)
-    ]
     config = sequoia(
         size=12, depth=3, draft=draft, verification=verification, draft_vocabulary=kept
     )
     with running(config, model=target, max_model_len=64, max_num_seqs=256) as llm:
-        requests = [{"prompt_token_ids": PROMPT}] * completions
-        outputs = llm.generate(requests, params, use_tqdm=False)
-        accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
-    assert accepted > completions / 3
-    for which, setting in enumerate(mixed):
-        counts = count(outputs[which :: len(mixed)], length)
-        assert_same_law(counts, exact_law(target, length, setting), FALSE_ALARM, fewest=5)
+        completions = check_law(llm, target, 3, mixed)
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > completions / 3
 
 
 def test_a_seed_gives_the_tokens_of_plain_vllm(tmp_path):

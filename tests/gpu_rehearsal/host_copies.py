@@ -9,7 +9,7 @@ On a GPU it is done some time before the next wait, and in between
   until the host has waited;
 - a buffer that the device reads in place (UVA) must not be handed out again.
 
-`HostCopies` keeps account of them, `installed` hooks torch. The stand-ins for events
+`HostCopies` keeps account of them, `install` hooks torch. The stand-ins for events
 take a `mark` where they are recorded and `wait` for it where they were waited for, or
 answered a query with yes; other synchronisations wait for everything. Copies from
 memory that is not pinned are done when the call returns, on GPUs too.
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -168,25 +169,13 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-@contextmanager
-def installed() -> Iterator[HostCopies]:
-    """torch's copies and pinned tensors under account for as long as the context lasts."""
-    copies = HostCopies()
-    restore = install(copies)
-    try:
-        yield copies
-    finally:
-        restore()
-
-
-def install(copies: HostCopies) -> Callable[[], None]:
-    """Hooks torch; what it returns undoes that. After other replacements of torch's functions."""
-    originals: list[tuple[Any, str, Any]] = []
+def install(copies: HostCopies) -> pytest.MonkeyPatch:
+    """Hooks torch, after other replacements of its functions; the patch may be undone."""
+    patch = pytest.MonkeyPatch()
 
     def replace(owner: Any, name: str, make: Callable[[Any, HostCopies], Callable]) -> None:
         original = getattr(owner, name)
-        originals.append((owner, name, original))
-        setattr(owner, name, functools.wraps(original)(make(original, copies)))
+        patch.setattr(owner, name, functools.wraps(original)(make(original, copies)))
 
     for name in _FACTORIES:
         replace(torch, name, _pinning)
@@ -194,12 +183,7 @@ def install(copies: HostCopies) -> Callable[[], None]:
     replace(Tensor, "is_pinned", lambda _, c: lambda self, *a, **k: c.is_pinned(self))
     replace(Tensor, "copy_", _copying)
     replace(Tensor, "to", _moving)
-
-    def restore() -> None:
-        for owner, name, original in reversed(originals):
-            setattr(owner, name, original)
-
-    return restore
+    return patch
 
 
 def watch_pools(pools: Any, copies: HostCopies) -> None:

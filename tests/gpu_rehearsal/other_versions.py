@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from tests.contract.check_wheels import download, find_wheel, unpack
-from tests.support.on_gpu import OTHER_VLLM
+from tests.support.interpreted import OTHER_VLLM
 
 # What a version needs beside the installed one's dependencies.
 ADDED = {"0.33.0": ["orjson"]}

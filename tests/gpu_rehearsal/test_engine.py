@@ -12,7 +12,7 @@ from sequoia_vllm.measuring.step_recorder import EXTENSION
 from tests.support.calling import called_once
 from tests.support.engines import noting, runner_of, sequoia
 from tests.support.generating import random_prompts, save_related_pair
-from tests.support.on_gpu import call_on_gpu
+from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import (
     flash_reads,
     generate,

@@ -15,8 +15,8 @@ from benchmarks.gpu.sizes import TINY
 from benchmarks.gpu.stages import make_rivals
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
+from tests.support.interpreted import call_on_gpu
 from tests.support.memory_checks import VARIABLE
-from tests.support.on_gpu import call_on_gpu
 from tests.support.train_drafter import script_modules
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]

@@ -1,7 +1,5 @@
 """Structured output on the GPU engine: masks for every node, beside requests without a grammar."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,12 +7,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.calling import called_once
-from tests.support.engines import runner_of, sequoia
+from tests.support.engines import noting, runner_of, sequoia
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import TARGET, prompts
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
 # CI follows grammars in `tests/v2/test_trees_v2.py`, and lays masks out in
@@ -54,9 +51,12 @@ def run() -> dict[str, Any]:
     with rehearsing(None, model=TARGET, **options) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, texts, params())}
     trees = sequoia(size=LARGEST, depth=3, num_speculative_tokens_per_batch_size=TIERS)
-    with rehearsing(trees, model=TARGET, **options) as llm, recording_masks() as steps:
-        answers["trees"] = generate_with_trees(llm, texts, params())
-        generate(llm, texts[:1], params()[:1])  # alone, with the whole tree
+    with rehearsing(trees, model=TARGET, **options) as llm:
+        from sequoia_vllm.engine.v2.runner import TreeRunner  # once the stand-ins are in place
+
+        with noting(TreeRunner, "sample", masks_of) as steps:
+            answers["trees"] = generate_with_trees(llm, texts, params())
+            generate(llm, texts[:1], params()[:1])  # alone, with the whole tree
         core = llm.llm_engine.engine_core.engine_core
         answers["memory"] = {
             "device": len(runner_of(llm).structured_outputs_worker.grammar_bitmask),
@@ -65,26 +65,17 @@ def run() -> dict[str, Any]:
     return {**answers, "steps": steps}
 
 
-@contextmanager
-def recording_masks() -> Iterator[list[dict[str, Any]]]:
-    """Records each step with masks within the block: their number, and requests' scored nodes."""
-    from sequoia_vllm.engine.v2.runner import TreeRunner
-
-    sample, found = TreeRunner.sample, []
-
-    def recording(self: Any, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
-        if grammar_output is not None:
-            rows = np.diff(batch.cu_num_logits_np).tolist()
-            masked = set(grammar_output.structured_output_request_ids)
-            nodes = {True: [], False: []}
-            for name, count in zip(batch.req_ids, rows, strict=True):
-                nodes[name in masked].append(count)
-            masks = len(grammar_output.grammar_bitmask)
-            found.append({"masks": masks, "masked": nodes[True], "free": nodes[False]})
-        return sample(self, hidden_states, batch, grammar_output)
-
-    with patched(TreeRunner, "sample", recording):
-        yield found
+def masks_of(runner: Any, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+    """Of a step with masks: their number, and scored nodes of requests with a grammar or not."""
+    if grammar_output is None:
+        return None
+    masked = set(grammar_output.structured_output_request_ids)
+    nodes = {True: [], False: []}
+    rows = np.diff(batch.cu_num_logits_np).tolist()
+    for name, count in zip(batch.req_ids, rows, strict=True):
+        nodes[name in masked].append(count)
+    masks = len(grammar_output.grammar_bitmask)
+    return {"masks": masks, "masked": nodes[True], "free": nodes[False]}
 
 
 answers = called_once(call_on_gpu, run)

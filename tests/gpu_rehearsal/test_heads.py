@@ -2,21 +2,22 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.support.engines import leave_nan, sequoia
-from tests.support.generating import completions, counted
+from tests.support.calling import called_once
+from tests.support.engines import leave_nan, scheduler_of, sequoia
+from tests.support.generating import counted, joined
 from tests.support.heads import DFLASH, EAGLE3
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import TARGET, prompts
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
     check_replayed,
-    counting_eager_reads,
+    counting_eager,
     generate,
     generate_with_trees,
     rehearsing,
-    since,
 )
 from tests.support.sleeping import lost_of_ours
 
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.engine
 
 DEPTH = 3
 PAUSE = range(3, 7)  # steps that ask for no drafts
-LATE = 4  # the step in which the last request comes
 
 
 def greedy(tokens: int = 12) -> Any:
@@ -50,40 +50,31 @@ def start_and_generate(head: str) -> dict[str, Any]:
 
 
 def pause(llm: Any, texts: list[Any]) -> dict[str, Any]:
-    """Trees at first and at last, and none between; graphs of the draft's replayed in each step."""
+    """Trees at first and at last, and none between; graphs of the draft's replayed in each step.
+
+    The last request comes within the pause.
+    """
     from gpu_stand_in import graphs
 
-    engine, done, replays, eager = llm.llm_engine, {}, [], []
-    lookup = engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+    lookup, replayed = scheduler_of(llm).dynamic_sd_lookup, []
     drafts = list(lookup)
-    requests = list(zip(map(str, range(len(texts))), texts, strict=False))
-    for request in requests[:-1]:
-        engine.add_request(*request, greedy(20))
-    while engine.has_unfinished_requests():
-        if len(replays) == LATE:
-            engine.add_request(*requests[-1], greedy(20))
-        lookup[:] = [0] * len(drafts) if len(replays) in PAUSE else drafts
-        before = graphs.report()
-        with counting_eager_reads() as reads:
-            done |= {output.request_id: output for output in engine.step() if output.finished}
-        replays.append(since(before)["replayed"]["DraftGraphs"])
-        eager += reads
-    lookup[:] = drafts
-    return {
-        "tokens": completions([done[str(index)] for index in range(len(texts))]),
-        "replays": replays,
-        "eager reads": eager,
-        "counts": counted(llm),
-    }
+
+    def before_step(step: int) -> None:
+        lookup[:] = [0] * len(drafts) if step in PAUSE else drafts
+        replayed.append(graphs.replayed["DraftGraphs"])
+
+    with counting_eager() as eager:
+        tokens = joined(llm, texts, [greedy(20)] * len(texts), before_step=before_step)
+    replays = np.diff(replayed).tolist()
+    return {"tokens": tokens, "replays": replays, "counts": counted(llm), **eager}
 
 
 # Graphs of DFlash: `tests/v2/test_sampled_trees_v2.py` replays them in every run.
-HEADS = [EAGLE3, pytest.param(DFLASH, marks=pytest.mark.nightly)]
-
-
-@pytest.fixture(scope="module", params=HEADS, ids=["eagle3", "dflash"])
-def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return call_on_gpu(start_and_generate, tmp_path_factory.mktemp("heads"), head=request.param)
+HEADS = [
+    pytest.param(EAGLE3, id="eagle3"),
+    pytest.param(DFLASH, id="dflash", marks=pytest.mark.nightly),
+]
+answers = called_once(call_on_gpu, start_and_generate, ("head", HEADS))
 
 
 @pytest.mark.parametrize("name", ["together", "alone"])

@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu_rehearsal.host_copies import HostMemoryError, installed, watch_pools
+from tests.gpu_rehearsal.host_copies import HostCopies, HostMemoryError, install, watch_pools
 
 
 @pytest.fixture
 def copies():
-    with installed() as account:
-        yield account
+    account = HostCopies()
+    patch = install(account)
+    yield account
+    patch.undo()
 
 
 def test_a_source_that_changes_before_its_copy_is_done(copies):

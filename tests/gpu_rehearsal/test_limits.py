@@ -9,11 +9,11 @@ import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.patched import patched
-from tests.support.engines import noting, runner_of, sequoia
+from tests.support.engines import noting, runner_of, scheduler_of, sequoia
 from tests.support.generating import VOCAB, random_prompts
 from tests.support.heads import save_dflash
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import save_llama
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -33,23 +33,12 @@ def run_many(models: str) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     limits = {"max_num_seqs": REQUESTS, "max_num_batched_tokens": 4 * NODES, "max_model_len": 64}
     with rehearsing(config, as_users_start=True, model=target, **limits) as llm:
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        together = requests_by_step(scheduler)
-        generate(llm, random_prompts([3] * REQUESTS, vocab=6), params)
+        scheduler, requests = scheduler_of(llm), random_prompts([3] * REQUESTS, vocab=6)
+        with noting(
+            scheduler, "schedule", lambda step: len(step.num_scheduled_tokens), of_result=True
+        ) as together:
+            generate(llm, requests, params)
         return {"together": max(together), "limit": scheduler.scheduler_config.max_num_active_seqs}
-
-
-def requests_by_step(scheduler: Any) -> list[int]:
-    """From now on: how many requests each step schedules."""
-    original, found = scheduler.schedule, []
-
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        found.append(len(output.num_scheduled_tokens))
-        return output
-
-    scheduler.schedule = schedule
-    return found
 
 
 def start(models: str) -> dict[str, Any]:

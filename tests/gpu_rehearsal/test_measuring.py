@@ -8,8 +8,8 @@ import pytest
 from benchmarks.gpu import kinds
 from tests.support.calling import called_once
 from tests.support.generating import save_related_pair
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import save_word_tokenizer
-from tests.support.on_gpu import call_on_gpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 

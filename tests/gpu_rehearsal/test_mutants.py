@@ -4,6 +4,7 @@ Output stays the target's whatever is drafted, so equal tokens alone would pass 
 """
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,56 +16,48 @@ from sequoia_vllm.engine.common.patched import patched
 from tests.support.calling import called_once
 from tests.support.engines import sequoia
 from tests.support.generating import random_prompts, save_related_pair
-from tests.support.on_gpu import call_on_gpu
+from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import generate_with_trees, rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 
-def waits_for_the_device(grow: Any) -> Any:
-    def mutant(self: Any, num_reqs: int, *args: Any) -> None:
-        assert int(self._batch.roots[0]) >= 0
-        grow(self, num_reqs, *args)
-
-    return mutant
+# Each takes the method in whose place it is.
 
 
-def takes_positions_from_the_host(grow: Any) -> Any:
-    def mutant(self: Any, num_reqs: int, *args: Any) -> None:
-        known = getattr(self._batch, "known_roots", [0] * len(self._batch.roots))
-        self._batch.roots.copy_(torch.tensor(known, dtype=torch.int32))
-        grow(self, num_reqs, *args)
-
-    return mutant
+def waits_for_the_device(grow: Any, growth: Any, num_reqs: int, *args: Any) -> None:
+    assert int(growth._batch.roots[0]) >= 0
+    grow(growth, num_reqs, *args)
 
 
-def notes_positions(begin: Any) -> Any:
-    def mutant(self: Any, **arguments: Any) -> None:
-        begin(self, **arguments)
-        self.known_roots = self.roots.tolist()
-
-    return mutant
+def takes_positions_from_the_host(grow: Any, growth: Any, num_reqs: int, *args: Any) -> None:
+    known = getattr(growth._batch, "known_roots", [0] * len(growth._batch.roots))
+    growth._batch.roots.copy_(torch.tensor(known, dtype=torch.int32))
+    grow(growth, num_reqs, *args)
 
 
-def moves_its_buffers(begin: Any) -> Any:
-    def mutant(self: Any, **arguments: Any) -> None:
-        for name in ("starts", "counts", "roots"):
-            setattr(self, name, getattr(self, name).clone())
-        begin(self, **arguments)
+def notes_positions(begin: Any, batch: Any, **arguments: Any) -> None:
+    begin(batch, **arguments)
+    batch.known_roots = batch.roots.tolist()
 
-    return mutant
+
+def moves_its_buffers(begin: Any, batch: Any, **arguments: Any) -> None:
+    for name in ("starts", "counts", "roots"):
+        setattr(batch, name, getattr(batch, name).clone())
+    begin(batch, **arguments)
+
+
+def with_mistake(owner: Any, name: str, mistake: Any) -> Any:
+    original = getattr(owner, name)
+    return patched(owner, name, lambda *given, **named: mistake(original, *given, **named))
 
 
 def run(models: str) -> dict[str, Any]:
     from sequoia_vllm.drafting.draft_batch import DraftBatch
     from sequoia_vllm.drafting.growth import TreeGrowth
 
-    def grown(mistake: Any) -> Any:
-        return patched(TreeGrowth, "grow", mistake(TreeGrowth.grow))
-
-    def begun(mistake: Any) -> Any:
-        return patched(DraftBatch, "begin", mistake(DraftBatch.begin))
-
+    grown = partial(with_mistake, TreeGrowth, "grow")
+    begun = partial(with_mistake, DraftBatch, "begin")
     target, _ = save_related_pair(Path(models))
     return {
         "unchanged": counts(target),

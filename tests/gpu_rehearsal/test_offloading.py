@@ -1,10 +1,11 @@
 """vLLM's offloaders with trees: of weights to host memory, and of prefixes by its connector."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 from vllm import SamplingParams
@@ -14,7 +15,7 @@ from sequoia_vllm.engine.common.patched import patched
 from tests.support.calling import called_once
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import VOCAB, random_prompts, save_related_pair
-from tests.support.on_gpu import call_on_gpu
+from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 from tests.support.stored_cache import CONNECTOR, LENGTHS, converse_twice
 
@@ -38,17 +39,17 @@ def start_and_generate(models: str) -> dict[str, Any]:
         answers: dict[str, Any] = {"plain": generate(llm, requests, params)["tokens"]}
     config = sequoia(size=8, depth=3, draft=draft, draft_vocabulary=KEPT)
     for name, options in (("prefetch", PREFETCH), ("uva", UVA)):
-        with logged() as lines, rehearsing(config, **engine, **options) as llm:
+        with logged() as kept, rehearsing(config, **engine, **options) as llm:
             answers[name] = {
-                "log": lines, "together": generate_with_trees(llm, requests, params),
+                "log": kept.output, "together": generate_with_trees(llm, requests, params),
                 "alone": generate_with_trees(llm, requests[:1], params), **offloaded(llm),
             }  # fmt: skip
     for name, options in (("prefetch", PREFETCH), ("uva", UVA)):
         answers[f"mutant, {name}"] = with_the_draft_offloaded(config, {**engine, **options})
     answers["mutant, no wait"] = without_waiting_before_replays(config, requests, params, engine)
     nowhere = {**PREFETCH, "offload_params": {"no_such_weight"}}
-    with logged() as lines, rehearsing(config, enforce_eager=True, **{**engine, **nowhere}):
-        answers["nothing matches"] = lines
+    with logged() as kept, rehearsing(config, enforce_eager=True, **{**engine, **nowhere}):
+        answers["nothing matches"] = kept.output
     return answers
 
 
@@ -76,23 +77,7 @@ def without_waiting_before_replays(config: dict, requests: list, params: Any, en
         return generate(llm, requests, params)["tokens"]
 
 
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(f"{record.levelname} {record.getMessage()}")
-
-    logger, handler = logging.getLogger("vllm.sequoia"), Kept()
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+logged = partial(TestCase().assertLogs, "vllm.sequoia", logging.INFO)
 
 
 def offloaded(llm: Any) -> dict[str, Any]:

@@ -19,10 +19,17 @@ from vllm import SamplingParams
 from tests.quick_start.quick_imports import FORK_ENGINES
 from tests.support.cores import needs_two_cores
 from tests.support.engines import running, sequoia
-from tests.support.generating import VOCAB, completions, counted, random_prompts, save_related_pair
-from tests.support.heads import save_eagle3
+from tests.support.generating import (
+    VOCAB,
+    completions,
+    counted,
+    random_prompts,
+    save_related_pair,
+    with_noise,
+)
+from tests.support.heads import as_the_target, save_eagle3
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import save_llama
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import rehearsing
 from tests.support.serving import free_port
 
@@ -42,19 +49,16 @@ def perturb_second_rank(worker: Any) -> None:
     """Called in each rank: from now on the second draws other drafts, from other logits."""
     if worker.rank == 0:
         return
-    runner, proposer = worker.model_runner, worker.model_runner.speculator
-    compute_logits, replay = runner.model.compute_logits, proposer._growth_graphs.replay
-
-    def other_logits(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute_logits(hidden)
-        return logits + 3 * torch.randn_like(logits)
+    model, proposer = worker.model_runner.model, worker.model_runner.speculator
+    replay = proposer._growth_graphs.replay
 
     def other_drafts(num_trees: int, drafts: int) -> bool:
         ran = replay(num_trees, drafts)
         proposer.drafted.tokens.add_(1).remainder_(VOCAB)
         return ran
 
-    runner.model.compute_logits, proposer._growth_graphs.replay = other_logits, other_drafts
+    model.compute_logits = with_noise(model.compute_logits)
+    proposer._growth_graphs.replay = other_drafts
 
 
 def generate_on_ranks(target: str, draft: str, kept: list[int] | None = None) -> dict[str, Any]:
@@ -168,13 +172,6 @@ def test_vllm_builds_a_draft_as_the_last_stage_of_a_pipeline(tmp_path):
 # -- Replicas --------------------------------------------------------------------------------
 
 
-SHARED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
-    "rope_parameters", "bos_token_id", "eos_token_id",
-)  # fmt: skip
-
-
 def save_mixture_pair(directory: Path, noise: float = 0.05) -> tuple[str, str]:
     """A tiny Mixtral, and a Llama as its draft, which is often right.
 
@@ -184,7 +181,7 @@ def save_mixture_pair(directory: Path, noise: float = 0.05) -> tuple[str, str]:
         directory / "draft", seed=3, scale=2.0, vocab_size=VOCAB, max_position_embeddings=512
     )
     dense = LlamaForCausalLM.from_pretrained(draft, dtype=torch.float32)
-    shared = {name: getattr(dense.config, name) for name in SHARED}
+    shared = as_the_target(str(draft))
     torch.manual_seed(7)
     target = MixtralForCausalLM(MixtralConfig(**shared, num_local_experts=4, num_experts_per_tok=2))
     target.load_state_dict(dense.state_dict(), strict=False)
@@ -226,9 +223,7 @@ def count_idle_steps(worker: Any) -> None:
 
 
 def report(worker: Any) -> dict[str, Any]:
-    from gpu_stand_in import graphs
-
-    return {"idle steps": worker.idle_steps, **graphs.report()["replayed"]}
+    return {"idle steps": worker.idle_steps, **graphs_of(worker)["replayed"]}
 
 
 def generate_on_replica(rank: int, port: int, target: str, draft: str) -> dict[str, Any]:

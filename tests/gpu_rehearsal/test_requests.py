@@ -1,9 +1,6 @@
 """Requests that join, end, are aborted and preempted, on the GPU engine under its graphs."""
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +9,11 @@ from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.calling import called_once
-from tests.support.engines import metric, runner_of, sequoia
-from tests.support.generating import (
-    completions,
-    greedy_and_seeded,
-    random_prompts,
-    save_related_pair,
-)
-from tests.support.on_gpu import call_on_gpu
+from tests.support.engines import metric, noting, runner_of, scheduler_of, sequoia
+from tests.support.generating import greedy_and_seeded, joined, random_prompts, save_related_pair
+from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import (
-    counting_eager_growth,
+    counting_eager,
     flash_reads,
     generate,
     generate_with_trees,
@@ -90,59 +82,40 @@ def run(models: str) -> dict[str, Any]:
         ) as llm,
     ):  # fmt: skip
         flash_attention.causal_rows.clear()
-        with counting_rows(llm) as rows:
+        with noting(scheduler_of(llm), "schedule", rows_of, of_result=True) as rows:
             answers["pressed"] = generate_with_trees(llm, requests, params())
         (cache,) = runner_of(llm)._target_caches.values()
-        answers["pressed"] |= {
-            "rows": dict(rows), "attended rows": flash_attention.causal_rows[cache.data_ptr()]
-        }  # fmt: skip
+        attended = flash_attention.causal_rows[cache.data_ptr()]
+        answers["pressed"] |= {"rows": sum(rows, Counter()), "attended rows": attended}
     answers["pressed"]["over contexts"] = flash_attention.attended[False]
     return answers
 
 
-@contextmanager
-def counting_rows(llm: Any) -> Iterator[Counter[str]]:
-    """Rows that are scheduled within the block: of trees, and others in steps with trees or not."""
-    original, rows = scheduler_of(llm).schedule, Counter()
-
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        drafts = output.scheduled_spec_decode_tokens
-        for request, scheduled in output.num_scheduled_tokens.items():
-            beside = "beside trees" if drafts else "alone"
-            rows["of trees" if drafts.get(request) else beside] += scheduled
-        return output
-
-    with patched(scheduler_of(llm), "schedule", schedule):
-        yield rows
-
-
-def scheduler_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler
+def rows_of(output: Any) -> Counter[str]:
+    """Rows that a step schedules: of trees, and others in steps with trees or not."""
+    drafts, rows = output.scheduled_spec_decode_tokens, Counter()
+    beside = "beside trees" if drafts else "alone"
+    for request, scheduled in output.num_scheduled_tokens.items():
+        rows["of trees" if drafts.get(request) else beside] += scheduled
+    return rows
 
 
 def decide_often(llm: Any, requests: list[Any], most: list[int]) -> dict[str, Any]:
     """Decides like an engine that adapts: other numbers of drafts, bounded by batch size."""
     from gpu_stand_in import graphs
 
-    engine, done = llm.llm_engine, {}
-    decisions = itertools.chain.from_iterable([drafts] * 3 for drafts in itertools.cycle(DECIDED))
     lookup, most = scheduler_of(llm).dynamic_sd_lookup, list(most)
     configured = list(lookup)
-    for request in zip(map(str, range(len(requests))), requests, params(), strict=False):
-        engine.add_request(*request)
+
+    def decide(step: int) -> None:
+        drafts = DECIDED[step // 3 % len(DECIDED)]
+        lookup[:] = [min(drafts, bound) for bound in most]
+
     before = graphs.report()
-    with counting_eager_growth() as eager:
-        while engine.has_unfinished_requests():
-            drafts = next(decisions)
-            lookup[:] = [min(drafts, bound) for bound in most]
-            done |= {output.request_id: output for output in engine.step() if output.finished}
+    with counting_eager() as eager:
+        tokens = joined(llm, requests, params()[: len(requests)], every=0, before_step=decide)
     lookup[:] = configured
-    return {
-        "tokens": completions([done[str(index)] for index in range(len(requests))]),
-        "graphs": since(before)["replayed"],
-        "eager growth": eager,
-    }
+    return {"tokens": tokens, "graphs": since(before)["replayed"], **eager}
 
 
 answers = called_once(call_on_gpu, run)

@@ -9,8 +9,8 @@ from vllm import SamplingParams
 from tests.support.engines import generated, running
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.heads import EAGLE3
+from tests.support.interpreted import gpu_environment
 from tests.support.models import TARGET, prompts
-from tests.support.on_gpu import gpu_environment
 from tests.support.serving import Server, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]

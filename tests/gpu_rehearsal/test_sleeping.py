@@ -12,8 +12,8 @@ from tests.support.architectures import VOCABULARY, save_architecture
 from tests.support.calling import called_once
 from tests.support.engines import sequoia
 from tests.support.generating import counted, random_prompts
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import save_word_tokenizer
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 from tests.support.sleeping import lost_of_ours, sleep_without_weights
 from tests.support.vocabularies import save_renumbered, save_words

@@ -10,7 +10,7 @@ import pytest
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.block_heads import save_dflash2
 from tests.support.calling import called_once
-from tests.support.engines import runner_of, sequoia
+from tests.support.engines import runner_of, scheduler_of, sequoia
 from tests.support.generating import (
     counted,
     greedy_and_seeded,
@@ -19,8 +19,8 @@ from tests.support.generating import (
     save_related_pair,
 )
 from tests.support.heads import save_dflash
+from tests.support.interpreted import call_on_gpu
 from tests.support.models import save_llama
-from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
@@ -63,9 +63,7 @@ def only_own_blocks() -> Iterator[None]:
 
 def params() -> list[Any]:
     """Requests that end one after another: batches shrink by one."""
-    found = greedy_and_seeded(len(LENGTHS), 1)
-    for one, tokens in zip(found, TOKENS, strict=True):
-        one.max_tokens = tokens
+    found = greedy_and_seeded(len(LENGTHS), TOKENS)
     found[3].extra_args = {"sequoia_max_drafts": 2}
     return found
 
@@ -125,7 +123,7 @@ def serve(llm: Any, requests: list[Any], decided: list[int] | None = None) -> di
     Returns:
         Tokens, and look-ahead slots with the number of requests that ran before each step.
     """
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     slots = watched_slots(scheduler)
     if scheduler.dynamic_sd_lookup is not None:
         scheduler.end_adaptation()  # decided on below

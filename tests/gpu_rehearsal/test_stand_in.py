@@ -1,31 +1,24 @@
 """What the rehearsal rests on of its graphs, and `test_mutants.py` does not show."""
 
-import traceback
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.calling import called_once
-from tests.support.on_gpu import call_on_gpu
+from tests.support.interpreted import call_on_gpu
 
 pytestmark = pytest.mark.slow
 
 
-def run_all() -> dict[str, str]:
+def check_all() -> None:
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
     assert current_platform.is_cuda()
-    results = {}
-    for name, check in CHECKS.items():
-        try:
-            check()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
+    results_are_destroyed_by_other_graphs_of_the_pool()
+    memory_that_nothing_filled_is_poison()
+    waiting_for_the_device_is_refused()
 
 
 def _captured(work: Any) -> Any:
@@ -79,18 +72,5 @@ def waiting_for_the_device_is_refused() -> None:
     _raises(lambda: torch.cuda.mem_get_info(), "free memory")
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (
-        results_are_destroyed_by_other_graphs_of_the_pool,
-        memory_that_nothing_filled_is_poison,
-        waiting_for_the_device_is_refused,
-    )
-}
-
-results = called_once(call_on_gpu, run_all, timeout=120)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_stand_in(name, results):
-    assert results[name] == ""
+def test_stand_in(tmp_path):
+    call_on_gpu(check_all, tmp_path, timeout=120)

@@ -20,11 +20,11 @@ from tests.support.engines import lookup_trees, sequoia
 from tests.support.expert_layers import save_experts
 from tests.support.generating import greedy_and_seeded, random_prompts, save_related_pair
 from tests.support.heads import save_mimo
+from tests.support.interpreted import call_on_gpu, gpu_environment
 from tests.support.latents import rehearse_on_gpus, save_latent_pair
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.models import save_word_tokenizer
 from tests.support.multimodal import IMAGE, call_with_images, requests_with_images, save_multimodal
-from tests.support.on_gpu import call_on_gpu
 from tests.support.recurrent import VOCABULARY, rehearse_in_float32, save_hybrid_pair
 from tests.support.rehearsing import (
     check_replayed,
@@ -109,7 +109,8 @@ OTHERS = ["MiMo", MTP_OF_QWEN, MADE_UP, *JOINED]
 def answers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     name, folder = request.param, tmp_path_factory.mktemp("targets")
     # The module of that target in vLLM needs what reads images.
-    call = partial(call_with_images, on_gpu=True) if name == MADE_UP else call_on_gpu
+    images = partial(call_with_images, environment=gpu_environment())
+    call = images if name == MADE_UP else call_on_gpu
     function = start_and_join if name in JOINED else start_and_generate
     return {"name": name, **call(function, folder, folder=str(folder), name=name)}
 
@@ -157,7 +158,8 @@ def start_and_read(folder: str, name: str) -> dict[str, Any]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
 def test_images(name, tmp_path):
-    found = call_with_images(start_and_read, tmp_path, on_gpu=True, folder=str(tmp_path), name=name)
+    given = {"folder": str(tmp_path), "name": name}
+    found = call_with_images(start_and_read, tmp_path, gpu_environment(), **given)
     trees = found["trees"]
     assert trees["tokens"] == found["plain"]["tokens"]
     assert trees["counts"]["tokens_per_tree"] > 1.5

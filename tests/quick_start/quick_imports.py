@@ -146,7 +146,26 @@ def inspect_models_here(registry: ModuleType) -> None:
     registry._run_in_subprocess = lambda inspect: inspect()  # type: ignore[attr-defined]
 
 
+_defined: list[Any] = []  # kept: operators go with the library that has them
+
+
+def define_operators(loader: Loader) -> Loader:
+    """Two operators that torchvision's CUDA build needs while it is imported beside a CPU's torch.
+
+    PyPI has no other build, and vLLM's multimodal models import it for their image processors,
+    which call neither. It lies in a folder of its own.
+    """
+    if not _defined and "torchvision-for-tests" in str(getattr(loader, "path", "")):
+        import torch
+
+        _defined.append(library := torch.library.Library("torchvision", "DEF"))
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float threshold) -> Tensor")
+    return loader
+
+
 LOADERS: dict[str, Callable[[Loader], Loader]] = {
+    "torchvision": define_operators,
     # vLLM resamples audio with it: half a thousand modules.
     "scipy.signal": LazyLoader,
     # The losses of transformers' detectors import this one.

@@ -6,14 +6,8 @@ importing vLLM takes. For the rest see `quick_imports`.
 """
 
 import gc
-import sys
 
 import quick_imports
 
 gc.set_threshold(*gc.get_threshold()[:2], 1000)
 quick_imports.install()
-
-if any(folder.endswith("torchvision-for-tests") for folder in sys.path):
-    import torchvision_operators
-
-    torchvision_operators.define()

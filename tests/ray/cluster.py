@@ -1,4 +1,4 @@
-"""A local Ray cluster of its own, functions called in processes that may use it, what they leave.
+"""Ray clusters of the tests' own, functions called in processes that use them, what they leave.
 
 The tests' process never imports Ray: it could join a cluster, or start one.
 """
@@ -6,10 +6,10 @@ The tests' process never imports Ray: it could join a cluster, or start one.
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,16 @@ import psutil
 
 from tests import quick_start
 from tests.support.calling import call_in_process
-from tests.support.serving import ROOT, environment, has_ended, wait_for_end
+from tests.support.ending import wait_until
+from tests.support.serving import ROOT, Session, environment, free_port, wait_for_end
 
 SHIM = Path(__file__).parent / "shim"
-ACTOR = "RayWorkerOnCpu"  # the shim's class: Ray names processes after what they run
-END_DEADLINE = 60.0  # seconds; an idle two-core machine needs 2
-CPUS = 2  # as many as the largest engine has ranks: one that kept its CPUs would block the next
+ACTOR = "ray::RayWorkerOnCpu"  # the shim's class: Ray names processes after what they run
+RAY = Path(sys.executable).with_name("ray")
+START_DEADLINE = 300.0  # seconds; an idle two-core machine needs 40
+END_DEADLINE = 60.0  # an idle one needs 2
 
-OWNER = """
-import sys, ray
-ray.init(
-    num_cpus=int(sys.argv[1]), num_gpus=0, object_store_memory=80 << 20,
-    include_dashboard=False, log_to_driver=False, _temp_dir=sys.argv[2],
-)
-print("address:", ray.get_runtime_context().gcs_address, flush=True)
-sys.stdin.read()  # until the tests close it, or end
-ray.shutdown()
-"""
+wait_for = partial(wait_until, seconds=START_DEADLINE, pause=0.25)
 
 
 def ray_environment() -> dict[str, str]:
@@ -45,55 +38,84 @@ def ray_environment() -> dict[str, str]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": "240",  # 30 otherwise, too few on a busy machine
+        "RAY_worker_niceness": "0",  # 15 otherwise: engines would wait for other tests
+        "REPORTER_UPDATE_INTERVAL_MS": "60000",  # 5000 otherwise, to look at all processes
         "RAY_prestart_worker_first_driver": "0",  # no worker that no actor needs
     }
 
 
+def named(name: str, processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Processes whose title starts with this."""
+    return [process for process in processes if _title(process).startswith(name)]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 class Cluster:
     """Ray on this machine, open only to processes that have its `environment`.
+
+    Its nodes are started as in examples/cluster.md.
+
+    Args:
+        logs: A folder.
+        cpus: Of each node, the head first.
+        folders: Of PYTHONPATH, before this repository's.
+        variables: More of the environment.
 
     Attributes:
         directory: Where Ray keeps its files and where its workers run.
         environment: All variables of a process that uses the cluster.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Path, cpus: Sequence[int], *folders: Path, **variables: str) -> None:
         # Short, because Ray's sockets lie in it: their paths may have 107 characters.
-        self.directory = Path(tempfile.mkdtemp(prefix="ray-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+        self.address = f"127.0.0.1:{free_port()}"
+        path = os.pathsep.join(map(str, (quick_start.FOLDER, *folders, ROOT)))
         self.environment = ray_environment() | {
-            "PYTHONPATH": os.pathsep.join(map(str, (quick_start.FOLDER, SHIM, ROOT)))
-        }
-        log = self.directory / "owner.log"
-        with log.open("wb") as errors:
-            self._owner = psutil.Popen(
-                [sys.executable, "-c", OWNER, str(CPUS), str(self.directory)],
-                cwd=self.directory, env=self.environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                start_new_session=True,
-            )  # fmt: skip
-        for line in self._owner.stdout:
-            if line.startswith("address: "):
-                # Without it an engine silently starts a cluster of its own.
-                self.environment["RAY_ADDRESS"] = line.split()[1]
-                return
-        output = log.read_text(errors="replace")
-        self.stop()
-        raise AssertionError(f"Ray did not start:\n{output[-8000:]}")
+            # Without it an engine silently starts a cluster of its own.
+            "RAY_ADDRESS": self.address, "PYTHONPATH": path, **variables,
+        }  # fmt: skip
+        self.metrics_ports = [free_port() for _ in cpus]
+        self.nodes: list[Session] = []
+        port = self.address.partition(":")[2]
+        head = ["--head", f"--port={port}", f"--temp-dir={self.directory}"]
+        head += ["--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+        try:
+            for number, count in enumerate(cpus):
+                options = [f"--address={self.address}"] if number else head
+                self._start(logs / f"node-{number}.log", f"--num-cpus={count}", *options)
+        except BaseException:
+            self.kill()
+            raise
 
-    def actors(self) -> list[psutil.Process]:
-        family = self._owner.children(recursive=True)
-        return [process for process in family if ACTOR in " ".join(process.cmdline())]
+    def _start(self, log: Path, *options: str) -> None:
+        # `ray start` takes the address to join from its options only.
+        environment = {k: v for k, v in self.environment.items() if k != "RAY_ADDRESS"}
+        common = ["--block", "--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
+        common.append(f"--metrics-export-port={self.metrics_ports[len(self.nodes)]}")
+        command = [str(RAY), "start", *common, *options]
+        node = Session(command, environment, log, self.directory)
+        self.nodes.append(node)
+        wait_for(
+            lambda: "Ray runtime started" in node.log or node.check_running(),
+            what="the start of a Ray node",
+        )
 
-    def stop(self) -> None:
-        """Ends Ray, and fails if that leaves a process behind."""
-        family = [] if has_ended(self._owner) else self._owner.children(recursive=True)
-        self._owner.stdin.close()
-        running = wait_for_end([self._owner, *family], END_DEADLINE)
-        for process in running:
-            process.kill()
-        self._owner.wait()
+    def named(self, name: str) -> list[psutil.Process]:
+        """Processes of the nodes with this title."""
+        return named(name, [process for node in self.nodes for process in node.family()])
+
+    def kill(self) -> None:
+        """Ends it at once: after Serve has run, a node that is told to end takes half a minute."""
+        for node in self.nodes:
+            node.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
-        assert not running, f"Ray left processes behind: {running}"
 
     def call(
         self, function: Callable[..., Any], directory: Path, timeout: float = 280, **arguments: Any

@@ -13,7 +13,7 @@ import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.tree import TokenTree
-from tests.ray.cluster import footprint, left_behind
+from tests.ray.cluster import ACTOR, footprint, left_behind
 from tests.ray.engines import generate_then_kill_a_worker
 from tests.support.cores import needs_two_cores
 from tests.support.engines import plain_outputs
@@ -93,7 +93,7 @@ def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(ray_cluster, mon
         trees, tokens = (
             sum(server.metric(f"sequoia:{name}_total")) for name in ("trees", "emitted_tokens")
         )
-        workers = ray_cluster.actors()
+        workers = ray_cluster.named(ACTOR)
         family = [*server.process.children(recursive=True), *workers]
         found = footprint([server.process, *workers])
         server.process.send_signal(signal.SIGTERM)

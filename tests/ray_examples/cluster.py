@@ -1,24 +1,14 @@
 """A Ray cluster of two nodes on this machine, and the examples run on it as users run them."""
 
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tests import quick_start
-from tests.ray.cluster import ray_environment
+from tests.ray.cluster import Cluster
 from tests.support.models import prompts
-from tests.support.serving import ROOT, free_port, has_ended, http_client
+from tests.support.serving import ROOT, Session, http_client
 
 PROMPTS = prompts(12)
 MAX_TOKENS = 32
@@ -26,137 +16,27 @@ ENGINE_OPTIONS = {
     "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8,
     "kv_cache_memory_bytes": 64 << 20,
 }  # fmt: skip
-RAY = Path(sys.executable).with_name("ray")
 EXAMPLES = ROOT / "examples"
 ENGINE = "VLLM::EngineCore"
-START_DEADLINE = 300.0  # seconds; an idle two-core machine needs 40
-STOP_DEADLINE = 90.0
+STOP_DEADLINE = 90.0  # seconds
 
 
-def wait_for(
-    what: str, found: Callable[[], Any], deadline: float = START_DEADLINE, pause: float = 0.25
-) -> Any:
-    """The first result that is true, of calls with so many seconds between them."""
-    end = time.monotonic() + deadline
-    while time.monotonic() < end:
-        if result := found():
-            return result
-        time.sleep(pause)
-    raise AssertionError(f"{what} did not happen within {deadline:.0f} s")
-
-
-def named(name: str, processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Processes whose title starts with this."""
-    return [process for process in processes if _title(process).startswith(name)]
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
-class Session:
-    """A command in a session of its own, by which all that it starts are known."""
-
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
-        self.log_file = log
-        with log.open("wb") as output:
-            self.process = psutil.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text(encoding="utf-8", errors="replace")
-
-    @property
-    def tail(self) -> str:
-        return "the end of the log:\n" + self.log[-6000:]
-
-    def family(self) -> list[psutil.Process]:
-        """All processes of the session that have not ended."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) == self.process.pid and not has_ended(process):
-                    found.append(process)
-            except ProcessLookupError:
-                continue
-        return found
-
-    def check_running(self) -> bool:
-        """False, so that it can be said while waiting for something."""
-        if self.process.poll() is not None:
-            raise AssertionError(f"ended with status {self.process.returncode}; {self.tail}")
-        return False
-
-    def end(self, signal_number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(signal_number)
-        return self.process.wait(STOP_DEADLINE)
-
-    def kill(self) -> None:
-        while family := self.family():  # again, for those that were started meanwhile
-            for process in family:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            psutil.wait_procs(family, timeout=1)
-        self.process.wait()
-
-
-class Cluster:
-    """A head and another node with room for a replica each, started as in examples/cluster.md."""
+class TwoNodes(Cluster):
+    """A head and another node with room for a replica each."""
 
     def __init__(self, logs: Path) -> None:
-        # Short, as the paths of sockets in it may not be long.
-        self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
-        self.address = f"127.0.0.1:{free_port()}"
-        self.environment = ray_environment() | {
-            "RAY_ADDRESS": self.address,
-            "RAY_metrics_report_interval_ms": "2000",  # 10000 otherwise
-            # Ray's own loops take a quarter of a core: they look at processes, and at replicas.
-            "REPORTER_UPDATE_INTERVAL_MS": "60000",  # 5000 otherwise
-            "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # 0.1 otherwise
-            "RAY_worker_niceness": "0",  # 15 otherwise: engines would wait for other tests
-            "RAYLLM_VLLM_ENGINE_CLS": "tests.ray_examples.engine_as_on_gpus.VLLMEngine",
-            "PYTHONPATH": os.pathsep.join((quick_start.FOLDER, str(ROOT))),
-        }
-        self.metrics_ports = [free_port(), free_port()]
         self._http = http_client()
-        self.nodes: list[Session] = []
-        try:
-            port = self.address.partition(":")[2]
-            head = ["--head", f"--port={port}", f"--temp-dir={self.folder}", "--num-cpus=1"]
-            head += ["--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
-            self._start(logs / "head.log", *head)
-            self._start(logs / "node.log", f"--address={self.address}", "--num-cpus=1")
-        except BaseException:
-            self.kill()
-            raise
-
-    def _start(self, log: Path, *options: str) -> None:
-        # `ray start` takes the address to join from its options only.
-        environment = {k: v for k, v in self.environment.items() if k != "RAY_ADDRESS"}
-        common = ["--block", "--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
-        common.append(f"--metrics-export-port={self.metrics_ports[len(self.nodes)]}")
-        node = Session([str(RAY), "start", *common, *options], environment, log)
-        self.nodes.append(node)
-        wait_for(
-            "the start of a Ray node",
-            lambda: "Ray runtime started" in node.log or node.check_running(),
-        )
+        super().__init__(
+            logs, [1, 1],
+            RAY_metrics_report_interval_ms="2000",  # 10000 otherwise
+            # Ray's own loops take a quarter of a core: this one looks at replicas.
+            RAY_SERVE_CONTROL_LOOP_INTERVAL_S="0.5",  # 0.1 otherwise
+            RAYLLM_VLLM_ENGINE_CLS="tests.ray_examples.engine_as_on_gpus.VLLMEngine",
+        )  # fmt: skip
 
     def run(self, log: Path, script: str, *options: str) -> Session:
         command = [sys.executable, str(EXAMPLES / script), *options]
         return Session(command, self.environment, log)
-
-    def named(self, name: str) -> list[psutil.Process]:
-        """Processes of the nodes with this title."""
-        return named(name, [process for node in self.nodes for process in node.family()])
 
     def samples(self, name: str) -> list[Sample]:
         found = []
@@ -167,9 +47,3 @@ class Cluster:
             families = text_string_to_metric_families("\n".join(lines) + "\n")
             found += [s for family in families for s in family.samples if s.name == name]
         return found
-
-    def kill(self) -> None:
-        """Ends it at once: after Serve has run, a node that is told to end takes half a minute."""
-        for node in self.nodes:
-            node.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)

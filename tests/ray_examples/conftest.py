@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from vllm import SamplingParams
 
-from tests.ray_examples.cluster import MAX_TOKENS, PROMPTS, Cluster
+from tests.ray_examples.cluster import MAX_TOKENS, PROMPTS, TwoNodes
 from tests.support.engines import running
 
 
@@ -18,7 +18,7 @@ def plain_texts() -> list[str]:
 
 
 @pytest.fixture(scope="package")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+def cluster(tmp_path_factory) -> Iterator[TwoNodes]:
+    cluster = TwoNodes(tmp_path_factory.mktemp("cluster"))
     yield cluster
     cluster.kill()

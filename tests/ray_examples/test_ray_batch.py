@@ -1,23 +1,14 @@
 """examples/ray_batch.py: every prompt is answered once and as by plain vLLM, whoever dies."""
 
 import json
-import signal
 
 import psutil
 import pytest
 
-from tests.ray_examples.cluster import (
-    ENGINE,
-    ENGINE_OPTIONS,
-    MAX_TOKENS,
-    PROMPTS,
-    START_DEADLINE,
-    STOP_DEADLINE,
-    Session,
-    named,
-    wait_for,
-)
+from tests.ray.cluster import START_DEADLINE, named, wait_for
+from tests.ray_examples.cluster import ENGINE, ENGINE_OPTIONS, MAX_TOKENS, PROMPTS, STOP_DEADLINE
 from tests.support.models import DRAFT, TARGET
+from tests.support.serving import Session
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
@@ -73,12 +64,12 @@ def start_with_two_frozen_replicas(run):
         try:
             while len(frozen) < 2:
                 [replica] = wait_for(
-                    "the start of a replica",
                     lambda session=session, frozen=frozen: (
                         [r for r in run.busy_replicas() if r.pid not in frozen][:1]
                         or session.check_running()
                     ),
-                    deadline,
+                    seconds=deadline,
+                    what="the start of a replica",
                     pause=0.05,
                 )
                 engine_of(replica).suspend()
@@ -89,7 +80,7 @@ def start_with_two_frozen_replicas(run):
             session.kill()
             if deadline == START_DEADLINE:
                 raise
-            wait_for("the end of the replicas", run.gone, STOP_DEADLINE)
+            wait_for(run.gone, seconds=STOP_DEADLINE, what="the end of the replicas")
         else:
             break
     return session, list(frozen.values())
@@ -105,16 +96,17 @@ def test_killed_runs_are_completed_without_loss_or_repetition(cluster, tmp_path,
         engines[0].kill()  # noticed by its replica
         second.kill()  # noticed by Ray
         wait_for(
-            "an answer of a new replica",
             lambda: len(run.lines()) > before or session.check_running(),
+            what="an answer of a new replica",
             pause=0.02,
         )
         session.process.suspend()  # at once: a dozen answers take the new replicas half a second
         old = {first.pid, second.pid, *(engine.pid for engine in engines)}
         left = [p for p in cluster.named("ray::Replica") + cluster.named(ENGINE) if p.pid in old]
         assert left == []
-        session.end(signal.SIGKILL)
-        wait_for("the end of the killed run's replicas", run.gone, STOP_DEADLINE)
+        session.process.kill()
+        session.process.wait(STOP_DEADLINE)
+        wait_for(run.gone, seconds=STOP_DEADLINE, what="the end of the killed run's replicas")
         kept = run.lines()
         assert before < len(kept) < len(LINES)
     finally:
@@ -125,7 +117,7 @@ def test_killed_runs_are_completed_without_loss_or_repetition(cluster, tmp_path,
     session = run.start("--replicas=1")
     try:
         assert session.process.wait(START_DEADLINE) == 0, session.tail
-        wait_for("the end of the replicas", run.gone, STOP_DEADLINE)
+        wait_for(run.gone, seconds=STOP_DEADLINE, what="the end of the replicas")
     finally:
         session.kill()
     assert f"{len(kept)} of {len(LINES) + 2} prompts have their answers" in session.log

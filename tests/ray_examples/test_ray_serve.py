@@ -8,17 +8,10 @@ import httpx
 import pytest
 
 from sequoia_vllm.tree import TokenTree
-from tests.ray_examples.cluster import (
-    ENGINE,
-    ENGINE_OPTIONS,
-    MAX_TOKENS,
-    PROMPTS,
-    STOP_DEADLINE,
-    Session,
-    wait_for,
-)
+from tests.ray.cluster import wait_for
+from tests.ray_examples.cluster import ENGINE, ENGINE_OPTIONS, MAX_TOKENS, PROMPTS, STOP_DEADLINE
 from tests.support.models import DRAFT, TARGET
-from tests.support.serving import free_port, http_client
+from tests.support.serving import Session, free_port, http_client
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
@@ -77,11 +70,11 @@ def server(cluster, tmp_path_factory) -> Iterator[Server]:
     server = Server(cluster, tmp_path_factory.mktemp("serve"))
     try:
         wait_for(
-            "the start of a replica",
             lambda: cluster.named("ray::ServeReplica") or server.session.check_running(),
+            what="the start of a replica",
         )
         server.tree.unlink()  # it need not exist where replicas run: their start takes longer
-        wait_for("the start of the application", server.serves)
+        wait_for(server.serves, what="the start of the application")
         yield server
     finally:
         server.session.kill()
@@ -90,8 +83,8 @@ def server(cluster, tmp_path_factory) -> Iterator[Server]:
 def test_both_replicas_answer_with_trees_as_plain_vllm_without(server, plain_texts):
     # Serve answers as soon as one replica is there: what is asked for meanwhile is little.
     before = wait_for(
-        "a draft by each replica",
         lambda: server.complete("x", max_tokens=8) and server.drafts_of_both(),
+        what="a draft by each replica",
         pause=0.5,
     )
 
@@ -99,12 +92,12 @@ def test_both_replicas_answer_with_trees_as_plain_vllm_without(server, plain_tex
         assert server.texts() == plain_texts
         return all(now > before[replica] for replica, now in server.drafts_of_both().items())
 
-    wait_for("more drafts by each replica", more_drafts_of_both, pause=2)
+    wait_for(more_drafts_of_both, what="more drafts by each replica", pause=2)
     assert len(server.engines()) == 2
     # Ours go where vLLM's go.
     wait_for(
-        "the trees of each replica",
         lambda: set(server.by_replica("ray_sequoia_trees_total")) == set(before),
+        what="the trees of each replica",
     )
 
     def trees_are_whole() -> bool:
@@ -113,7 +106,7 @@ def test_both_replicas_answer_with_trees_as_plain_vllm_without(server, plain_tex
         shares = [tokens[one] / drafts[one] / TREE.num_speculative_tokens for one in drafts]
         return all(0.8 <= share <= 1 for share in shares)
 
-    wait_for("drafts of whole trees", trees_are_whole, STOP_DEADLINE)
+    wait_for(trees_are_whole, seconds=STOP_DEADLINE, what="drafts of whole trees")
 
 
 def test_requests_that_vllm_refuses_with_speculation_are_served(server):
@@ -127,8 +120,8 @@ def test_a_replica_whose_engine_is_killed_is_replaced(server, plain_texts):
     victim, *_ = server.cluster.named(ENGINE)
     victim.kill()
     after = wait_for(
-        "the start of another engine",
         lambda: len(now := server.engines()) == 2 and victim.pid not in now and now,
+        what="the start of another engine",
     )
     assert len(set(before) & set(after)) == 1
     assert before[victim.pid] not in after.values()  # the whole replica was replaced
@@ -139,14 +132,15 @@ def test_a_replica_whose_engine_is_killed_is_replaced(server, plain_texts):
         except httpx.HTTPStatusError:
             return False
 
-    wait_for("an answer to all requests", all_answer)
+    wait_for(all_answer, what="an answer to all requests")
 
 
 def test_sigterm_ends_the_application_and_leaves_no_process(server):
-    assert server.session.end() == 0, server.session.tail
+    server.session.process.terminate()
+    assert server.session.process.wait(STOP_DEADLINE) == 0, server.session.tail
     assert server.session.family() == []
     wait_for(
-        "the end of all replicas and engines",
         lambda: not server.cluster.named("ray::ServeReplica") and not server.engines(),
-        STOP_DEADLINE,
+        seconds=STOP_DEADLINE,
+        what="the end of all replicas and engines",
     )

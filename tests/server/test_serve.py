@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,24 +16,17 @@ import numpy as np
 import openai
 import pytest
 
+from tests.support.ending import wait_until
 from tests.support.models import prompts
 from tests.support.serving import DRAFT, ROOT, VLLM, Server, environment
-from tests.support.soak.over_http import Endpoint, Tally, compare_all
-from tests.support.soak.random_requests import random_requests
+from tests.support.soak.over_http import Tally, compare_all
+from tests.support.soak.random_requests import CHOICE, REGEX, SCHEMA, random_requests
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = prompts(8)
 GREEDY = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 64}
 SEEDED = {"prompt": PROMPTS[1], "temperature": 0.8, "seed": 7, "max_tokens": 64}
-REGEX = r"[a-z]{3,8} = \d{2,4}"
-CHOICE = ["return None", "raise ValueError"]
-SCHEMA = {
-    "type": "object",
-    "properties": {"kind": {"enum": ["list", "tuple"]}, "sorted": {"type": "boolean"}},
-    "required": ["kind", "sorted"],
-    "additionalProperties": False,
-}
 REQUESTS = {
     "greedy": GREEDY,
     "seeded": SEEDED,
@@ -214,27 +206,19 @@ def test_chat(servers):
     assert ours.usage == plain.usage
 
 
-def wait_until_idle(server: Server, seconds: float = 60) -> None:
-    """No request runs, and the last one's step is counted."""
-    deadline = time.monotonic() + seconds
-    while server.metric("vllm:num_requests_running") != [0]:
-        assert time.monotonic() < deadline, f"requests still run after {seconds:.0f} s"
-        time.sleep(0.1)
-
-
 def test_metrics_count_drafts_and_accepted_tokens(servers):
     server, plain = servers
 
     def counts(what: str) -> list[float]:
         return server.metric(f"vllm:spec_decode_num_{what}_total")
 
-    wait_until_idle(server)
+    server.wait_until_idle()
     sums = ("drafts", "draft_tokens", "accepted_tokens")
     before = [counts(what)[0] for what in sums]
     levels_before = counts("accepted_tokens_per_pos")
     request = {**GREEDY, "max_tokens": 65, "extra_body": {"ignore_eos": True}}
     assert answer(server, request)["usage"]["completion_tokens"] == 65
-    wait_until_idle(server)
+    server.wait_until_idle()
 
     drafts, draft_tokens, accepted = np.subtract([counts(what)[0] for what in sums], before)
     levels = np.subtract(counts("accepted_tokens_per_pos"), levels_before).tolist()
@@ -260,27 +244,25 @@ def test_interval_line_is_in_the_log(server):
     pattern = (
         r"Sequoia: engine 000: up to \d+ drafts, depth \d+.*; \d\.\d\d tokens per step; accepted"
     )
-    deadline = time.monotonic() + 20
-    while not re.search(pattern, server.log):
-        assert time.monotonic() < deadline, "no line about trees in the log"
-        time.sleep(0.2)
+    wait_until(lambda: re.search(pattern, server.log), 20, "a line about trees in the log")
     assert "SpecDecoding metrics: Mean acceptance length" in server.log
 
 
 def test_random_requests(servers):
     """More than fit in a batch; all tokens are counted, and nothing of the requests stays."""
-    ours, plain = (Endpoint(server.url, server.model) for server in servers)
-    wait_until_idle(servers[0])
+    ours, plain = servers
+    ours.wait_until_idle()
     count = int(os.environ.get("SEQUOIA_VLLM_SOAK", "80"))
     requests = random_requests(prompts(32), count, seed=7, vocabulary=4096)
     requests = [replace(request, leaves=None) for request in requests]
     # What a stop string cuts off a step's tokens, vLLM counts, and does not return.
     cut = [request for request in requests if "stop" in request.parameters]
     whole = [request for request in requests if "stop" not in request.parameters]
-    before = ours.metric("vllm:generation_tokens_total")
+    [before] = ours.metric("vllm:generation_tokens_total")
     tally = Tally()
     compare_all(ours, plain, whole, tally)
-    assert ours.metric("vllm:generation_tokens_total") - before == tally.tokens > 1000
+    [after] = ours.metric("vllm:generation_tokens_total")
+    assert after - before == tally.tokens > 1000
     leaving = [replace(request, leaves=2) for request in whole[:12]]
     compare_all(ours, plain, [*cut, *leaving], tally)
     assert (tally.answered, tally.left) == (len(requests), len(leaving))
@@ -310,7 +292,7 @@ def test_vllms_benchmark_of_servers(server, tmp_path):
 
 def test_client_that_leaves_does_no_harm(server, plain_answer):
     """A request aborted between two trees gives back its place and its cache."""
-    wait_until_idle(server)
+    server.wait_until_idle()
     # Many at once, so that they are not done before anyone has looked.
     leaving = {**REQUESTS["to_the_limit"], "prompt": PROMPTS[:8] * 4}
     running = 0.0
@@ -320,7 +302,7 @@ def test_client_that_leaves_does_no_harm(server, plain_answer):
             for _ in range(8):
                 next(stream)
             [running] = server.metric("vllm:num_requests_running")
-        wait_until_idle(server)
+        server.wait_until_idle()
         if running > 0:
             break
     assert running > 0
@@ -339,7 +321,7 @@ def test_bad_request_is_refused_and_the_server_goes_on(server, plain_answer):
 def test_a_request_without_drafts_has_no_trees(server):
     before = server.metric("sequoia:trees_total")
     answer(server, REQUESTS["no_drafts"])
-    wait_until_idle(server)
+    server.wait_until_idle()
     assert server.metric("sequoia:trees_total") == before
     counted = {
         sample.labels["reason"]: sample.value
@@ -379,7 +361,7 @@ def test_sigterm_with_a_request_under_way(servers):
     server, plain = servers
     request = {**REQUESTS["to_the_limit"], "max_tokens": 400}
     [expected] = texts(answer(plain, request))
-    wait_until_idle(server)
+    server.wait_until_idle()
     family = server.process.children(recursive=True)
     [accepted_before] = server.metric("vllm:spec_decode_num_accepted_tokens_total")
     for _ in range(5):  # on a busy machine it may be done before this process looks

@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
@@ -33,9 +34,15 @@ def in_the_background() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def wait_until(shows: Callable[[], bool], seconds: float = 60) -> None:
-    """Until it is so, within a time that is long enough on however slow a machine."""
+def wait_until(
+    shows: Callable[[], Any], seconds: float = 60, what: str = "it", pause: float = 0.01
+) -> Any:
+    """The first result that is true, within a time that is long enough on however slow a machine.
+
+    Raises AssertionError where `what` did not happen; there are so many seconds between calls.
+    """
     end = time.monotonic() + seconds
-    while not shows():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    while not (found := shows()):
+        assert time.monotonic() < end, f"{what} did not happen within {seconds:.0f} s"
+        time.sleep(pause)
+    return found

@@ -83,19 +83,31 @@ def generated(llm: LLM, prompts, params, **adapters) -> list[list[int]]:
 
 @contextmanager
 def noting(owner, name: str, note, of_result: bool = False) -> Iterator[list]:
-    """What ``note`` says of each call within the block: of its arguments, or of its result."""
+    """What ``note`` says of each call within the block, unless it is None.
+
+    Of the call's positional arguments, or of its result.
+    """
     original, found = getattr(owner, name), []
+
+    def keep(said) -> None:
+        if said is not None:
+            found.append(said)
 
     def noted(*args, **kwargs):
         if not of_result:
-            found.append(note(*args))
+            keep(note(*args))
         result = original(*args, **kwargs)
         if of_result:
-            found.append(note(result))
+            keep(note(result))
         return result
 
     with patched(owner, name, noted):
         yield found
+
+
+def scheduler_of(llm: LLM):
+    """The scheduler of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def runner_of(llm: LLM):

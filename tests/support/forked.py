@@ -1,4 +1,4 @@
-"""The other side of `tests.support.forking`: imports modules, then forks for each order.
+"""The other side of `tests.support.calling`: imports a module, then forks for each order.
 
 Forks are safe as long as there is one thread. A module, not an argument of the interpreter:
 engines are spawned, and spawning runs the main module again.
@@ -52,11 +52,10 @@ def main() -> None:
     In an orphan: commands under test end what is started by their process meanwhile, which may
     serve other workers.
     """
-    path, *modules = sys.argv[1:]
+    path, module = sys.argv[1:]
     if os.fork():
         return None
-    for name in modules:
-        importlib.import_module(name)
+    importlib.import_module(module)
     gc.collect()
     gc.freeze()  # or collections would copy all of it
     threads = [thread.name for thread in Path("/proc/self/task").iterdir()]

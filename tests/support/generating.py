@@ -1,7 +1,7 @@
 """Engines, requests and models of the tree tests, in the processes that `call_on_v2` starts."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,15 @@ from transformers import LlamaForCausalLM
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.patched import patched
-from tests.support.engines import generated, metric, runner_of, running, whole_trees
+from tests.support.engines import (
+    generated,
+    metric,
+    runner_of,
+    running,
+    scheduler_of,
+    tokens_of,
+    whole_trees,
+)
 from tests.support.models import save_llama
 
 VOCAB = 256
@@ -48,13 +56,28 @@ def random_prompts(lengths: list[int], vocab: int = VOCAB) -> list[dict[str, lis
     ]
 
 
-def greedy_and_seeded(count: int, max_tokens: int) -> list[Any]:
-    """Parameters of greedy and of seeded requests in turn."""
-    common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
+def greedy_and_seeded(
+    count: int, max_tokens: int | Sequence[int], temperature: float = 0.9, **more: Any
+) -> list[Any]:
+    """Parameters of greedy and of seeded requests in turn; lengths may be given for each."""
+    lengths = [max_tokens] * count if isinstance(max_tokens, int) else max_tokens
     return [
-        SamplingParams(temperature=0.9 * (index % 2), seed=index if index % 2 else None, **common)
-        for index in range(count)
-    ]
+        SamplingParams(
+            temperature=temperature * (index % 2), seed=index if index % 2 else None,
+            max_tokens=length, ignore_eos=True, detokenize=False, **more,
+        )
+        for index, length in enumerate(lengths)
+    ]  # fmt: skip
+
+
+def with_noise(compute_logits: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Other logits: what a rank would choose by these must not matter."""
+
+    def other_logits(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute_logits(hidden)
+        return logits + 3 * torch.randn_like(logits)
+
+    return other_logits
 
 
 def completions(outputs: list[Any]) -> list[list[list[int]]]:
@@ -63,19 +86,21 @@ def completions(outputs: list[Any]) -> list[list[list[int]]]:
 
 
 def joined(
-    llm: Any, requests: list[Any], params: list[Any], aborted: int, every: int = 2,
-    before_step: Callable[[int], None] = lambda step: None,
+    llm: Any, requests: list[Any], params: list[Any], aborted: int | None = None, every: int = 2,
+    before_step: Callable[[int], None] = lambda step: None, adapters: Sequence[Any] = (),
 ) -> list[list[list[int]]]:  # fmt: skip
     """`completions` of requests that come one by one, but of one that is aborted while others run.
 
-    `every` so many steps brings another.
+    `every` so many steps brings another; 0: all come at once. `adapters`: one for each request.
     """
     engine, done = llm.llm_engine, {}
     waiting = list(zip(map(str, range(len(requests))), requests, params, strict=True))
+    of_each = dict(zip(map(str, range(len(adapters))), adapters, strict=True))
     for step in itertools.count():
-        if waiting and step % every == 0:
-            engine.add_request(*waiting.pop(0))
-        if step == every * (aborted + 1) + 1:
+        while waiting and step >= every * int(waiting[0][0]):
+            name, *request = waiting.pop(0)
+            engine.add_request(name, *request, lora_request=of_each.get(name))
+        if aborted is not None and step == every * (aborted + 1) + 1:
             engine.abort_request([str(aborted)])
         before_step(step)
         done |= {output.request_id: output for output in engine.step() if output.finished}
@@ -85,6 +110,21 @@ def joined(
     return completions([done[name] for name in others])
 
 
+def resumed(llm: Any, requests: list[Any], tokens: list[Any], ends: int) -> dict[str, Any]:
+    """The last so many tokens of every other request again, greedily, behind all before them.
+
+    With the tokens of their prompts that the prefix cache had.
+    """
+    halves = [
+        {"prompt_token_ids": request["prompt_token_ids"] + first[:-ends]}
+        for request, [first] in zip(requests, tokens, strict=True)
+    ]
+    before, params = metric(llm, "vllm:prefix_cache_hits"), greedy_and_seeded(len(halves), ends)
+    outputs = llm.generate(halves[::2], params[::2], use_tqdm=False)
+    hits = metric(llm, "vllm:prefix_cache_hits") - before
+    return {"tokens": completions(outputs), "hits": hits}
+
+
 def logprobs_of(positions: Any) -> list[dict[str, list[float]]]:
     """Logprob and rank of each token reported at each position."""
     return [
@@ -92,6 +132,15 @@ def logprobs_of(positions: Any) -> list[dict[str, list[float]]]:
         for position in positions or []
         if position is not None
     ]
+
+
+def answered(outputs: list[Any]) -> dict[str, Any]:
+    """Tokens of each request's first completion, logprobs of these, and of prompts."""
+    return {
+        "tokens": tokens_of(outputs),
+        "logprobs": [logprobs_of(output.outputs[0].logprobs) for output in outputs],
+        "prompt_logprobs": [logprobs_of(output.prompt_logprobs) for output in outputs],
+    }
 
 
 def check_logprobs(ours: list[Any], plain: list[Any]) -> int:
@@ -111,12 +160,11 @@ def check_logprobs(ours: list[Any], plain: list[Any]) -> int:
 def describe(llm: Any) -> dict[str, str]:
     """Which of vLLM's and our classes run."""
     runner = runner_of(llm)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     layer = next(iter(runner.compilation_config.static_forward_context.values()))
     attention = getattr(layer, "impl", layer)
     return {
         "runner": type(runner).__name__,
-        "scheduler": type(scheduler).__name__,
+        "scheduler": type(scheduler_of(llm)).__name__,
         "attention": type(attention).__name__,
     }
 
@@ -173,10 +221,10 @@ def generate(
         return {"tokens": completions(outputs), **describe(llm)}
 
 
-def generate_chain(
-    config: dict[str, Any], prompts: list[Any], params: Any, **options: Any
+def generate_speculating(
+    config: dict[str, Any] | None, prompts: list[Any], params: Any, **options: Any
 ) -> dict[str, Any]:
-    """Tokens and counters of vLLM's own speculation."""
+    """Tokens, and vLLM's counters of drafts: of its own speculation, ours, or none."""
     with running(config, **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return {"tokens": completions(outputs), "counts": speculated(llm)}

@@ -25,7 +25,7 @@ def save_eagle3(
         scale: Of its LM head's: how sure it is of what it drafts.
         layers: The target's layers before which the hidden states are taken that it reads.
     """
-    config, random = _as_the_target(target), random_matrices(seed)
+    config, random = as_the_target(target), random_matrices(seed)
     hidden = config["hidden_size"]
     weights = {
         "fc.weight": random(hidden, len(layers) * hidden),
@@ -55,7 +55,7 @@ def dflash_parts(
     target: str, seed: int = 0, scale: float = 1.0, layers: int = 1
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Configuration and weights of a DFlash head, as `save_dflash`."""
-    config, random = _as_the_target(target), random_matrices(seed)
+    config, random = as_the_target(target), random_matrices(seed)
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     weights = {
         "fc.weight": random(hidden, hidden),
@@ -120,7 +120,7 @@ def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06, vocab: i
     return save_head(directory, config, weights)
 
 
-def _as_the_target(target: str) -> dict[str, Any]:
+def as_the_target(target: str) -> dict[str, Any]:
     """What a head's configuration has of its target's; one layer, float32."""
     given = AutoConfig.from_pretrained(target).to_dict()
     found = {key: given[key] for key in _AS_THE_TARGET if key in given}

@@ -23,10 +23,11 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -162,22 +163,10 @@ class Launch:
         self.regions.append(region)
         return len(self.regions) - 1
 
-    def set_grid(self, *grid: int) -> None:
-        self.grid = grid
-        self.order = np.arange(int(np.prod(grid)))
-        if self.checks.seed is not None:
-            seed = self.checks.seed, self.checks.launches
-            np.random.default_rng(seed).shuffle(self.order)
-
-    def start_program(self, *place: int) -> tuple[int, ...]:
-        """Which program runs in the turn of another one."""
-        self.program = int(self.order[np.ravel_multi_index(place, self.grid)])
-        return self._place(self.program)
-
     def _place(self, program: int) -> tuple[int, ...]:
         return tuple(map(int, np.unravel_index(program, self.grid)))
 
-    def tag_numbers(self, numbers: np.ndarray) -> np.ndarray:
+    def _tagged(self, numbers: np.ndarray) -> np.ndarray:
         """uint64 numbers that become pointers: tagged, if a live tensor is there."""
         tagged = numbers.copy()
         for number in map(int, np.unique(numbers)):
@@ -191,7 +180,7 @@ class Launch:
             tagged[numbers == number] |= np.uint64(self._by_storage[storage] << _TAG_AT)
         return tagged
 
-    def access(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> np.ndarray:
+    def _access(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> np.ndarray:
         """The addresses of a "read" or "write" of ``width`` bytes each, without tags."""
         if pointers.size == 1 and mask.size == 1:  # the most frequent ones
             if mask.item():
@@ -225,6 +214,44 @@ class Launch:
         if writer is not None and self.kernel not in _SAME_VALUE_WRITERS:
             place = int(np.atleast_1d(address)[0])
             self._fail("write conflict", region, place, f", with {self._place(writer)}")
+
+    # -- in the place of a builder's methods, with what these were -----------------------------
+
+    def set_grid_dim(self, original: Callable, *grid: int) -> None:
+        self.grid = grid
+        self.order = np.arange(int(np.prod(grid)))
+        if self.checks.seed is not None:
+            seed = self.checks.seed, self.checks.launches
+            np.random.default_rng(seed).shuffle(self.order)
+        original(*grid)
+
+    def set_grid_idx(self, original: Callable, *place: int) -> None:
+        """Another program runs in the turn of this one."""
+        self.program = int(self.order[np.ravel_multi_index(place, self.grid)])
+        original(*self._place(self.program))
+
+    def create_int_to_ptr(self, original: Callable, *arguments: Any) -> Any:
+        pointer = original(*arguments)
+        pointer.data = self._tagged(pointer.data)
+        return pointer
+
+    def create_masked_load(self, original: Callable, pointers: Any, mask: Any, *rest: Any) -> Any:
+        return original(self._checked("read", pointers, mask), mask, *rest)
+
+    def create_masked_store(
+        self, original: Callable, pointers: Any, value: Any, mask: Any, *rest: Any
+    ) -> Any:
+        return original(self._checked("write", pointers, mask), value, mask, *rest)
+
+    def refuse(self, original: Callable, *arguments: Any) -> Any:
+        raise MemoryCheckError("atomic operations are not followed: teach `memory_checks`")
+
+    def _checked(self, kind: str, pointers: Any, mask: Any) -> Any:
+        """The pointers without tags."""
+        # Bytes of what a pointer points to; conditions take one.
+        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        addresses = self._access(kind, pointers.data, mask.data, width)
+        return type(pointers)(addresses, pointers.dtype)
 
     def end(self) -> None:
         """Looks for what one program read and another one wrote, before or after."""
@@ -276,9 +303,7 @@ class MemoryChecks:
     seed: int | None = 0
     launches: int = 0
     launch: Launch | None = None
-
-    def __post_init__(self) -> None:
-        self._seen: list[weakref.ref[Tensor]] = []
+    _seen: list[weakref.ref[Tensor]] = field(default_factory=list, init=False)
 
     def begin(self, function: Any, arguments: Mapping[str, Any]) -> None:
         """Called before the first program of a launch, with the tensors that it will see."""
@@ -322,30 +347,24 @@ def install(checks: MemoryChecks) -> Callable[[], None]:
     """Hooks the interpreter; what it returns undoes that."""
     from triton.runtime import interpreter
 
-    originals: list[tuple[Any, str, Any]] = []
+    patch = pytest.MonkeyPatch()
 
     def replace(owner: Any, name: str, make: Callable, *details: Any) -> None:
         original = getattr(owner, name)
-        originals.append((owner, name, original))
-        setattr(owner, name, functools.wraps(original)(make(original, checks, *details)))
+        patch.setattr(owner, name, functools.wraps(original)(make(original, checks, *details)))
 
     replace(interpreter, "_implicit_cvt", _tagging_arguments)
     replace(interpreter.GridExecutor, "__call__", _raising_plainly)
     replace(interpreter.GridExecutor, "_init_args_hst", _beginning, interpreter.inspect)
     builder = interpreter.InterpreterBuilder
-    replace(builder, "set_grid_dim", _in_launches, _set_grid)
-    replace(builder, "set_grid_idx", _in_launches, _start_program)
-    replace(builder, "create_int_to_ptr", _in_launches, _make_pointer)
-    replace(builder, "create_masked_load", _in_launches, _load)
-    replace(builder, "create_masked_store", _in_launches, _store)
+    for instead in (
+        Launch.set_grid_dim, Launch.set_grid_idx, Launch.create_int_to_ptr,
+        Launch.create_masked_load, Launch.create_masked_store,
+    ):  # fmt: skip
+        replace(builder, instead.__name__, _in_launches, instead)
     for name in ("load", "store", "poll", "cas", "rmw"):
-        replace(builder, f"create_atomic_{name}", _in_launches, _refuse)
-
-    def restore() -> None:
-        for owner, name, original in reversed(originals):
-            setattr(owner, name, original)
-
-    return restore
+        replace(builder, f"create_atomic_{name}", _in_launches, Launch.refuse)
+    return patch.undo
 
 
 def _tagging_arguments(original: Callable, checks: MemoryChecks) -> Callable:
@@ -398,40 +417,3 @@ def _in_launches(original: Callable, checks: MemoryChecks, instead: Callable) ->
         return instead(checks.launch, functools.partial(original, self), *arguments)
 
     return method
-
-
-def _set_grid(launch: Launch, original: Callable, *grid: int) -> None:
-    launch.set_grid(*grid)
-    original(*grid)
-
-
-def _start_program(launch: Launch, original: Callable, *place: int) -> None:
-    original(*launch.start_program(*place))
-
-
-def _make_pointer(launch: Launch, original: Callable, *arguments: Any) -> Any:
-    pointer = original(*arguments)
-    pointer.data = launch.tag_numbers(pointer.data)
-    return pointer
-
-
-def _load(launch: Launch, original: Callable, pointers: Any, mask: Any, *rest: Any) -> Any:
-    return original(_checked(launch, "read", pointers, mask), mask, *rest)
-
-
-def _store(
-    launch: Launch, original: Callable, pointers: Any, value: Any, mask: Any, *rest: Any
-) -> Any:
-    return original(_checked(launch, "write", pointers, mask), value, mask, *rest)
-
-
-def _checked(launch: Launch, kind: str, pointers: Any, mask: Any) -> Any:
-    """The pointers without tags."""
-    # Bytes of what a pointer points to; conditions take one.
-    width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-    addresses = launch.access(kind, pointers.data, mask.data, width)
-    return type(pointers)(addresses, pointers.dtype)
-
-
-def _refuse(launch: Launch, original: Callable, *arguments: Any) -> Any:
-    raise MemoryCheckError("atomic operations are not followed: teach `memory_checks`")

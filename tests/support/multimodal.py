@@ -1,9 +1,7 @@
 """Tiny random multimodal targets with drafts that read text, and requests with images."""
 
-import itertools
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,15 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.common.patched import patched
-from tests import quick_start
 from tests.support.adapters import RANK, save_adapter
-from tests.support.calling import call_in_process
+from tests.support.calling import call_in_process, environment_with
 from tests.support.engines import metric, running, whole_trees
 from tests.support.expert_layers import OWN_NAMES, add_layer
-from tests.support.generating import SPEC_DECODE, completions, speculated
+from tests.support.generating import SPEC_DECODE, completions, generate_speculating, joined
 from tests.support.heads import save_eagle3
 from tests.support.models import SMALL
-from tests.support.on_gpu import gpu_environment
-from tests.support.on_v2 import ROOT, v2_environment
 from tests.support.recurrent import STATES, run_chains, run_in_float32
+from tests.support.serving import ROOT
 
 TORCHVISION = ROOT / ".venv" / "torchvision-for-tests"  # `make setup` fetches it
 VOCABULARY = 128
@@ -44,6 +40,10 @@ _TEXT = {
 }  # fmt: skip
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 _VISION = {"depth": 1, "hidden_size": 64, "num_heads": 2, "patch_size": 14}
+_QWEN3_VISION = {
+    **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "hidden_size": 32,
+    "num_position_embeddings": 64,
+}  # fmt: skip
 _QWEN_IDS = {
     "image_token_id": _TOKENS["<|image_pad|>"],
     "video_token_id": _TOKENS["<|video_pad|>"],
@@ -83,12 +83,9 @@ def _qwen2_vl() -> tuple[Any, dict[str, Any]]:
 def _qwen3_vl() -> tuple[Any, dict[str, Any]]:
     config = hf.Qwen3VLConfig(
         text_config={**_TEXT, "rope_parameters": {**_AXES, "mrope_interleaved": True}},
-        vision_config={
-            **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "hidden_size": 32,
-            "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
-        },
+        vision_config={**_QWEN3_VISION, "deepstack_visual_indexes": [0]},
         **_QWEN_IDS,
-    )  # fmt: skip
+    )
     return hf.Qwen3VLForConditionalGeneration(config), _QWEN3_PROCESSOR
 
 
@@ -99,10 +96,7 @@ def _qwen3_5() -> tuple[Any, dict[str, Any]]:
             **_TEXT, **STATES, "rope_parameters": axes, "mtp_num_hidden_layers": 1,
             "layer_types": ["linear_attention", "full_attention"],
         },
-        vision_config={
-            **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "hidden_size": 32,
-            "num_position_embeddings": 64,
-        },
+        vision_config=_QWEN3_VISION,
         **_QWEN_IDS,
     )  # fmt: skip
     return hf.Qwen3_5ForConditionalGeneration(config), _QWEN3_PROCESSOR
@@ -256,7 +250,7 @@ def answer_images(
 def answer_beside_others(folder: str, name: str, trees: bool) -> dict[str, Any]:
     """Tokens of requests with images: with adapters, with a grammar, and beside one that ends.
 
-    The third request is aborted while all run, between its images and its answer's end.
+    The third request is aborted while all run, after their first step.
     """
     paths = save_multimodal(Path(folder), name)
     adapters = [
@@ -277,21 +271,10 @@ def answer_beside_others(folder: str, name: str, trees: bool) -> dict[str, Any]:
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
     limits = {"limit_mm_per_prompt": {"image": 2}, "block_size": 32}
     with running(config, model=paths["target"], **options, **limits) as llm:
-        engine = llm.llm_engine
-        done: dict[str, Any] = {}
-        for index, request in enumerate(requests_with_images(IMAGE[name])):
-            adapter = adapters[index % 2]
-            engine.add_request(str(index), request, params[index], lora_request=adapter)
-        for step in itertools.count():
-            if step == 3:
-                engine.abort_request(["2"])
-            if not engine.has_unfinished_requests():
-                break
-            done |= {one.request_id: one for one in engine.step() if one.finished}
+        requests = requests_with_images(IMAGE[name])
+        tokens = joined(llm, requests, params, aborted=2, every=0, adapters=2 * adapters)
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens") if trees else 0
-        alone = requests_with_images(IMAGE[name])[0]
-        without = completions(llm.generate(alone, params[0], use_tqdm=False))
-    tokens = completions([done[name] for name in "013"])
+        without = completions(llm.generate(requests[0], params[0], use_tqdm=False))
     return {"tokens": tokens, "accepted": accepted, "without adapters": without[0]}
 
 
@@ -311,17 +294,11 @@ def answer_with_a_head(folder: str) -> dict[str, Any]:
     line = {"parents": [-1, 0, 1, 2]}
     chain = tree | {"tree": line, "num_speculative_tokens_per_batch_size": [[1, 1, 3]]}
     vllms = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
-    found: dict[str, Any] = {"tokens": []}
     methods = {"plain": None, "tree": tree, "chain": chain, "vLLM's chain": vllms}
-    for name, config in methods.items():
-        with running(config, **options) as llm:
-            made = completions(llm.generate(requests, params, use_tqdm=False))
-            if config is None:
-                found["plain"] = made
-            else:
-                found["tokens"].append(made)
-                found[name] = speculated(llm)
-    return found
+    return {
+        name: generate_speculating(config, requests, params, **options)
+        for name, config in methods.items()
+    }
 
 
 def answer_with_its_layer(folder: str) -> dict[str, Any]:
@@ -334,44 +311,26 @@ def answer_with_its_layer(folder: str) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     chain = whole_trees(size=4, draft=paths["target"], drafter="mtp")
     chain["tree"] = {"parents": [-1, 0, 1, 2]}
-    found = {}
-    for name, config, sees in (
-        ("vLLM's", {"method": "mtp", "num_speculative_tokens": 3}, ImageRows.of),
-        ("ours", chain, ImageRows.of),
-        ("blind", chain, lambda *_: None),
-    ):
-        with (
-            patched(ImageRows, "of", sees),
-            running(
-                config, model=paths["target"], tokenizer=paths["tokenizer"], block_size=32,
-                limit_mm_per_prompt={"image": 2}, enable_prefix_caching=False,
-            ) as llm,
-        ):  # fmt: skip
-            requests = requests_with_images(IMAGE["qwen3_5"])
-            made = completions(llm.generate(requests, params, use_tqdm=False))
-            found[name] = {"tokens": made, "counts": speculated(llm)}
-    return found
-
-
-@cache
-def _environment(on_v2: bool, gpu_attention: bool, on_gpu: bool) -> dict[str, str]:
-    if on_gpu:
-        environment = gpu_environment()
-        return environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}:{TORCHVISION}"}
-    environment = v2_environment(gpu_attention)
-    if not on_v2:
-        for name in ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER"):
-            del environment[name]
-        environment["PYTHONPATH"] = f"{quick_start.FOLDER}:{ROOT}"
-    return environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}:{TORCHVISION}"}
+    given: Any = requests_with_images(IMAGE["qwen3_5"]), params
+    options: dict[str, Any] = {
+        "model": paths["target"], "tokenizer": paths["tokenizer"], "block_size": 32,
+        "limit_mm_per_prompt": {"image": 2}, "enable_prefix_caching": False,
+    }  # fmt: skip
+    vllms = {"method": "mtp", "num_speculative_tokens": 3}
+    found = {
+        name: generate_speculating(config, *given, **options)
+        for name, config in (("vLLM's", vllms), ("ours", chain))
+    }
+    with patched(ImageRows, "of", lambda *_: None):
+        return {**found, "blind": generate_speculating(chain, *given, **options)}
 
 
 def call_with_images(
-    function: Callable[..., Any], directory: Path, on_v2: bool = False,
-    gpu_attention: bool = False, on_gpu: bool = False, **arguments: Any,
+    function: Callable[..., Any], directory: Path, environment: dict[str, str] | None = None,
+    **arguments: Any,
 ) -> Any:  # fmt: skip
-    """What `function(**arguments)` returns where vLLM can read images."""
+    """What `function(**arguments)` returns where vLLM can read images: on V1, unless told so."""
     assert (TORCHVISION / "torchvision").is_dir(), "run `make setup`: it fetches torchvision"
-    return call_in_process(
-        function, directory, _environment(on_v2, gpu_attention, on_gpu), 580, ROOT, **arguments
-    )
+    environment = environment or environment_with()
+    environment["PYTHONPATH"] += f":{TORCHVISION}"
+    return call_in_process(function, directory, environment, 580, ROOT, **arguments)

@@ -46,31 +46,24 @@ def since(before: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
     }
 
 
-def counting_eager_growth() -> Any:
-    """Trees that grow without a graph, within the block: the batch size of each growth."""
-    return _counting_eager("grow")
-
-
-def counting_eager_reads() -> Any:
-    """Committed tokens that are read without a graph, within the block: requests of each pass."""
-    return _counting_eager("committed_inputs")
-
-
 @contextmanager
-def _counting_eager(method: str) -> Iterator[list[int]]:
+def counting_eager() -> Iterator[dict[str, list[int]]]:
+    """What runs without a graph within the block, by the requests of each pass.
+
+    Trees that grow, and committed tokens that the draft reads.
+    """
     from gpu_stand_in import graphs
 
     from sequoia_vllm.drafting.growth import TreeGrowth
 
-    original, eager = getattr(TreeGrowth, method), []
+    def eager(_: Any, requests: int, *args: Any) -> int | None:
+        return requests if graphs.capturing() is None else None
 
-    def run(self: Any, num_reqs: int, *args: Any) -> Any:
-        if graphs.capturing() is None:
-            eager.append(num_reqs)
-        return original(self, num_reqs, *args)
-
-    with patched(TreeGrowth, method, run):
-        yield eager
+    with (
+        noting(TreeGrowth, "grow", eager) as growth,
+        noting(TreeGrowth, "committed_inputs", eager) as reads,
+    ):
+        yield {"eager growth": growth, "eager reads": reads}
 
 
 def counting_read_rows(speculator: Any) -> Any:
@@ -82,20 +75,15 @@ def counting_read_rows(speculator: Any) -> Any:
     )  # fmt: skip
 
 
-@contextmanager
-def counting_modes(runner: Any) -> Iterator[Counter[str]]:
-    """How the target runs steps with trees within the block, and those that also read prompts."""
-    model_state, modes = runner.model_state, Counter()
-    original = model_state.prepare_attn
+def noting_modes(runner: Any) -> Any:
+    """How the target runs each step with trees within the block, and if it also reads prompts."""
 
-    def prepare_attn(batch: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
-        if batch.num_draft_tokens:
-            prompts = " beside prompts" if batch.is_prefilling_np.any() else ""
-            modes[f"{mode.name}{prompts}"] += 1
-        return original(batch, mode, *args, **kwargs)
+    def mode_of(batch: Any, mode: Any, *args: Any) -> str | None:
+        if not batch.num_draft_tokens:
+            return None
+        return mode.name + (" beside prompts" if batch.is_prefilling_np.any() else "")
 
-    with patched(model_state, "prepare_attn", prepare_attn):
-        yield modes
+    return noting(runner.model_state, "prepare_attn", mode_of)
 
 
 @contextmanager
@@ -129,14 +117,9 @@ def generate(llm: Any, requests: list[Any], params: Any) -> dict[str, Any]:
     from gpu_stand_in import graphs
 
     before = graphs.report()
-    with counting_eager_growth() as eager, counting_eager_reads() as eager_reads:
+    with counting_eager() as eager:
         tokens = completions(llm.generate(requests, params, use_tqdm=False))
-    return {
-        "tokens": tokens,
-        "graphs": since(before)["replayed"],
-        "eager growth": eager,
-        "eager reads": eager_reads,
-    }
+    return {"tokens": tokens, "graphs": since(before)["replayed"], **eager}
 
 
 def plain_and_trees(
@@ -169,13 +152,10 @@ def join_and_abort(
 ) -> dict[str, Any]:
     """One request more every other step; one is aborted while others run."""
     with (
-        counting_eager_growth() as eager,
-        counting_eager_reads() as eager_reads,
+        counting_eager() as eager,
         counting_read_rows(runner_of(llm).speculator) as rows,
-        counting_modes(runner_of(llm)) as modes,
+        noting_modes(runner_of(llm)) as modes,
     ):
         tokens = joined(llm, requests, params, aborted)
-    return {
-        "tokens": tokens, "counts": counted(llm), "eager growth": eager, "modes": dict(modes),
-        "eager reads": eager_reads, "read rows": rows,
-    }  # fmt: skip
+    counts = {"counts": counted(llm), "modes": Counter(modes), "read rows": rows}
+    return {"tokens": tokens, **counts, **eager}

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.quick_start.quick_imports import FORK_ENGINES
+from tests.support.ending import wait_until
 
 ROOT = Path(__file__).parents[2]
 TARGET = "examples/models/target"
@@ -67,7 +68,52 @@ def http_client(url: str = "", timeout: float = 5) -> httpx.Client:
     return httpx.Client(base_url=url, headers=FRESH, trust_env=False, timeout=timeout)
 
 
-class Server:
+class Session:
+    """A command in a session of its own, by which all that it starts are known."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], log: Path, directory: Path = ROOT
+    ) -> None:
+        self.log_file = log
+        with log.open("wb") as output:
+            self.process = psutil.Popen(
+                command, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def tail(self) -> str:
+        return "the end of the log:\n" + self.log[-8000:]
+
+    def family(self) -> list[psutil.Process]:
+        """All processes of the session that have not ended."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(ProcessLookupError):
+                if os.getsid(process.pid) == self.process.pid and not has_ended(process):
+                    found.append(process)
+        return found
+
+    def check_running(self) -> bool:
+        """False, so that it can be said while waiting for something."""
+        if self.process.poll() is not None:
+            raise AssertionError(f"ended with status {self.process.returncode}; {self.tail}")
+        return False
+
+    def kill(self) -> None:
+        while family := self.family():  # again, for those that were started meanwhile
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(family, timeout=1)
+        self.process.wait()
+
+
+class Server(Session):
     """One ``vllm serve`` process, with those that it starts.
 
     As a context it is healthy within, and killed behind it.
@@ -86,13 +132,8 @@ class Server:
             variables = environment(forks)
         self.model = model
         self.url = f"http://127.0.0.1:{port}"
-        self.log_file = log
-        with log.open("wb") as output:
-            self.process = psutil.Popen(
-                [str(VLLM), "serve", model, f"--port={port}", *common, *options],
-                cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+        command = [str(VLLM), "serve", model, f"--port={port}", *common, *options]
+        super().__init__(command, variables, log)
 
     def __enter__(self) -> "Server":
         try:
@@ -105,26 +146,29 @@ class Server:
     def __exit__(self, *raised: object) -> None:
         self.kill()
 
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text(encoding="utf-8", errors="replace")
-
     def fail(self, what: str) -> NoReturn:
-        tail = "\n".join(self.log.splitlines()[-60:])
-        raise AssertionError(f"{what}\nthe end of the server's log:\n{tail}")
+        raise AssertionError(f"{what}; {self.tail}")
 
     def wait_until_healthy(self) -> None:
-        deadline = time.monotonic() + self.start_deadline
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                self.fail(f"vllm serve ended with exit status {self.process.returncode}")
-            try:
-                if self._http.get("/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.2)
-        self.fail(f"vllm serve was not healthy within {self.start_deadline:.0f} s")
+        def is_healthy() -> bool:
+            with suppress(httpx.TransportError):
+                return self._http.get("/health").status_code == 200
+            return False
+
+        wait_until(
+            lambda: self.check_running() or is_healthy(), self.start_deadline,
+            "the start of vllm serve", 0.2,
+        )  # fmt: skip
+
+    def wait_until_idle(self) -> None:
+        """Until no request is left, and none holds any of the KV cache."""
+        names = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+
+        def is_idle() -> bool:
+            values = [one.value for one in self.samples() if one.name in names]
+            return len(values) >= len(names) and not any(values)
+
+        wait_until(is_idle, 120, "the end of all requests", 0.1)
 
     @cached_property
     def _http(self) -> httpx.Client:
@@ -174,17 +218,6 @@ class Server:
             self.fail(f"the server left processes behind: {orphans}")
         if trouble := unexpected_tracebacks(self.log):
             self.fail(trouble)
-
-    def kill(self) -> None:
-        """Ends whatever is left, for the tests' clean-up."""
-        try:
-            family = [*self.process.children(recursive=True), self.process]
-        except psutil.NoSuchProcess:
-            return
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait()
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -14,7 +14,7 @@ def sleep_without_weights(llm: Any) -> None:
     models = [runner_of(llm).get_model(), runner_of(llm).get_draft_model()]
     weights = [(one, one.detach().clone()) for model in models for one in model.parameters()]
     llm.sleep(level=2)
-    assert all(_is_lost(one) for one, _ in weights if one.is_floating_point())
+    assert all(bool(one.isnan().all()) for one, _ in weights if one.is_floating_point())
     llm.wake_up()
     with torch.no_grad():
         for one, loaded in weights:
@@ -23,9 +23,13 @@ def sleep_without_weights(llm: Any) -> None:
 
 def lost_of_ours(llm: Any, allocator: Any) -> list[str]:
     """Tensors of our objects, by where they are, that sleep throws away but no loader makes."""
+    from gpu_stand_in.graphs import address_of
+
     runner = runner_of(llm)
     models = [runner.get_model(), runner.get_draft_model()]
-    loaded = {_address(one) for model in models for one in (*model.parameters(), *model.buffers())}
+    loaded = {
+        address_of(one) for model in models for one in (*model.parameters(), *model.buffers())
+    }
     roots = {
         "speculator": runner.speculator, "verifier": runner.rejection_sampler,
         "backend": runner.tree_backend, "scoring": runner._scoring,
@@ -34,7 +38,7 @@ def lost_of_ours(llm: Any, allocator: Any) -> list[str]:
     return sorted(
         place
         for place, tensor in _tensors("", roots, set())
-        if _address(tensor) not in loaded and allocator.holds(tensor, "weights")
+        if address_of(tensor) not in loaded and allocator.holds(tensor, "weights")
     )
 
 
@@ -53,11 +57,3 @@ def _tensors(place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tens
             yield from _tensors(f"{place}[{number}]", part, seen)
     elif type(value).__module__.startswith("sequoia_vllm"):
         yield from _tensors(place, vars(value), seen)
-
-
-def _is_lost(weights: Tensor) -> bool:
-    return bool(weights.isnan().all())
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from tests.support.engines import metric, runner_of
-from tests.support.generating import counted, logprobs_of, random_prompts
+from tests.support.generating import answered, counted, greedy_and_seeded, random_prompts
 
 LENGTHS = [21, 40, 33]
 CONNECTOR = {
@@ -78,13 +78,7 @@ def converse_twice(llm: Any, trees: bool) -> dict[str, Any]:
     What the engine's own cache held is overwritten by then. A step's last blocks are stored in a
     later step, which another request brings; in a small cache it takes all blocks that were left.
     """
-    params = [
-        SamplingParams(
-            temperature=0.8 * (index % 2), seed=index, max_tokens=50, ignore_eos=True,
-            logprobs=2, detokenize=False,
-        )
-        for index in range(len(LENGTHS))
-    ]  # fmt: skip
+    params = greedy_and_seeded(len(LENGTHS), 50, 0.8, logprobs=2)
     prompts = random_prompts(LENGTHS)
     first = llm.generate(prompts, params, use_tqdm=False)
     llm.generate(random_prompts([240]), SamplingParams(max_tokens=1), use_tqdm=False)
@@ -98,10 +92,10 @@ def converse_twice(llm: Any, trees: bool) -> dict[str, Any]:
     ]
     second = llm.generate(again, params, use_tqdm=False)
     counts += [counted(llm)] if trees else []
-    turns = [[output.outputs[0] for output in outputs] for outputs in (first, second)]
+    turns = [answered(outputs) for outputs in (first, second)]
     return {
-        "tokens": [[list(one.token_ids) for one in turn] for turn in turns],
-        "logprobs": [[logprobs_of(one.logprobs) for one in turn] for turn in turns],
+        "tokens": [turn["tokens"] for turn in turns],
+        "logprobs": [turn["logprobs"] for turn in turns],
         "tokens per tree": [count["tokens_per_tree"] for count in counts],
         "loaded": metric(llm, "vllm:external_prefix_cache_hits"),
     }

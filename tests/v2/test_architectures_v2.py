@@ -17,7 +17,7 @@ from tests.support.architectures import VOCABULARY, save_architecture
 from tests.support.calling import called_once
 from tests.support.engines import runner_of, running, sequoia
 from tests.support.generating import generate, generate_on, random_prompts
-from tests.support.on_v2 import call_on_v2
+from tests.support.interpreted import call_on_v2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 

@@ -15,8 +15,14 @@ from vllm import SamplingParams
 
 from tests.support.calling import called_once
 from tests.support.engines import runner_of, running, sequoia, whole_trees
-from tests.support.generating import generate, generate_on, random_prompts, save_related_pair
-from tests.support.on_v2 import call_on_v2
+from tests.support.generating import (
+    generate,
+    generate_on,
+    greedy_and_seeded,
+    random_prompts,
+    save_related_pair,
+)
+from tests.support.interpreted import call_on_v2
 from tests.support.own_trees import OWN_TREES, TreeShapes, repack
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -31,12 +37,7 @@ LAUNCHES = Path(__file__).parent / "LAUNCHES.md"
 
 def params() -> list[Any]:
     """Greedy, with a seed, greedy."""
-    common = {"max_tokens": 14, "ignore_eos": True, "detokenize": False}
-    return [
-        SamplingParams(temperature=0, **common),
-        SamplingParams(temperature=0.8, seed=3, **common),
-        SamplingParams(temperature=0, **common),
-    ]
+    return greedy_and_seeded(3, 14, 0.8)
 
 
 def generate_as_on_gpus(models: str) -> dict[str, Any]:

@@ -27,13 +27,13 @@ from tests.support.generating import (
     TINY,
     completions,
     generate,
-    generate_chain,
     generate_on,
+    generate_speculating,
     random_prompts,
 )
 from tests.support.heads import DFLASH, EAGLE3, save_dflash, save_mimo
+from tests.support.interpreted import call_on_v2
 from tests.support.models import MODELS, prompts, save_llama
-from tests.support.on_v2 import call_on_v2
 from tests.support.recurrent import run_chains, run_in_float32
 from tests.support.train_drafter import script_modules
 
@@ -112,7 +112,7 @@ def generate_of(kind: str) -> dict[str, Any]:
         "plain": plain,
         "plain special": plain_special,
         "plain long": plain_long,
-        "vLLM's chain": generate_chain(
+        "vLLM's chain": generate_speculating(
             {"method": kind, "model": head, "num_speculative_tokens": DEPTH}, texts, params
         ),
         "chain": generate(chain_of(head), texts, params),
@@ -261,7 +261,7 @@ def generate_blocks(place: str) -> dict[str, Any]:
             own = {**JETSPEC, "causal": True}
             vllms["model"] = save_dflash(Path(place) / "causal", target, dflash_config=own)
         found[name] = {
-            "vLLM's": generate_chain(vllms, *given, **options),
+            "vLLM's": generate_speculating(vllms, *given, **options),
             "ours": generate(chain_of(head), *given, **options),
         }
     return found
@@ -296,7 +296,7 @@ def generate_by_layer(target: str, is_hybrid: bool) -> dict[str, Any]:
     found = {
         "plain": generate(None, texts, params, **options),
         "chain": generate(chain_of(target, MTP_DEPTH, drafter="mtp"), texts, params, **options),
-        "vLLM's chain": generate_chain(
+        "vLLM's chain": generate_speculating(
             vllms, texts, params, **options, enable_prefix_caching=False
         ),
     }

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.calling import called_once
-from tests.support.engines import metric, runner_of, running, whole_trees
+from tests.support.engines import runner_of, running, whole_trees
 from tests.support.generating import (
     completions,
     describe,
@@ -23,10 +23,11 @@ from tests.support.generating import (
     generate_on,
     greedy_and_seeded,
     random_prompts,
+    resumed,
 )
+from tests.support.interpreted import call_on_v2
 from tests.support.latents import save_latent_pair
 from tests.support.mamba import run_as_on_gpus, save_mamba_pair
-from tests.support.on_v2 import call_on_v2
 from tests.support.recurrent import VOCABULARY, run_in_float32, save_hybrid_pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -49,8 +50,8 @@ MAMBAS = ("GraniteMoeHybrid", "Lfm2", "NemotronH", "FalconH1")
 
 
 def params(tokens: int = TOKENS) -> list[Any]:
-    """Greedy and seeded in turn; the third is never drafted for."""
-    found = greedy_and_seeded(len(LENGTHS), tokens)
+    """Greedy and seeded in turn; the third has no drafts: each of its tokens takes a step."""
+    found = greedy_and_seeded(len(LENGTHS), [tokens, tokens, min(tokens, TOKENS // 2), tokens])
     found[2].extra_args = {"sequoia_max_drafts": 0}
     return found
 
@@ -97,7 +98,7 @@ def generate_all(models: str, name: str) -> dict[str, Any]:
     cached = {**options, "enable_prefix_caching": True}
     with running(whole_trees(SIZE, draft=draft), **cached) as llm:
         answers["cached"] = generate_on(llm, prompts, params())
-        again = [resumed(llm, prompts, answers["cached"]["tokens"]) for _ in range(2)]
+        again = [resumed(llm, prompts, answers["cached"]["tokens"], ENDS) for _ in range(2)]
         answers["resumed"], answers["resumed again"] = again
     return answers
 
@@ -110,18 +111,6 @@ def generate_large(models: str) -> dict[str, Any]:
     return {
         "plain": generate(None, *given, **options), "trees": generate(trees, *given, **options),
     }  # fmt: skip
-
-
-def resumed(llm: Any, prompts: list[Any], tokens: list[Any]) -> dict[str, Any]:
-    """The last tokens of greedy requests again, behind all that came before them."""
-    halves = [
-        {"prompt_token_ids": prompt["prompt_token_ids"] + first[:-ENDS]}
-        for prompt, [first] in zip(prompts, tokens, strict=True)
-    ]
-    before = metric(llm, "vllm:prefix_cache_hits")
-    outputs = llm.generate(halves[::2], params(ENDS)[::2], use_tqdm=False)
-    hits = metric(llm, "vllm:prefix_cache_hits") - before
-    return {"tokens": completions(outputs), "hits": hits}
 
 
 def generate_whole(models: str) -> dict[str, Any]:

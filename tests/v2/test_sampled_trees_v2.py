@@ -1,5 +1,6 @@
 """Sampled output of trees on Model Runner V2: a seed's tokens, and the target's law."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,27 +18,27 @@ from tests.support import target_only
 from tests.support.block_heads import save_dflash2, save_dspark
 from tests.support.calling import called_once
 from tests.support.editing import SIBLINGS_FIRST, edited_params
-from tests.support.engines import running, sequoia
+from tests.support.engines import generated, running, sequoia
 from tests.support.expert_layers import save_experts
 from tests.support.generating import (
     TINY,
     VOCAB,
+    answered,
     check_logprobs,
     completions,
     counted,
     generate,
     generate_with_trees,
-    logprobs_of,
     processed_chunks,
     random_prompts,
     save_related_pair,
 )
 from tests.support.heads import save_dflash, save_eagle3, save_mimo
+from tests.support.interpreted import call_on_gpu, call_on_v2
 from tests.support.latents import rehearse_on_gpus, save_latent_pair
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
+from tests.support.memory_checks import VARIABLE
 from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
-from tests.support.on_gpu import call_on_gpu
-from tests.support.on_v2 import call_on_v2
 from tests.support.recurrent import rehearse_in_float32
 from tests.support.rehearsing import generate_with_trees as rehearse
 from tests.support.rehearsing import rehearsing
@@ -96,11 +97,11 @@ def generate_with_a_tiny_pair(models: str) -> dict[str, Any]:
     }
 
 
-generated = called_once(call_on_v2, generate_with_a_tiny_pair)
+tiny_pair = called_once(call_on_v2, generate_with_a_tiny_pair)
 
 
-def test_a_seed_gives_the_tokens_of_plain_vllm(generated):
-    seeded = generated["seeded"]
+def test_a_seed_gives_the_tokens_of_plain_vllm(tiny_pair):
+    seeded = tiny_pair["seeded"]
     plain, trees = seeded["plain"], seeded["trees"]
     assert trees["tokens"] == plain["tokens"]
     assert trees["counts"]["tokens_per_tree"] > 1.2
@@ -108,12 +109,12 @@ def test_a_seed_gives_the_tokens_of_plain_vllm(generated):
     assert first != second
 
 
-def test_a_draft_that_gives_nan_changes_nothing(generated):
+def test_a_draft_that_gives_nan_changes_nothing(tiny_pair):
     """Its trees are drawn uniformly where it has no law. (Their verification: `tests/kernels`.)"""
-    plain, broken = (generated["seeded"][which] for which in ("plain", "broken"))
+    plain, broken = (tiny_pair["seeded"][which] for which in ("plain", "broken"))
     assert broken["tokens"][: len(plain["tokens"])] == plain["tokens"]
     assert all(0 <= token < VOCAB for [tokens] in broken["tokens"][-2:] for token in tokens)
-    whole = generated["seeded"]["trees"]["counts"]
+    whole = tiny_pair["seeded"]["trees"]["counts"]
     assert 1 < broken["counts"]["tokens_per_tree"] < whole["tokens_per_tree"]
 
 
@@ -146,31 +147,29 @@ def generate_beside(models: str) -> dict[str, Any]:
     answers = {}
     with running(None, model=target, **TINY) as llm:
         for name, params in beside.items():
-            [output] = llm.generate(requests[0], params, use_tqdm=False)
-            answers[name] = {"plain": list(output.outputs[0].token_ids)}
+            answers[name] = {"plain": generated(llm, requests[:1], params)}
     config = sequoia(size=8, depth=3, draft=draft)
     with running(config, model=target, **TINY) as llm, processed_chunks() as chunks:
         for name, params in beside.items():
             chunks.clear()
             both = [params, SamplingParams(temperature=0.7, **long)]
-            output, _ = llm.generate(requests, both, use_tqdm=False)
-            tokens = list(output.outputs[0].token_ids)
-            answers[name] |= {"trees": tokens, "processed": list(chunks)}
+            tokens, _ = generated(llm, requests, both)
+            answers[name] |= {"trees": [tokens], "processed": list(chunks)}
     return answers
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_temperatures_alone_are_left_to_the_walk(name, generated):
+def test_temperatures_alone_are_left_to_the_walk(name, tiny_pair):
     """Anything else that one request of a batch needs is vLLM's work, for all of them."""
-    processed = generated["beside"][name]["processed"]
+    processed = tiny_pair["beside"][name]["processed"]
     assert len(processed) > 4
     assert any(processed) == (name not in LEFT_TO_THE_WALK)
     assert not all(processed)  # when that request was at its end
 
 
 @pytest.mark.parametrize("name", DETERMINED)
-def test_tokens_are_those_of_plain_vllm_whoever_applies_temperatures(name, generated):
-    found = generated["beside"][name]
+def test_tokens_are_those_of_plain_vllm_whoever_applies_temperatures(name, tiny_pair):
+    found = tiny_pair["beside"][name]
     assert found["trees"] == found["plain"]
 
 
@@ -184,48 +183,45 @@ def generate_edited(models: str) -> dict[str, Any]:
     # Edits show in these logprobs.
     options = {**TINY, "logprobs_mode": "processed_logprobs"}
     with running(None, model=target, **options) as llm:
-        [tokens] = completions(llm.generate([prompt], unedited, use_tqdm=False))[0]
+        [tokens] = generated(llm, [prompt], unedited)
         params = edited_params(tokens, 12, VOCAB)
         prompts = [prompt] * len(params)
-        outputs = llm.generate(prompts, list(params.values()), use_tqdm=False)
-        logprobs = [logprobs_of(output.outputs[0].logprobs) for output in outputs]
-        plain = {"tokens": completions(outputs), "logprobs": logprobs}
+        plain = answered(llm.generate(prompts, list(params.values()), use_tqdm=False))
     config = {**sequoia(draft=draft), "tree": {"parents": SIBLINGS_FIRST}}
     with running(config, model=target, **options) as llm:
-        outputs = llm.generate(prompts, list(params.values()), use_tqdm=False)
-        logprobs = [logprobs_of(output.outputs[0].logprobs) for output in outputs]
-        trees = {"tokens": completions(outputs), "logprobs": logprobs, "counts": counted(llm)}
+        trees = answered(llm.generate(prompts, list(params.values()), use_tqdm=False))
+        trees["counts"] = counted(llm)
         unedited.extra_args = {MOST_DRAFTS: 2}
-        capped = completions(llm.generate([prompt], unedited, use_tqdm=False))[0]
+        [capped] = generated(llm, [prompt], unedited)
         trees |= {"capped": capped, "capped counts": counted(llm)}
-    return {"names": list(params), "unedited": [tokens], "plain": plain, "trees": trees}
+    return {"names": list(params), "unedited": tokens, "plain": plain, "trees": trees}
 
 
-def test_edits_are_by_path_and_tokens_those_of_plain_vllm(generated):
-    found = generated["edited"]
+def test_edits_are_by_path_and_tokens_those_of_plain_vllm(tiny_pair):
+    found = tiny_pair["edited"]
     both = (found[which]["tokens"] for which in ("trees", "plain"))
     by_name = zip(found["names"], *both, strict=True)
     assert [name for name, trees, plain in by_name if trees != plain] == []
     assert found["trees"]["counts"]["tokens_per_tree"] > 1.3
 
 
-def test_a_request_may_cap_its_tree(generated):
+def test_a_request_may_cap_its_tree(tiny_pair):
     """Its root has three children, and two may be drafted."""
-    found = generated["edited"]
+    found = tiny_pair["edited"]
     assert found["trees"]["capped"] == found["unedited"]
     counts = found["trees"]["capped counts"]
     assert counts["offered"][0][1] > 0
     assert counts["offered"][0][2] == sum(counts["offered"][1]) == 0
 
 
-def test_processed_logprobs_are_those_of_plain_vllm(generated):
-    found = generated["edited"]
+def test_processed_logprobs_are_those_of_plain_vllm(tiny_pair):
+    found = tiny_pair["edited"]
     assert check_logprobs(found["trees"]["logprobs"], found["plain"]["logprobs"]) > 200
 
 
-def test_edits_change_what_requests_give(generated):
+def test_edits_change_what_requests_give(tiny_pair):
     """Else the test above would see nothing."""
-    found = generated["edited"]
+    found = tiny_pair["edited"]
     pairs = zip(found["names"], found["plain"]["tokens"], strict=True)
     same = [n for n, plain in pairs if plain == found["unedited"] and "greedy" in n]
     assert same == []
@@ -258,8 +254,8 @@ def generate_from_itself(models: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def from_itself(generated) -> dict[str, Any]:
-    return generated["from itself"]
+def from_itself(tiny_pair) -> dict[str, Any]:
+    return tiny_pair["from itself"]
 
 
 def test_all_that_the_target_drafts_itself_is_accepted(from_itself):
@@ -332,6 +328,7 @@ def generate_for_law(
 
     Without a draft the target's own layer drafts. `states`: those of the target's layers.
     """
+    os.environ[VARIABLE] = "0"  # other tests of the rehearsal check the kernels' memory
     if states:
         run = {"deltas": rehearse_in_float32, "mamba": rehearse_as_on_gpus}
         run.get(states, rehearse_on_gpus)()

@@ -4,7 +4,7 @@ There are two processes, one for each pair of models: starting one takes longer 
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,10 @@ from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.calling import called_once
 from tests.support.conversing import converse, turns
-from tests.support.engines import (
-    generated,
-    metric,
-    noting,
-    running,
-    sequoia,
-    tokens_of,
-    whole_trees,
-)
+from tests.support.engines import generated, metric, noting, running, sequoia, whole_trees
 from tests.support.generating import (
     TINY,
+    answered,
     check_logprobs,
     completions,
     counted,
@@ -35,12 +28,12 @@ from tests.support.generating import (
     generate_on,
     generate_with_trees,
     greedy_and_seeded,
-    logprobs_of,
     random_prompts,
+    resumed,
     save_related_pair,
 )
+from tests.support.interpreted import call_on_v2
 from tests.support.models import DRAFT, prompts
-from tests.support.on_v2 import call_on_v2
 from tests.support.reference_models import accepted_by_depth
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -154,75 +147,54 @@ def grammar_params() -> list[Any]:
     ]
 
 
+def answer_specially(llm: Any, count: Callable[[Any], Any] = lambda llm: None) -> dict[str, Any]:
+    """Tokens and logprobs; with grammars; and of prompts that come in pieces."""
+    params = special_params()
+    texts = prompts(len(params))
+    of_turns = greedy_and_seeded(3, range(7, 10), 0.8)
+    pieces = turns(texts[:3], llm.get_tokenizer())
+    return {
+        **answered(llm.generate(texts, params, use_tqdm=False)),
+        "counts": count(llm),
+        "grammar": generated(llm, texts[:3], grammar_params()),
+        "grammar counts": count(llm),
+        "sessions": converse(llm, pieces, of_turns, at_once=False),
+        "session counts": count(llm),
+    }
+
+
 def generate_special() -> dict[str, Any]:
-    """Tokens and logprobs of plain V2 and of trees; and plain's answers to the greedy requests."""
+    """Answers of plain V2 and of trees; and plain's to the greedy requests."""
     params = special_params()
     texts = prompts(len(params))
     thinking = {"reasoning_start_str": "(", "reasoning_end_str": "return"}
-    answers: dict[str, Any] = {}
     two = SamplingParams(temperature=0, max_tokens=2)
-    for name, config in (("plain", None), ("trees", sequoia(size=8, depth=3))):
-        with running(config, reasoning_config=thinking) as llm:
-            outputs = llm.generate(texts, params, use_tqdm=False)
-            answers[name] = {
-                "tokens": tokens_of(outputs),
-                "logprobs": [logprobs_of(output.outputs[0].logprobs) for output in outputs],
-                "prompt_logprobs": [logprobs_of(output.prompt_logprobs) for output in outputs],
-            }
-            if config:
-                answers[name]["counts"] = counted(llm)
-            else:
-                asked = greedy_requests()
-                answers[name]["greedy"] = completions(llm.generate(*asked, use_tqdm=False))
-            outputs = llm.generate(texts[:3], grammar_params(), use_tqdm=False)
-            answers[name]["grammar"] = tokens_of(outputs)
-            if config:
-                answers[name]["grammar counts"] = counted(llm)
-            answers[name]["sessions"] = generate_in_turns(llm, texts[:3])
-            if config:
-                answers[name]["session counts"] = counted(llm)
-                chosen = [texts[place] for place in PADDED], [params[place] for place in PADDED]
-                with counting_rows() as rows:
-                    outputs = llm.generate(*chosen, use_tqdm=False)
-                answers["padded"] = {
-                    "tokens": tokens_of(outputs),
-                    "logprobs": [logprobs_of(output.outputs[0].logprobs) for output in outputs],
-                    "rows": rows,
-                    "counts": counted(llm),
-                }
-                chosen = (
-                    [texts[place] for place in UNDRAFTED],
-                    [params[place] for place in UNDRAFTED],
-                )
-                with counting_passes() as passes:
-                    outputs = llm.generate(*chosen, use_tqdm=False)
-                    short = llm.generate(texts[:1], two, use_tqdm=False)
-                    answers["undrafted"] = {"passes": list(passes)}
-                    llm.generate(texts[0], params[0], use_tqdm=False)
-                answers["undrafted"] |= {
-                    "tokens": tokens_of(outputs), "short": tokens_of(short), "then": passes,
-                    "counts": counted(llm),
-                }  # fmt: skip
-                # Amid the second step's trees, while the third is scheduled with drafts.
-                with failing_draft(at=4) as said, counting_rows() as rows:
-                    failed = generated(llm, texts, params)
-                    grammars = llm.generate(texts[:3], grammar_params(), use_tqdm=False)
-                answers["failed"] = {
-                    "tokens": failed, "grammar": tokens_of(grammars), "said": said, "rows": rows,
-                    "counts": counted(llm),
-                }  # fmt: skip
-    return answers
-
-
-def generate_in_turns(llm: Any, texts: list[str]) -> list[list[list[int]]]:
-    """Greedy and seeded requests whose prompts come in pieces, each after an answer."""
-    params = [
-        SamplingParams(
-            temperature=0.8 * (place % 2), seed=place, max_tokens=7 + place, ignore_eos=True
+    with running(None, reasoning_config=thinking) as llm:
+        plain = answer_specially(llm)
+        plain["greedy"] = completions(llm.generate(*greedy_requests(), use_tqdm=False))
+    with running(sequoia(size=8, depth=3), reasoning_config=thinking) as llm:
+        answers = {"plain": plain, "trees": answer_specially(llm, counted)}
+        padded, undrafted = (
+            ([texts[place] for place in places], [params[place] for place in places])
+            for places in (PADDED, UNDRAFTED)
         )
-        for place in range(len(texts))
-    ]
-    return converse(llm, turns(texts, llm.get_tokenizer()), params, at_once=False)
+        with counting_rows() as rows:
+            found = answered(llm.generate(*padded, use_tqdm=False))
+        answers["padded"] = {**found, "rows": rows, "counts": counted(llm)}
+        with counting_passes() as passes:
+            tokens, short = generated(llm, *undrafted), generated(llm, texts[:1], two)
+            answers["undrafted"] = {"tokens": tokens, "short": short, "passes": list(passes)}
+            llm.generate(texts[0], params[0], use_tqdm=False)
+        answers["undrafted"] |= {"then": passes, "counts": counted(llm)}
+        # Amid the second step's trees, while the third is scheduled with drafts.
+        with failing_draft(at=4) as said, counting_rows() as rows:
+            failed = generated(llm, texts, params)
+            grammars = generated(llm, texts[:3], grammar_params())
+        answers["failed"] = {
+            "tokens": failed, "grammar": grammars, "said": said, "rows": rows,
+            "counts": counted(llm),
+        }  # fmt: skip
+    return answers
 
 
 # One that asks for no drafts between two requests that draft: one of few, it carries placeholders.
@@ -372,13 +344,7 @@ def generate_twice(
         sequoia(size=8, depth=3, draft=draft), enable_prefix_caching=True, **options
     ) as llm:
         first = completions(llm.generate(requests, params, use_tqdm=False))
-        halves = [
-            {"prompt_token_ids": request["prompt_token_ids"] + tokens[: PRESSED_TOKENS - 4]}
-            for request, [tokens] in zip(requests, first, strict=True)
-        ]
-        ends = pressed_params(max_tokens=4)
-        second = completions(llm.generate(halves[::2], ends[::2], use_tqdm=False))
-        return {"first": first, "second": second, "hits": metric(llm, "vllm:prefix_cache_hits")}
+        return {"first": first, **resumed(llm, requests, first, 4)}
 
 
 RESTED_TOKENS = 13
@@ -430,7 +396,7 @@ def test_same_tokens_up_to_max_model_len(pressed):
 def test_same_tokens_with_prefix_caching(pressed):
     found, plain = pressed["prefix cached"], pressed["plain"]["tokens"]
     assert found["first"] == plain
-    assert found["second"] == [[tokens[-4:]] for [tokens] in plain[::2]]
+    assert found["tokens"] == [[tokens[-4:]] for [tokens] in plain[::2]]
     assert found["hits"] >= 96 + 64 + 32  # all of them with tokens that were generated
 
 

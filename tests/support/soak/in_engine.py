@@ -8,6 +8,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from tests.support.engines import scheduler_of
 from tests.support.soak.random_requests import RandomRequest
 
 _SAME_LOGPROB = 1e-3
@@ -100,8 +101,7 @@ def differences(
 
 def kv_cache_usage(llm: LLM) -> float:
     """Share of the KV cache's blocks that requests hold."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    return float(scheduler.kv_cache_manager.usage)
+    return float(scheduler_of(llm).kv_cache_manager.usage)
 
 
 def _completion(output: Any) -> Completion:

@@ -2,16 +2,14 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import openai
-from prometheus_client.parser import text_string_to_metric_families
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from tests.support.serving import FRESH, Server
 from tests.support.soak.random_requests import RandomRequest
 
 # A request that takes longer than this hangs; an idle machine answers the longest in a second.
@@ -42,16 +40,14 @@ class Tally:
 class Endpoint:
     """A server's completions."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self.url = url
-        self.model = model
+    def __init__(self, server: Server) -> None:
+        self.model = server.model
         self._client = openai.AsyncOpenAI(
-            base_url=f"{url}/v1",
+            base_url=f"{server.url}/v1",
             api_key="none",
             max_retries=0,
             timeout=HANGS_AFTER,
-            # A kept connection may be closed by the server just as it is used again.
-            default_headers={"Connection": "close"},
+            default_headers=FRESH,
             http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
         )
 
@@ -74,24 +70,6 @@ class Endpoint:
             if pieces == request.leaves:
                 await stream.close()
                 return
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric's values on ``/metrics``."""
-        text = httpx.get(f"{self.url}/metrics", trust_env=False).raise_for_status().text
-        samples = (
-            sample for family in text_string_to_metric_families(text) for sample in family.samples
-        )
-        return sum(sample.value for sample in samples if sample.name == name)
-
-    def wait_until_idle(self, seconds: float = HANGS_AFTER) -> None:
-        """Until no request is left, and none holds any of the KV cache."""
-        names = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
-        deadline = time.monotonic() + seconds
-        while any(self.metric(name) for name in names):
-            if time.monotonic() > deadline:
-                values = {name: self.metric(name) for name in names}
-                raise TimeoutError(f"without requests the server still has {values}")
-            time.sleep(0.2)
 
 
 async def compare(
@@ -132,10 +110,10 @@ async def compare(
 
 
 def compare_all(
-    ours: Endpoint, plain: Endpoint, requests: Sequence[RandomRequest], tally: Tally
+    ours: Server, plain: Server, requests: Sequence[RandomRequest], tally: Tally
 ) -> None:
     """`compare`, then waits until the server is idle."""
-    asyncio.run(compare(ours, plain, requests, tally))
+    asyncio.run(compare(Endpoint(ours), Endpoint(plain), requests, tally))
     ours.wait_until_idle()
 
 

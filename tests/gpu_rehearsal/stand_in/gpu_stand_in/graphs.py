@@ -16,7 +16,8 @@ import os
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,11 @@ def _write_report() -> None:
         Path(path).write_text(json.dumps(report()))
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _address(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -119,9 +120,9 @@ class _Operator:
         result = self.function(*self.args, **self.kwargs)
         if self.function.namespace == _COLLECTIVES:  # which come with a handle to wait for
             result[-1].wait()
-        results = _tensors(result)
+        results = tensors_in(result)
         for index, tensor in self.made:
-            if _address(tensor) != _address(results[index]):
+            if address_of(tensor) != address_of(results[index]):
                 tensor.copy_(results[index])
 
 
@@ -145,7 +146,7 @@ class _Recorder(TorchDispatchMode):
         ):
             refuse_while_capturing("an index that is a boolean mask")
         if _writes(function):
-            self._graph.before_write(_tensors((args, kwargs)))
+            self._graph.before_write(tensors_in((args, kwargs)))
         result = function(*args, **kwargs)
         if function in _ALLOCATING:  # no kernel fills it now, and operators may index by it
             with _disable_current_modes():
@@ -189,7 +190,7 @@ class CUDAGraph:
         self._recorder.__enter__()
 
     def capture_end(self) -> None:
-        self._stop_recording()
+        self.stop_recording()
         for memory, copy in self._before.values():
             memory.copy_(copy)
         self._before = {}
@@ -197,10 +198,7 @@ class CUDAGraph:
         captured[self.kind] += 1
         self._poison()
 
-    def abort(self) -> None:
-        self._stop_recording()
-
-    def _stop_recording(self) -> None:
+    def stop_recording(self) -> None:
         global _capturing
         self._recorder.__exit__(None, None, None)
         _capturing = None
@@ -208,21 +206,21 @@ class CUDAGraph:
     def before_write(self, tensors: list[Tensor]) -> None:
         """Keeps what is there, of memory that is not the graph's own."""
         for tensor in tensors:
-            address = _address(tensor)
+            address = address_of(tensor)
             if address and address not in self._private and address not in self._before:
                 with _disable_current_modes():
                     memory = _whole(tensor, torch.uint8)
                     self._before[address] = memory, memory.clone()
 
     def note_operator(self, function: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        given = {_address(tensor) for tensor in _tensors((args, kwargs))}
+        given = {address_of(tensor) for tensor in tensors_in((args, kwargs))}
         made = [
             (index, tensor)
-            for index, tensor in enumerate(_tensors(result))
-            if _address(tensor) and _address(tensor) not in given
+            for index, tensor in enumerate(tensors_in(result))
+            if address_of(tensor) and address_of(tensor) not in given
         ]
         for _, tensor in made:
-            self._private.setdefault(_address(tensor), tensor)
+            self._private.setdefault(address_of(tensor), tensor)
         # Others are views: what they show is written by operators before and after.
         if _writes(function) or made:
             self._record.append(_Operator(function, args, kwargs, made))
@@ -294,27 +292,24 @@ def _capturing_class() -> str:
     return "unknown"
 
 
-class graph:  # noqa: N801 (torch's name)
+@contextmanager
+def graph(
+    cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None,
+    capture_error_mode: str = "global", **_: Any,
+) -> Iterator[None]:  # fmt: skip
     """Replaces `torch.cuda.graph`."""
+    torch.cuda.synchronize()
+    gc.collect(0)
+    cuda_graph.capture_begin(pool)
+    try:
+        yield
+    except BaseException:
+        cuda_graph.stop_recording()
+        raise
+    cuda_graph.capture_end()
 
-    default_capture_stream = None
 
-    def __init__(
-        self, cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None,
-        capture_error_mode: str = "global", **_: Any,
-    ) -> None:  # fmt: skip
-        self._graph, self._pool = cuda_graph, pool
-
-    def __enter__(self) -> None:
-        torch.cuda.synchronize()
-        gc.collect(0)
-        self._graph.capture_begin(self._pool)
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is not None:
-            self._graph.abort()
-        else:
-            self._graph.capture_end()
+graph.default_capture_stream = None
 
 
 # -- kernels -------------------------------------------------------------------------------------

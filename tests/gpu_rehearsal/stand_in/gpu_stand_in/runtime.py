@@ -264,6 +264,8 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    for module, name in ((torch.cuda, "cuda"), (torch.accelerator, "accelerator")):
+        _install_common(module, name)
     _install_cuda(torch.cuda)
     _install_accelerator(torch.accelerator)
     torch.Event, torch.Stream = Event, Stream
@@ -275,45 +277,41 @@ def install() -> None:
     graphs.hook_triton()
 
 
+def _install_common(module: Any, name: str) -> None:
+    module.synchronize = _synchronising(f"{name}.synchronize")
+    module.empty_cache = _synchronising(f"{name}.empty_cache")
+    module.device_count = _constant(DEVICES)
+    module.memory_stats = lambda *_, **__: _memory_stats()
+    module.reset_peak_memory_stats = _constant(None)
+    for function in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+        setattr(module, function, lambda *_, **__: used_memory())
+
+
 def _install_cuda(cuda: Any) -> None:
     cuda.Event, cuda.Stream = Event, Stream
     cuda.current_stream = current_stream
     cuda.default_stream = _constant(_default)
     cuda.set_stream = set_stream
     cuda.stream = cuda.StreamContext = _StreamContext
-    cuda.synchronize = _synchronising("cuda.synchronize")
-    cuda.empty_cache = _synchronising("cuda.empty_cache")
     cuda.current_device = _constant(0)
-    cuda.device_count = _constant(DEVICES)
     cuda.get_device_capability = _constant(CAPABILITY)
     cuda.get_device_properties = lambda device=None: _properties()
     cuda.get_device_name = _constant(NAME)
     cuda.mem_get_info = lambda *_, **__: _memory_info()
-    cuda.memory_stats = lambda *_, **__: _memory_stats()
     cuda.memory.get_allocator_backend = _constant("stand-in")
     cuda.graph_pool_handle = graph_pool_handle
     cuda.is_current_stream_capturing = lambda: graphs.capturing() is not None
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = graphs.CUDAGraph
     cuda.graph = cuda.graphs.graph = graphs.graph
     cuda.get_sync_debug_mode = _constant(0)
-    for name in (
-        "set_device", "reset_peak_memory_stats", "current_blas_handle", "set_sync_debug_mode",
-    ):  # fmt: skip
+    for name in ("set_device", "current_blas_handle", "set_sync_debug_mode"):
         setattr(cuda, name, _constant(None))
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
-        setattr(cuda, name, lambda *_, **__: used_memory())
 
 
 def _install_accelerator(accelerator: Any) -> None:
-    accelerator.synchronize = _synchronising("accelerator.synchronize")
-    accelerator.empty_cache = _synchronising("accelerator.empty_cache")
     accelerator.get_memory_info = lambda *_, **__: _memory_info()
-    accelerator.memory_stats = lambda *_, **__: _memory_stats()
-    accelerator.device_count = _constant(DEVICES)
     accelerator.current_device_index = _constant(0)
     accelerator.current_stream = lambda *_: current_stream()
     accelerator.set_stream = lambda stream: torch.cuda.set_stream(stream)
-    for name in ("set_device_index", "reset_peak_memory_stats", "empty_host_cache"):
+    for name in ("set_device_index", "empty_host_cache"):
         setattr(accelerator, name, _constant(None))
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
-        setattr(accelerator, name, lambda *_, **__: used_memory())

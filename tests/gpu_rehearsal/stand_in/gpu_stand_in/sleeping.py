@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from gpu_stand_in.graphs import address_of, tensors_in
 
 _NAN = 0xFF  # in all bytes of floats, and of caches, whose memory has no type yet
 _FAR_OUT = 0xB3  # of integers: in no table
@@ -40,9 +41,9 @@ class _Taking(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = {_address(tensor) for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
-            if _address(tensor) not in given:
+        given = {address_of(tensor) for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            if address_of(tensor) not in given:
                 self._allocator.note(tensor)
         return result
 
@@ -70,7 +71,7 @@ class Allocator:
 
     def note(self, tensor: Tensor) -> None:
         memory = StorageWeakRef(tensor.untyped_storage()), tensor.is_floating_point()
-        self._open[-1].made[_address(tensor)] = memory
+        self._open[-1].made[address_of(tensor)] = memory
 
     def sleep(self, offload_tags: tuple[str, ...]) -> None:
         """Keeps what has one of these tags, and throws away the rest."""
@@ -91,7 +92,7 @@ class Allocator:
 
     def holds(self, tensor: Tensor, tag: str) -> bool:
         return any(
-            memory.data_ptr() == _address(tensor)
+            memory.data_ptr() == address_of(tensor)
             for pool in self._pools
             if pool.tag == tag
             for memory, _ in _used(pool)
@@ -113,11 +114,3 @@ def _used(pool: _Pool) -> Iterator[tuple[Tensor, bool]]:
         if not reference.expired():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             yield torch.empty(0, dtype=torch.uint8).set_(storage), is_float
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
