@@ -22,15 +22,16 @@ from enum import StrEnum
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import ray
 import typer
 from ray.util import ActorPool
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from sequoia_vllm.cli.common import fail, friendly_errors
 from sequoia_vllm.prompts import Prompt, PromptError, load_prompts, prompts_sha256
-from sequoia_vllm.tree import TokenTree, TreeError
+from sequoia_vllm.tree import TokenTree
 
 Line = tuple[int, Prompt]
 
@@ -102,11 +103,6 @@ class Replica:
     def _sampling_of(self, index: int) -> dict[str, Any]:
         seed = self._sampling.get("seed")
         return self._sampling if seed is None else {**self._sampling, "seed": seed + index}
-
-
-def fail(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(2)
 
 
 def speculative_config(draft_model: str, tree: str | None) -> dict[str, Any]:
@@ -208,11 +204,9 @@ def main(
     if temperature > 0:
         sampling["seed"] = seed
     options = json.loads(engine_options)
-    try:
+    with friendly_errors():
         all_lines = list(enumerate(load_prompts(prompts)))
         speculation = {**speculative_config(draft_model, tree), **json.loads(speculative_options)}
-    except (PromptError, TreeError) as error:
-        fail(str(error))
     digest = prompts_sha256([prompt for _, prompt in all_lines])
     with output.open("a", encoding="utf-8") as file:
         try:
