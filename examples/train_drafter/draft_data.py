@@ -257,32 +257,20 @@ def _answer(
         for place, temperature in enumerate(temperatures)
     ]  # fmt: skip
     outputs = llm.generate(asked, sampling, use_tqdm=False)
+    answers = [list(one.outputs[0].token_ids) for one in outputs]
+    texts = [
+        [*ask["prompt_token_ids"], *answer] for ask, answer in zip(asked, answers, strict=True)
+    ]
     laws = [_likeliest(at) for one in outputs for at in one.outputs[0].logprobs]
     kind_of_number = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-    return make_shard(
-        [one["prompt_token_ids"] for one in asked],
-        [list(one.outputs[0].token_ids) for one in outputs],
-        temperatures,
-        np.array([tokens for tokens, _ in laws], dtype=kind_of_number),
-        np.array([values for _, values in laws], dtype=np.float16),
-        time.monotonic() - began,
-    )
-
-
-def make_shard(
-    asked: Sequence[list[int]], answers: Sequence[list[int]], temperatures: Sequence[float],
-    likely: NDArray[Any], log_probabilities: NDArray[np.float16], seconds: float,
-) -> Shard:  # fmt: skip
-    """A shard of prompts with their answers, token ids; ``likely`` has the type of all numbers."""
-    texts = [[*prompt, *answer] for prompt, answer in zip(asked, answers, strict=True)]
     return Shard(
-        tokens=np.array([token for text in texts for token in text], dtype=likely.dtype),
+        tokens=np.array([token for text in texts for token in text], dtype=kind_of_number),
         ends=np.cumsum([len(text) for text in texts], dtype=np.int64),
-        prompt_lengths=np.array([len(prompt) for prompt in asked], dtype=np.int64),
+        prompt_lengths=np.array([len(one["prompt_token_ids"]) for one in asked], dtype=np.int64),
         temperatures=np.array(temperatures, dtype=np.float32),
-        likely=likely,
-        log_probabilities=log_probabilities,
-        seconds=seconds,
+        likely=np.array([tokens for tokens, _ in laws], dtype=kind_of_number),
+        log_probabilities=np.array([values for _, values in laws], dtype=np.float16),
+        seconds=time.monotonic() - began,
     )
 
 

@@ -26,7 +26,6 @@ from draft_data import (
     _save,
     _shard_path,
     digest,
-    make_shard,
 )
 from heads import train_head
 from training import Recipe
@@ -89,10 +88,16 @@ class _Writer:
         encoded = encode_prompts(known, self._tokenizer)
         heats = [TEMPERATURES[place % len(TEMPERATURES)] for place in range(len(asked))]
         answers, likely, shares = self._sample(encoded, heats, self._answer, 1.0)
-        return make_shard(
-            encoded, answers, heats, np.concatenate(likely).astype(np.uint16),
-            np.concatenate(shares).astype(np.float16), time.monotonic() - begun,
-        )  # fmt: skip
+        texts = [[*prompt, *given] for prompt, given in zip(encoded, answers, strict=True)]
+        return Shard(
+            tokens=np.array([token for text in texts for token in text], dtype=np.uint16),
+            ends=np.cumsum([len(text) for text in texts], dtype=np.int64),
+            prompt_lengths=np.array([len(one) for one in encoded], dtype=np.int64),
+            temperatures=np.array(heats, dtype=np.float32),
+            likely=np.concatenate(likely).astype(np.uint16),
+            log_probabilities=np.concatenate(shares).astype(np.float16),
+            seconds=time.monotonic() - begun,
+        )
 
     def _questions(self, count: int) -> list[str]:
         openings = [self._opening or []] * count
