@@ -1,7 +1,7 @@
 """Step times inside one engine: by batch and drafts, with prompts, after changes, by kernels."""
 
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from benchmarks.gpu.engine import Engine, sampling, started
@@ -51,10 +51,9 @@ def time_trees(run: ItemRun, pair: str, ranks: str = "1", **keys: str) -> None:
     speculative = speculation(sizes.batches, sizes.drafts, **keys)
     with started(run, pair, speculative, **options) as engine:
         run.record("trees", published_trees(engine, sizes.drafts))
-        for batch in sizes.batches:
-            for number in sizes.drafts:
-                work = partial(time_steps, engine, batch, number, sizes.context)
-                run.measure(f"batch {batch}, {number} drafts", work)
+        for batch, number in product(sizes.batches, sizes.drafts):
+            work = partial(time_steps, engine, batch, number, sizes.context)
+            run.measure(f"batch {batch}, {number} drafts", work)
         for number in sizes.some_drafts:
             run.measure(f"prompts, {number} drafts", partial(time_mixed, engine, number))
         run.measure("changes", partial(time_changes, engine))
@@ -86,12 +85,10 @@ def time_contexts(run: ItemRun, pair: str, kernel: str) -> None:
             run, pair, speculative, head_positions=LONG_HEAD, max_num_seqs=batches[-1] + 1
         ) as engine,
     ):
-        for context in sizes.contexts:
-            for batch in batches:
-                for number in drafts:
-                    if batch * context <= sizes.most_context_tokens and number > 0:
-                        work = partial(time_steps, engine, batch, number, context)
-                        run.measure(f"batch {batch}, {number} drafts, context {context}", work)
+        for context, batch, number in product(sizes.contexts, batches, drafts):
+            if batch * context <= sizes.most_context_tokens and number > 0:
+                work = partial(time_steps, engine, batch, number, context)
+                run.measure(f"batch {batch}, {number} drafts, context {context}", work)
 
 
 def published_trees(engine: Engine, drafts: tuple[int, ...]) -> dict[str, Any]:

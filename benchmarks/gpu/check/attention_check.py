@@ -93,11 +93,9 @@ def check_attention(run: KernelRun) -> None:
     """All cases, each with fresh random inputs; unused cache is NaN."""
     for case in _cases(run):
         with run.attempt(case.name):
-            run.check(case.name, _worst_row(run, case), _limit(case.dtype))
-
-
-def _limit(dtype: torch.dtype) -> float:
-    return _FLOAT32_ERROR if dtype == torch.float32 else _ROW_ERROR * torch.finfo(dtype).eps
+            epsilon = torch.finfo(case.dtype).eps
+            limit = _FLOAT32_ERROR if case.dtype == torch.float32 else _ROW_ERROR * epsilon
+            run.check(case.name, _worst_row(run, case), limit)
 
 
 def _cases(run: KernelRun) -> list[Case]:

@@ -264,20 +264,15 @@ def _check_law(run: KernelRun, method: str) -> None:
     first, second = batch.sampled[:, :2].T.cpu().numpy()
     drawn = np.random.default_rng(9).choice(vocabulary, len(second), p=law)
     pairs = first * vocabulary + np.where(second >= 0, second, drawn)
-    given_first = np.outer(np.bincount(first, minlength=vocabulary), law).ravel()
-    run.check(
-        f"{_NAMES[method]}: first token of {requests} trees against the target's law",
-        _deviations(np.bincount(first, minlength=vocabulary), requests * law), _LAW_DEVIATIONS,
-    )  # fmt: skip
-    run.check(
-        f"{_NAMES[method]}: second token, given the first; {int((second >= 0).sum())} emitted",
-        _deviations(np.bincount(pairs, minlength=vocabulary**2), given_first), _LAW_DEVIATIONS,
-    )  # fmt: skip
-
-
-def _deviations(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> float:
-    """A chi-square statistic, in standard deviations from its mean; rare outcomes are pooled."""
-    return chi_square(counts, expected, fewest=5).deviations
+    firsts = np.bincount(first, minlength=vocabulary)
+    seconds = np.bincount(pairs, minlength=vocabulary**2)
+    emitted = int((second >= 0).sum())
+    for what, counts, expected in (
+        (f"first token of {requests} trees against the target's law", firsts, requests * law),
+        (f"second token, given the first; {emitted} emitted", seconds, np.outer(firsts, law)),
+    ):
+        found = chi_square(counts, expected.ravel(), fewest=5)  # rare outcomes are pooled
+        run.check(f"{_NAMES[method]}: {what}", found.deviations, _LAW_DEVIATIONS)
 
 
 # -- commit -------------------------------------------------------------------------

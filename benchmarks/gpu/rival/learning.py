@@ -94,8 +94,8 @@ class _Writer:
             ends=np.cumsum([len(text) for text in texts], dtype=np.int64),
             prompt_lengths=np.array([len(one) for one in encoded], dtype=np.int64),
             temperatures=np.array(heats, dtype=np.float32),
-            likely=np.concatenate(likely).astype(np.uint16),
-            log_probabilities=np.concatenate(shares).astype(np.float16),
+            likely=likely.astype(np.uint16),
+            log_probabilities=shares,
             seconds=time.monotonic() - begun,
         )
 
@@ -107,8 +107,9 @@ class _Writer:
     @torch.inference_mode()
     def _sample(
         self, texts: Sequence[list[int]], heats: Sequence[float], most: int, top_p: float
-    ) -> tuple[list[list[int]], list[np.ndarray], list[np.ndarray]]:
-        """Continues each text; also the 16 likeliest tokens before each token, with logarithms."""
+    ) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
+        """Continues each text; also the likeliest tokens before each token, ``[answered, 16]``, and
+        logarithms of their probabilities, float16."""
         device = self._model.device
         width = max(map(len, texts))
         tokens = torch.zeros(len(texts), width, dtype=torch.long, device=device)
@@ -138,12 +139,9 @@ class _Writer:
         drawn, dead, likely, logs = (
             torch.stack(one, 1).cpu() for one in zip(*columns, strict=True)
         )
-        lengths = (~dead).sum(1).tolist()
-        return (
-            [row[:length].tolist() for row, length in zip(drawn, lengths, strict=True)],
-            [row[:length].numpy() for row, length in zip(likely, lengths, strict=True)],
-            [row[:length].numpy() for row, length in zip(logs, lengths, strict=True)],
-        )
+        alive = ~dead
+        answers = [row[here].tolist() for row, here in zip(drawn, alive, strict=True)]
+        return answers, likely[alive].numpy(), logs[alive].numpy()
 
 
 def _draw(logs: torch.Tensor, heat: torch.Tensor, top_p: float) -> torch.Tensor:
