@@ -14,7 +14,7 @@ from unittest.mock import patch
 from benchmarks.gpu.items import Item, environment_of
 from benchmarks.gpu.results import FILE, Results, State
 from benchmarks.gpu.sizes import ON_A_GPU, TINY
-from sequoia_vllm.measuring.interrupts import descendants, end_processes
+from sequoia_vllm.measuring.interrupts import processes_end_here
 
 LOG = "log.txt"
 
@@ -74,20 +74,20 @@ def run_item(item: Item, folder: Path, tiny: bool, seconds: float, start_method:
     Returns:
         "done"; "failed" if any part failed; "timeout"; "ended" if the process was killed.
     """
-    spared = {process.pid for process in descendants()}
     context: Any = multiprocessing.get_context(start_method)
     process = context.Process(target=_main, args=(item, folder, tiny), name=item.name)
-    with patch.dict(os.environ, environment_of(item, folder)):
-        process.start()  # a new interpreter reads it as it starts
     try:
-        process.join(seconds)
-        if process.is_alive():
-            return "timeout"
-        return {0: "done", 1: "failed"}.get(process.exitcode, "ended")  # type: ignore[return-value]
+        with processes_end_here():
+            with patch.dict(os.environ, environment_of(item, folder)):
+                process.start()  # a new interpreter reads it as it starts
+            process.join(seconds)
+            if process.is_alive():
+                return "timeout"
+            return {0: "done", 1: "failed"}.get(process.exitcode, "ended")  # type: ignore[return-value]
     finally:
-        end_processes(spared)
-        process.kill()  # where psutil is missing, which finds the others: a bare machine
-        process.join()
+        if process.is_alive():  # where psutil is missing, which finds the others: a bare machine
+            process.kill()
+            process.join()
 
 
 def _main(item: Item, folder: Path, tiny: bool) -> None:
