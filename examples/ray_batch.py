@@ -22,17 +22,25 @@ from enum import StrEnum
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import ray
 import typer
 from ray.util import ActorPool
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from sequoia_vllm.cli.common import fail, friendly_errors
 from sequoia_vllm.prompts import Prompt, PromptError, load_prompts, prompts_sha256
-from sequoia_vllm.tree import TokenTree, TreeError
+from sequoia_vllm.tree import TokenTree
 
 Line = tuple[int, Prompt]
+TreeOption = Annotated[
+    str | None,
+    typer.Option(
+        help='"auto", the name of a library tree, a tree file on this machine (.json), or '
+        '\'{"size": n, "depth": d}\'. Not given: each replica chooses one for its GPU type.'
+    ),
+]
 
 
 class Device(StrEnum):
@@ -104,19 +112,22 @@ class Replica:
         return self._sampling if seed is None else {**self._sampling, "seed": seed + index}
 
 
-def fail(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(2)
-
-
-def speculative_config(draft_model: str, tree: str | None) -> dict[str, Any]:
-    """What each engine gets; a tree file is read here, as other nodes may not have it."""
+def speculative_config(draft_model: str, tree: str | None, more: str) -> dict[str, Any]:
+    """What each engine gets, with ``more`` keys as a JSON object; a tree file is read here, as
+    other nodes may not have it."""
     config: dict[str, Any] = {"method": "sequoia", "model": draft_model}
-    if tree is None:
-        return config
-    if tree.endswith(".json"):
-        return {**config, "tree": {"parents": list(TokenTree.load(tree).parents)}}
-    return {**config, "tree": json.loads(tree) if tree.startswith("{") else tree}
+    if tree is not None and tree.endswith(".json"):
+        config["tree"] = {"parents": list(TokenTree.load(tree).parents)}
+    elif tree is not None:
+        config["tree"] = json.loads(tree) if tree.startswith("{") else tree
+    return {**config, **json.loads(more)}
+
+
+def cpu_environment(threads: int) -> dict[str, Any]:
+    """Keys of a ``runtime_env`` for engines on CPUs: vLLM binds to the node's first cores
+    otherwise, all replicas to the same ones."""
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    return {"env_vars": variables}
 
 
 def start_replicas(
@@ -125,12 +136,7 @@ def start_replicas(
     """The actors. One that dies is started again, and what it was at is tried thrice more."""
     takes: dict[str, Any] = {"num_gpus": size}
     if device is Device.CPU:
-        environment = {
-            # vLLM binds to the node's first cores otherwise: all replicas to the same ones.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
-        takes = {"num_cpus": size, "num_gpus": 0, "runtime_env": {"env_vars": environment}}
+        takes = {"num_cpus": size, "num_gpus": 0, "runtime_env": cpu_environment(threads=1)}
     if size > 1:  # within the actor's node; Ray's executor would ask for more GPUs
         engine = {"distributed_executor_backend": "mp", **engine}
     actor = ray.remote(Replica).options(max_restarts=-1, max_task_retries=3, **takes)
@@ -173,13 +179,7 @@ def main(
     output: Annotated[Path, typer.Argument(help="JSONL file, gone on with if it exists.")],
     model: Annotated[str, typer.Option(help="Target: name, or a path that all nodes have.")],
     draft_model: Annotated[str, typer.Option(help="Draft, likewise.")],
-    tree: Annotated[
-        str | None,
-        typer.Option(
-            help='"auto", the name of a library tree, a tree file on this machine (.json), or '
-            '\'{"size": n, "depth": d}\'. Not given: each replica chooses one for its GPU type.'
-        ),
-    ] = None,
+    tree: TreeOption = None,
     replicas: Annotated[int, typer.Option(min=1, help="Engines.")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of each.")] = 1,
     device: Annotated[
@@ -208,11 +208,9 @@ def main(
     if temperature > 0:
         sampling["seed"] = seed
     options = json.loads(engine_options)
-    try:
+    with friendly_errors():
         all_lines = list(enumerate(load_prompts(prompts)))
-        speculation = {**speculative_config(draft_model, tree), **json.loads(speculative_options)}
-    except (PromptError, TreeError) as error:
-        fail(str(error))
+        speculation = speculative_config(draft_model, tree, speculative_options)
     digest = prompts_sha256([prompt for _, prompt in all_lines])
     with output.open("a", encoding="utf-8") as file:
         try:

@@ -17,38 +17,27 @@ import ray
 import typer
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
-from ray_batch import Device, speculative_config
+from ray_batch import Device, TreeOption, cpu_environment, speculative_config
 
 
 def placement(device: Device, cpus: int, tensor_parallel_size: int) -> dict[str, Any]:
     """Keys of the `LLMConfig` that say what a replica takes of its node."""
     if device is Device.GPU:  # a GPU for each rank is Ray's default
         return {"accelerator_config": {"kind": "gpu"}}
-    environment = {
-        # vLLM binds to the node's first cores otherwise: all replicas to the same ones.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(cpus),
-    }
     return {
         "accelerator_config": {"kind": "cpu"},
         "placement_group_config": {
             "bundles": [{"CPU": cpus * tensor_parallel_size}],
             "strategy": "STRICT_PACK",
         },
-        "runtime_env": {"env_vars": environment},
+        "runtime_env": cpu_environment(threads=cpus),
     }
 
 
 def main(
     model: Annotated[str, typer.Option(help="Target: name, or a path that all nodes have.")],
     draft_model: Annotated[str, typer.Option(help="Draft, likewise.")],
-    tree: Annotated[
-        str | None,
-        typer.Option(
-            help='"auto", the name of a library tree, a tree file on this machine (.json), or '
-            '\'{"size": n, "depth": d}\'. Not given: each replica chooses one for its GPU type.'
-        ),
-    ] = None,
+    tree: TreeOption = None,
     served_name: Annotated[
         str | None, typer.Option(help="Model name in requests; the target's if not given.")
     ] = None,
@@ -95,10 +84,7 @@ def main(
         engine_kwargs={
             "tensor_parallel_size": tensor_parallel_size,
             **json.loads(engine_options),
-            "speculative_config": {
-                **speculative_config(draft_model, tree),
-                **json.loads(speculative_options),
-            },
+            "speculative_config": speculative_config(draft_model, tree, speculative_options),
         },
         **placement(device, cpus_per_rank, tensor_parallel_size),
     )

@@ -14,7 +14,7 @@ from benchmarks.gpu.item_run import LOG, run_item
 from benchmarks.gpu.items import ITEMS, MACHINE, Item, chosen_items, in_order
 from benchmarks.gpu.results import FILE, GpuRunError, Results
 from benchmarks.gpu.table import lines_of
-from sequoia_vllm.measuring.interrupts import exit_code, processes_end_here
+from sequoia_vllm.measuring.interrupts import exit_code
 
 WRONG, CANNOT = 1, 2  # exit codes
 _CHECKOUT = Path(__file__).parents[2]
@@ -41,8 +41,7 @@ def main(arguments: Sequence[str] | None = None, start_method: str = "spawn") ->
         else:
             items = chosen_items(given.items)
             seconds = 60 * given.minutes
-            with processes_end_here():
-                results = run_items(items, given.output, given.tiny, seconds, start_method)
+            results = run_items(items, given.output, given.tiny, seconds, start_method)
     except GpuRunError as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT

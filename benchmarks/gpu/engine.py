@@ -31,14 +31,10 @@ class Engine:
         self._random = random.Random(_SEED_OF_PROMPTS)
         self._count = 0
 
-    @property
-    def has_trees(self) -> bool:
-        """Whether it drafts."""
-        return self.vllm_config.speculative_config is not None
-
     def limit(self, drafts: int) -> None:
-        """Drafts at most so many tokens of each request from now on, and adapts no more."""
-        if self.has_trees:
+        """Drafts at most so many tokens of each request from now on, and adapts no more; plain
+        vLLM drafts none."""
+        if self.vllm_config.speculative_config is not None:
             self.llm.collective_rpc("sequoia_limit_drafts", args=(drafts,))
 
     def take_steps(self) -> list[dict[str, Any]]:

@@ -3,21 +3,20 @@
 import importlib
 import multiprocessing
 import os
-import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.gpu.items import Item, environment_of
 from benchmarks.gpu.results import FILE, Results, State
 from benchmarks.gpu.sizes import ON_A_GPU, TINY
+from sequoia_vllm.measuring.interrupts import processes_end_here
 
 LOG = "log.txt"
-_SECONDS_TO_END = 3.0
 
 
 class ItemRun:
@@ -29,7 +28,8 @@ class ItemRun:
         self.sizes = TINY if tiny else ON_A_GPU
         self.name = name
         self._results = Results(folder / FILE)
-        self._log_start = self._log_size()
+        log = folder / LOG
+        self._log_start = log.stat().st_size if log.exists() else 0
         self.has_failed = False
 
     def measure(self, part: str, measure: Callable[[], dict[str, Any]]) -> None:
@@ -67,10 +67,6 @@ class ItemRun:
             file.seek(self._log_start)
             return file.read().decode(errors="replace").splitlines()
 
-    def _log_size(self) -> int:
-        log = self.folder / LOG
-        return log.stat().st_size if log.exists() else 0
-
 
 def run_item(item: Item, folder: Path, tiny: bool, seconds: float, start_method: str) -> State:
     """Runs an item in a process of its own, with all that it writes in the log.
@@ -80,24 +76,22 @@ def run_item(item: Item, folder: Path, tiny: bool, seconds: float, start_method:
     """
     context: Any = multiprocessing.get_context(start_method)
     process = context.Process(target=_main, args=(item, folder, tiny), name=item.name)
-    before = dict(os.environ)
-    os.environ.update(environment_of(item, folder))  # a new interpreter reads it as it starts
     try:
-        process.start()
+        with processes_end_here():
+            with patch.dict(os.environ, environment_of(item, folder)):
+                process.start()  # a new interpreter reads it as it starts
+            process.join(seconds)
+            if process.is_alive():
+                return "timeout"
+            return {0: "done", 1: "failed"}.get(process.exitcode, "ended")  # type: ignore[return-value]
     finally:
-        os.environ.clear()
-        os.environ.update(before)
-    try:
-        process.join(seconds)
-        if process.is_alive():
-            return "timeout"
-        return {0: "done", 1: "failed"}.get(process.exitcode, "ended")  # type: ignore[return-value]
-    finally:
-        _end(process)
+        if process.is_alive():  # where psutil is missing, which finds the others: a bare machine
+            process.kill()
+            process.join()
 
 
 def _main(item: Item, folder: Path, tiny: bool) -> None:
-    """The process: a session of its own, so that it ends with all of its children."""
+    """The process, in a session of its own: Ctrl-C comes to the command alone, which ends it."""
     os.setsid()
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -113,27 +107,3 @@ def _main(item: Item, folder: Path, tiny: bool) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(int(run.has_failed))
-
-
-def _end(process: Any) -> None:
-    """Ends the process and its children, whatever they do."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + _SECONDS_TO_END
-        try:
-            os.killpg(process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            break
-        process.join(_SECONDS_TO_END)
-        while _is_there(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    if process.is_alive():  # it had no session of its own yet
-        process.kill()
-    process.join()
-
-
-def _is_there(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True

@@ -12,29 +12,19 @@ from benchmarks.gpu.results import GpuRunError, Results
 
 @dataclass(frozen=True)
 class Item:
-    """One measurement, which runs in a process of its own.
-
-    Attributes:
-        measure: Function that measures it, ``module:function``, called with an `ItemRun` and
-            ``options``.
-        minutes: What it takes on an H100; all but the first engine's are estimates. It is ended
-            after twice as long.
-        options: More arguments of the function.
-        environment: Variables that its process begins with.
-        needs_vllm: False: torch and Triton are enough.
-        needs_gpus: It uses so many at once.
-        is_tiny: False: tiny runs leave it out, as another one runs the same code.
-    """
+    """One measurement, which runs in a process of its own."""
 
     name: str
     what: str
-    measure: str
+    measure: str  # ``module:function``, called with an `ItemRun` and ``options``
+    # What it takes on an H100; all but the first engine's are estimates. It is ended after twice
+    # as long.
     minutes: float
     options: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    needs_vllm: bool = True
-    needs_gpus: int = 1
-    is_tiny: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)  # that its process begins with
+    needs_vllm: bool = True  # False: torch and Triton are enough
+    needs_gpus: int = 1  # at once
+    is_tiny: bool = True  # False: tiny runs leave it out, as another one runs the same code
 
     def reason_to_skip(self, tiny: bool) -> str:
         """Why it cannot run here; "" if it can."""

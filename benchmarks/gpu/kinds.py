@@ -8,24 +8,30 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+
+import torch
 
 from benchmarks import DRAFT, TARGET
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.hardware import context_rule
 from sequoia_vllm.hardware.context_rule import ContextRule
 
 TOKENS = 32
+# With graphs, unlike the tests' engines.
+_OPTIONS = {
+    "enforce_eager": False, "max_model_len": 256, "max_num_seqs": 4, "gpu_memory_utilization": 0.02,
+    "kv_cache_memory_bytes": 256 << 20,
+}  # fmt: skip
 _MODELS = Path(TARGET).parent
 Saved = tuple[str, dict[str, Any], dict[str, Any]]
 """The target, keys of ``speculative_config``, arguments of `vllm.LLM`."""
 
 
-def _embedded(dtype: str, **keys: Any) -> Callable[[Path], Saved]:
+def _embedded(dtype: str, cache: str = "auto", **keys: Any) -> Callable[[Path], Saved]:
     keys = keys or {"model": DRAFT}
-    return lambda folder: (TARGET, keys, {"dtype": dtype})
+    return lambda folder: (TARGET, keys, {"dtype": dtype, "kv_cache_dtype": cache})
 
 
 def _architecture(name: str, dtype: str) -> Callable[[Path], Saved]:
@@ -52,10 +58,6 @@ def _hybrid(**keys: Any) -> Callable[[Path], Saved]:
     return save
 
 
-def _fp8(folder: Path) -> Saved:
-    return TARGET, {"model": DRAFT}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
-
-
 def _images(name: str) -> Callable[[Path], Saved]:
     def save(folder: Path) -> Saved:
         from tests.support.multimodal import save_multimodal
@@ -70,12 +72,12 @@ def _images(name: str) -> Callable[[Path], Saved]:
 KINDS: dict[str, Callable[[Path], Saved]] = {
     "draft-float32": _embedded("float32"),
     "draft": _embedded("bfloat16"),
-    "flash": _embedded("bfloat16", model=DRAFT),
+    "flash": _embedded("bfloat16"),
     "lookup-float32": _embedded("float32", drafter="lookup"),
     "lookup": _embedded("bfloat16", drafter="lookup"),
     "eagle3": _embedded("bfloat16", model=str(_MODELS / "eagle3")),
     "dflash": _embedded("bfloat16", model=str(_MODELS / "dflash")),
-    "fp8-cache": _fp8,
+    "fp8-cache": _embedded("bfloat16", "fp8"),
     "gemma4-float32": _architecture("gemma4", "float32"),
     "gemma4": _architecture("gemma4", "bfloat16"),
     "gemma2": _architecture("gemma2", "bfloat16"),
@@ -89,21 +91,30 @@ KINDS: dict[str, Callable[[Path], Saved]] = {
 
 def compare_kind(kind: str, folder: Path) -> dict[str, Any]:
     """Greedy and seeded answers of trees and of plain vLLM."""
+    from tests.support.engines import noting, running
+    from tests.support.generating import random_prompts
+
     target, keys, options = KINDS[kind](folder)
-    image = options.pop("image", None)
-    requests = _image_requests(image) if image else _text_requests()
+    if image := options.pop("image", None):
+        from tests.support.multimodal import IMAGE, requests_with_images
+
+        requests = requests_with_images(IMAGE[image])
+    else:
+        requests = random_prompts([5, 60, 9, 20], 64)  # of ids that every tiny vocabulary has
     tree = {"tree": {"size": 16, "depth": 4}, "adapt": False}
+    options = {"model": target, **_OPTIONS, **options}
     begun = time.monotonic()
     rule = ContextRule(0, 0) if kind == "flash" else None
     with (
-        patch.object(context_rule, "usual_rule", lambda _on_cpu: rule),
-        _running(target, {"method": "sequoia", **tree, **keys}, options) as (llm, replays),
+        patched(context_rule, "usual_rule", lambda _on_cpu: rule),
+        noting(torch.cuda.CUDAGraph, "replay", id) as replays,
+        running({"method": "sequoia", **tree, **keys}, **options) as llm,
     ):
         found: dict[str, Any] = {"start_s": round(time.monotonic() - begun, 1)}
         replays.clear()
         ours = _all_answers(llm, requests)
         found |= {"replays": len(replays), **_counts(llm)}
-    with _running(target, None, options) as (llm, _):
+    with running(None, **options) as llm:
         plain = _all_answers(llm, requests)
         for how, answers in plain.items():
             found[how] = [a == b for a, b in zip(ours[how], answers, strict=True)]
@@ -115,38 +126,23 @@ def compare_kind(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def _all_answers(llm: Any, requests: list[Any]) -> dict[str, list[list[int]]]:
+    from vllm import SamplingParams
+
+    from tests.support.engines import generated
+
+    common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    greedy = SamplingParams(temperature=0, **common)
     return {
-        "greedy": _answers(llm, requests, temperature=0),
-        "seeded": _answers(llm, requests, temperature=0.8, seed=3),
-        "alone": _answers(llm, requests[:1], temperature=0),
+        "greedy": generated(llm, requests, greedy),
+        "seeded": generated(llm, requests, SamplingParams(temperature=0.8, seed=3, **common)),
+        "alone": generated(llm, requests[:1], greedy),
     }
 
 
-def _text_requests() -> list[Any]:
-    from tests.support.generating import random_prompts
-
-    # Token ids that every tiny vocabulary has.
-    return random_prompts([5, 60, 9, 20], 64)
-
-
-def _image_requests(name: str) -> list[Any]:
-    from tests.support.multimodal import IMAGE, requests_with_images
-
-    return requests_with_images(IMAGE[name])
-
-
-def _answers(llm: Any, requests: list[Any], **how: Any) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, **how)
-    outputs = llm.generate(requests, params, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in outputs]
-
-
 def _counts(llm: Any) -> dict[str, float]:
-    names = ("drafts", "draft_tokens", "accepted_tokens")
-    values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    trees, drafted, accepted = (values[f"vllm:spec_decode_num_{name}"] for name in names)
+    from tests.support.generating import SPEC_DECODE, speculated
+
+    trees, drafted, accepted = (speculated(llm)[name] for name in SPEC_DECODE)
     return {"trees": trees, "drafted": drafted, "tokens_per_tree": 1 + accepted / max(1, trees)}
 
 
@@ -161,35 +157,6 @@ def _gaps(llm: Any, request: dict[str, list[int]], answer: list[int]) -> list[fl
         round(max(one.logprob for one in entry.values()) - entry[token].logprob, 4)
         for token, entry in zip(answer, output.prompt_logprobs[len(prompt) :], strict=True)
     ]
-
-
-@contextmanager
-def _running(target: str, speculative: dict[str, Any] | None, options: dict[str, Any]) -> Any:
-    """An engine with graphs, and a list that grows with every replay of one."""
-    import torch
-    from vllm import LLM
-
-    replays: list[int] = []
-    original = torch.cuda.CUDAGraph.replay
-
-    def replay(self: Any) -> None:
-        replays.append(1)
-        original(self)
-
-    room = {"max_model_len": 256, "max_num_seqs": 4, "gpu_memory_utilization": 0.02}
-    with patch.object(torch.cuda.CUDAGraph, "replay", replay):
-        llm = LLM(
-            target, speculative_config=speculative, disable_log_stats=False, seed=0,
-            kv_cache_memory_bytes=256 << 20, **{**room, **options},
-        )  # fmt: skip
-        try:
-            yield llm, replays
-        finally:
-            from vllm.distributed import cleanup_dist_env_and_memory
-
-            llm.llm_engine.engine_core.shutdown()
-            del llm
-            cleanup_dist_env_and_memory()
 
 
 if __name__ == "__main__":

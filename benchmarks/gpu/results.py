@@ -20,20 +20,15 @@ class GpuRunError(Exception):
 
 @dataclass
 class ItemResults:
-    """What is known of one item.
+    """What is known of one item."""
 
-    Attributes:
-        parts: Values of each part that was measured, by its name; "start" is the engine's start.
-        state: How its last run ended; None: it did not, or never began.
-        skipped: Why it cannot run here; "" if it can.
-    """
-
+    # Values of each part that was measured, by its name; "start" is the engine's start.
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     has_begun: bool = False
-    state: State | None = None
+    state: State | None = None  # how its last run ended; None: it did not, or never began
     seconds: float = 0.0
-    skipped: str = ""
+    skipped: str = ""  # why it cannot run here; "" if it can
 
 
 class Results:

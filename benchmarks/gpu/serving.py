@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.gpu.engine import Engine, sampling, started
 from benchmarks.gpu.item_run import ItemRun
-from benchmarks.gpu.step_parts import Record, rounded, times_of
+from benchmarks.gpu.step_parts import Record, times_of
 
 _EDITS = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {7: 1.0}}
 _SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -99,7 +99,7 @@ def serve_arrivals(engine: Engine, rate: float) -> dict[str, Any]:
 def _times(records: list[Record], is_wanted: Callable[[Record], bool]) -> dict[str, float] | None:
     """Times of the steps that are wanted; None: there are none."""
     try:
-        return rounded(times_of(records, is_wanted))
+        return times_of(records, is_wanted)
     except ValueError:
         return None
 

@@ -5,43 +5,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of all measurements on engines.
-
-    Attributes:
-        beside: Decoders beside which prompts are read.
-        some_drafts: Drafts in mixed steps, while kernels are recorded, and while requests arrive.
-        contexts: Prompts' lengths where contexts are compared, ascending.
-        most_context_tokens: Of a batch, where contexts are compared.
-        context: Prompts' length otherwise, where whole steps are timed.
-        prompt: Prompts' length where others decode meanwhile.
-        tokens: Of each completion, where whole steps are timed.
-        rounds: Times that is done; the last one counts.
-        outputs: Steps of each other measurement.
-        turns: Changes of the number of drafts, with ``outputs / turns`` steps each.
-        arriving: Seconds in which requests arrive.
-        arriving_tokens: Tokens of each of them.
-        watched: Batches of requests of all kinds, for vLLM's monitors.
-        longest: Tokens of a request there, at most.
-    """
+    """Sizes of all measurements on engines."""
 
     batches: tuple[int, ...] = (1, 8, 32, 64)
     drafts: tuple[int, ...] = (0, 3, 15, 59)
-    beside: int = 8
+    beside: int = 8  # decoders beside which prompts are read
+    # Drafts in mixed steps, while kernels are recorded, and while requests arrive.
     some_drafts: tuple[int, ...] = (0, 15)
     changing: tuple[int, int] = (3, 15)
+    # Prompts' lengths where contexts are compared, ascending, and most tokens of a batch there.
     contexts: tuple[int, ...] = (128, 2048, 8192, 32768)
     most_context_tokens: int = 8 * 8192
-    context: int = 512
-    prompt: int = 128
-    tokens: int = 64
-    rounds: int = 2
-    outputs: int = 80
-    turns: int = 10
+    context: int = 512  # prompts' length otherwise, where whole steps are timed
+    prompt: int = 128  # prompts' length where others decode meanwhile
+    tokens: int = 64  # of each completion, where whole steps are timed
+    rounds: int = 2  # times that is done; the last one counts
+    outputs: int = 80  # steps of each other measurement
+    turns: int = 10  # changes of the number of drafts, with ``outputs / turns`` steps each
     rates: tuple[float, ...] = (8.0, 40.0)
-    arriving: float = 6.0
-    arriving_tokens: int = 64
-    watched: tuple[int, ...] = (1, 3, 8, 20)
-    longest: int = 2048
+    arriving: float = 6.0  # seconds in which requests arrive
+    arriving_tokens: int = 64  # tokens of each of them
+    watched: tuple[int, ...] = (1, 3, 8, 20)  # batches of all kinds, for vLLM's monitors
+    longest: int = 2048  # tokens of a request there, at most
 
     def tokens_for(self, steps: int) -> int:
         """Tokens of requests that do not end within so many steps, whatever is accepted."""

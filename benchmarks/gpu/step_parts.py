@@ -1,7 +1,6 @@
 """Medians of recorded steps, in milliseconds."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -11,33 +10,23 @@ PARTS = ("target", "sampling", "drafting")
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Medians of steps of one kind, milliseconds.
-
-    Attributes:
-        step_ms: From one step's start to the next one's, by the host's clock.
-        target_ms, sampling_ms, drafting_ms: Spans of the step on the device, see `PARTS`.
-    """
-
-    steps: int
-    step_ms: float
-    target_ms: float
-    sampling_ms: float
-    drafting_ms: float
-    gaps_ms: float
-    passes: int
-
-
 def times_of(
     records: Sequence[Record],
     is_wanted: Callable[[Record], bool],
     is_next_wanted: Callable[[Record], bool] | None = None,
-) -> StepTimes:
-    """Times of the steps that are wanted.
+) -> dict[str, float]:
+    """Medians of the steps that are wanted, milliseconds to a tenth of a microsecond.
 
     Args:
         is_next_wanted: What the step after it must be; None: any.
+
+    Returns:
+        "steps": how many; "step_ms": from one step's start to the next one's, by the host's clock;
+        "target_ms" and so on: spans of the step on the device, see `PARTS`; "gaps_ms": the rest;
+        "passes": the draft's.
+
+    Raises:
+        ValueError: No step is wanted.
     """
     found = [
         (record, following["start"] - record["start"])
@@ -47,12 +36,13 @@ def times_of(
     if not found:
         raise ValueError(f"none of {len(records)} steps is of the kind wanted: {_kinds(records)}")
     step = 1e3 * median(seconds for _, seconds in found)
-    target, sampling, drafting = (
-        1e3 * median(record[part] for record, _ in found) for part in PARTS
-    )
-    passes = int(median(len(record["passes"]) for record, _ in found))
-    gaps = step - target - sampling - drafting
-    return StepTimes(len(found), step, target, sampling, drafting, gaps, passes)
+    parts = {f"{part}_ms": 1e3 * median(record[part] for record, _ in found) for part in PARTS}
+    times = {"step_ms": step, **parts, "gaps_ms": step - sum(parts.values())}
+    return {
+        "steps": len(found),
+        **{name: round(value, 4) for name, value in times.items()},
+        "passes": int(median(len(record["passes"]) for record, _ in found)),
+    }
 
 
 def steady(batch: int, size: int) -> Callable[[Record], bool]:
@@ -63,11 +53,6 @@ def steady(batch: int, size: int) -> Callable[[Record], bool]:
         return bool(record["decoding"]) and found == (batch, size, size)
 
     return is_wanted
-
-
-def rounded(times: StepTimes) -> dict[str, float]:
-    """The times as they are written: to a tenth of a microsecond."""
-    return {name: round(value, 4) for name, value in asdict(times).items()}
 
 
 def compact(records: Iterable[Record]) -> list[Record]:

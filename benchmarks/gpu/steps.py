@@ -1,13 +1,13 @@
 """Step times inside one engine: by batch and drafts, with prompts, after changes, by kernels."""
 
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from benchmarks.gpu.engine import Engine, sampling, started
 from benchmarks.gpu.item_run import ItemRun
 from benchmarks.gpu.serving import measure_arrivals
-from benchmarks.gpu.step_parts import compact, rounded, steady, times_of
+from benchmarks.gpu.step_parts import compact, steady, times_of
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.hardware import context_rule
 from sequoia_vllm.hardware.context_rule import ContextRule
@@ -51,10 +51,9 @@ def time_trees(run: ItemRun, pair: str, ranks: str = "1", **keys: str) -> None:
     speculative = speculation(sizes.batches, sizes.drafts, **keys)
     with started(run, pair, speculative, **options) as engine:
         run.record("trees", published_trees(engine, sizes.drafts))
-        for batch in sizes.batches:
-            for number in sizes.drafts:
-                work = partial(time_steps, engine, batch, number, sizes.context)
-                run.measure(f"batch {batch}, {number} drafts", work)
+        for batch, number in product(sizes.batches, sizes.drafts):
+            work = partial(time_steps, engine, batch, number, sizes.context)
+            run.measure(f"batch {batch}, {number} drafts", work)
         for number in sizes.some_drafts:
             run.measure(f"prompts, {number} drafts", partial(time_mixed, engine, number))
         run.measure("changes", partial(time_changes, engine))
@@ -86,12 +85,10 @@ def time_contexts(run: ItemRun, pair: str, kernel: str) -> None:
             run, pair, speculative, head_positions=LONG_HEAD, max_num_seqs=batches[-1] + 1
         ) as engine,
     ):
-        for context in sizes.contexts:
-            for batch in batches:
-                for number in drafts:
-                    if batch * context <= sizes.most_context_tokens and number > 0:
-                        work = partial(time_steps, engine, batch, number, context)
-                        run.measure(f"batch {batch}, {number} drafts, context {context}", work)
+        for context, batch, number in product(sizes.contexts, batches, drafts):
+            if batch * context <= sizes.most_context_tokens and number > 0:
+                work = partial(time_steps, engine, batch, number, context)
+                run.measure(f"batch {batch}, {number} drafts, context {context}", work)
 
 
 def published_trees(engine: Engine, drafts: tuple[int, ...]) -> dict[str, Any]:
@@ -124,7 +121,7 @@ def time_steps(engine: Engine, batch: int, drafts: int, context: int) -> dict[st
         "batch": batch,
         "drafts": drafts,
         "context": context + tokens // 2,
-        **rounded(times_of(records, is_steady, is_steady)),
+        **times_of(records, is_steady, is_steady),
         "records": compact(records),
     }
 
@@ -134,20 +131,16 @@ def time_mixed(engine: Engine, drafts: int) -> dict[str, Any]:
     engine.limit(drafts)
     sizes = engine.sizes
     batch, length = sizes.beside, sizes.prompt
-    requests = _decoders(engine, batch, sizes.outputs + _WARM_UP)
-    for _ in range(_WARM_UP):
-        engine.step()
-    engine.take_steps()
+    requests = _decoders(engine, batch, sizes.outputs)
     for number in range(sizes.outputs):
         engine.step()
         if number % 2:
             requests.append(engine.add(engine.prompt(length), sampling(1)))
     records = _ended(engine, requests)
-    decoding = times_of(records, steady(batch, drafts + 1))
-    mixed = times_of(records, lambda r: not r["decoding"] and r["requests"] > batch)
     return {
         "batch": batch, "drafts": drafts, "prompt": length,
-        "decoding": rounded(decoding), "mixed": rounded(mixed),
+        "decoding": times_of(records, steady(batch, drafts + 1)),
+        "mixed": times_of(records, lambda r: not r["decoding"] and r["requests"] > batch),
     }  # fmt: skip
 
 
@@ -155,11 +148,8 @@ def time_changes(engine: Engine) -> dict[str, Any]:
     """Steps right after the number of drafts changed, and all others with that number."""
     sizes = engine.sizes
     batch = sizes.beside
-    requests = _decoders(engine, batch, sizes.outputs + _WARM_UP)
     engine.limit(sizes.changing[0])
-    for _ in range(_WARM_UP):
-        engine.step()
-    engine.take_steps()
+    requests = _decoders(engine, batch, sizes.outputs)
     for turn in range(sizes.turns):
         engine.limit(sizes.changing[(turn + 1) % 2])
         for _ in range(sizes.outputs // sizes.turns):
@@ -170,9 +160,7 @@ def time_changes(engine: Engine) -> dict[str, Any]:
     for number in sizes.changing:
         is_steady = steady(batch, number + 1)
         found[f"{number} drafts"] = {
-            kind: rounded(
-                times_of(records, lambda r: is_steady(r) and (id(r) in changed) == after)  # noqa: B023
-            )
+            kind: times_of(records, lambda r: is_steady(r) and (id(r) in changed) == after)  # noqa: B023
             for kind, after in (("after a change", True), ("else", False))
         }
     return found
@@ -182,9 +170,7 @@ def time_kernels(engine: Engine, drafts: int) -> dict[str, Any]:
     """What the device's kernels take of one request's step: the rest of it the device waits."""
     engine.limit(drafts)
     outputs = engine.sizes.outputs // 4
-    requests = _decoders(engine, 1, outputs + _WARM_UP)
-    for _ in range(_WARM_UP):
-        engine.step()
+    requests = _decoders(engine, 1, outputs)
     engine.llm.collective_rpc("gpu_start_profiler")
     for _ in range(outputs):
         engine.step()
@@ -200,9 +186,14 @@ def time_kernels(engine: Engine, drafts: int) -> dict[str, Any]:
 
 
 def _decoders(engine: Engine, batch: int, steps: int) -> list[str]:
-    """Adds requests that run for at least so many steps."""
-    params = sampling(engine.sizes.tokens_for(steps))
-    return [engine.add(engine.prompt(engine.sizes.prompt), params) for _ in range(batch)]
+    """Adds requests that run for at least so many steps from now on: they are warm, and the steps
+    up to here are dropped."""
+    params = sampling(engine.sizes.tokens_for(_WARM_UP + steps))
+    requests = [engine.add(engine.prompt(engine.sizes.prompt), params) for _ in range(batch)]
+    for _ in range(_WARM_UP):
+        engine.step()
+    engine.take_steps()
+    return requests
 
 
 def _ended(engine: Engine, requests: list[str]) -> list[dict[str, Any]]:

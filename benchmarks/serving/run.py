@@ -45,7 +45,7 @@ class Run:
                 preloaded=[Path(library).name for library in preloaded if library],
             )
             _write(file, {"settings": settings, "provenance": stated})
-        self.kept = _read(file)
+        self.kept = read_json(file, "result", ServingError)
         self.settings = self.kept["settings"]
         if settings not in (None, self.settings):
             raise ServingError(f"{folder} has results with other settings: give another --output")
@@ -66,7 +66,7 @@ class Run:
         """Reads all results, by title of the load and name of the variant."""
         found = {
             (load.title, name): {
-                int(file.stem.split("-")[1]): _read(file)["bench"]
+                int(file.stem.split("-")[1]): read_json(file, "result", ServingError)["bench"]
                 for file in sorted(self.folder.glob(f"{name}-*-{load.key}.json"))
             }
             for load in self.loads
@@ -125,10 +125,6 @@ class Run:
 
     def _file(self, name: str, number: int, load: Load) -> Path:
         return self.folder / f"{name}-{number}-{load.key}.json"
-
-
-def _read(file: Path) -> Any:
-    return read_json(file, "result", ServingError)
 
 
 def _write(file: Path, data: Mapping[str, Any]) -> None:

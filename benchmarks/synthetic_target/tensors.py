@@ -68,11 +68,14 @@ class Growth:
         if tensor.dim() == 1:
             return torch.cat([tensor, tensor.new_zeros(size[0] - len(tensor))])
         rows = self.random((size[0] - len(tensor), tensor.shape[1]), tensor.dtype)
-        first = torch.cat([tensor, rows])
-        pairs = (self.times - 1) // 2
-        read = self.random((size[0], tensor.shape[1] * pairs), tensor.dtype)
-        rest = tensor.new_zeros(size[0], tensor.shape[1] * ((self.times - 1) % 2))
-        return torch.cat([first, read, -read, rest], dim=1)
+        return self.reading_first(torch.cat([tensor, rows]))
+
+    def reading_first(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A matrix with columns for all copies of what it reads; the first alone counts."""
+        rows, columns = matrix.shape
+        pairs, odd = divmod(self.times - 1, 2)
+        read = self.random((rows, columns * pairs), matrix.dtype)
+        return torch.cat([matrix, read, -read, matrix.new_zeros(rows, columns * odd)], dim=1)
 
     def added(self, part: str, own: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of an added layer, which adds nothing to the residual stream."""

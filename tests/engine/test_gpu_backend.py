@@ -147,7 +147,7 @@ def test_a_head_whose_weights_are_made_up_keeps_its_own_output_layer():
     from vllm.config import LoadConfig
     from vllm.v1.worker.gpu.spec_decode.eagle.utils import _should_share
 
-    from benchmarks.gpu.made_up_weights import MadeUpWeights
+    from benchmarks.gpu.worker import MadeUpWeights
 
     target, other = nn.Linear(4, 96), nn.Linear(4, 96)
     head = nn.Module()

@@ -10,8 +10,8 @@ import torch
 import benchmarks.gpu.rival.__main__ as rival
 from benchmarks.gpu.results import GpuRunError
 from benchmarks.gpu.rival import comparison
+from benchmarks.gpu.rival.comparison import RemoteEngine
 from benchmarks.gpu.rival.head import write_grown_head
-from benchmarks.gpu.rival.side_by_side import RemoteEngine
 from benchmarks.synthetic_target import write_synthetic_target
 from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.methods import BenchError, chain, plain

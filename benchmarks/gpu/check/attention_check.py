@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.check.paged import PagedCache
 from benchmarks.gpu.check.stage import KernelRun
-from benchmarks.gpu.check.timing import copy_bytes_per_second
+from benchmarks.gpu.check.tree_batch import PagedCache
 from sequoia_vllm.kernels.node_masks import NodeMask
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 from tests.oracles.attention import random_ancestors, tree_attention_reference
@@ -70,26 +69,33 @@ class Case:
             f"nodes {list(self.sizes)} from {self.first_node}{''.join(more)}"
         )
 
+    @property
+    def timed_name(self) -> str:
+        """For the report of times, where all requests are alike."""
+        return (
+            f"time of tree attention {self.heads.shape}, {short(self.cache_dtype)} cache, batch "
+            f"{len(self.sizes)}, context {self.contexts[0]}, {self.sizes[0]} nodes"
+        )
+
+    @property
+    def bytes_read(self) -> int:
+        """Keys and values of all positions, once."""
+        positions, heads = sum(self.contexts) + sum(self.sizes), self.heads
+        return positions * heads.kv_heads * 2 * heads.head_size * self.cache_dtype.itemsize
+
 
 def short(dtype: torch.dtype) -> str:
     """A dtype's name."""
     return str(dtype).removeprefix("torch.")
 
 
-def some_ancestors(nodes: int) -> Tensor:
-    """bool ``[nodes, nodes]`` of a tree whose nodes have earlier parents: always the same."""
-    return random_ancestors(nodes, torch.Generator().manual_seed(0))
-
-
 def check_attention(run: KernelRun) -> None:
     """All cases, each with fresh random inputs; unused cache is NaN."""
     for case in _cases(run):
         with run.attempt(case.name):
-            run.check(case.name, _worst_row(run, case), _limit(case.dtype))
-
-
-def _limit(dtype: torch.dtype) -> float:
-    return _FLOAT32_ERROR if dtype == torch.float32 else _ROW_ERROR * torch.finfo(dtype).eps
+            epsilon = torch.finfo(case.dtype).eps
+            limit = _FLOAT32_ERROR if case.dtype == torch.float32 else _ROW_ERROR * epsilon
+            run.check(case.name, _worst_row(run, case), limit)
 
 
 def _cases(run: KernelRun) -> list[Case]:
@@ -134,152 +140,113 @@ def _has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
+class _Inputs:
+    """A case's queries, trees, and a cache of some layers; the same each time.
+
+    Attributes:
+        ends: Positions of each request that are read; the cache has ``spare`` more.
+    """
+
+    def __init__(self, run: KernelRun, case: Case, layers: int = 1, spare: int = 0) -> None:
+        device, heads = run.machine.device, case.heads
+        generator = torch.Generator(device).manual_seed(sum(case.sizes) + sum(case.contexts))
+        self._case = case
+        self.ends = [
+            context + case.first_node + size if size else 0
+            for context, size in zip(case.contexts, case.sizes, strict=True)
+        ]
+        self.cache = PagedCache(
+            layers, len(self.ends), max(self.ends) + spare, heads.kv_heads, heads.head_size,
+            case.cache_dtype, generator,
+        )  # fmt: skip
+        self.starts = [0, *accumulate(case.sizes)]
+        shape = (self.starts[-1], heads.heads, heads.head_size)
+        self.query = torch.empty(shape, dtype=case.dtype, device=device)
+        self.query.normal_(generator=generator)
+        self.output = torch.full_like(self.query, float("nan"))
+        self.sinks = None
+        if case.has_sinks:
+            self.sinks = torch.empty(heads.heads, dtype=case.dtype, device=device)
+            self.sinks.normal_(0, 3, generator=generator)
+        nodes = case.first_node + max(case.sizes)
+        ancestors = random_ancestors(nodes, torch.Generator().manual_seed(0))
+        self.ancestors = ancestors.to(device)
+        contexts, starts = (
+            torch.tensor(each, dtype=torch.int32, device=device)
+            for each in (case.contexts, self.starts)
+        )
+        self._mask = NodeMask.of(self.ancestors, case.window)
+        self._tree = SimpleNamespace(
+            request_slots=torch.arange(len(contexts), device=device), context_lens=contexts,
+            query_start_loc=starts, first=case.first_node, width=max(case.sizes), max_slots=None,
+            max_keys=self.cache.positions, block_table=self.cache.block_table,
+            workspace=TreeAttentionWorkspace(heads.head_size, device),
+        )  # fmt: skip
+
+    def attend(
+        self, layer: int, key_scale: float | Tensor = 1.0, value_scale: float | Tensor = 1.0
+    ) -> None:
+        """Writes the output of one layer's attention."""
+        keys, values = self.cache.keys_and_values(layer)
+        tree_attention(
+            self.query, keys, values, self._tree, self._mask,
+            scale=self._case.heads.head_size**-0.5, key_scale=key_scale, value_scale=value_scale,
+            output=self.output, soft_cap=self._case.soft_cap, sinks=self.sinks,
+        )  # fmt: skip
+
+
 def _worst_row(run: KernelRun, case: Case) -> float:
     """The largest error of a row of one head, over the row's norm."""
-    device, heads = run.machine.device, case.heads
-    generator = torch.Generator(device).manual_seed(sum(case.sizes) + sum(case.contexts))
-    ends = [
-        context + case.first_node + size if size else 0
-        for context, size in zip(case.contexts, case.sizes, strict=True)
-    ]
-    cache = PagedCache(
-        1, len(ends), max(ends) + 40, heads.kv_heads, heads.head_size, case.cache_dtype, generator
-    )
-    cache.poison(ends)
-    starts = [0, *torch.tensor(case.sizes).cumsum(0).tolist()]
-    shape = (starts[-1], heads.heads, heads.head_size)
-    query = torch.empty(shape, dtype=case.dtype, device=device).normal_(generator=generator)
-    ancestors = some_ancestors(case.first_node + max(case.sizes)).to(device)
-    quantized = case.cache_dtype == _FP8
-    scales = _FP8_SCALES if quantized else (1.0, 1.0)
-    keys, values = cache.keys_and_values(0)
-    output = torch.full_like(query, float("nan"))
-    contexts, query_start_loc = (
-        torch.tensor(each, dtype=torch.int32, device=device) for each in (case.contexts, starts)
-    )
-    scale = heads.head_size**-0.5
-    sinks = None
-    if case.has_sinks:
-        sinks = torch.empty(heads.heads, dtype=case.dtype, device=device)
-        sinks.normal_(0, 3, generator=generator)
-    tree_attention(
-        query, keys, values,
-        _tree(cache, heads.head_size, contexts, query_start_loc, len(ancestors), case.first_node),
-        NodeMask.of(ancestors, case.window),
-        scale=scale,
-        key_scale=torch.tensor(scales[0], device=device),
-        value_scale=torch.tensor(scales[1], device=device),
-        output=output,
-        soft_cap=case.soft_cap,
-        sinks=sinks,
-    )  # fmt: skip
+    inputs = _Inputs(run, case, spare=40)
+    inputs.cache.poison(inputs.ends)
+    scales = _FP8_SCALES if case.cache_dtype == _FP8 else (1.0, 1.0)
+    inputs.attend(0, *(torch.tensor(scale, device=run.machine.device) for scale in scales))
     expected = tree_attention_reference(
-        query, keys, values, cache.block_table, case.contexts, starts, ancestors,
-        case.first_node, scale, *scales, window=case.window, soft_cap=case.soft_cap, sinks=sinks,
+        inputs.query, *inputs.cache.keys_and_values(0), inputs.cache.block_table, case.contexts,
+        inputs.starts, inputs.ancestors, case.first_node, case.heads.head_size**-0.5, *scales,
+        window=case.window, soft_cap=case.soft_cap, sinks=inputs.sinks,
     )  # fmt: skip
-    return float(((output.float() - expected).norm(dim=2) / expected.norm(dim=2)).max())
-
-
-def _tree(
-    cache: PagedCache, head_size: int, contexts: Tensor, starts: Tensor, nodes: int, first: int = 0
-) -> SimpleNamespace:
-    """What `tree_attention` needs of trees with so many nodes."""
-    return SimpleNamespace(
-        request_slots=torch.arange(len(contexts), device=contexts.device), context_lens=contexts,
-        query_start_loc=starts, first=first, width=nodes - first, max_slots=None,
-        max_keys=cache.positions,
-        block_table=cache.block_table, workspace=TreeAttentionWorkspace(head_size, contexts.device),
-    )  # fmt: skip
+    return float(((inputs.output.float() - expected).norm(dim=2) / expected.norm(dim=2)).max())
 
 
 # -- times --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TimedShape:
-    """What is timed."""
-
-    heads: Heads
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-    batch_size: int
-    context_length: int
-    nodes: int
-
-    @property
-    def bytes_read(self) -> int:
-        """Keys and values of all positions, once."""
-        positions = self.batch_size * (self.context_length + self.nodes)
-        return (
-            positions * self.heads.kv_heads * 2 * self.heads.head_size * self.cache_dtype.itemsize
-        )
-
-    @property
-    def name(self) -> str:
-        """For the report."""
-        return (
-            f"time of tree attention {self.heads.shape}, {short(self.cache_dtype)} cache, batch "
-            f"{self.batch_size}, context {self.context_length}, {self.nodes} nodes"
-        )
-
-
 def time_attention(run: KernelRun) -> None:
-    """Times all shapes that fit the memory, beside the time in which a copy moves their bytes."""
-    copy_rate = copy_bytes_per_second(run.machine, run.timer)
-    for shape in _timed_shapes(run):
-        if 2.5 * shape.bytes_read <= run.machine.free_bytes:
-            with run.attempt(shape.name):
-                _time_shape(run, shape, copy_rate)
+    """Times all cases that fit the memory, beside the time in which a copy moves their bytes."""
+    copy_rate = run.copy_bytes_per_second()
+    for case in _timed_cases(run):
+        if 2.5 * case.bytes_read <= run.machine.free_bytes:
+            with run.attempt(case.timed_name):
+                _time_case(run, case, copy_rate)
 
 
-def _timed_shapes(run: KernelRun) -> list[TimedShape]:
+def _timed_cases(run: KernelRun) -> list[Case]:
+    def case(
+        heads: Heads, dtype: torch.dtype, cache: torch.dtype, batch: int, context: int, nodes: int
+    ) -> Case:
+        return Case(heads, dtype, cache, (context,) * batch, (nodes,) * batch)
+
     if run.tiny:
-        return [TimedShape(TINY, torch.float32, torch.float32, 2, 40, 5)]
+        return [case(TINY, torch.float32, torch.float32, 2, 40, 5)]
     shapes = (LLAMA_2_7B, LLAMA_3_8B)
     bf16 = torch.bfloat16
     timed = [
-        TimedShape(heads, bf16, bf16, batch, context, nodes)
+        case(heads, bf16, bf16, batch, context, nodes)
         for heads, batch in product(shapes, (1, 8))
         for context, nodes in product((512, 2048, 8192, 32768), (16, 64, 256, 768))
     ]
     if _has_fp8():
         timed += [
-            TimedShape(heads, bf16, _FP8, batch, 8192, 64)
-            for heads, batch in product(shapes, (1, 8))
+            case(heads, bf16, _FP8, batch, 8192, 64) for heads, batch in product(shapes, (1, 8))
         ]
     return timed
 
 
-def _time_shape(run: KernelRun, shape: TimedShape, copy_rate: float) -> None:
-    device, heads = run.machine.device, shape.heads
-    generator = torch.Generator(device).manual_seed(1)
-    positions = shape.context_length + shape.nodes
-    fitting = max(1, int(0.4 * run.machine.free_bytes / shape.bytes_read))
-    layers = min(fitting, _MOST_LAYERS, max(2, -(-_ROTATED_BYTES // shape.bytes_read)))
+def _time_case(run: KernelRun, case: Case, copy_rate: float) -> None:
+    fitting = max(1, int(0.4 * run.machine.free_bytes / case.bytes_read))
+    layers = min(fitting, _MOST_LAYERS, max(2, -(-_ROTATED_BYTES // case.bytes_read)))
     layers = 2 if run.tiny else layers
-    cache = PagedCache(
-        layers, shape.batch_size, positions, heads.kv_heads, heads.head_size,
-        shape.cache_dtype, generator,
-    )  # fmt: skip
-    rows = shape.batch_size * shape.nodes
-    query = torch.empty(
-        rows, heads.heads, heads.head_size, dtype=shape.dtype, device=device
-    ).normal_(generator=generator)
-    output = torch.empty_like(query)
-    context_lens = torch.full((shape.batch_size,), shape.context_length, dtype=torch.int32).to(
-        device
-    )
-    starts = torch.arange(shape.batch_size + 1, dtype=torch.int32).to(device) * shape.nodes
-    mask = NodeMask.of(some_ancestors(shape.nodes).to(device))
-    tree = _tree(cache, heads.head_size, context_lens, starts, shape.nodes)
-    scale = heads.head_size**-0.5
-
-    def attend(layer: int) -> None:
-        keys, values = cache.keys_and_values(layer)
-        tree_attention(
-            query, keys, values, tree, mask, scale=scale, key_scale=1.0, value_scale=1.0,
-            output=output,
-        )  # fmt: skip
-
-    works = [partial(attend, layer) for layer in range(layers)]
-    run.time(shape.name, works, bandwidth_floor=shape.bytes_read / copy_rate)
+    inputs = _Inputs(run, case, layers)
+    works = [partial(inputs.attend, layer) for layer in range(layers)]
+    run.time(case.timed_name, works, bandwidth_floor=case.bytes_read / copy_rate)

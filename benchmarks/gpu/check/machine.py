@@ -62,6 +62,8 @@ class Machine:
     def provenance(self) -> dict[str, Any]:
         """Arguments, time, versions, commit and device, as plain data."""
         return {
+            "device": self.name,
+            "interpreted": self.interpreted,
             "argv": sys.argv,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "sequoia_vllm": __version__,
@@ -69,7 +71,7 @@ class Machine:
             "python": platform.python_version(),
             "versions": installed_versions(_PACKAGES),
             "cuda": torch.version.cuda,
-            "device": self._properties(),
+            "properties": self._properties(),
         }
 
     def _properties(self) -> dict[str, Any]:

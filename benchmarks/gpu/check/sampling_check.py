@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.gpu.check.paged import PagedCache
 from benchmarks.gpu.check.stage import KernelRun
-from benchmarks.gpu.check.tree_batch import TreeBatch, best_tree
+from benchmarks.gpu.check.tree_batch import PagedCache, TreeBatch, best_tree
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED
@@ -182,10 +181,9 @@ def _check_walks(run: KernelRun, vocabulary: int) -> None:
     batch = TreeBatch(tables, requests, vocabulary, torch.float32, SAMPLED)
     batch.requests.roots.fill_(77)
     target = _draft_and_target(run, batch, vocabulary)
-    unused = torch.zeros(len(target), dtype=torch.int64, device=target.device)
     target_p = _softmax(target).reshape(requests, tables.tree.size, vocabulary)
     for method in _RULES:
-        batch.verify(target, unused, method)
+        batch.verify(target, method)
         _check_paths(run, batch, target_p, method)
 
 
@@ -232,11 +230,10 @@ def _walk(
 def _draft_and_target(run: KernelRun, batch: TreeBatch, vocabulary: int) -> Tensor:
     """Draws all levels from random logits; the target's ``[R * N, V]`` are near the draft's."""
     tables, requests = batch.tables, batch.num_reqs
-    inner = _random_logits(run, requests * len(tables.levels.depths), vocabulary, 5)
-    inner = inner.view(requests, len(tables.levels.depths), vocabulary)
-    for level in tables.levels.levels:
-        rows = inner[:, level.rows.long()].reshape(-1, vocabulary).contiguous()
-        batch.draw(level, rows)
+    num_inner = len(tables.levels.depths)
+    inner = _random_logits(run, requests * num_inner, vocabulary, 5)
+    inner = inner.view(requests, num_inner, vocabulary)
+    batch.draw_all(inner)
     target = _random_logits(run, requests * tables.tree.size, vocabulary, 6)
     target = target.view(requests, tables.tree.size, vocabulary)
     has_draft = tables.inner_rows >= 0
@@ -262,29 +259,21 @@ def _check_law(run: KernelRun, method: str) -> None:
     batch.requests.temperature.fill_(temperature)
     draft = _random_logits(run, 1, vocabulary, 11) / 2
     target = _random_logits(run, 1, vocabulary, 12) / 2
-    for level in tables.levels.levels:
-        batch.draw(level, draft.expand(requests * level.width, -1).contiguous())
-    logits = target.expand(requests * tables.tree.size, -1).contiguous()
-    unused = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    batch.verify(logits, unused, method)
+    batch.draw_all(draft.expand(batch.draft_logits.shape))
+    batch.verify(target.expand(requests * tables.tree.size, -1).contiguous(), method)
     law = _softmax(target / temperature)[0]
     first, second = batch.sampled[:, :2].T.cpu().numpy()
     drawn = np.random.default_rng(9).choice(vocabulary, len(second), p=law)
     pairs = first * vocabulary + np.where(second >= 0, second, drawn)
-    given_first = np.outer(np.bincount(first, minlength=vocabulary), law).ravel()
-    run.check(
-        f"{_NAMES[method]}: first token of {requests} trees against the target's law",
-        _deviations(np.bincount(first, minlength=vocabulary), requests * law), _LAW_DEVIATIONS,
-    )  # fmt: skip
-    run.check(
-        f"{_NAMES[method]}: second token, given the first; {int((second >= 0).sum())} emitted",
-        _deviations(np.bincount(pairs, minlength=vocabulary**2), given_first), _LAW_DEVIATIONS,
-    )  # fmt: skip
-
-
-def _deviations(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> float:
-    """A chi-square statistic, in standard deviations from its mean; rare outcomes are pooled."""
-    return chi_square(counts, expected, fewest=5).deviations
+    firsts = np.bincount(first, minlength=vocabulary)
+    seconds = np.bincount(pairs, minlength=vocabulary**2)
+    emitted = int((second >= 0).sum())
+    for what, counts, expected in (
+        (f"first token of {requests} trees against the target's law", firsts, requests * law),
+        (f"second token, given the first; {emitted} emitted", seconds, np.outer(firsts, law)),
+    ):
+        found = chi_square(counts, expected.ravel(), fewest=5)  # rare outcomes are pooled
+        run.check(f"{_NAMES[method]}: {what}", found.deviations, _LAW_DEVIATIONS)
 
 
 # -- commit -------------------------------------------------------------------------

@@ -5,35 +5,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.check.paged import PagedCache
 from benchmarks.gpu.check.stage import KernelRun
-from benchmarks.gpu.check.tree_batch import TreeBatch, best_tree
+from benchmarks.gpu.check.tree_batch import PagedCache, TreeBatch, best_tree
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import SAMPLED
-from sequoia_vllm.tree import TokenTree
 
 ACCEPTED, REJECTED = "verification, drafts accepted", "verification, drafts rejected"
 DRAWING = "time of drawing"
 _TREE_SIZE, _TREE_DEPTH = 64, 8
 
 
-def accepted_drafts(batch: TreeBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draws a batch's drafts; target logits under which first children are accepted.
-
-    Returns:
-        float32 ``[R * N, V]``, the draft's own at inner nodes, and tokens that are not
-        read.
-    """
-    tables, device = batch.tables, generator.device
-    shape = batch.draft_logits.shape
+def accepted_drafts(batch: TreeBatch, device: torch.device) -> Tensor:
+    """Draws a batch's drafts, always the same; float32 ``[R * N, V]``, target logits under which
+    first children are accepted: the draft's own at inner nodes."""
+    shape, generator = batch.draft_logits.shape, torch.Generator(device).manual_seed(41)
     drawn = torch.empty(shape, device=device).normal_(0, 2, generator=generator)
     inner = drawn.to(batch.draft_logits.dtype)
-    for level in tables.levels.levels:
-        batch.draw(level, inner[:, level.rows.long()].reshape(-1, shape[2]).contiguous())
-    rows = tables.inner_rows.long().clamp(min=0)
-    logits = inner[:, rows].float().reshape(-1, shape[2])
-    return logits, torch.zeros(len(logits), dtype=torch.int64, device=device)
+    batch.draw_all(inner)
+    rows = batch.tables.inner_rows.long().clamp(min=0)
+    return inner[:, rows].float().reshape(-1, shape[2])
 
 
 def reject_drafts(batch: TreeBatch, logits: Tensor) -> None:
@@ -42,16 +33,6 @@ def reject_drafts(batch: TreeBatch, logits: Tensor) -> None:
     children = batch.tables.children[0].long()
     tokens = batch.drafted.tokens[:, children[children >= 0]]
     by_node[:, 0].scatter_(1, tokens, float("-inf"))
-
-
-def deepest_path(tree: TokenTree) -> Tensor:
-    """int32 ``[D]``: the path to the last of the deepest nodes, so that most tokens move."""
-    node = int(tree.levels[-1][-1])
-    path: list[int] = []
-    while node > 0:
-        path.insert(0, node)
-        node = tree.parents[node]
-    return torch.tensor(path, dtype=torch.int32)
 
 
 def time_verification(run: KernelRun) -> None:
@@ -69,30 +50,24 @@ def time_verification(run: KernelRun) -> None:
 def _time_one(run: KernelRun, tables: TreeTables, requests: int, vocabulary: int) -> None:
     dtype = torch.float32 if run.tiny else torch.bfloat16
     batch = TreeBatch(tables, requests, vocabulary, dtype, SAMPLED)
-    logits, unused = accepted_drafts(batch, torch.Generator(run.machine.device).manual_seed(41))
+    logits = accepted_drafts(batch, run.machine.device)
     where = f"batch {requests}, vocabulary {vocabulary}"
     for depth, level in enumerate(tables.levels.levels):
         given = logits[: requests * level.width].to(dtype)
         run.time(f"{DRAWING}, level {depth}, {where}", [partial(batch.draw, level, given)])
     # What was drawn above is from other logits.
-    logits, unused = accepted_drafts(batch, torch.Generator(run.machine.device).manual_seed(41))
+    logits = accepted_drafts(batch, run.machine.device)
+    tree = tables.tree
+    # Depth that is reached by first children alone.
+    first_children = int((tree.ancestor_mask @ tree.child_ranks == 0).sum()) - 1
     for what in (ACCEPTED, REJECTED):
         if what == REJECTED:
             reject_drafts(batch, logits)
         for method in ("traversal", "sequoia"):
-            verify = partial(batch.verify, logits, unused, method)
-            run.time(f"{what}, by {method}, {where}", [verify])
+            run.time(f"{what}, by {method}, {where}", [partial(batch.verify, logits, method)])
         emitted = batch.num_sampled - 1
-        right = emitted >= _first_path_depth(tables.tree) if what == ACCEPTED else emitted == 0
+        right = emitted >= first_children if what == ACCEPTED else emitted == 0
         run.check(f"{what}, {where}: wrong paths", int((~right).sum()), 0)
-
-
-def _first_path_depth(tree: TokenTree) -> int:
-    """Depth that is reached by first children alone."""
-    node, depth = 0, 0
-    while tree.children[node]:
-        node, depth = tree.children[node][0], depth + 1
-    return depth
 
 
 def _time_commit(run: KernelRun, tables: TreeTables, requests: int) -> None:
@@ -103,7 +78,9 @@ def _time_commit(run: KernelRun, tables: TreeTables, requests: int) -> None:
     cache = PagedCache(layers, requests, context + tables.tree.size, heads, size, dtype, generator)
     batch = TreeBatch(tables, requests, 8, torch.float32, SAMPLED)
     batch.requests.roots.fill_(context)
-    batch.accepted.copy_(deepest_path(tables.tree))
+    # The path to the last of the deepest nodes, so that most tokens move.
+    path = tables.tree.ancestor_mask[tables.tree.levels[-1][-1]].nonzero()[0]
+    batch.accepted.copy_(torch.from_numpy(path[1:]))
     prepared = CacheLayers.of(cache.layers)
     commit = partial(batch.commit, prepared, cache.block_table)
     run.time(f"commit of {layers} layers, {tables.tree.depth} tokens, batch {requests}", [commit])

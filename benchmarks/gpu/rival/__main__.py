@@ -66,9 +66,8 @@ def head(
     source: Source = None,
 ) -> None:
     """Trains a head, and enlarges it."""
-    from benchmarks.gpu.rival.answers import write_answers
     from benchmarks.gpu.rival.head import write_grown_head
-    from benchmarks.gpu.rival.training import train_for
+    from benchmarks.gpu.rival.learning import train_for, write_answers
     from examples.smollm2 import cached_folder
 
     answers, small = folder / "answers", folder / "small-eagle3"

@@ -68,30 +68,11 @@ def _tensors(
             yield name, growth.grown_outside(f"model.{name}", tensor)
         elif name == "fc.weight" or part.startswith(_INPUTS):
             # These read several hidden states side by side, each of them with its copies.
-            blocks = [_read_first(block, growth) for block in tensor.split(hidden, 1)]
-            wide = torch.cat(blocks, 1)
+            wide = torch.cat([growth.reading_first(block) for block in tensor.split(hidden, 1)], 1)
             if name == "fc.weight":
                 yield name, wide.repeat(growth.times, 1)
-            else:
-                yield name, _more_rows(wide, growth.times)
-        elif part in ("hidden_norm.weight", "input_layernorm.weight"):
-            yield name, tensor.repeat(growth.times)
+            else:  # more heads, whose outputs meet zeros of ``o_proj``
+                added = [wide.roll(place + 1, 0) for place in range(growth.times - 1)]
+                yield name, torch.cat([wide, *added])
         else:
             yield name, growth.grown(part, tensor)
-
-
-def _read_first(block: torch.Tensor, growth: Growth) -> torch.Tensor:
-    """Columns for all copies of a hidden state, of which the first alone counts."""
-    import torch
-
-    others = growth.random((len(block), block.shape[1] * ((growth.times - 1) // 2)), block.dtype)
-    rest = block.new_zeros(len(block), block.shape[1] * ((growth.times - 1) % 2))
-    return torch.cat([block, others, -others, rest], 1)
-
-
-def _more_rows(wide: torch.Tensor, times: int) -> torch.Tensor:
-    """More heads, whose outputs meet zeros of ``o_proj``."""
-    import torch
-
-    added = [wide.roll(place + 1, 0) for place in range(times - 1)]
-    return torch.cat([wide, *added])

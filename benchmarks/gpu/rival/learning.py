@@ -1,4 +1,4 @@
-"""A chat model's answers in batches of thousands, in the format of ``draft-data``.
+"""A chat model's answers in batches of thousands, in the format of ``draft-data``, and a head.
 
 vLLM answers 64 prompts at once there, and keeps 16 probabilities of each token on the host. Here
 transformers answers, and a GPU keeps them: two million tokens in some two minutes on an H100.
@@ -6,6 +6,7 @@ transformers answers, and a GPU keeps them: two million tokens in some two minut
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,15 @@ from draft_data import (
     _shard_path,
     digest,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from heads import train_head
+from training import Recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer, TopPLogitsWarper
 
 from sequoia_vllm.prompts import Prompt, encode_prompts
 
 _VALIDATION = 192
+_TIMED_STEPS = 12
+_VALIDATIONS = 5
 
 
 def write_answers(target: Path, out: Path, texts: int, answer: int, at_once: int) -> dict[str, Any]:
@@ -89,8 +94,8 @@ class _Writer:
             ends=np.cumsum([len(text) for text in texts], dtype=np.int64),
             prompt_lengths=np.array([len(one) for one in encoded], dtype=np.int64),
             temperatures=np.array(heats, dtype=np.float32),
-            likely=np.concatenate(likely).astype(np.uint16),
-            log_probabilities=np.concatenate(shares).astype(np.float16),
+            likely=likely.astype(np.uint16),
+            log_probabilities=shares,
             seconds=time.monotonic() - begun,
         )
 
@@ -102,8 +107,9 @@ class _Writer:
     @torch.inference_mode()
     def _sample(
         self, texts: Sequence[list[int]], heats: Sequence[float], most: int, top_p: float
-    ) -> tuple[list[list[int]], list[np.ndarray], list[np.ndarray]]:
-        """Continues each text; also the 16 likeliest tokens before each token, with logarithms."""
+    ) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
+        """Continues each text; also the likeliest tokens before each token, ``[answered, 16]``, and
+        logarithms of their probabilities, float16."""
         device = self._model.device
         width = max(map(len, texts))
         tokens = torch.zeros(len(texts), width, dtype=torch.long, device=device)
@@ -133,22 +139,36 @@ class _Writer:
         drawn, dead, likely, logs = (
             torch.stack(one, 1).cpu() for one in zip(*columns, strict=True)
         )
-        lengths = (~dead).sum(1).tolist()
-        return (
-            [row[:length].tolist() for row, length in zip(drawn, lengths, strict=True)],
-            [row[:length].numpy() for row, length in zip(likely, lengths, strict=True)],
-            [row[:length].numpy() for row, length in zip(logs, lengths, strict=True)],
-        )
+        alive = ~dead
+        answers = [row[here].tolist() for row, here in zip(drawn, alive, strict=True)]
+        return answers, likely[alive].numpy(), logs[alive].numpy()
 
 
 def _draw(logs: torch.Tensor, heat: torch.Tensor, top_p: float) -> torch.Tensor:
     """A token of each row; the likeliest where its temperature is 0."""
     scaled = logs / heat.clamp(min=1e-3)
     if top_p < 1:
-        ordered, order = scaled.softmax(-1).sort(-1, descending=True)
-        outside = ordered.cumsum(-1) - ordered > top_p
-        scaled = scaled.masked_fill(
-            torch.zeros_like(outside).scatter(1, order, outside), -torch.inf
-        )
+        scaled = TopPLogitsWarper(top_p)(None, scaled)
     noise = torch.empty_like(scaled).exponential_().log()
     return torch.where(heat[:, 0] > 0, (scaled - noise).argmax(-1), logs.argmax(-1))
+
+
+def train_for(seconds: float, data: Path, out: Path, tokens: int, batch: int) -> dict[str, Any]:
+    """Trains an EAGLE-3 head; as many steps as fit into the time, by the time of some steps."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    recipe = Recipe(tokens, 320, 1e-3, _TIMED_STEPS, 50, batch, _TIMED_STEPS, 0, device)
+
+    def run(recipe: Recipe, out: Path) -> dict[str, Any]:
+        print(f"training: {recipe.steps} steps", flush=True)
+        return train_head(0, recipe, data, out, lambda what, done, total: None)
+
+    run(replace(recipe, steps=3), out.with_name(f"{out.name}-trial"))
+    begun = time.monotonic()
+    record = run(recipe, out.with_name(f"{out.name}-timed"))
+    # The record's hours are those of training and of one validation, without reading.
+    each = 3600 * record["hours"] / _TIMED_STEPS
+    left = seconds - (time.monotonic() - begun)
+    steps = max(_TIMED_STEPS, int(left / each))
+    print(f"training: {1e3 * each:.0f} ms a step, {steps} steps", flush=True)
+    return run(replace(recipe, steps=steps, validate_every=-(-steps // _VALIDATIONS)), out)
