@@ -1,5 +1,7 @@
 """Calls `tree_attention` for batches of random requests in a paged cache."""
 
+from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
@@ -14,44 +16,47 @@ from tests.oracles.attention import (
 )
 
 UNTOUCHED = 7.0
+_FP8_NAN = 0x7F  # of float8_e4m3fn
 
 
 class Batch:
     """Random requests in a paged cache whose unused positions hold NaN.
 
-    With `extra`, the cache holds latents: keys of so many channels more than their values.
+    With `extra`, the cache holds latents: keys of so many channels more than their values. `keys`
+    and `values` are those of the first of its `layers`.
     """
 
     def __init__(
         self, contexts, sizes, *, nodes=None, first_node=0, heads=(4, 2), head_size=64,
         block_size=16, dtype=torch.float32, cache_dtype=None, seed=0, spare_blocks=2,
-        extra=0,
+        extra=0, layers=1, device="cpu",
     ):  # fmt: skip
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         nodes = nodes or max([*sizes, 1]) + first_node
-        self.ancestors = random_ancestors(nodes, generator)
-        self.slots = torch.arange(len(contexts))
+        self.ancestors = random_ancestors(nodes, torch.Generator().manual_seed(seed)).to(device)
+        self.slots = torch.arange(len(contexts), device=device)
         self.first_node = first_node
-        self.contexts = torch.tensor(contexts, dtype=torch.int32)
-        self.starts = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+        self.contexts = torch.tensor(contexts, dtype=torch.int32, device=device)
+        starts = [0, *accumulate(sizes)]
+        self.starts = torch.tensor(starts, dtype=torch.int32, device=device)
         ends = [c + first_node + q if q else 0 for c, q in zip(contexts, sizes, strict=True)]
         columns = -(-max(ends) // block_size) + spare_blocks
-        blocks = torch.randperm(len(contexts) * columns + 1, generator=generator)[:-1]
-        self.table = blocks.view(len(contexts), columns).to(torch.int32)
+        blocks = torch.randperm(len(contexts) * columns + 1, generator=generator, device=device)
+        self.table = blocks[:-1].view(len(contexts), columns).to(torch.int32)
         parts, key_size = 1 if extra else 2, head_size + extra
-        shape = (len(blocks) + 1, heads[1], parts, block_size, key_size)
-        cache = torch.full(shape, float("nan"))
-        for row, end in zip(self.table.tolist(), ends, strict=True):
-            for position in range(end):
-                entry = torch.randn(heads[1], parts, key_size, generator=generator)
-                cache[row[position // block_size], :, :, position % block_size] = entry
-        # The layout is neither contiguous nor [blocks, block_size, heads, size] in memory.
-        cache = cache.to(cache_dtype or dtype)
-        self.keys, self.values = (cache[:, :, i].transpose(1, 2) for i in (0, -1))
-        self.values = self.values[..., :head_size]
-        tokens = int(self.starts[-1]) + 3
-        packed = torch.randn(tokens, heads[0] + 2, key_size, generator=generator)
-        self.query = packed.to(dtype)[:, :-2]
+        shape = (len(blocks), heads[1], parts, block_size, key_size)
+        self.layers = []
+        for _ in range(layers):
+            cache = _random(shape, cache_dtype or dtype, generator)
+            # The layout is neither contiguous nor [blocks, block_size, heads, size] in memory.
+            keys, values = (cache[:, :, i].transpose(1, 2) for i in (0, -1))
+            self.layers.append((keys, values[..., :head_size]))
+        self.keys, self.values = self.layers[0]
+        self.forget_from(ends)
+        for cache in (self.keys, self.values):
+            _fill_with_nan(cache, blocks[-1:], slice(None))
+        packed = _random((starts[-1] + 3, heads[0] + 2, key_size), dtype, generator)
+        self.query = packed[:, :-2]
         self.scale = key_size**-0.5
 
     def give_own_trees(self, seed=1):
@@ -78,15 +83,26 @@ class Batch:
             output[rows] = attended.to(output.dtype)
         return output, lse
 
-    def run(
-        self, processors=1, ancestors=None, continued=False, window=None, max_queries=1 << 20,
-        max_slots=None, max_keys=1 << 40, **arguments,
-    ):  # fmt: skip
-        value_size = self.values.shape[3]
-        output = torch.full_like(self.query[..., :value_size], UNTOUCHED)
+    def run(self, processors=1, continued=False, **arguments):
         if continued:
             output, arguments["context_lse"] = self.attend_to_contexts()
-        workspace = TreeAttentionWorkspace(value_size, "cpu", processors)
+            arguments["output"] = output
+        attend = self.attending(processors, **arguments)
+        attend(self.keys, self.values)
+        return attend.keywords["output"].float()
+
+    def attending(
+        self, processors=None, ancestors=None, window=None, max_queries=1 << 20, max_slots=None,
+        max_keys=1 << 40, output=None, **arguments,
+    ):  # fmt: skip
+        """`tree_attention` of a layer's keys and values, which it is called with.
+
+        `processors`: None: as many as the device has.
+        """
+        value_size = self.values.shape[3]
+        if output is None:
+            output = torch.full_like(self.query[..., :value_size], UNTOUCHED)
+        workspace = TreeAttentionWorkspace(value_size, self.query.device, processors)
         workspace._memory.fill_(float("nan"))  # what no split wrote must not be read
         mask = NodeMask.of(self.ancestors if ancestors is None else ancestors, window)
         tree = SimpleNamespace(
@@ -95,10 +111,10 @@ class Batch:
             block_table=self.table, workspace=workspace,
         )  # fmt: skip
         scales = {"scale": self.scale, "key_scale": 1.0, "value_scale": 1.0}
-        tree_attention(
-            self.query, self.keys, self.values, tree, mask, output=output, **{**scales, **arguments}
-        )
-        return output.float()
+        return partial(
+            tree_attention, self.query, tree=tree, mask=mask, output=output,
+            **{**scales, **arguments},
+        )  # fmt: skip
 
     def drop_blocks_before(self, window):
         """Gives each request's blocks that lie before its root's window to somebody else."""
@@ -112,10 +128,10 @@ class Batch:
     def forget_from(self, ends):
         """Nobody has written what lies from these positions of the requests on."""
         size = self.keys.shape[1]
-        for row, end in zip(self.table.tolist(), ends, strict=True):
-            for position in range(end, len(row) * size):
-                for cache in (self.keys, self.values):
-                    cache[row[position // size], position % size] = float("nan")
+        for row, end in zip(self.table, ends, strict=True):
+            positions = torch.arange(end, len(row) * size, device=row.device)
+            for cache in (self.keys, self.values):
+                _fill_with_nan(cache, row[positions // size].long(), positions % size)
 
     def expected(self, **scales):
         ancestors = self.ancestors if self.ancestors.ndim == 2 else self.ancestors[self.slots]
@@ -124,3 +140,18 @@ class Batch:
             self.starts.tolist(), ancestors, self.first_node, self.scale,
             elsewhere=UNTOUCHED, **scales,
         )  # fmt: skip
+
+
+def _random(shape, dtype, generator):
+    """Normally distributed, on the generator's device."""
+    drawn = torch.empty(
+        shape, dtype=dtype if dtype.itemsize > 1 else torch.bfloat16, device=generator.device
+    )
+    return drawn.normal_(generator=generator).to(dtype)
+
+
+def _fill_with_nan(cache, blocks, places):
+    if cache.dtype.itemsize == 1:  # not every torch can index fp8
+        cache.view(torch.uint8)[blocks, places] = _FP8_NAN
+    else:
+        cache[blocks, places] = float("nan")

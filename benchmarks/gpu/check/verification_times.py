@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.check.stage import KernelRun
-from benchmarks.gpu.check.tree_batch import PagedCache, TreeBatch, best_tree
+from benchmarks.gpu.check.tree_batch import TreeBatch, best_tree
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import SAMPLED
+from tests.support.committing import tables as block_tables
 
 ACCEPTED, REJECTED = "verification, drafts accepted", "verification, drafts rejected"
 DRAWING = "time of drawing"
@@ -74,13 +75,14 @@ def _time_commit(run: KernelRun, tables: TreeTables, requests: int) -> None:
     context = 20 if run.tiny else 1024
     layers, heads, size = (2, 2, 16) if run.tiny else (32, 32, 128)
     dtype = torch.float32 if run.tiny else torch.bfloat16
-    generator = torch.Generator(run.machine.device).manual_seed(42)
-    cache = PagedCache(layers, requests, context + tables.tree.size, heads, size, dtype, generator)
+    columns = -(-(context + tables.tree.size) // 16)
+    shape = (requests * columns, heads, 16, 2 * size)
+    caches = [torch.zeros(shape, dtype=dtype, device=run.machine.device) for _ in range(layers)]
+    block_table = block_tables(requests, columns, len(caches[0])).to(run.machine.device)
     batch = TreeBatch(tables, requests, 8, torch.float32, SAMPLED)
     batch.requests.roots.fill_(context)
     # The path to the last of the deepest nodes, so that most tokens move.
     path = tables.tree.ancestor_mask[tables.tree.levels[-1][-1]].nonzero()[0]
     batch.accepted.copy_(torch.from_numpy(path[1:]))
-    prepared = CacheLayers.of(cache.layers)
-    commit = partial(batch.commit, prepared, cache.block_table)
+    commit = partial(batch.commit, CacheLayers.of(caches), block_table)
     run.time(f"commit of {layers} layers, {tables.tree.depth} tokens, batch {requests}", [commit])
