@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_stand_in import experts, flash_attention, graphs, runtime
 
-_installed = False
-
 QUICK_START = "REHEARSE_QUICK_START"
 
 
@@ -62,12 +60,9 @@ def async_tensor_h2d(
     return copy if out is None else out.copy_(copy)
 
 
+@functools.cache
 def install() -> None:
-    """Replaces the names; may run more than once, as vLLM's plugins do."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
+    """Replaces the names, once: vLLM's plugins may be loaded again."""
     _replace_copies()
     _import_passes_as_on_cpus()
     _replace_operators()
@@ -243,7 +238,7 @@ def _watch_copies() -> None:
 
     from tests.gpu_rehearsal.host_copies import watch_pools
 
-    copies = runtime.watch_copies()
+    copies = runtime.copies
     watch_pools(UvaBufferPool, copies)
     # vLLM's profiling and its warm-up run steps without a wait, and look at no result.
     worker.warmup_kernels = copies.buffers_unwatched()(worker.warmup_kernels)
