@@ -182,7 +182,8 @@ def _check_walks(run: KernelRun, vocabulary: int) -> None:
     tables = TreeTables(best_tree(16 if run.tiny else 64, 6), run.machine.device)
     batch = TreeBatch(tables, requests, vocabulary, torch.float32, SAMPLED)
     batch.requests.roots.fill_(77)
-    target = _draft_and_target(run, batch, vocabulary)
+    near = _random_logits(run, requests * tables.tree.size, vocabulary, 6) / 6
+    target = batch.draw_accepted() + near
     target_p = _softmax(target).reshape(requests, tables.tree.size, vocabulary)
     for method in _RULES:
         batch.verify(target, method)
@@ -227,20 +228,6 @@ def _walk(
         tree.children, chance,
     )  # fmt: skip
     return path, chance
-
-
-def _draft_and_target(run: KernelRun, batch: TreeBatch, vocabulary: int) -> Tensor:
-    """Draws all levels from random logits; the target's ``[R * N, V]`` are near the draft's."""
-    tables, requests = batch.tables, batch.num_reqs
-    num_inner = len(tables.levels.depths)
-    inner = _random_logits(run, requests * num_inner, vocabulary, 5)
-    inner = inner.view(requests, num_inner, vocabulary)
-    batch.draw_all(inner)
-    target = _random_logits(run, requests * tables.tree.size, vocabulary, 6)
-    target = target.view(requests, tables.tree.size, vocabulary)
-    has_draft = tables.inner_rows >= 0
-    target[:, has_draft] = inner[:, tables.inner_rows[has_draft].long()] + target[:, has_draft] / 6
-    return target.view(-1, vocabulary)
 
 
 def _softmax(logits: Tensor) -> NDArray[np.float64]:

@@ -83,6 +83,21 @@ class TreeBatch:
             rows = logits[:, level.rows.long()].reshape(-1, logits.shape[2])
             self.draw(level, rows.contiguous())
 
+    def draw_accepted(self) -> Tensor:
+        """Draws all levels, always the same.
+
+        Returns:
+            float32 ``[R * N, V]``, target logits under which first children are accepted: the
+            draft's own at inner nodes, and of leaves the root's.
+        """
+        shape, device = self.draft_logits.shape, self.draft_logits.device
+        generator = torch.Generator(device).manual_seed(41)
+        drawn = torch.empty(shape, device=device).normal_(0, 2, generator=generator)
+        inner = drawn.to(self.draft_logits.dtype)
+        self.draw_all(inner)
+        rows = self.tables.inner_rows.long().clamp(min=0)
+        return inner[:, rows].float().reshape(-1, shape[2])
+
     def verify(self, logits: Tensor, method: str) -> None:
         """Verifies all trees, by the target's logits before temperature, ``[R * N, V]``."""
         requests, drafted = self.requests, self.drafted

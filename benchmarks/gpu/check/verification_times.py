@@ -17,17 +17,6 @@ DRAWING = "time of drawing"
 _TREE_SIZE, _TREE_DEPTH = 64, 8
 
 
-def accepted_drafts(batch: TreeBatch, device: torch.device) -> Tensor:
-    """Draws a batch's drafts, always the same; float32 ``[R * N, V]``, target logits under which
-    first children are accepted: the draft's own at inner nodes."""
-    shape, generator = batch.draft_logits.shape, torch.Generator(device).manual_seed(41)
-    drawn = torch.empty(shape, device=device).normal_(0, 2, generator=generator)
-    inner = drawn.to(batch.draft_logits.dtype)
-    batch.draw_all(inner)
-    rows = batch.tables.inner_rows.long().clamp(min=0)
-    return inner[:, rows].float().reshape(-1, shape[2])
-
-
 def reject_drafts(batch: TreeBatch, logits: Tensor) -> None:
     """Makes every child of the roots impossible: each costs a pass over the vocabulary."""
     by_node = logits.view(batch.num_reqs, batch.tables.tree.size, -1)
@@ -51,13 +40,13 @@ def time_verification(run: KernelRun) -> None:
 def _time_one(run: KernelRun, tables: TreeTables, requests: int, vocabulary: int) -> None:
     dtype = torch.float32 if run.tiny else torch.bfloat16
     batch = TreeBatch(tables, requests, vocabulary, dtype, SAMPLED)
-    logits = accepted_drafts(batch, run.machine.device)
+    logits = batch.draw_accepted()
     where = f"batch {requests}, vocabulary {vocabulary}"
     for depth, level in enumerate(tables.levels.levels):
         given = logits[: requests * level.width].to(dtype)
         run.time(f"{DRAWING}, level {depth}, {where}", [partial(batch.draw, level, given)])
     # What was drawn above is from other logits.
-    logits = accepted_drafts(batch, run.machine.device)
+    logits = batch.draw_accepted()
     tree = tables.tree
     # Depth that is reached by first children alone.
     first_children = int((tree.ancestor_mask @ tree.child_ranks == 0).sum()) - 1
