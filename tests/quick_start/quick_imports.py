@@ -49,20 +49,16 @@ def lazily(loader: Loader, functions: tuple[str, ...] = ()) -> Loader:
     return loader
 
 
-def changed_by(change: Callable[[ModuleType], None]) -> Callable[[Loader], Loader]:
+def changing(loader: Loader, change: Callable[[ModuleType], None]) -> Loader:
     """Changes a module as soon as its code has run."""
+    execute = loader.exec_module
 
-    def changing(loader: Loader) -> Loader:
-        execute = loader.exec_module
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        change(module)
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            change(module)
-
-        loader.exec_module = exec_module  # type: ignore[method-assign]
-        return loader
-
-    return changing
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+    return loader
 
 
 def read_models_once(import_utils: ModuleType) -> None:
@@ -164,11 +160,11 @@ LOADERS: dict[str, Callable[[Loader], Loader]] = {
     "scipy.signal": lazily,
     # The losses of transformers' detectors import this one.
     "scipy.optimize": partial(lazily, functions=("linear_sum_assignment",)),
-    "transformers.utils.import_utils": changed_by(read_models_once),
-    "vllm.model_executor.models.registry": changed_by(inspect_models_here),
-    "vllm.triton_utils.dispatcher": changed_by(register_kernels_once),
-    "vllm.utils.system_utils": changed_by(fork_engines),
-    "vllm.distributed.device_communicators.shm_broadcast": changed_by(wait_asleep),
+    "transformers.utils.import_utils": partial(changing, change=read_models_once),
+    "vllm.model_executor.models.registry": partial(changing, change=inspect_models_here),
+    "vllm.triton_utils.dispatcher": partial(changing, change=register_kernels_once),
+    "vllm.utils.system_utils": partial(changing, change=fork_engines),
+    "vllm.distributed.device_communicators.shm_broadcast": partial(changing, change=wait_asleep),
 }
 
 
