@@ -87,11 +87,9 @@ def counts(target: str, *mistakes: Any) -> dict[str, Any]:
 def error_of(target: str, mistake: Any) -> str:
     from gpu_stand_in.graphs import CaptureError
 
-    try:
+    with pytest.raises(CaptureError) as error:
         counts(target, mistake)
-    except CaptureError as error:
-        return str(error)
-    return ""
+    return str(error.value)
 
 
 answers = called_once(call_on_gpu, run)

@@ -5,6 +5,7 @@ Nothing is written past a request's blocks, though few are reserved where little
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -295,17 +296,16 @@ def recording_versions() -> Iterator[set[tuple[str, str]]]:
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     backend = make_backend(GPUTarget("cuda", 90, 32))
-    binders: dict[Callable, tuple[list[str], Callable]] = {}
     found: set[tuple[str, str]] = set()
     original = InterpretedFunction.run
 
+    @cache
     def binder_of(kernel: Any) -> tuple[list[str], Callable]:
-        if kernel.fn not in binders:
-            compiled = JITFunction(kernel.fn, **kernel.kwargs)
-            constants = [param.name for param in compiled.params if param.is_constexpr]
-            bind = create_function_from_signature(compiled.signature, compiled.params, backend)
-            binders[kernel.fn] = constants, bind
-        return binders[kernel.fn]
+        compiled = JITFunction(kernel.fn, **kernel.kwargs)
+        constants = [param.name for param in compiled.params if param.is_constexpr]
+        return constants, create_function_from_signature(
+            compiled.signature, compiled.params, backend
+        )
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if self.fn.__module__.startswith("sequoia_vllm"):

@@ -189,8 +189,9 @@ def _offload_as_on_gpus() -> None:
 
     prefetch.torch = uva.torch = _Torch(object())  # nothing is on "cpu"
     offload = uva.UVAOffloader._maybe_offload_to_cpu
-    changed = _source_without(offload, 'p.device.type == "cpu" or ')
-    exec(changed, vars(uva))
+    source, condition = inspect.getsource(offload), 'p.device.type == "cpu" or '
+    assert source.count(condition) == 1
+    exec(textwrap.dedent(source).replace(condition, ""), vars(uva))
     uva.UVAOffloader._maybe_offload_to_cpu = vars(uva).pop(offload.__name__)
     uva.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
     start = prefetch.PrefetchOffloader.__init__
@@ -200,12 +201,6 @@ def _offload_as_on_gpus() -> None:
         self.copy_stream.make_late()
 
     prefetch.PrefetchOffloader.__init__ = copying_late
-
-
-def _source_without(function: Any, condition: str) -> str:
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(condition) == 1
-    return source.replace(condition, "")
 
 
 def _change_the_plugin() -> None:
