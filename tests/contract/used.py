@@ -20,7 +20,7 @@ from typing import Any
 
 from sequoia_vllm.engine.compat.ledger import LEDGER
 from sequoia_vllm.engine.compat.versions import CHANGED
-from tests.contract.sources import Definition, NotFoundError, Sources
+from tests.contract.sources import Definition, NotFoundError, Sources, bindings
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sequoia_vllm"
@@ -333,16 +333,9 @@ def _defined_at(classes: list[Definition], name: str) -> str | None:
     return next((f"{path_of(one)}.{name}" for one in classes if name in _defined(one)), None)
 
 
-def _defined(of: Definition) -> dict[str, ast.stmt]:
+def _defined(of: Definition) -> dict[str, ast.AST]:
     """What a class defines, methods or not, but for what Python itself calls."""
-    found: dict[str, ast.stmt] = {}
-    for node in of.class_body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found[node.name] = node
-        elif isinstance(node, ast.Assign):
-            found |= {one.id: node for one in node.targets if isinstance(one, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and node.value and isinstance(node.target, ast.Name):
-            found[node.target.id] = node
+    found = bindings(of.class_body)
     return {name: node for name, node in found.items() if not name.startswith("__")}
 
 
