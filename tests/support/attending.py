@@ -1,10 +1,13 @@
 """Calls `tree_attention` for batches of random requests in a paged cache."""
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sequoia_vllm.kernels.node_masks import NodeMask
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
@@ -27,10 +30,12 @@ class Batch:
     """
 
     def __init__(
-        self, contexts, sizes, *, nodes=None, first_node=0, heads=(4, 2), head_size=64,
-        block_size=16, dtype=torch.float32, cache_dtype=None, seed=0, spare_blocks=2,
-        extra=0, layers=1, device="cpu",
-    ):  # fmt: skip
+        self, contexts: Sequence[int], sizes: Sequence[int], *, nodes: int | None = None,
+        first_node: int = 0, heads: tuple[int, int] = (4, 2), head_size: int = 64,
+        block_size: int = 16, dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None, seed: int = 0, spare_blocks: int = 2,
+        extra: int = 0, layers: int = 1, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         generator = torch.Generator(device).manual_seed(seed)
         nodes = nodes or max([*sizes, 1]) + first_node
         self.ancestors = random_ancestors(nodes, torch.Generator().manual_seed(seed)).to(device)
@@ -59,7 +64,7 @@ class Batch:
         self.query = packed[:, :-2]
         self.scale = key_size**-0.5
 
-    def give_own_trees(self, seed=1):
+    def give_own_trees(self, seed: int = 1) -> None:
         """Each request slot has a tree of its own, and requests have slots in any order."""
         generator = torch.Generator().manual_seed(seed)
         self.slots = torch.randperm(len(self.contexts) + 2, generator=generator)[:-2]
@@ -68,7 +73,7 @@ class Batch:
             [random_ancestors(nodes, generator) for _ in range(len(self.slots) + 2)]
         )
 
-    def attend_to_contexts(self):
+    def attend_to_contexts(self) -> tuple[Tensor, Tensor]:
         """Attention over contexts alone, and its log-sum-exps ``[Hq, T]``, as of another kernel."""
         output = torch.full_like(self.query, UNTOUCHED)
         lse = torch.full((self.query.shape[1] + 1, len(output) + 2), float("nan"))[1:, :-2]
@@ -83,18 +88,20 @@ class Batch:
             output[rows] = attended.to(output.dtype)
         return output, lse
 
-    def run(self, processors=1, continued=False, **arguments):
+    def run(self, processors: int | None = 1, continued: bool = False, **arguments: Any) -> Tensor:
         if continued:
             output, arguments["context_lse"] = self.attend_to_contexts()
             arguments["output"] = output
         attend = self.attending(processors, **arguments)
         attend(self.keys, self.values)
-        return attend.keywords["output"].float()
+        found: Tensor = attend.keywords["output"]
+        return found.float()
 
     def attending(
-        self, processors=None, ancestors=None, window=None, max_queries=1 << 20, max_slots=None,
-        max_keys=1 << 40, output=None, **arguments,
-    ):  # fmt: skip
+        self, processors: int | None = None, ancestors: Tensor | None = None,
+        window: int | None = None, max_queries: int = 1 << 20, max_slots: int | None = None,
+        max_keys: int = 1 << 40, output: Tensor | None = None, **arguments: Any,
+    ) -> partial[None]:  # fmt: skip
         """`tree_attention` of a layer's keys and values, which it is called with.
 
         `processors`: None: as many as the device has.
@@ -116,7 +123,7 @@ class Batch:
             **{**scales, **arguments},
         )  # fmt: skip
 
-    def drop_blocks_before(self, window):
+    def drop_blocks_before(self, window: int) -> None:
         """Gives each request's blocks that lie before its root's window to somebody else."""
         size = self.keys.shape[1]
         for row, context in zip(self.table, self.contexts.tolist(), strict=True):
@@ -125,7 +132,7 @@ class Batch:
                 cache[row[:gone].long()] = float("nan")
             row[:gone] = len(self.keys) - 1  # as vLLM's null block: one for all
 
-    def forget_from(self, ends):
+    def forget_from(self, ends: Sequence[int]) -> None:
         """Nobody has written what lies from these positions of the requests on."""
         size = self.keys.shape[1]
         for row, end in zip(self.table, ends, strict=True):
@@ -133,7 +140,7 @@ class Batch:
             for cache in (self.keys, self.values):
                 _fill_with_nan(cache, row[positions // size].long(), positions % size)
 
-    def expected(self, **scales):
+    def expected(self, **scales: Any) -> Tensor:
         ancestors = self.ancestors if self.ancestors.ndim == 2 else self.ancestors[self.slots]
         return tree_attention_reference(
             self.query, self.keys, self.values, self.table, self.contexts.tolist(),
@@ -142,7 +149,7 @@ class Batch:
         )  # fmt: skip
 
 
-def _random(shape, dtype, generator):
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Normally distributed, on the generator's device."""
     drawn = torch.empty(
         shape, dtype=dtype if dtype.itemsize > 1 else torch.bfloat16, device=generator.device
@@ -150,7 +157,7 @@ def _random(shape, dtype, generator):
     return drawn.normal_(generator=generator).to(dtype)
 
 
-def _fill_with_nan(cache, blocks, places):
+def _fill_with_nan(cache: Tensor, blocks: Tensor, places: Tensor | slice) -> None:
     if cache.dtype.itemsize == 1:  # not every torch can index fp8
         cache.view(torch.uint8)[blocks, places] = _FP8_NAN
     else:
