@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,63 +30,53 @@ Saved = tuple[str, dict[str, Any], dict[str, Any]]
 """The target, keys of ``speculative_config``, arguments of `vllm.LLM`."""
 
 
-def _embedded(dtype: str, cache: str = "auto", **keys: Any) -> Callable[[Path], Saved]:
-    keys = keys or {"model": DRAFT}
-    return lambda folder: (TARGET, keys, {"dtype": dtype, "kv_cache_dtype": cache})
+def _embedded(folder: Path, dtype: str, cache: str = "auto", **keys: Any) -> Saved:
+    return TARGET, keys or {"model": DRAFT}, {"dtype": dtype, "kv_cache_dtype": cache}
 
 
-def _architecture(name: str, dtype: str) -> Callable[[Path], Saved]:
-    def save(folder: Path) -> Saved:
-        from tests.support.architectures import save_architecture
+def _architecture(folder: Path, name: str, dtype: str) -> Saved:
+    from tests.support.architectures import save_architecture
 
-        layers = None if name == "gemma4" else 2  # it describes each of its layers
-        model = str(save_architecture(folder / name, name, layers=layers))
-        return model, {"model": model}, {"dtype": dtype, "skip_tokenizer_init": True}
-
-    return save
+    layers = None if name == "gemma4" else 2  # it describes each of its layers
+    model = str(save_architecture(folder / name, name, layers=layers))
+    return model, {"model": model}, {"dtype": dtype, "skip_tokenizer_init": True}
 
 
-def _hybrid(**keys: Any) -> Callable[[Path], Saved]:
-    def save(folder: Path) -> Saved:
-        from tests.support.recurrent import save_hybrid_pair
+def _hybrid(folder: Path, **keys: Any) -> Saved:
+    from tests.support.recurrent import save_hybrid_pair
 
-        # vLLM's kernels for prompts want keys and values of one size, and may be FlashInfer's.
-        target, draft = save_hybrid_pair(folder, 0.1, key=64, value=64, experts=False)
-        options = {"dtype": "bfloat16", "skip_tokenizer_init": True}
-        options["gdn_prefill_backend"] = "triton"
-        return target, keys or {"model": draft}, options
-
-    return save
+    # vLLM's kernels for prompts want keys and values of one size, and may be FlashInfer's.
+    target, draft = save_hybrid_pair(folder, 0.1, key=64, value=64, experts=False)
+    options = {"dtype": "bfloat16", "skip_tokenizer_init": True}
+    options["gdn_prefill_backend"] = "triton"
+    return target, keys or {"model": draft}, options
 
 
-def _images(name: str) -> Callable[[Path], Saved]:
-    def save(folder: Path) -> Saved:
-        from tests.support.multimodal import save_multimodal
+def _images(folder: Path, name: str) -> Saved:
+    from tests.support.multimodal import save_multimodal
 
-        paths = save_multimodal(folder, name)
-        options = {"dtype": "bfloat16", "limit_mm_per_prompt": {"image": 2}}
-        return paths["target"], {"model": paths["draft"]}, {**options, "image": name}
-
-    return save
+    paths = save_multimodal(folder, name)
+    options = {"dtype": "bfloat16", "limit_mm_per_prompt": {"image": 2}}
+    return paths["target"], {"model": paths["draft"]}, {**options, "image": name}
 
 
 KINDS: dict[str, Callable[[Path], Saved]] = {
-    "draft-float32": _embedded("float32"),
-    "draft": _embedded("bfloat16"),
-    "flash": _embedded("bfloat16"),
-    "lookup-float32": _embedded("float32", drafter="lookup"),
-    "lookup": _embedded("bfloat16", drafter="lookup"),
-    "eagle3": _embedded("bfloat16", model=str(_MODELS / "eagle3")),
-    "dflash": _embedded("bfloat16", model=str(_MODELS / "dflash")),
-    "fp8-cache": _embedded("bfloat16", "fp8"),
-    "gemma4-float32": _architecture("gemma4", "float32"),
-    "gemma4": _architecture("gemma4", "bfloat16"),
-    "gemma2": _architecture("gemma2", "bfloat16"),
-    "hybrid": _hybrid(),
-    "hybrid-lookup": _hybrid(drafter="lookup"),
-    "qwen2-vl": _images("qwen2_vl"),
-    "qwen3-vl": _images("qwen3_vl"),
-    "gemma3": _images("gemma3"),
+    "draft-float32": partial(_embedded, dtype="float32"),
+    "draft": partial(_embedded, dtype="bfloat16"),
+    "flash": partial(_embedded, dtype="bfloat16"),
+    "lookup-float32": partial(_embedded, dtype="float32", drafter="lookup"),
+    "lookup": partial(_embedded, dtype="bfloat16", drafter="lookup"),
+    "eagle3": partial(_embedded, dtype="bfloat16", model=str(_MODELS / "eagle3")),
+    "dflash": partial(_embedded, dtype="bfloat16", model=str(_MODELS / "dflash")),
+    "fp8-cache": partial(_embedded, dtype="bfloat16", cache="fp8"),
+    "gemma4-float32": partial(_architecture, name="gemma4", dtype="float32"),
+    "gemma4": partial(_architecture, name="gemma4", dtype="bfloat16"),
+    "gemma2": partial(_architecture, name="gemma2", dtype="bfloat16"),
+    "hybrid": _hybrid,
+    "hybrid-lookup": partial(_hybrid, drafter="lookup"),
+    "qwen2-vl": partial(_images, name="qwen2_vl"),
+    "qwen3-vl": partial(_images, name="qwen3_vl"),
+    "gemma3": partial(_images, name="gemma3"),
 }
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from sequoia_vllm.engine.compat.contract import contract
 from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS
+from sequoia_vllm.installed import file_hash
 from tests.contract.sources import source_differences
 
 CHECKED = Path(__file__).with_name("checked.json")
@@ -42,11 +43,11 @@ def main() -> int:
 
 def check(directory: Path, version: str) -> bool:
     """Prints how this version differs; False if it must not."""
-    wheel = find_wheel(directory, version) or download(directory, version)
+    wheel, sources = unpacked(directory, version)
     expectations = contract("gpu", version=version)
-    found = source_differences(unpack(wheel, directory / version), expectations)
+    found = source_differences(sources, expectations)
     supported = version in SUPPORTED_VERSIONS["gpu"]
-    wheel_hash = sha256(wheel)
+    wheel_hash = file_hash(wheel)
     print(f"\n{wheel.name}")
     print(f"  SHA-256 {wheel_hash}")
     print(
@@ -73,12 +74,26 @@ def expected_hash(version: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def unpacked(directory: Path, version: str) -> tuple[Path, Path]:
+    """The version's wheel for CUDA, downloaded once, and the folder of its Python files."""
+    wheel = find_wheel(directory, version) or download(directory, version)
+    sources = directory / version
+    if not sources.is_dir():
+        partial = sources.with_name(sources.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".py")]
+            archive.extractall(partial, names)
+        partial.rename(sources)
+    return wheel, sources
+
+
 def find_wheel(directory: Path, version: str) -> Path | None:
     return next(iter(sorted(directory.glob(f"vllm-{version}-*.whl"))), None)
 
 
 def download(directory: Path, version: str) -> Path:
-    """The wheel for CUDA, which is PyPI's own ``vllm``."""
+    """From PyPI, whose ``vllm`` is for CUDA."""
     platforms = [option for name in PLATFORMS for option in ("--platform", name)]
     command = [
         sys.executable, "-m", "pip", "download", f"vllm=={version}", "--no-deps",
@@ -89,23 +104,6 @@ def download(directory: Path, version: str) -> Path:
     if wheel is None:
         sys.exit(f"pip downloaded no wheel of vLLM {version} into {directory}")
     return wheel
-
-
-def unpack(wheel: Path, directory: Path) -> Path:
-    """The wheel's Python files, unpacked once."""
-    if not directory.is_dir():
-        partial = directory.with_name(directory.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".py")]
-            archive.extractall(partial, names)
-        partial.rename(directory)
-    return directory
-
-
-def sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class Sources:
         file = self._file(module)
         if file is None:
             raise NotFoundError(f"no module {module}")
-        return _bindings(ast.parse(file.read_text(encoding="utf-8"), str(file)).body)
+        return bindings(ast.parse(file.read_text(encoding="utf-8"), str(file)).body)
 
     def _attribute(self, of: Definition, name: str) -> Definition:
         if isinstance(of.node, ast.ClassDef):
@@ -211,7 +211,7 @@ class Sources:
             found = Definition(f"{base.name}.{name}", base.module)
             if not isinstance(base.node, ast.ClassDef):
                 unread.append(base.name)
-            elif node := _bindings(base.class_body).get(name):
+            elif node := bindings(base.class_body).get(name):
                 is_enum = any(one.name in _ENUMS for one in self._bases(base))
                 if isinstance(node, ast.expr) and is_enum:
                     return replace(found, node=base.node, is_instance=True)
@@ -228,7 +228,7 @@ class Sources:
 
     def _constructor_signature(self, of: Definition) -> Signature:
         for base in self._bases(of):
-            names = _bindings(base.class_body)
+            names = bindings(base.class_body)
             constructor = names.get("__new__") or names.get("__init__")
             if isinstance(constructor, Function):
                 return _signature(constructor.args, is_bound=True)
@@ -247,7 +247,7 @@ class Sources:
 # -- the syntax tree -----------------------------------------------------------------------
 
 
-def _bindings(body: Iterable[ast.stmt]) -> dict[str, ast.AST]:
+def bindings(body: Iterable[ast.stmt]) -> dict[str, ast.AST]:
     """The names that these statements bind, each to what it is bound to.
 
     That is a function, a class, an import of this one name, or an expression.
@@ -272,12 +272,12 @@ def _bound_by(statement: ast.stmt) -> dict[str, ast.AST]:
             return {name: value}
         case ast.If(test, body, orelse):
             is_for_types = ast.unparse(test).endswith("TYPE_CHECKING")
-            return _bindings(orelse) | ({} if is_for_types else _bindings(body))
+            return bindings(orelse) | ({} if is_for_types else bindings(body))
         case ast.Try(body, handlers, orelse, finalbody):
             rare = [line for handler in handlers for line in handler.body]
-            return _bindings(rare) | _bindings([*body, *orelse, *finalbody])
+            return bindings(rare) | bindings([*body, *orelse, *finalbody])
         case ast.With():
-            return _bindings(statement.body)
+            return bindings(statement.body)
     return {}
 
 

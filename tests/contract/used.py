@@ -14,23 +14,19 @@ import ast
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.engine.compat.ledger import LEDGER
 from sequoia_vllm.engine.compat.versions import CHANGED
-from tests.contract.sources import Definition, NotFoundError, Sources
+from tests.contract.sources import Definition, NotFoundError, Sources, bindings
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sequoia_vllm"
 ENGINE = PACKAGE / "engine"
-
-
-def engine_files() -> list[Path]:
-    """The engine's modules, and those that run each kind of drafter."""
-    return sorted([*ENGINE.rglob("*.py"), *PACKAGE.glob("drafters/*/v[12].py")])
-
+# The engine's, and those that run each kind of drafter.
+MODULES = sorted([*ENGINE.rglob("*.py"), *PACKAGE.glob("drafters/*/v[12].py")])
 
 GPU_FILES = (
     "v2/attention/attention_gpu", "v2/attention/backend_gpu",
@@ -50,12 +46,6 @@ HANDED = json.loads(Path(__file__).with_name("watched.json").read_text(encoding=
 Calls = list[ast.Call]
 
 
-def name_of(file: Path) -> str:
-    """The module's, as it is imported."""
-    name = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
-    return name.removesuffix(".__init__")
-
-
 def path_of(found: Definition) -> str:
     """``module:attribute[.attribute]``."""
     return f"{found.module}:{found.name.removeprefix(found.module).lstrip('.')}"
@@ -73,7 +63,8 @@ class Module:
     def __init__(self, file: Path) -> None:
         self.path = file
         self.file = str(file.relative_to(ENGINE if ENGINE in file.parents else PACKAGE))
-        self.name = name_of(file)
+        name = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
+        self.name = name.removesuffix(".__init__")
         self.lines = file.read_text(encoding="utf-8").splitlines()
         self.tree = without_annotations(ast.parse("\n".join(self.lines)))
         self.imported = dict(self._imports())
@@ -134,7 +125,7 @@ class Use:
 
     def __init__(self, vllm: Path) -> None:
         self.sources = TwoPackages(vllm, REPOSITORY)
-        self.modules = [Module(file) for file in engine_files()]
+        self.modules = [Module(file) for file in MODULES]
         self.replaced: dict[str, dict[str, str]] = {}
         self.places: dict[str, dict[str, str | None]] = {
             place: {} for place in ("everywhere", "cpu_v1", "v2", "gpu")
@@ -237,7 +228,12 @@ class Use:
         places = {"everywhere": tuple(self.places), "v2": ("v2", "gpu")}.get(place, (place,))
         modules = [one for one in self.modules if one.place in places]
         owner = self.sources.find(path)
-        has = {name for base in self.sources._bases(owner) for name in self._members(base)}
+        has = {
+            name
+            for base in self.sources._bases(owner)
+            for name in (*_defined(base), *self.sources._field_names(base))
+            if not name.startswith("__")  # as what Python itself calls
+        }
         for name in sorted(has & {name for one in modules for name in one.attributes}):
             found = self.sources._attribute(owner, name)
             calls = [call for one in modules for call in one.attributes.get(name, ())]
@@ -249,11 +245,6 @@ class Use:
             )
             called = self._called(found, calls, bound=1) if fits else None
             self._add(place, f"{path}.{name}", called)
-
-    def _members(self, of: Definition) -> set[str]:
-        """What a class itself defines or declares as a field, but for what Python itself calls."""
-        found = {*_defined(of), *self.sources._field_names(of)}
-        return {name for name in found if not name.startswith("__")}
 
     # -- what is replaced --------------------------------------------------------------------
 
@@ -333,16 +324,9 @@ def _defined_at(classes: list[Definition], name: str) -> str | None:
     return next((f"{path_of(one)}.{name}" for one in classes if name in _defined(one)), None)
 
 
-def _defined(of: Definition) -> dict[str, ast.stmt]:
+def _defined(of: Definition) -> dict[str, ast.AST]:
     """What a class defines, methods or not, but for what Python itself calls."""
-    found: dict[str, ast.stmt] = {}
-    for node in of.class_body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found[node.name] = node
-        elif isinstance(node, ast.Assign):
-            found |= {one.id: node for one in node.targets if isinstance(one, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and node.value and isinstance(node.target, ast.Name):
-            found[node.target.id] = node
+    found = bindings(of.class_body)
     return {name: node for name, node in found.items() if not name.startswith("__")}
 
 
@@ -383,9 +367,6 @@ def installed() -> Path | None:
     return Path(found.origin).parents[1] if found and found.origin else None
 
 
-def text_of(found: Mapping[str, Any]) -> str:
-    return json.dumps(found, indent=1) + "\n"
-
-
 if __name__ == "__main__":
-    LEDGER.write_text(text_of(Use(installed()).to_dict()), encoding="utf-8")
+    found = json.dumps(Use(installed()).to_dict(), indent=1)
+    LEDGER.write_text(found + "\n", encoding="utf-8")

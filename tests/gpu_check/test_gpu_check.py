@@ -69,8 +69,9 @@ def test_wrong_kernels_are_found(tmp_path):
 import torch
 from benchmarks.gpu.check import attention_check, sampling_check
 from benchmarks.gpu.check.tree_batch import TreeBatch
-of = attention_check.NodeMask.of
-attention_check.NodeMask.of = lambda seen, *window: of(torch.ones_like(seen).tril(), *window)
+from tests.support.attending import NodeMask
+of = NodeMask.of
+NodeMask.of = lambda seen, *window: of(torch.ones_like(seen).tril(), *window)
 sampling_check.DRAW, sampling_check.VERIFY = sampling_check.VERIFY, sampling_check.DRAW
 TreeBatch.commit = lambda *arguments: None
 attention_check.time_attention = lambda *arguments: None

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import json
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -171,17 +172,13 @@ def test_items_say_what_they_lack(monkeypatch):
 
 @pytest.mark.parametrize("item", [i for i in ITEMS if i.measure == RIVALS], ids=lambda i: i.name)
 def test_rivals_use_targets_answers_and_heads_of_earlier_items(item, tmp_path, monkeypatch):
-    called = []
+    called, takes = [], inspect.signature(rival.compare)
+    kind = item.options.get("kind", "eagle3")
 
-    kind, takes = item.options.get("kind", "eagle3"), inspect.signature(rival.compare)
-
-    def make(name):
-        def write(folder, **sizes):
-            called.append(name)
-            (folder / name).mkdir(parents=True)
-            (folder / name / "config.json").touch()
-
-        return write
+    def write(name, folder, **sizes):
+        called.append(name)
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").touch()
 
     def compare(folder, out, **options):
         called.append(takes.bind(folder, out, **options).arguments)
@@ -191,9 +188,8 @@ def test_rivals_use_targets_answers_and_heads_of_earlier_items(item, tmp_path, m
             raise KeyboardInterrupt
 
     monkeypatch.setattr(smollm2, "is_cached", lambda folder: True)
-    monkeypatch.setattr(rival, "target", make("target"))
-    monkeypatch.setattr(rival, "head", make("eagle3"))
-    monkeypatch.setattr(rival, "dflash", make("dflash"))
+    for function, name in (("target", "target"), ("head", "eagle3"), ("dflash", "dflash")):
+        monkeypatch.setattr(rival, function, partial(write, name))
     monkeypatch.setattr(rival, "compare", compare)
     folder = tmp_path / ("rival" if kind == "eagle3" else "rival-embedded")
     (folder / kind).mkdir(parents=True)  # half a head

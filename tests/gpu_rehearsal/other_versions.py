@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.contract.check_wheels import download, find_wheel, unpack
+from tests.contract.check_wheels import unpacked
 from tests.support.interpreted import OTHER_VLLM
 
 # What a version needs beside the installed one's dependencies.
@@ -28,8 +28,7 @@ def main() -> int:
         sys.exit(__doc__)
     directory, version, options = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     directory.mkdir(parents=True, exist_ok=True)
-    wheel = find_wheel(directory, version) or download(directory, version)
-    overlay = lay_over(unpack(wheel, directory / version), directory, version)
+    overlay = lay_over(unpacked(directory, version)[1], directory, version)
     command = [sys.executable, "-m", "pytest", str(FOLDER), *options]
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, OTHER_VLLM: str(overlay)}

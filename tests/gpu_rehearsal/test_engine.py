@@ -73,7 +73,8 @@ def start_and_generate(models: str) -> dict[str, Any]:
     ):
         started = set(kernels)
         llm.collective_rpc("sequoia_record_steps")
-        with counting_twins(llm) as twins:
+        target_graphs = runner_of(llm).cudagraph_manager
+        with noting(target_graphs, "run_fullgraph", lambda shape: type(shape).__name__) as twins:
             answers["flash"] = generate_with_trees(llm, requests, sampled(0))
         answers["steps"] = llm.collective_rpc("sequoia_take_steps", args=(len(requests),))[0]
         generate(llm, requests[:2], sampled())
@@ -83,12 +84,6 @@ def start_and_generate(models: str) -> dict[str, Any]:
         answers["in time by traversal"] = sorted(started)
     answers["flash"] |= {"twins": Counter(twins), "over contexts": flash_attention.attended[False]}
     return answers
-
-
-def counting_twins(llm: Any) -> Any:
-    """Graphs of the target that are replayed within the block, by the class of their shape."""
-    manager = runner_of(llm).cudagraph_manager
-    return noting(manager, "run_fullgraph", lambda shape: type(shape).__name__)
 
 
 def draft_graphs(llm: Any) -> list[Any]:

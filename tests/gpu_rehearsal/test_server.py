@@ -3,14 +3,11 @@
 import json
 
 import pytest
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from tests.support.engines import generated, running
 from tests.support.generating import random_prompts, save_related_pair
-from tests.support.heads import EAGLE3
 from tests.support.interpreted import gpu_environment
-from tests.support.models import TARGET, prompts
 from tests.support.serving import Server, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
@@ -19,19 +16,10 @@ LENGTHS = [9, 18]
 TOKENS = 12
 
 
-def tokens_of_texts() -> list[dict[str, list[int]]]:
-    """Beginnings of what the embedded pair writes: heads are right about nothing else."""
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    return [{"prompt_token_ids": tokenizer(text).input_ids[:40]} for text in prompts(2)]
-
-
-@pytest.mark.parametrize("drafter", ["a draft model", "an EAGLE-3 head"])
-def test_a_server_replays_graphs_and_gives_plain_tokens(drafter, tmp_path):
-    if drafter == "a draft model":
-        target, draft = save_related_pair(tmp_path)
-        requests = random_prompts(LENGTHS)
-    else:
-        target, draft, requests = TARGET, EAGLE3, tokens_of_texts()
+def test_a_server_replays_graphs_and_gives_plain_tokens(tmp_path):
+    """With a draft model; `test_ranks.py` has an EAGLE-3 head in processes of their own."""
+    target, draft = save_related_pair(tmp_path)
+    requests = random_prompts(LENGTHS)
     report = tmp_path / "graphs.json"
     variables = {**environment(), **gpu_environment(multiprocessing=True)}
     with Server(

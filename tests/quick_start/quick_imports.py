@@ -5,34 +5,28 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 
-class LazyLoader(Loader):
+def lazily(loader: Loader, functions: tuple[str, ...] = ()) -> Loader:
     """Runs a module's code when the module is first asked for what only its code defines.
 
     `importlib.util.LazyLoader` runs it for any attribute, also for the file and name that
     `inspect` asks all modules for. `functions`: names that others import and do not call
     yet; they get functions that run the module's code and then call its own.
     """
+    execute = loader.exec_module
 
-    def __init__(self, loader: Loader, functions: tuple[str, ...] = ()) -> None:
-        self._loader = loader
-        self._functions = functions
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(module: ModuleType) -> None:
         content = vars(module)
 
         def run() -> None:
             del content["__getattr__"]
-            self._loader.exec_module(module)
+            execute(module)
 
         def get(name: str) -> Any:
             if name[:2] == "__" and name != "__all__":
@@ -49,26 +43,22 @@ class LazyLoader(Loader):
             return call
 
         content["__getattr__"] = get
-        content.update({name: calling(name) for name in self._functions})
+        content.update({name: calling(name) for name in functions})
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+    return loader
 
 
-class ChangingLoader(Loader):
+def changing(loader: Loader, change: Callable[[ModuleType], None]) -> Loader:
     """Changes a module as soon as its code has run."""
+    execute = loader.exec_module
 
-    def __init__(self, loader: Loader, change: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._change = change
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        change(module)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._change(module)
-
-    def get_code(self, name: str) -> CodeType:
-        """For ``python -m``."""
-        return self._loader.get_code(name)  # type: ignore[attr-defined]
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+    return loader
 
 
 def read_models_once(import_utils: ModuleType) -> None:
@@ -167,18 +157,14 @@ def define_operators(loader: Loader) -> Loader:
 LOADERS: dict[str, Callable[[Loader], Loader]] = {
     "torchvision": define_operators,
     # vLLM resamples audio with it: half a thousand modules.
-    "scipy.signal": LazyLoader,
+    "scipy.signal": lazily,
     # The losses of transformers' detectors import this one.
-    "scipy.optimize": lambda loader: LazyLoader(loader, ("linear_sum_assignment",)),
-    "transformers.utils.import_utils": lambda loader: ChangingLoader(loader, read_models_once),
-    "vllm.model_executor.models.registry": (
-        lambda loader: ChangingLoader(loader, inspect_models_here)
-    ),
-    "vllm.triton_utils.dispatcher": lambda loader: ChangingLoader(loader, register_kernels_once),
-    "vllm.utils.system_utils": lambda loader: ChangingLoader(loader, fork_engines),
-    "vllm.distributed.device_communicators.shm_broadcast": (
-        lambda loader: ChangingLoader(loader, wait_asleep)
-    ),
+    "scipy.optimize": partial(lazily, functions=("linear_sum_assignment",)),
+    "transformers.utils.import_utils": partial(changing, change=read_models_once),
+    "vllm.model_executor.models.registry": partial(changing, change=inspect_models_here),
+    "vllm.triton_utils.dispatcher": partial(changing, change=register_kernels_once),
+    "vllm.utils.system_utils": partial(changing, change=fork_engines),
+    "vllm.distributed.device_communicators.shm_broadcast": partial(changing, change=wait_asleep),
 }
 
 

@@ -1,8 +1,13 @@
 """Calls `tree_attention` for batches of random requests in a paged cache."""
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sequoia_vllm.kernels.node_masks import NodeMask
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
@@ -14,47 +19,52 @@ from tests.oracles.attention import (
 )
 
 UNTOUCHED = 7.0
+_FP8_NAN = 0x7F  # of float8_e4m3fn
 
 
 class Batch:
     """Random requests in a paged cache whose unused positions hold NaN.
 
-    With `extra`, the cache holds latents: keys of so many channels more than their values.
+    With `extra`, the cache holds latents: keys of so many channels more than their values. `keys`
+    and `values` are those of the first of its `layers`.
     """
 
     def __init__(
-        self, contexts, sizes, *, nodes=None, first_node=0, heads=(4, 2), head_size=64,
-        block_size=16, dtype=torch.float32, cache_dtype=None, seed=0, spare_blocks=2,
-        extra=0,
-    ):  # fmt: skip
-        generator = torch.Generator().manual_seed(seed)
+        self, contexts: Sequence[int], sizes: Sequence[int], *, nodes: int | None = None,
+        first_node: int = 0, heads: tuple[int, int] = (4, 2), head_size: int = 64,
+        block_size: int = 16, dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None, seed: int = 0, spare_blocks: int = 2,
+        extra: int = 0, layers: int = 1, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        generator = torch.Generator(device).manual_seed(seed)
         nodes = nodes or max([*sizes, 1]) + first_node
-        self.ancestors = random_ancestors(nodes, generator)
-        self.slots = torch.arange(len(contexts))
+        self.ancestors = random_ancestors(nodes, torch.Generator().manual_seed(seed)).to(device)
+        self.slots = torch.arange(len(contexts), device=device)
         self.first_node = first_node
-        self.contexts = torch.tensor(contexts, dtype=torch.int32)
-        self.starts = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+        self.contexts = torch.tensor(contexts, dtype=torch.int32, device=device)
+        starts = [0, *accumulate(sizes)]
+        self.starts = torch.tensor(starts, dtype=torch.int32, device=device)
         ends = [c + first_node + q if q else 0 for c, q in zip(contexts, sizes, strict=True)]
         columns = -(-max(ends) // block_size) + spare_blocks
-        blocks = torch.randperm(len(contexts) * columns + 1, generator=generator)[:-1]
-        self.table = blocks.view(len(contexts), columns).to(torch.int32)
+        blocks = torch.randperm(len(contexts) * columns + 1, generator=generator, device=device)
+        self.table = blocks[:-1].view(len(contexts), columns).to(torch.int32)
         parts, key_size = 1 if extra else 2, head_size + extra
-        shape = (len(blocks) + 1, heads[1], parts, block_size, key_size)
-        cache = torch.full(shape, float("nan"))
-        for row, end in zip(self.table.tolist(), ends, strict=True):
-            for position in range(end):
-                entry = torch.randn(heads[1], parts, key_size, generator=generator)
-                cache[row[position // block_size], :, :, position % block_size] = entry
-        # The layout is neither contiguous nor [blocks, block_size, heads, size] in memory.
-        cache = cache.to(cache_dtype or dtype)
-        self.keys, self.values = (cache[:, :, i].transpose(1, 2) for i in (0, -1))
-        self.values = self.values[..., :head_size]
-        tokens = int(self.starts[-1]) + 3
-        packed = torch.randn(tokens, heads[0] + 2, key_size, generator=generator)
-        self.query = packed.to(dtype)[:, :-2]
+        shape = (len(blocks), heads[1], parts, block_size, key_size)
+        self.layers = []
+        for _ in range(layers):
+            cache = _random(shape, cache_dtype or dtype, generator)
+            # The layout is neither contiguous nor [blocks, block_size, heads, size] in memory.
+            keys, values = (cache[:, :, i].transpose(1, 2) for i in (0, -1))
+            self.layers.append((keys, values[..., :head_size]))
+        self.keys, self.values = self.layers[0]
+        self.forget_from(ends)
+        for cache in (self.keys, self.values):
+            _fill_with_nan(cache, blocks[-1:], slice(None))
+        packed = _random((starts[-1] + 3, heads[0] + 2, key_size), dtype, generator)
+        self.query = packed[:, :-2]
         self.scale = key_size**-0.5
 
-    def give_own_trees(self, seed=1):
+    def give_own_trees(self, seed: int = 1) -> None:
         """Each request slot has a tree of its own, and requests have slots in any order."""
         generator = torch.Generator().manual_seed(seed)
         self.slots = torch.randperm(len(self.contexts) + 2, generator=generator)[:-2]
@@ -63,7 +73,7 @@ class Batch:
             [random_ancestors(nodes, generator) for _ in range(len(self.slots) + 2)]
         )
 
-    def attend_to_contexts(self):
+    def attend_to_contexts(self) -> tuple[Tensor, Tensor]:
         """Attention over contexts alone, and its log-sum-exps ``[Hq, T]``, as of another kernel."""
         output = torch.full_like(self.query, UNTOUCHED)
         lse = torch.full((self.query.shape[1] + 1, len(output) + 2), float("nan"))[1:, :-2]
@@ -78,15 +88,28 @@ class Batch:
             output[rows] = attended.to(output.dtype)
         return output, lse
 
-    def run(
-        self, processors=1, ancestors=None, continued=False, window=None, max_queries=1 << 20,
-        max_slots=None, max_keys=1 << 40, **arguments,
-    ):  # fmt: skip
-        value_size = self.values.shape[3]
-        output = torch.full_like(self.query[..., :value_size], UNTOUCHED)
+    def run(self, processors: int | None = 1, continued: bool = False, **arguments: Any) -> Tensor:
         if continued:
             output, arguments["context_lse"] = self.attend_to_contexts()
-        workspace = TreeAttentionWorkspace(value_size, "cpu", processors)
+            arguments["output"] = output
+        attend = self.attending(processors, **arguments)
+        attend(self.keys, self.values)
+        found: Tensor = attend.keywords["output"]
+        return found.float()
+
+    def attending(
+        self, processors: int | None = None, ancestors: Tensor | None = None,
+        window: int | None = None, max_queries: int = 1 << 20, max_slots: int | None = None,
+        max_keys: int = 1 << 40, output: Tensor | None = None, **arguments: Any,
+    ) -> partial[None]:  # fmt: skip
+        """`tree_attention` of a layer's keys and values, which it is called with.
+
+        `processors`: None: as many as the device has.
+        """
+        value_size = self.values.shape[3]
+        if output is None:
+            output = torch.full_like(self.query[..., :value_size], UNTOUCHED)
+        workspace = TreeAttentionWorkspace(value_size, self.query.device, processors)
         workspace._memory.fill_(float("nan"))  # what no split wrote must not be read
         mask = NodeMask.of(self.ancestors if ancestors is None else ancestors, window)
         tree = SimpleNamespace(
@@ -95,12 +118,12 @@ class Batch:
             block_table=self.table, workspace=workspace,
         )  # fmt: skip
         scales = {"scale": self.scale, "key_scale": 1.0, "value_scale": 1.0}
-        tree_attention(
-            self.query, self.keys, self.values, tree, mask, output=output, **{**scales, **arguments}
-        )
-        return output.float()
+        return partial(
+            tree_attention, self.query, tree=tree, mask=mask, output=output,
+            **{**scales, **arguments},
+        )  # fmt: skip
 
-    def drop_blocks_before(self, window):
+    def drop_blocks_before(self, window: int) -> None:
         """Gives each request's blocks that lie before its root's window to somebody else."""
         size = self.keys.shape[1]
         for row, context in zip(self.table, self.contexts.tolist(), strict=True):
@@ -109,18 +132,33 @@ class Batch:
                 cache[row[:gone].long()] = float("nan")
             row[:gone] = len(self.keys) - 1  # as vLLM's null block: one for all
 
-    def forget_from(self, ends):
+    def forget_from(self, ends: Sequence[int]) -> None:
         """Nobody has written what lies from these positions of the requests on."""
         size = self.keys.shape[1]
-        for row, end in zip(self.table.tolist(), ends, strict=True):
-            for position in range(end, len(row) * size):
-                for cache in (self.keys, self.values):
-                    cache[row[position // size], position % size] = float("nan")
+        for row, end in zip(self.table, ends, strict=True):
+            positions = torch.arange(end, len(row) * size, device=row.device)
+            for cache in (self.keys, self.values):
+                _fill_with_nan(cache, row[positions // size].long(), positions % size)
 
-    def expected(self, **scales):
+    def expected(self, **scales: Any) -> Tensor:
         ancestors = self.ancestors if self.ancestors.ndim == 2 else self.ancestors[self.slots]
         return tree_attention_reference(
             self.query, self.keys, self.values, self.table, self.contexts.tolist(),
             self.starts.tolist(), ancestors, self.first_node, self.scale,
             elsewhere=UNTOUCHED, **scales,
         )  # fmt: skip
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Normally distributed, on the generator's device."""
+    drawn = torch.empty(
+        shape, dtype=dtype if dtype.itemsize > 1 else torch.bfloat16, device=generator.device
+    )
+    return drawn.normal_(generator=generator).to(dtype)
+
+
+def _fill_with_nan(cache: Tensor, blocks: Tensor, places: Tensor | slice) -> None:
+    if cache.dtype.itemsize == 1:  # not every torch can index fp8
+        cache.view(torch.uint8)[blocks, places] = _FP8_NAN
+    else:
+        cache[blocks, places] = float("nan")

@@ -1,19 +1,21 @@
 """Caches, block tables and accepted paths to commit."""
 
 import torch
+from torch import Tensor
 
 
-def random_cache(blocks, heads, slots, width, dtype=torch.bfloat16):
-    size = torch.empty(0, dtype=dtype).element_size()
-    data = torch.randint(0, 256, (blocks, heads, slots, width * size), dtype=torch.uint8)
-    return data.view(dtype)
+def random_cache(
+    blocks: int, heads: int, slots: int, width: int, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    shape = (blocks, heads, slots, width * dtype.itemsize)
+    return torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
 
 
-def bits(cache):
+def bits(cache: Tensor) -> Tensor:
     return cache.contiguous().view(torch.uint8)
 
 
-def tables(requests, max_blocks, blocks, seed=0):
+def tables(requests: int, max_blocks: int, blocks: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(blocks, generator=generator)[: requests * max_blocks]
     return order.view(requests, max_blocks).int()

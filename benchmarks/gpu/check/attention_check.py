@@ -2,17 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, product
-from types import SimpleNamespace
+from itertools import product
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu.check.stage import KernelRun
-from benchmarks.gpu.check.tree_batch import PagedCache
-from sequoia_vllm.kernels.node_masks import NodeMask
-from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
-from tests.oracles.attention import random_ancestors, tree_attention_reference
+from tests.support.attending import Batch
 
 # A row's error over its norm: so many units in the last place of the output's dtype.
 _ROW_ERROR = 2.0
@@ -140,73 +136,29 @@ def _has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
-class _Inputs:
-    """A case's queries, trees, and a cache of some layers; the same each time.
-
-    Attributes:
-        ends: Positions of each request that are read; the cache has ``spare`` more.
-    """
-
-    def __init__(self, run: KernelRun, case: Case, layers: int = 1, spare: int = 0) -> None:
-        device, heads = run.machine.device, case.heads
-        generator = torch.Generator(device).manual_seed(sum(case.sizes) + sum(case.contexts))
-        self._case = case
-        self.ends = [
-            context + case.first_node + size if size else 0
-            for context, size in zip(case.contexts, case.sizes, strict=True)
-        ]
-        self.cache = PagedCache(
-            layers, len(self.ends), max(self.ends) + spare, heads.kv_heads, heads.head_size,
-            case.cache_dtype, generator,
-        )  # fmt: skip
-        self.starts = [0, *accumulate(case.sizes)]
-        shape = (self.starts[-1], heads.heads, heads.head_size)
-        self.query = torch.empty(shape, dtype=case.dtype, device=device)
-        self.query.normal_(generator=generator)
-        self.output = torch.full_like(self.query, float("nan"))
-        self.sinks = None
-        if case.has_sinks:
-            self.sinks = torch.empty(heads.heads, dtype=case.dtype, device=device)
-            self.sinks.normal_(0, 3, generator=generator)
-        nodes = case.first_node + max(case.sizes)
-        ancestors = random_ancestors(nodes, torch.Generator().manual_seed(0))
-        self.ancestors = ancestors.to(device)
-        contexts, starts = (
-            torch.tensor(each, dtype=torch.int32, device=device)
-            for each in (case.contexts, self.starts)
-        )
-        self._mask = NodeMask.of(self.ancestors, case.window)
-        self._tree = SimpleNamespace(
-            request_slots=torch.arange(len(contexts), device=device), context_lens=contexts,
-            query_start_loc=starts, first=case.first_node, width=max(case.sizes), max_slots=None,
-            max_keys=self.cache.positions, block_table=self.cache.block_table,
-            workspace=TreeAttentionWorkspace(heads.head_size, device),
-        )  # fmt: skip
-
-    def attend(
-        self, layer: int, key_scale: float | Tensor = 1.0, value_scale: float | Tensor = 1.0
-    ) -> None:
-        """Writes the output of one layer's attention."""
-        keys, values = self.cache.keys_and_values(layer)
-        tree_attention(
-            self.query, keys, values, self._tree, self._mask,
-            scale=self._case.heads.head_size**-0.5, key_scale=key_scale, value_scale=value_scale,
-            output=self.output, soft_cap=self._case.soft_cap, sinks=self.sinks,
-        )  # fmt: skip
+def _batch(run: KernelRun, case: Case, **cache: int) -> Batch:
+    """A case's queries, trees, and a cache; the same each time."""
+    heads, seed = case.heads, sum(case.sizes) + sum(case.contexts)
+    return Batch(
+        case.contexts, case.sizes, first_node=case.first_node, heads=(heads.heads, heads.kv_heads),
+        head_size=heads.head_size, dtype=case.dtype, cache_dtype=case.cache_dtype, seed=seed,
+        device=run.machine.device, **cache,
+    )  # fmt: skip
 
 
 def _worst_row(run: KernelRun, case: Case) -> float:
     """The largest error of a row of one head, over the row's norm."""
-    inputs = _Inputs(run, case, spare=40)
-    inputs.cache.poison(inputs.ends)
+    batch, device = _batch(run, case), run.machine.device
+    how: dict[str, Any] = {"window": case.window, "soft_cap": case.soft_cap, "sinks": None}
+    if case.has_sinks:
+        how["sinks"] = torch.linspace(-6, 6, case.heads.heads, dtype=case.dtype, device=device)
     scales = _FP8_SCALES if case.cache_dtype == _FP8 else (1.0, 1.0)
-    inputs.attend(0, *(torch.tensor(scale, device=run.machine.device) for scale in scales))
-    expected = tree_attention_reference(
-        inputs.query, *inputs.cache.keys_and_values(0), inputs.cache.block_table, case.contexts,
-        inputs.starts, inputs.ancestors, case.first_node, case.heads.head_size**-0.5, *scales,
-        window=case.window, soft_cap=case.soft_cap, sinks=inputs.sinks,
-    )  # fmt: skip
-    return float(((inputs.output.float() - expected).norm(dim=2) / expected.norm(dim=2)).max())
+    named = dict(zip(("key_scale", "value_scale"), scales, strict=True))
+    expected = batch.expected(**how, **named)
+    on_device = {name: torch.tensor(scale, device=device) for name, scale in named.items()}
+    rows = slice(sum(case.sizes))
+    found, expected = batch.run(None, **how, **on_device)[rows], expected[rows]
+    return float(((found - expected).norm(dim=2) / expected.norm(dim=2)).max())
 
 
 # -- times --------------------------------------------------------------------------
@@ -247,6 +199,7 @@ def _time_case(run: KernelRun, case: Case, copy_rate: float) -> None:
     fitting = max(1, int(0.4 * run.machine.free_bytes / case.bytes_read))
     layers = min(fitting, _MOST_LAYERS, max(2, -(-_ROTATED_BYTES // case.bytes_read)))
     layers = 2 if run.tiny else layers
-    inputs = _Inputs(run, case, layers)
-    works = [partial(inputs.attend, layer) for layer in range(layers)]
+    batch = _batch(run, case, layers=layers, spare_blocks=0)
+    attend = batch.attending()
+    works = [partial(attend, keys, values) for keys, values in batch.layers]
     run.time(case.timed_name, works, bandwidth_floor=case.bytes_read / copy_rate)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu.check.stage import KernelRun
-from benchmarks.gpu.check.tree_batch import PagedCache, TreeBatch, best_tree
+from benchmarks.gpu.check.tree_batch import TreeBatch, best_tree
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED
@@ -20,6 +20,8 @@ from tests.oracles.attention import commit_reference
 from tests.oracles.laws import chi_square
 from tests.oracles.random_numbers import exponential, race_scores, target_noise, uniform_of
 from tests.oracles.verification import algorithm_2, traversal
+from tests.support.committing import bits, random_cache
+from tests.support.committing import tables as block_tables
 
 _RULES: dict[str, Callable[..., tuple[list[int], list[int]]]] = {
     "sequoia": algorithm_2,
@@ -180,7 +182,8 @@ def _check_walks(run: KernelRun, vocabulary: int) -> None:
     tables = TreeTables(best_tree(16 if run.tiny else 64, 6), run.machine.device)
     batch = TreeBatch(tables, requests, vocabulary, torch.float32, SAMPLED)
     batch.requests.roots.fill_(77)
-    target = _draft_and_target(run, batch, vocabulary)
+    near = _random_logits(run, requests * tables.tree.size, vocabulary, 6) / 6
+    target = batch.draw_accepted() + near
     target_p = _softmax(target).reshape(requests, tables.tree.size, vocabulary)
     for method in _RULES:
         batch.verify(target, method)
@@ -227,20 +230,6 @@ def _walk(
     return path, chance
 
 
-def _draft_and_target(run: KernelRun, batch: TreeBatch, vocabulary: int) -> Tensor:
-    """Draws all levels from random logits; the target's ``[R * N, V]`` are near the draft's."""
-    tables, requests = batch.tables, batch.num_reqs
-    num_inner = len(tables.levels.depths)
-    inner = _random_logits(run, requests * num_inner, vocabulary, 5)
-    inner = inner.view(requests, num_inner, vocabulary)
-    batch.draw_all(inner)
-    target = _random_logits(run, requests * tables.tree.size, vocabulary, 6)
-    target = target.view(requests, tables.tree.size, vocabulary)
-    has_draft = tables.inner_rows >= 0
-    target[:, has_draft] = inner[:, tables.inner_rows[has_draft].long()] + target[:, has_draft] / 6
-    return target.view(-1, vocabulary)
-
-
 def _softmax(logits: Tensor) -> NDArray[np.float64]:
     found: NDArray[np.float64] = logits.double().softmax(dim=-1).cpu().numpy()
     return found
@@ -282,18 +271,19 @@ def _check_law(run: KernelRun, method: str) -> None:
 def _check_commit(run: KernelRun, dtype: torch.dtype) -> None:
     """Every byte of every layer, also of what must stay."""
     roots = [3, 40, 15] if run.tiny else [0, 1000, 15, 4090]
-    generator = torch.Generator(run.machine.device).manual_seed(2)
-    cache = PagedCache(2 if run.tiny else 8, len(roots), max(roots) + 64, 4, 64, dtype, generator)
+    device, columns = run.machine.device, (max(roots) + 64) // 16 + 1
+    blocks, layers = len(roots) * columns, 2 if run.tiny else 8
+    caches = [random_cache(blocks, 4, 16, 2 * 64, dtype).to(device) for _ in range(layers)]
+    block_table = block_tables(len(roots), columns, blocks).to(device)
     paths = [[2, 5, 9, 30], [1, 2, 3, -1], [-1, -1, -1, -1], [3, 4, 40, 63]][: len(roots)]
-    expected = [layer.view(torch.uint8).clone() for layer in cache.layers]
-    commit_reference(expected, cache.block_table, roots, torch.tensor(paths))
-    tables = TreeTables(TokenTree.chain(4), run.machine.device)
+    expected = [bits(layer).clone() for layer in caches]
+    commit_reference(expected, block_table, roots, torch.tensor(paths))
+    tables = TreeTables(TokenTree.chain(4), device)
     batch = TreeBatch(tables, len(roots), 8, torch.float32, GREEDY)
     batch.requests.roots.copy_(torch.tensor(roots))
     batch.accepted.copy_(torch.tensor(paths))
-    batch.commit(CacheLayers.of(cache.layers), cache.block_table)
+    batch.commit(CacheLayers.of(caches), block_table)
     wrong = sum(
-        int((layer.view(torch.uint8) != right).sum())
-        for layer, right in zip(cache.layers, expected, strict=True)
+        int((bits(layer) != right).sum()) for layer, right in zip(caches, expected, strict=True)
     )
     run.check(f"commit, {str(dtype).removeprefix('torch.')}: wrong bytes", wrong, 0)

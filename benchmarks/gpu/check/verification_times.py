@@ -6,25 +6,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.check.stage import KernelRun
-from benchmarks.gpu.check.tree_batch import PagedCache, TreeBatch, best_tree
+from benchmarks.gpu.check.tree_batch import TreeBatch, best_tree
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import SAMPLED
+from tests.support.committing import tables as block_tables
 
 ACCEPTED, REJECTED = "verification, drafts accepted", "verification, drafts rejected"
 DRAWING = "time of drawing"
 _TREE_SIZE, _TREE_DEPTH = 64, 8
-
-
-def accepted_drafts(batch: TreeBatch, device: torch.device) -> Tensor:
-    """Draws a batch's drafts, always the same; float32 ``[R * N, V]``, target logits under which
-    first children are accepted: the draft's own at inner nodes."""
-    shape, generator = batch.draft_logits.shape, torch.Generator(device).manual_seed(41)
-    drawn = torch.empty(shape, device=device).normal_(0, 2, generator=generator)
-    inner = drawn.to(batch.draft_logits.dtype)
-    batch.draw_all(inner)
-    rows = batch.tables.inner_rows.long().clamp(min=0)
-    return inner[:, rows].float().reshape(-1, shape[2])
 
 
 def reject_drafts(batch: TreeBatch, logits: Tensor) -> None:
@@ -50,13 +40,13 @@ def time_verification(run: KernelRun) -> None:
 def _time_one(run: KernelRun, tables: TreeTables, requests: int, vocabulary: int) -> None:
     dtype = torch.float32 if run.tiny else torch.bfloat16
     batch = TreeBatch(tables, requests, vocabulary, dtype, SAMPLED)
-    logits = accepted_drafts(batch, run.machine.device)
+    logits = batch.draw_accepted()
     where = f"batch {requests}, vocabulary {vocabulary}"
     for depth, level in enumerate(tables.levels.levels):
         given = logits[: requests * level.width].to(dtype)
         run.time(f"{DRAWING}, level {depth}, {where}", [partial(batch.draw, level, given)])
     # What was drawn above is from other logits.
-    logits = accepted_drafts(batch, run.machine.device)
+    logits = batch.draw_accepted()
     tree = tables.tree
     # Depth that is reached by first children alone.
     first_children = int((tree.ancestor_mask @ tree.child_ranks == 0).sum()) - 1
@@ -74,13 +64,14 @@ def _time_commit(run: KernelRun, tables: TreeTables, requests: int) -> None:
     context = 20 if run.tiny else 1024
     layers, heads, size = (2, 2, 16) if run.tiny else (32, 32, 128)
     dtype = torch.float32 if run.tiny else torch.bfloat16
-    generator = torch.Generator(run.machine.device).manual_seed(42)
-    cache = PagedCache(layers, requests, context + tables.tree.size, heads, size, dtype, generator)
+    columns = -(-(context + tables.tree.size) // 16)
+    shape = (requests * columns, heads, 16, 2 * size)
+    caches = [torch.zeros(shape, dtype=dtype, device=run.machine.device) for _ in range(layers)]
+    block_table = block_tables(requests, columns, len(caches[0])).to(run.machine.device)
     batch = TreeBatch(tables, requests, 8, torch.float32, SAMPLED)
     batch.requests.roots.fill_(context)
     # The path to the last of the deepest nodes, so that most tokens move.
     path = tables.tree.ancestor_mask[tables.tree.levels[-1][-1]].nonzero()[0]
     batch.accepted.copy_(torch.from_numpy(path[1:]))
-    prepared = CacheLayers.of(cache.layers)
-    commit = partial(batch.commit, prepared, cache.block_table)
+    commit = partial(batch.commit, CacheLayers.of(caches), block_table)
     run.time(f"commit of {layers} layers, {tables.tree.depth} tokens, batch {requests}", [commit])

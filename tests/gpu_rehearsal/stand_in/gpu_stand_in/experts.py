@@ -30,6 +30,7 @@ def topk_softmax(
         topk_ids.masked_fill_(is_padding[:, None], _NO_EXPERT)
 
 
+@graphs.device_function
 def apply(
     self: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor,
     topk_weights: Tensor, topk_ids: Tensor, activation: Any, global_num_experts: int,
@@ -37,18 +38,13 @@ def apply(
     workspace13: Tensor, workspace2: Tensor, expert_tokens_meta: Any,
     apply_router_weight_on_input: bool,
 ) -> None:  # fmt: skip
-    """Replaces that of vLLM's `TritonExperts`, which sorts rows by expert in an operator."""
+    """Writes the weighted sum of each row's experts; `expert_map` says which are this rank's.
+
+    Replaces that of vLLM's `TritonExperts`, which sorts rows by expert in an operator.
+    """
     assert (activation.value, apply_router_weight_on_input) == ("silu", False)
     assert (a1q_scale, a2_scale) == (None, None)
-    _run_experts(output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
-
-
-@graphs.device_function
-def _run_experts(
-    output: Tensor, hidden: Tensor, w1: Tensor, w2: Tensor, weights: Tensor, ids: Tensor,
-    expert_map: Tensor | None,
-) -> None:  # fmt: skip
-    """Writes the weighted sum of each row's experts; `expert_map` says which are this rank's."""
+    ids = topk_ids
     assert int(ids.min()) >= _NO_EXPERT, "rows that nobody routed"
     if expert_map is not None:
         here = torch.full_like(ids, _NO_EXPERT)
@@ -58,6 +54,6 @@ def _run_experts(
     output.zero_()
     for expert in range(len(w1)):
         rows, places = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (hidden[rows] @ w1[expert].T).chunk(2, dim=-1)
+        gate, up = (hidden_states[rows] @ w1[expert].T).chunk(2, dim=-1)
         found = (silu(gate) * up) @ w2[expert].T
-        output.index_add_(0, rows, found * weights[rows, places, None].to(found.dtype))
+        output.index_add_(0, rows, found * topk_weights[rows, places, None].to(found.dtype))

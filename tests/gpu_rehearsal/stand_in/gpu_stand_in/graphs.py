@@ -94,18 +94,6 @@ def _writes(function: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Launch:
-    """A kernel: one of Triton's, or a library's function."""
-
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def replay(self) -> None:
-        self.run(*self.args, **self.kwargs)
-
-
-@dataclass(frozen=True)
 class _Operator:
     """One of torch's operators; `made` are the tensors for which it allocated memory."""
 
@@ -114,7 +102,7 @@ class _Operator:
     kwargs: dict[str, Any]
     made: list[tuple[int, Tensor]]
 
-    def replay(self) -> None:
+    def __call__(self) -> None:
         if self.function in _ALLOCATING:
             return
         result = self.function(*self.args, **self.kwargs)
@@ -163,9 +151,9 @@ class CUDAGraph:
         kind: Name of the class that captured it.
     """
 
-    keep_graph: bool = False
     kind: str = field(default="", init=False)
-    _record: list[_Launch | _Operator] = field(default_factory=list, init=False, repr=False)
+    # What a replay calls: operators, and kernels, Triton's or a library's.
+    _record: list[Callable[[], object]] = field(default_factory=list, init=False, repr=False)
     # Memory that only this graph and others of its pool know, by address.
     _private: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     # What a capture wrote elsewhere, as it was before: (memory, copy).
@@ -227,7 +215,7 @@ class CUDAGraph:
 
     def note_launch(self, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Records the launch of a kernel, which runs nothing now."""
-        self._record.append(_Launch(run, args, kwargs))
+        self._record.append(functools.partial(run, *args, **kwargs))
 
     # -- replay ------------------------------------------------------------------------
 
@@ -244,7 +232,7 @@ class CUDAGraph:
                 other._poison()
         self._is_poisoned = False
         for entry in self._record:
-            entry.replay()
+            entry()
 
     def _poison(self) -> None:
         """Destroys what the last replay left in private memory, once."""
@@ -264,12 +252,6 @@ class CUDAGraph:
 
     def pool(self) -> Any:
         return self._pool
-
-    def instantiate(self) -> None: ...
-
-    def enable_debug_mode(self) -> None: ...
-
-    def debug_dump(self, *_: Any) -> None: ...
 
 
 PIECE = "CUDAGraphWrapper"

@@ -2,25 +2,26 @@
 
 All work is done when it is called, so streams and events order nothing; but copies to
 the device on a stream that is `late` are done when it is waited for, and copies between
-host and device are under account until the host has waited (`watch_copies`).
+host and device are under account until the host has waited (`copies`).
 What the CUDA runtime forbids while a graph is captured raises here, too.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import time
 import types
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import psutil
 import torch
 
 from gpu_stand_in import graphs
+from tests.gpu_rehearsal import host_copies
 
 NAME = "NVIDIA H100 80GB HBM3"
 CAPABILITY = (9, 0)
@@ -28,23 +29,11 @@ DEVICES = 2
 PROCESSORS = 4
 
 _numbers = itertools.count(1)
-_installed = False
 
-
-# `tests.gpu_rehearsal.host_copies.HostCopies`, once it is installed.
-_copies: Any = None
-
-
-def watch_copies() -> Any:
-    """From now on copies that do not wait are under way until the host does: the account."""
-    global _copies
-    from tests.gpu_rehearsal import host_copies
-
-    _copies = host_copies.HostCopies()
-    _copies.is_capturing = lambda: graphs.capturing() is not None
-    _copies.run = lambda target, source: _current.copy(target, source)
-    host_copies.install(_copies)
-    return _copies
+copies = host_copies.HostCopies()
+"""Copies that do not wait: they are under way until the host does."""
+copies.is_capturing = lambda: graphs.capturing() is not None
+copies.run = lambda target, source: _current.copy(target, source)
 
 
 def synchronise(what: str, mark: int | None = None) -> None:
@@ -53,9 +42,8 @@ def synchronise(what: str, mark: int | None = None) -> None:
     if mark is None:
         for stream in list(_late_streams):
             stream.run()
-    if _copies is not None:
-        with torch.inference_mode():
-            _copies.wait(mark)
+    with torch.inference_mode():
+        copies.wait(mark)
 
 
 # -- streams and events --------------------------------------------------------------------
@@ -110,14 +98,6 @@ class Stream:
         graphs.refuse_while_capturing("Stream.query")
         return True
 
-    def __enter__(self) -> Stream:
-        self._outer = current_stream()
-        torch.cuda.set_stream(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self._outer)
-
 
 class Event:
     """A point in a stream. Its first query is answered with no: the device is a step behind."""
@@ -133,8 +113,7 @@ class Event:
         self._copies = self._stream.asked
         self._time = time.perf_counter()
         self._asked = False
-        if _copies is not None:
-            self._mark = _copies.mark()
+        self._mark = copies.mark()
 
     def wait(self, stream: Stream | None = None) -> None:
         self._stream.run(self._copies)
@@ -239,15 +218,6 @@ def _synchronising(what: str) -> Callable[..., None]:
     return lambda *_, **__: synchronise(what)
 
 
-def _without_pinning(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("pin_memory", None)
-        return function(*args, **kwargs)
-
-    return made
-
-
 def _properties() -> types.SimpleNamespace:
     return types.SimpleNamespace(
         name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=total_memory(),
@@ -258,22 +228,16 @@ def _properties() -> types.SimpleNamespace:
     )  # fmt: skip
 
 
+@cache
 def install() -> None:
-    """Replaces the functions; may run more than once."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
+    """Replaces the functions, once."""
     for module, name in ((torch.cuda, "cuda"), (torch.accelerator, "accelerator")):
         _install_common(module, name)
     _install_cuda(torch.cuda)
     _install_accelerator(torch.accelerator)
     torch.Event, torch.Stream = Event, Stream
-    torch.Tensor.pin_memory = lambda self, *_, **__: self.clone()
     torch.Tensor.record_stream = _constant(None)
-    for name in ("empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like",
-                 "empty_strided"):  # fmt: skip
-        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    host_copies.install(copies)
     graphs.hook_triton()
 
 

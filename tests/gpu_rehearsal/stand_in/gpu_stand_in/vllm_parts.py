@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_stand_in import experts, flash_attention, graphs, runtime
 
-_installed = False
-
 QUICK_START = "REHEARSE_QUICK_START"
 
 
@@ -62,12 +60,9 @@ def async_tensor_h2d(
     return copy if out is None else out.copy_(copy)
 
 
+@functools.cache
 def install() -> None:
-    """Replaces the names; may run more than once, as vLLM's plugins do."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
+    """Replaces the names, once: vLLM's plugins may be loaded again."""
     _replace_copies()
     _import_passes_as_on_cpus()
     _replace_operators()
@@ -194,8 +189,9 @@ def _offload_as_on_gpus() -> None:
 
     prefetch.torch = uva.torch = _Torch(object())  # nothing is on "cpu"
     offload = uva.UVAOffloader._maybe_offload_to_cpu
-    changed = _source_without(offload, 'p.device.type == "cpu" or ')
-    exec(changed, vars(uva))
+    source, condition = inspect.getsource(offload), 'p.device.type == "cpu" or '
+    assert source.count(condition) == 1
+    exec(textwrap.dedent(source).replace(condition, ""), vars(uva))
     uva.UVAOffloader._maybe_offload_to_cpu = vars(uva).pop(offload.__name__)
     uva.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
     start = prefetch.PrefetchOffloader.__init__
@@ -205,12 +201,6 @@ def _offload_as_on_gpus() -> None:
         self.copy_stream.make_late()
 
     prefetch.PrefetchOffloader.__init__ = copying_late
-
-
-def _source_without(function: Any, condition: str) -> str:
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(condition) == 1
-    return source.replace(condition, "")
 
 
 def _change_the_plugin() -> None:
@@ -243,7 +233,7 @@ def _watch_copies() -> None:
 
     from tests.gpu_rehearsal.host_copies import watch_pools
 
-    copies = runtime.watch_copies()
+    copies = runtime.copies
     watch_pools(UvaBufferPool, copies)
     # vLLM's profiling and its warm-up run steps without a wait, and look at no result.
     worker.warmup_kernels = copies.buffers_unwatched()(worker.warmup_kernels)
