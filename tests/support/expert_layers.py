@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction (MTP) in checkpoints, and tiny mixtures of experts with them."""
+"""Layers of multi-token prediction (MTP) in checkpoints, and tiny targets with them."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,17 @@ _COMMON = {
     **SMALL, "vocab_size": _VOCAB, "num_hidden_layers": _LAYERS, "moe_intermediate_size": 64,
     "tie_word_embeddings": False, "pad_token_id": 2, "num_nextn_predict_layers": 1,
 }  # fmt: skip
-_LAST = f"model.layers.{_LAYERS}"
+_LAST, _MIMO = f"model.layers.{_LAYERS}", "model.mtp_layers.0"
 OWN_NAMES = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
 # By kind: its own fields, its MTP layer's prefix, the names of the norms of tokens and states, of
 # the matrix that reads both, of the last norm.
 KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, str, str, str]]] = {
+    "MiMo": (
+        {},
+        _MIMO,
+        (f"{_MIMO}.token_layernorm", f"{_MIMO}.hidden_layernorm", f"{_MIMO}.input_proj",
+         f"{_MIMO}.final_layernorm"),
+    ),
     "Glm4Moe": (
         {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
@@ -62,7 +68,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, str, str, str]]] = {
 }  # fmt: skip
 
 
-def save_experts(
+def save_with_layer(
     directory: Path, kind: str, share: float = 0.2, cycle: float = 0.06, vocab: int = _VOCAB
 ) -> str:
     """A target of this kind with random weights; its MTP layer is one of its own again.
@@ -75,9 +81,10 @@ def save_experts(
     import transformers
 
     own, prefix, names = KINDS[kind]
-    config = getattr(transformers, f"{kind}Config")(**_COMMON | {"vocab_size": vocab}, **own)
+    known = "Qwen2" if kind == "MiMo" else kind  # the same but for its MTP layer
+    config = getattr(transformers, f"{known}Config")(**_COMMON | {"vocab_size": vocab}, **own)
     torch.manual_seed(8)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
+    model = getattr(transformers, f"{known}ForCausalLM")(config).float()
     noise = 1.0 - share
     embedding = torch.randn(vocab, _HIDDEN)
     with torch.no_grad():
@@ -92,6 +99,8 @@ def save_experts(
         model.lm_head.weight.normal_(0, noise / _HIDDEN**0.5)
         model.lm_head.weight.add_(cycle * embedding.roll(1, 0))
     model.save_pretrained(directory)
+    model.config.architectures = [f"{kind}ForCausalLM"]
+    model.config.save_pretrained(directory)
     dense = kind in ("Ernie4_5_Moe", "ExaoneMoe")
     add_layer(directory, f"model.layers.{0 if dense else _LAYERS - 1}.", prefix, names, noise)
     return str(directory)
@@ -116,5 +125,8 @@ def add_layer(
     }
     *norms, matrix, last_norm = names
     weights |= layer | {f"{n}.weight": torch.ones(_HIDDEN) for n in (*norms, last_norm) if n}
-    weights[f"{matrix}.weight"] = torch.cat([torch.eye(_HIDDEN), states * torch.eye(_HIDDEN)], 1)
+    halves = [torch.eye(_HIDDEN), states * torch.eye(_HIDDEN)]
+    if prefix == _MIMO:  # it reads the state first
+        halves.reverse()
+    weights[f"{matrix}.weight"] = torch.cat(halves, 1)
     save_file(weights, file, {"format": "pt"})
