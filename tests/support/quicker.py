@@ -2,12 +2,8 @@
 
 import atexit
 import gc
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from types import ModuleType
-from typing import Any
 
 _freeze, unfreeze = gc.freeze, gc.unfreeze
 
@@ -41,7 +37,6 @@ def interpret_quickly() -> None:
     - NumPy's dtypes of Triton's are remembered: it makes a table of all for each operation.
     - So are types and shapes (`quicker_types`).
     - Integers are computed once: it does so twice, and looks at one result only.
-    - The parameters of a kernel are found once: it looks twice in each launch.
     """
     from triton.runtime import interpreter
 
@@ -51,7 +46,6 @@ def interpret_quickly() -> None:
 
     remember_types()
     _leave_integers_unchecked()
-    interpreter.inspect = _inspect_once()
     interpreter._patch_lang = _once_per_module(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
 
@@ -64,23 +58,6 @@ def _leave_integers_unchecked() -> None:
     from triton.runtime.interpreter import interpreter_builder
 
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
-
-
-def _inspect_once() -> ModuleType:
-    """`inspect`, whose two functions for arguments remember each function's parameters."""
-    quick = ModuleType("inspect")
-    vars(quick).update(vars(inspect))
-    parameters = quick.getfullargspec = cache(inspect.getfullargspec)  # type: ignore[attr-defined]
-
-    def getcallargs(function: Callable, /, *args: Any, **named: Any) -> dict[str, Any]:
-        names = parameters(function).args
-        values = dict(zip(names, args, strict=False)) | named
-        if len(args) + len(named) == len(values) == len(names) and set(values) == set(names):
-            return values
-        return inspect.getcallargs(function, *args, **named)
-
-    quick.getcallargs = getcallargs  # type: ignore[attr-defined]
-    return quick
 
 
 def _once_per_module(patch: Callable) -> Callable:

@@ -1,16 +1,14 @@
-"""Types, shapes and values of Triton's interpreter: made, and checked, once for each that occurs.
+"""Types and shapes of Triton's interpreter: made, and checked, once for each that occurs.
 
 An operation of Triton 3.9.0's interpreter makes a type, a shape in two forms and a call
 through two wrappers, which takes several times as long as the operation of NumPy's.
-All that is checked where they are made is checked once for each type and shape.
 """
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from triton.language import core, random, semantic
+from triton.language import core, random
 from triton.runtime import interpreter
 
 _KEYS = 0x9E3779B9, 0xBB67AE85
@@ -22,12 +20,8 @@ _BITS = np.uint64(32)
 def remember_types() -> None:
     """To be called once."""
     _remember_blocks()
-    _remember_types_of_results()
-    _pass_what_is_as_wanted()
     _call_directly()
-    _check_sizes_once()
     _draw_words_at_once()
-    core.dtype.is_int = _is_one_of(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 
 
 def _remember_blocks() -> None:
@@ -60,49 +54,6 @@ def _remember_blocks() -> None:
     core.block_type.name = name
 
 
-def _remember_types_of_results() -> None:
-    """What two scalar types' names say, and whether each is a number's."""
-    find = semantic.TritonSemantic.computation_type_impl
-    known: dict[tuple, Any] = {}
-
-    def computation_type_impl(
-        self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool
-    ) -> Any:
-        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
-        if key not in known:
-            known[key] = find(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
-        return known[key]
-
-    semantic.TritonSemantic.computation_type_impl = computation_type_impl
-
-
-def _pass_what_is_as_wanted() -> None:
-    """Operands of the type and the shape of the result are neither cast nor broadcast."""
-    semantics, tensor = semantic.TritonSemantic, core.tensor
-    cast, broadcast = semantics._cast_to_computation_type, semantics.broadcast_impl_value
-    cast_any, compare = semantics.cast, core.dtype.__eq__
-
-    def cast_to_computation_type(self: Any, value: Any, dtype: Any) -> Any:
-        if value.__class__ is tensor and value.dtype is dtype:
-            return value
-        return cast(self, value, dtype)
-
-    def broadcast_impl_value(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
-        if left.shape is right.shape:  # of one type of blocks, or both are scalars
-            return left, right
-        return broadcast(self, left, right)
-
-    def cast_unless_it_is(self: Any, value: Any, dtype: Any, *rounding: Any, **named: Any) -> Any:
-        if value.dtype is dtype.scalar:
-            return value
-        return cast_any(self, value, dtype, *rounding, **named)
-
-    core.dtype.__eq__ = lambda self, other: self is other or compare(self, other)
-    semantics.cast = cast_unless_it_is
-    semantics._cast_to_computation_type = cast_to_computation_type
-    semantics.broadcast_impl_value = broadcast_impl_value
-
-
 def _call_directly() -> None:
     """Builtins are called without the wrapper that looks for the argument given here."""
     wrapper = core.builtin(_call_directly).__code__
@@ -118,35 +69,6 @@ def _call_directly() -> None:
         scope.set_attr(owner, name, call)
 
     interpreter._patch_attr = patch_attr
-
-
-def _is_one_of(names: list[str]) -> Callable[[Any], bool]:
-    known = frozenset(names)
-    return lambda self: self.name in known
-
-
-def _check_sizes_once() -> None:
-    """Whether numbers of NumPy's fit into a type of Triton's is found once for each two types."""
-    fits, pointer_type = interpreter._validate_np_data_size, core.pointer_type
-    known: dict[tuple[Any, int], tuple[bool, Any]] = {}
-
-    def validate(data: Any, dtype: Any) -> bool:
-        if dtype.__class__ is pointer_type:
-            return True
-        key = data.dtype, id(dtype)
-        found = known.get(key)
-        if found is None:
-            known[key] = found = fits(data, dtype), dtype
-        return found[0]
-
-    def init(self: Any, data: Any, dtype: Any, attr: dict | None = None) -> None:
-        self.data, self.dtype = data, dtype
-        self.attr = {} if attr is None else attr
-        if not validate(data, dtype):
-            self.__post_init__()
-
-    interpreter._validate_np_data_size = validate
-    interpreter.TensorHandle.__init__ = init
 
 
 def _draw_words_at_once() -> None:
