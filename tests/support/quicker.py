@@ -4,6 +4,8 @@ import atexit
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 _freeze, unfreeze = gc.freeze, gc.unfreeze
 
@@ -35,19 +37,74 @@ def interpret_quickly() -> None:
       language before each launch and before each call of a function within a kernel,
       even of `tl.sum`, and puts things back after a launch only.
     - NumPy's dtypes of Triton's are remembered: it makes a table of all for each operation.
-    - So are types and shapes (`quicker_types`).
+    - So are shapes, and builtins are called without their wrapper.
     - Integers are computed once: it does so twice, and looks at one result only.
     """
     from triton.runtime import interpreter
 
     if getattr(interpreter._patch_lang, "is_once", False):
         return
-    from tests.support.quicker_types import remember_types
-
-    remember_types()
+    _remember_blocks()
+    _call_directly()
     _leave_integers_unchecked()
     interpreter._patch_lang = _once_per_module(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+
+
+def _remember_blocks() -> None:
+    """Shapes, which nobody changes, of block types and of tensors, whose are of `constexpr`.
+
+    Triton makes a type and a shape in two forms for each operation, which takes longer than NumPy's
+    own operation.
+    """
+    from triton.language import core
+
+    make_block_type, constexpr = core.block_type.__init__, core.constexpr
+    of_blocks: dict[tuple, tuple] = {}
+    of_scalars = core.tuple([]), constexpr(1)
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [size.value if size.__class__ is constexpr else size for size in shape]
+        key = (shape.__class__, *sizes)
+        known = of_blocks.get(key)
+        if known is None or set(map(type, sizes)) != {int}:
+            make_block_type(self, element_ty, shape)
+            of_tensors = core.tuple([constexpr(size) for size in self.shape]), constexpr(self.numel)
+            of_blocks[key] = known = self.shape, self.numel, of_tensors
+        self.element_ty = element_ty
+        self.shape, self.numel, self.of_tensors = known
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle = handle
+        self.type = type
+        self.dtype = type.scalar
+        self.shape, self.numel = type.of_tensors if type.is_block() else of_scalars
+
+    core.block_type.__init__ = block_type
+    core.tensor.__init__ = tensor
+    name = cached_property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    name.__set_name__(core.block_type, "name")
+    core.block_type.name = name
+
+
+def _call_directly() -> None:
+    """Builtins are called without the wrapper that looks for the argument given here."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    wrapper = core.builtin(_call_directly).__code__
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        is_wrapped = getattr(member, "__code__", None) is wrapper
+        function = member.__wrapped__ if is_wrapped else member
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch_attr
 
 
 def _leave_integers_unchecked() -> None:
