@@ -20,8 +20,8 @@ from tests.support.engines import (
     running,
     whole_trees,
 )
-from tests.support.expert_layers import save_with_layer
 from tests.support.generating import TINY, generate, random_prompts
+from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_v2
 from tests.support.models import prompts
 
@@ -137,7 +137,7 @@ def test_requests_learn_nothing_of_each_other_without_recycling():
 
 def test_a_target_with_layers_that_draft_is_no_draft_of_these(tmp_path):
     """vLLM reads its configuration once more, and would take it for its own MTP layer."""
-    options = {"model": save_with_layer(tmp_path, "MiMo"), **TINY}
+    options = {"model": save_mimo(tmp_path), **TINY}
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
     texts = random_prompts([9, 30], 256)
     plain = generate(None, texts, params, **options)

@@ -17,8 +17,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from benchmarks.gpu.models import RECURRENT, pair_of, write_models
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.engines import lookup_trees, sequoia
-from tests.support.expert_layers import save_with_layer
+from tests.support.expert_layers import save_experts
 from tests.support.generating import greedy_and_seeded, random_prompts, save_related_pair
+from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_gpu, gpu_environment
 from tests.support.latents import rehearse_on_gpus, save_latent_pair
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
@@ -73,10 +74,10 @@ def start_and_generate(folder: str, name: str) -> dict[str, Any]:
         greedy.max_tokens = 2 * TOKENS
         return plain_and_trees(lookup_trees(size=8), save_related_pair(place)[0], texts, greedy)
     if name == "MiMo":
-        return plain_and_trees(MTP, save_with_layer(place / "target", name), texts, greedy)
+        return plain_and_trees(MTP, save_mimo(place / "target"), texts, greedy)
     rehearse_in_float32()
     if name == MTP_OF_QWEN:
-        target = save_with_layer(place / "target", "Qwen3Next")
+        target = save_experts(place / "target", "Qwen3Next")
         return plain_and_trees(MTP, target, texts, greedy)
     target, _ = write_models(pair_of(RECURRENT, tiny=True), place, tiny=True)
     return plain_and_trees(MTP, target, texts, greedy, load_format="dummy")

@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction (MTP) in checkpoints, and tiny targets with them."""
+"""Layers of multi-token prediction (MTP) in checkpoints, and tiny mixtures of experts with them."""
 
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,11 @@ _COMMON = {
     **SMALL, "vocab_size": _VOCAB, "num_hidden_layers": _LAYERS, "moe_intermediate_size": 64,
     "tie_word_embeddings": False, "pad_token_id": 2, "num_nextn_predict_layers": 1,
 }  # fmt: skip
-_LAST, _MIMO = f"model.layers.{_LAYERS}", "model.mtp_layers.0"
+_LAST = f"model.layers.{_LAYERS}"
 OWN_NAMES = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
 # By kind: its own fields, its MTP layer's prefix, the names of the norms of tokens and states, of
 # the matrix that reads both, of the last norm.
 KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, str, str, str]]] = {
-    "MiMo": (
-        {},
-        _MIMO,
-        (f"{_MIMO}.token_layernorm", f"{_MIMO}.hidden_layernorm", f"{_MIMO}.input_proj",
-         f"{_MIMO}.final_layernorm"),
-    ),
     "Glm4Moe": (
         {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
@@ -69,7 +63,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, str, str, str]]] = {
 }  # fmt: skip
 
 
-def save_with_layer(directory: Path, kind: str, vocab: int = _VOCAB) -> str:
+def save_experts(directory: Path, kind: str, vocab: int = _VOCAB) -> str:
     """A target of this kind with random weights; its MTP layer is one of its own again.
 
     Both know a little that after a token comes the next one.
@@ -77,10 +71,9 @@ def save_with_layer(directory: Path, kind: str, vocab: int = _VOCAB) -> str:
     import transformers
 
     own, prefix, names = KINDS[kind]
-    known = "Qwen2" if kind == "MiMo" else kind  # the same but for its MTP layer
-    config = getattr(transformers, f"{known}Config")(**_COMMON | {"vocab_size": vocab}, **own)
+    config = getattr(transformers, f"{kind}Config")(**_COMMON | {"vocab_size": vocab}, **own)
     torch.manual_seed(8)
-    model = getattr(transformers, f"{known}ForCausalLM")(config).float()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
     embedding = torch.randn(vocab, _HIDDEN)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -94,8 +87,6 @@ def save_with_layer(directory: Path, kind: str, vocab: int = _VOCAB) -> str:
         model.lm_head.weight.normal_(0, _NOISE / _HIDDEN**0.5)
         model.lm_head.weight.add_(0.06 * embedding.roll(1, 0))
     model.save_pretrained(directory)
-    model.config.architectures = [f"{kind}ForCausalLM"]
-    model.config.save_pretrained(directory)
     dense = kind in ("Ernie4_5_Moe", "ExaoneMoe")
     add_layer(directory, f"model.layers.{0 if dense else _LAYERS - 1}.", prefix, names, _NOISE)
     return str(directory)
@@ -120,8 +111,5 @@ def add_layer(
     }
     *norms, matrix, last_norm = names
     weights |= layer | {f"{n}.weight": torch.ones(_HIDDEN) for n in (*norms, last_norm) if n}
-    halves = [torch.eye(_HIDDEN), states * torch.eye(_HIDDEN)]
-    if prefix == _MIMO:  # it reads the state first
-        halves.reverse()
-    weights[f"{matrix}.weight"] = torch.cat(halves, 1)
+    weights[f"{matrix}.weight"] = torch.cat([torch.eye(_HIDDEN), states * torch.eye(_HIDDEN)], 1)
     save_file(weights, file, {"format": "pt"})

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from tests.support.models import MODELS
+from tests.support.models import MODELS, SMALL
 
 EAGLE3, DFLASH = (str(MODELS / kind) for kind in ("eagle3", "dflash"))
 
@@ -73,6 +73,45 @@ _AS_THE_TARGET = (
     "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings",
     "rope_parameters", "rope_theta", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
+
+
+def save_mimo(directory: Path, vocab: int = 256) -> str:
+    """A tiny MiMo target with one layer of multi-token prediction (MTP), with random weights.
+
+    Layers add less than the token's embedding, which target and MTP layer have in common. Both know
+    a little that after a token comes the next one.
+    """
+    config = {
+        **SMALL, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "vocab_size": vocab,
+        "num_hidden_layers": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "use_sliding_window": False, "num_nextn_predict_layers": 1,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    hidden, noise, random = config["hidden_size"], 0.8, random_matrices(7)
+
+    def layer(prefix: str) -> dict[str, torch.Tensor]:
+        made = _layer(random, config, prefix, read=hidden)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            made[f"{prefix}.{name}.weight"] *= noise
+        biased = [f"{prefix}.self_attn.{n}_proj" for n in "qkv"]
+        return made | {f"{n}.bias": torch.zeros(len(made[f"{n}.weight"])) for n in biased}
+
+    embedding = random(vocab, hidden) * hidden**0.5
+    # A token has some of the output vector that the one before is embedded as.
+    output = 0.06 * embedding.roll(1, 0) + noise * random(vocab, hidden)
+    mtp = "model.mtp_layers.0"
+    state_and_token = torch.cat([noise * torch.eye(hidden), torch.eye(hidden)], 1)
+    weights = {
+        "model.embed_tokens.weight": embedding, "lm_head.weight": output,
+        "model.norm.weight": torch.ones(hidden),
+        f"{mtp}.token_layernorm.weight": torch.ones(hidden),
+        f"{mtp}.hidden_layernorm.weight": torch.ones(hidden),
+        f"{mtp}.final_layernorm.weight": torch.ones(hidden),
+        f"{mtp}.input_proj.weight": state_and_token, **layer(mtp),
+    }  # fmt: skip
+    for index in range(config["num_hidden_layers"]):
+        weights |= layer(f"model.layers.{index}")
+    return save_head(directory, config, weights)
 
 
 def as_the_target(target: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tests.oracles.dflash import dflash_drafts, target_layers
 from tests.support.block_heads import save_dflash2, save_dspark, save_lilicorr
 from tests.support.calling import called_once
 from tests.support.engines import running, sequoia, whole_trees
-from tests.support.expert_layers import KINDS, save_with_layer
+from tests.support.expert_layers import KINDS, save_experts
 from tests.support.generating import (
     SPEC_DECODE,
     TINY,
@@ -31,7 +31,7 @@ from tests.support.generating import (
     generate_speculating,
     random_prompts,
 )
-from tests.support.heads import DFLASH, EAGLE3, save_dflash
+from tests.support.heads import DFLASH, EAGLE3, save_dflash, save_mimo
 from tests.support.interpreted import call_on_v2
 from tests.support.models import MODELS, prompts, save_llama
 from tests.support.recurrent import run_chains, run_in_float32
@@ -306,11 +306,12 @@ def generate_by_layer(target: str, is_hybrid: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["MiMo", *KINDS])
 def test_mtp_layers_draft_as_in_vllms_chain(kind, tmp_path):
     """What the prefix cache keeps the layer has read."""
-    is_hybrid = kind == "Qwen3Next"
-    given = {"target": save_with_layer(tmp_path / "target", kind), "is_hybrid": is_hybrid}
+    folder, is_hybrid = tmp_path / "target", kind == "Qwen3Next"
+    target = save_mimo(folder) if kind == "MiMo" else save_experts(folder, kind)
+    given = {"target": target, "is_hybrid": is_hybrid}
     found = call_on_v2(generate_by_layer, tmp_path, gpu_attention=is_hybrid, **given)
     for name in ("vLLM's chain", "chain", "tree", "again"):
         assert found[name]["tokens"] == found["plain"]["tokens"], name

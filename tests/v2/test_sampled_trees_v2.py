@@ -19,7 +19,7 @@ from tests.support.block_heads import save_dflash2, save_dspark
 from tests.support.calling import called_once
 from tests.support.editing import SIBLINGS_FIRST, edited_params
 from tests.support.engines import generated, running, sequoia
-from tests.support.expert_layers import save_with_layer
+from tests.support.expert_layers import save_experts
 from tests.support.generating import (
     TINY,
     VOCAB,
@@ -33,7 +33,7 @@ from tests.support.generating import (
     random_prompts,
     save_related_pair,
 )
-from tests.support.heads import save_dflash, save_eagle3
+from tests.support.heads import save_dflash, save_eagle3, save_mimo
 from tests.support.interpreted import call_on_gpu, call_on_v2
 from tests.support.latents import rehearse_on_gpus, save_latent_pair
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
@@ -456,9 +456,10 @@ def test_a_head_leaves_the_law(kind, tmp_path):
     DFlash2 has two candidates at each level, and "mtp" is a layer of the target's checkpoint.
     """
     path, is_hybrid = tmp_path / "head", kind.startswith("hybrid")
-    if kind.endswith("mtp"):
-        own = "Qwen3Next" if is_hybrid else "MiMo"
-        target = save_with_layer(tmp_path / "target", own, vocab=LAW_VOCAB)
+    if is_hybrid:
+        target = save_experts(tmp_path / "hybrid", "Qwen3Next", vocab=LAW_VOCAB)
+    elif kind == "mtp":
+        target = save_mimo(tmp_path / "mimo", vocab=LAW_VOCAB)
     else:
         target = save_for_law(tmp_path / "target", 3, 0.6, num_hidden_layers=2)
     head = {
