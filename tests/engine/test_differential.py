@@ -58,10 +58,10 @@ def test_random_requests(trees, requests):
         assert metric(llm, "sequoia:trees") > 1000
 
 
-def write_noisy_copy(model: str | Path, folder: Path, noise: float, seed: int = 0) -> Path:
+def write_noisy_copy(model: str | Path, folder: Path, noise: float) -> Path:
     """Writes a model whose matrices got normal noise, relative to their standard deviations."""
     copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weights in copy.parameters():
             if weights.ndim == 2:

@@ -34,10 +34,9 @@ from tests.support.engines import (
     running,
     sequoia,
     tokens_of,
-    whole_trees,
 )
 from tests.support.histories import Histories, penalised
-from tests.support.models import next_probabilities, prompts, save_llama, save_word_tokenizer
+from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
 from tests.support.target_only import TARGET_ONLY
 
 pytestmark = pytest.mark.engine
@@ -134,7 +133,7 @@ CUT = [{"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.2, "top_k": 4, "min
         (3, CUT, False, "sequoia", "model"),
         (3, EDITED, False, "sequoia", "model"),
         (3, GRAMMARS, False, "sequoia", "model"),
-        # Each seed's own tokens are compared with plain vLLM's below, in CI too.
+        # Each seed's own tokens are compared with plain vLLM's in `test_requests.py`.
         pytest.param(3, PLAIN, True, "sequoia", "model", marks=pytest.mark.nightly),
         (4, PLAIN, False, "traversal", "model"),
         # From a table that changes while others of the batch are verified.
@@ -195,31 +194,6 @@ def accepted_stand_ins(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(verifier, "verify_replaced", counted)
     return found
-
-
-PARAMS = [
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 1.3, "top_k": 40, "min_p": 0.02},
-    {"temperature": 0.9, "min_p": 0.1, "logprobs": 2},
-]
-
-
-def test_a_seed_gives_the_tokens_of_plain_vllm_whatever_else_is_in_the_batch():
-    """Alone, among greedy and unseeded neighbours, and with trees trimmed by them."""
-    own = prompts(4)
-    params = [SamplingParams(seed=7 + i, max_tokens=64, **one) for i, one in enumerate(PARAMS)]
-    expected = plain_outputs(own, params)
-    others = prompts(10)[4:]
-    mixed = [SamplingParams(temperature=float(i % 2), max_tokens=50) for i in range(6)]
-    for options in ({"max_num_seqs": 1}, {"max_num_seqs": 8}, {"max_num_batched_tokens": 64}):
-        with running(whole_trees(), **options) as llm:
-            outputs = llm.generate(
-                others[:3] + own + others[3:], mixed[:3] + params + mixed[3:], use_tqdm=False
-            )
-            [stats] = llm.collective_rpc("sequoia_stats")
-        assert tokens_of(outputs)[3:7] == expected
-        assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
 
 
 @pytest.mark.parametrize("verification", ["sequoia", "traversal"])

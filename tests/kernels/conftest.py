@@ -35,30 +35,6 @@ def memory_checked():
     restore()
 
 
-@pytest.fixture(autouse=True)
-def _quick_calls(monkeypatch):
-    """Has the interpreter prepare a device function once per launch, not once per call."""
-    if not INTERPRETED:
-        return
-    from triton.runtime import interpreter
-
-    prepared = set()
-    launch = interpreter.GridExecutor.__call__
-
-    def call(self, *args, **kwargs):
-        if self.fn not in prepared:
-            prepared.add(self.fn)
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    def launch_anew(self, *args, **kwargs):
-        prepared.clear()
-        return launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
-
-
 @pytest.fixture
 def lanes(request, monkeypatch):
     """Of the verifier; traversal's tokens per program, too: rows of several parts, or of one."""

@@ -9,8 +9,8 @@ from tests.support.heads import dflash_parts, random_matrices, save_head
 
 
 def save_dspark(
-    directory: Path, target: str, tokens: list[int] | None = None, seed: int = 0,
-    scale: float = 1.0, root_predicts: bool = True,
+    directory: Path, target: str, tokens: list[int] | None = None, scale: float = 1.0,
+    root_predicts: bool = True,
 ) -> str:  # fmt: skip
     """A DSpark head of one layer: blocks of 8, mask token 0.
 
@@ -21,8 +21,8 @@ def save_dspark(
         scale: How sure it is of what it drafts.
         root_predicts: The root's position predicts the first level.
     """
-    config, weights = dflash_parts(target, seed, scale)
-    random, rank = random_matrices(seed + 1), 8
+    config, weights = dflash_parts(target, scale)
+    random, rank = random_matrices(1), 8
     vocab = config["vocab_size"]
     drafted = vocab if tokens is None else len(tokens)
     weights |= {
@@ -40,14 +40,12 @@ def save_dspark(
     return save_head(directory, {**config, **own}, weights)
 
 
-def save_dflash2(
-    directory: Path, target: str, top_k: int = 4, seed: int = 0, scale: float = 1.0
-) -> str:
+def save_dflash2(directory: Path, target: str, top_k: int = 4, scale: float = 1.0) -> str:
     """A DFlash2 head of one layer with so many candidates: blocks of 8, mask token 0."""
-    config, weights = dflash_parts(target, seed, scale)
-    random, rank = random_matrices(seed + 1), 8
+    config, weights = dflash_parts(target, scale)
+    random, rank = random_matrices(1), 8
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    weights |= _convolutions(seed, hidden) | {
+    weights |= _convolutions(hidden) | {
         "candidate_selector.predecessor_codebook": random(vocab, rank) * rank**0.5,
         "candidate_selector.successor_codebook": scale * random(vocab, rank) * rank**0.5,
         "candidate_selector.hidden_projection.weight": random(rank, hidden),
@@ -57,12 +55,10 @@ def save_dflash2(
     return save_head(directory, {**config, "architectures": ["DFlash2DraftModel"]}, weights)
 
 
-def save_lilicorr(
-    directory: Path, target: str, top_k: int = 4, seed: int = 0, scale: float = 1.0
-) -> str:
-    """A LiLiCorr head of one layer with so many candidates: blocks of 8, mask token 0."""
-    config, weights = dflash_parts(target, seed, scale)
-    random, heads, factors, block = random_matrices(seed + 1), 2, 8, config["block_size"]
+def save_lilicorr(directory: Path, target: str) -> str:
+    """A LiLiCorr head of one layer with four candidates: blocks of 8, mask token 0."""
+    config, weights = dflash_parts(target)
+    random, heads, factors, block = random_matrices(1), 2, 8, config["block_size"]
     hidden = config["hidden_size"]
 
     def matrix(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
@@ -75,7 +71,7 @@ def save_lilicorr(
         **matrix("feature_mlp.up_proj", hidden, 5),
         **matrix("feature_mlp.down_proj", hidden, hidden),
         "slot_embedding": random(block - 1, hidden).view(1, 1, block - 1, 1, hidden),
-        "rank_embedding": random(top_k, hidden).view(1, 1, 1, top_k, hidden),
+        "rank_embedding": random(4, hidden).view(1, 1, 1, 4, hidden),
         "relative_slot_bias": random(heads, 2 * block - 1), "same_slot_bias": random(1, heads)[0],
         "layers.0.attn_norm.weight": torch.ones(hidden),
         "layers.0.attn.in_proj_weight": random(3 * hidden, hidden),
@@ -90,12 +86,12 @@ def save_lilicorr(
         **matrix("anchor_out_head", factors, hidden),
     }  # fmt: skip
     weights |= {f"lilicorr.{name}": weight for name, weight in own.items()}
-    weights |= _convolutions(seed, hidden)
+    weights |= _convolutions(hidden)
     config["dflash_config"] |= {
         "lilicorr_enabled": True, "lilicorr_hidden_size": hidden, "lilicorr_num_layers": 1,
-        "lilicorr_candidate_topk": top_k, "lilicorr_num_heads": heads, "lilicorr_mlp_ratio": 1.0,
+        "lilicorr_candidate_topk": 4, "lilicorr_num_heads": heads, "lilicorr_mlp_ratio": 1.0,
         "lilicorr_factor_dim": factors, "lilicorr_vector_eps": 1e-6,
-        "lilicorr_logit_scale": 4.0 * scale, "block_size": block, **_CONVOLUTION,
+        "lilicorr_logit_scale": 4.0, "block_size": block, **_CONVOLUTION,
     }  # fmt: skip
     return save_head(directory, {**config, "architectures": ["LiLiCorrDraftModel"]}, weights)
 
@@ -103,9 +99,9 @@ def save_lilicorr(
 _CONVOLUTION = {"conv_kernel_size": 3, "conv_group_size": 8}
 
 
-def _convolutions(seed: int, hidden: int) -> dict[str, torch.Tensor]:
+def _convolutions(hidden: int) -> dict[str, torch.Tensor]:
     """Convolutions of the only layer: mostly a position itself, and a little of those before it."""
-    random, taps = random_matrices(seed + 2), _CONVOLUTION["conv_kernel_size"]
+    random, taps = random_matrices(2), _CONVOLUTION["conv_kernel_size"]
     groups = hidden // _CONVOLUTION["conv_group_size"]
     base = torch.zeros(2, taps, hidden)
     base[:, 0], base[:, 1] = 1.0, 0.3

@@ -77,12 +77,12 @@ TREES = {
 }
 
 
-def models(kind, vocabulary, seed=0):
+def models(kind, vocabulary):
     """P and Q as functions of the path, exact."""
 
     @cache
     def at(path):
-        target, draft = KINDS[kind](random.Random(f"{kind} {seed} {path}"), vocabulary)
+        target, draft = KINDS[kind](random.Random(f"{kind} 0 {path}"), vocabulary)
         return tuple(normalized([Fraction(w) for w in weights]) for weights in (target, draft))
 
     return lambda path: at(path)[0], lambda path: at(path)[1]

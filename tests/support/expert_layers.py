@@ -10,6 +10,7 @@ from tests.support.models import SMALL
 from tests.support.recurrent import STATES
 
 _LAYERS, _HIDDEN, _VOCAB = 2, 64, 256
+_NOISE = 0.8  # weight of what layers add to a token's embedding, which both have in common
 _COMMON = {
     **SMALL, "vocab_size": _VOCAB, "num_hidden_layers": _LAYERS, "moe_intermediate_size": 64,
     "tie_word_embeddings": False, "pad_token_id": 2, "num_nextn_predict_layers": 1,
@@ -62,15 +63,10 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, str, str, str]]] = {
 }  # fmt: skip
 
 
-def save_experts(
-    directory: Path, kind: str, share: float = 0.2, cycle: float = 0.06, vocab: int = _VOCAB
-) -> str:
+def save_experts(directory: Path, kind: str, vocab: int = _VOCAB) -> str:
     """A target of this kind with random weights; its MTP layer is one of its own again.
 
-    Args:
-        share: How little the layers add to the token's embedding, from 0 to 1: so much do target
-            and MTP layer have in common.
-        cycle: How sure both are that after a token comes the next one.
+    Both know a little that after a token comes the next one.
     """
     import transformers
 
@@ -78,22 +74,21 @@ def save_experts(
     config = getattr(transformers, f"{kind}Config")(**_COMMON | {"vocab_size": vocab}, **own)
     torch.manual_seed(8)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
-    noise = 1.0 - share
     embedding = torch.randn(vocab, _HIDDEN)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 adds = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
-                scale = (noise if adds else 1.0) / parameter.shape[-1] ** 0.5
+                scale = (_NOISE if adds else 1.0) / parameter.shape[-1] ** 0.5
                 parameter.normal_(0, scale)
             elif name.endswith(("A_log", "dt_bias")):  # states that last for some tokens
                 parameter.uniform_(-1.0, 0.5)
         model.get_input_embeddings().weight.copy_(embedding)
-        model.lm_head.weight.normal_(0, noise / _HIDDEN**0.5)
-        model.lm_head.weight.add_(cycle * embedding.roll(1, 0))
+        model.lm_head.weight.normal_(0, _NOISE / _HIDDEN**0.5)
+        model.lm_head.weight.add_(0.06 * embedding.roll(1, 0))
     model.save_pretrained(directory)
     dense = kind in ("Ernie4_5_Moe", "ExaoneMoe")
-    add_layer(directory, f"model.layers.{0 if dense else _LAYERS - 1}.", prefix, names, noise)
+    add_layer(directory, f"model.layers.{0 if dense else _LAYERS - 1}.", prefix, names, _NOISE)
     return str(directory)
 
 

@@ -29,7 +29,7 @@ SPEC_DECODE = ("drafts", "draft_tokens", "accepted_tokens")
 TINY = {"skip_tokenizer_init": True, "block_size": 32}
 
 
-def save_related_pair(directory: Path, noise: float = 0.015, **config: Any) -> tuple[str, str]:
+def save_related_pair(directory: Path, **config: Any) -> tuple[str, str]:
     """A tiny target, and as its draft the same weights with noise: it is often right.
 
     Small vocabularies keep the interpreter quick: its time goes by the number
@@ -42,7 +42,7 @@ def save_related_pair(directory: Path, noise: float = 0.015, **config: Any) -> t
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter.add_(torch.randn_like(parameter), alpha=noise)
+                parameter.add_(torch.randn_like(parameter), alpha=0.015)
     model.save_pretrained(directory / "draft")
     return str(target), str(directory / "draft")
 

@@ -14,18 +14,14 @@ from tests.support.models import MODELS, SMALL
 EAGLE3, DFLASH = (str(MODELS / kind) for kind in ("eagle3", "dflash"))
 
 
-def save_eagle3(
-    directory: Path, target: str, tokens: list[int], seed: int = 0, scale: float = 1.0,
-    layers: tuple[int, ...] = (1, 2),
-) -> str:  # fmt: skip
-    """An EAGLE-3 head for this target, with random weights.
+def save_eagle3(directory: Path, target: str, tokens: list[int], scale: float = 1.0) -> str:
+    """An EAGLE-3 head for this target, with random weights; it reads layers 1 and 2.
 
     Args:
         tokens: The target's tokens that it may draft, ascending.
         scale: Of its LM head's: how sure it is of what it drafts.
-        layers: The target's layers before which the hidden states are taken that it reads.
     """
-    config, random = as_the_target(target), random_matrices(seed)
+    config, random, layers = as_the_target(target), random_matrices(0), [1, 2]
     hidden = config["hidden_size"]
     weights = {
         "fc.weight": random(hidden, len(layers) * hidden),
@@ -37,25 +33,25 @@ def save_eagle3(
     }
     own = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
-        "draft_vocab_size": len(tokens), "eagle_aux_hidden_state_layer_ids": list(layers),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
+        "draft_vocab_size": len(tokens), "eagle_aux_hidden_state_layer_ids": layers,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers},
     }  # fmt: skip
     return save_head(directory, {**config, **own}, weights)
 
 
 def save_dflash(
-    directory: Path, target: str, seed: int = 0, scale: float = 1.0, layers: int = 1, **own: Any
+    directory: Path, target: str, scale: float = 1.0, layers: int = 1, **own: Any
 ) -> str:
     """A DFlash head for this target, with random weights; blocks of 8, mask token 0."""
-    config, weights = dflash_parts(target, seed, scale, layers)
+    config, weights = dflash_parts(target, scale, layers)
     return save_head(directory, {**config, **own}, weights)
 
 
 def dflash_parts(
-    target: str, seed: int = 0, scale: float = 1.0, layers: int = 1
+    target: str, scale: float = 1.0, layers: int = 1
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Configuration and weights of a DFlash head, as `save_dflash`."""
-    config, random = as_the_target(target), random_matrices(seed)
+    config, random = as_the_target(target), random_matrices(0)
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     weights = {
         "fc.weight": random(hidden, hidden),
@@ -79,13 +75,11 @@ _AS_THE_TARGET = (
 )  # fmt: skip
 
 
-def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06, vocab: int = 256) -> str:
+def save_mimo(directory: Path, vocab: int = 256) -> str:
     """A tiny MiMo target with one layer of multi-token prediction (MTP), with random weights.
 
-    Args:
-        share: How little the layers add to the token's embedding, from 0 to 1: so much do target
-            and MTP layer have in common.
-        cycle: How sure both are that after a token comes the next one.
+    Layers add less than the token's embedding, which target and MTP layer have in common. Both know
+    a little that after a token comes the next one.
     """
     config = {
         **SMALL, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "vocab_size": vocab,
@@ -93,7 +87,7 @@ def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06, vocab: i
         "tie_word_embeddings": False, "use_sliding_window": False, "num_nextn_predict_layers": 1,
         "torch_dtype": "float32",
     }  # fmt: skip
-    hidden, noise, random = config["hidden_size"], 1.0 - share, random_matrices(7)
+    hidden, noise, random = config["hidden_size"], 0.8, random_matrices(7)
 
     def layer(prefix: str) -> dict[str, torch.Tensor]:
         made = _layer(random, config, prefix, read=hidden)
@@ -104,7 +98,7 @@ def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06, vocab: i
 
     embedding = random(vocab, hidden) * hidden**0.5
     # A token has some of the output vector that the one before is embedded as.
-    output = cycle * embedding.roll(1, 0) + noise * random(vocab, hidden)
+    output = 0.06 * embedding.roll(1, 0) + noise * random(vocab, hidden)
     mtp = "model.mtp_layers.0"
     state_and_token = torch.cat([noise * torch.eye(hidden), torch.eye(hidden)], 1)
     weights = {

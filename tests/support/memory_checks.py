@@ -20,6 +20,7 @@ kernels has any. For a process whose Triton interprets (``TRITON_INTERPRET=1``);
 
 import functools
 import gc
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -355,7 +356,7 @@ def install(checks: MemoryChecks) -> Callable[[], None]:
 
     replace(interpreter, "_implicit_cvt", _tagging_arguments)
     replace(interpreter.GridExecutor, "__call__", _raising_plainly)
-    replace(interpreter.GridExecutor, "_init_args_hst", _beginning, interpreter.inspect)
+    replace(interpreter.GridExecutor, "_init_args_hst", _beginning)
     builder = interpreter.InterpreterBuilder
     for instead in (
         Launch.set_grid_dim, Launch.set_grid_idx, Launch.create_int_to_ptr,
@@ -398,7 +399,7 @@ def _raising_plainly(original: Callable, checks: MemoryChecks) -> Callable:
     return call
 
 
-def _beginning(original: Callable, checks: MemoryChecks, inspect: Any) -> Callable:
+def _beginning(original: Callable, checks: MemoryChecks) -> Callable:
     def init(self: Any, args: Any, kwargs: Any) -> Any:
         hosted, named = original(self, args, kwargs)
         arguments = inspect.getcallargs(self.fn, *hosted, **named)

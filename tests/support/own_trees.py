@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
-from sequoia_vllm.kernels.node_masks import NodeMask, NodeMasks
 from sequoia_vllm.tree import TokenTree
 
 # One, two and one nodes with children at depths 0, 1 and 2.
@@ -64,14 +63,6 @@ def _tensors(tables: TreeTables) -> Iterator[Tensor]:
         parts += [levels, *levels.levels]
     for part in parts:
         yield from (value for value in vars(part).values() if isinstance(value, Tensor))
-
-
-def repack(masks: NodeMasks, slot: int) -> None:
-    """Makes a request slot's masks again, in place, after its tree has changed."""
-    for ancestors, mask in masks._made.values():
-        if ancestors.ndim == 3:
-            own = NodeMask.of(ancestors[slot], mask.window)
-            mask.words[slot], mask.depths[slot] = own.words, own.depths
 
 
 @triton.jit

@@ -2,11 +2,9 @@
 
 import atexit
 import gc
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from types import ModuleType
+from functools import cached_property
 from typing import Any
 
 _freeze, unfreeze = gc.freeze, gc.unfreeze
@@ -39,21 +37,74 @@ def interpret_quickly() -> None:
       language before each launch and before each call of a function within a kernel,
       even of `tl.sum`, and puts things back after a launch only.
     - NumPy's dtypes of Triton's are remembered: it makes a table of all for each operation.
-    - So are types and shapes (`quicker_types`).
+    - So are shapes, and builtins are called without their wrapper.
     - Integers are computed once: it does so twice, and looks at one result only.
-    - The parameters of a kernel are found once: it looks twice in each launch.
     """
     from triton.runtime import interpreter
 
     if getattr(interpreter._patch_lang, "is_once", False):
         return
-    from tests.support.quicker_types import remember_types
-
-    remember_types()
+    _remember_blocks()
+    _call_directly()
     _leave_integers_unchecked()
-    interpreter.inspect = _inspect_once()
     interpreter._patch_lang = _once_per_module(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+
+
+def _remember_blocks() -> None:
+    """Shapes, which nobody changes, of block types and of tensors, whose are of `constexpr`.
+
+    Triton makes a type and a shape in two forms for each operation, which takes longer than NumPy's
+    own operation.
+    """
+    from triton.language import core
+
+    make_block_type, constexpr = core.block_type.__init__, core.constexpr
+    of_blocks: dict[tuple, tuple] = {}
+    of_scalars = core.tuple([]), constexpr(1)
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [size.value if size.__class__ is constexpr else size for size in shape]
+        key = (shape.__class__, *sizes)
+        known = of_blocks.get(key)
+        if known is None or set(map(type, sizes)) != {int}:
+            make_block_type(self, element_ty, shape)
+            of_tensors = core.tuple([constexpr(size) for size in self.shape]), constexpr(self.numel)
+            of_blocks[key] = known = self.shape, self.numel, of_tensors
+        self.element_ty = element_ty
+        self.shape, self.numel, self.of_tensors = known
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle = handle
+        self.type = type
+        self.dtype = type.scalar
+        self.shape, self.numel = type.of_tensors if type.is_block() else of_scalars
+
+    core.block_type.__init__ = block_type
+    core.tensor.__init__ = tensor
+    name = cached_property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    name.__set_name__(core.block_type, "name")
+    core.block_type.name = name
+
+
+def _call_directly() -> None:
+    """Builtins are called without the wrapper that looks for the argument given here."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    wrapper = core.builtin(_call_directly).__code__
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        is_wrapped = getattr(member, "__code__", None) is wrapper
+        function = member.__wrapped__ if is_wrapped else member
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch_attr
 
 
 def _leave_integers_unchecked() -> None:
@@ -64,23 +115,6 @@ def _leave_integers_unchecked() -> None:
     from triton.runtime.interpreter import interpreter_builder
 
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
-
-
-def _inspect_once() -> ModuleType:
-    """`inspect`, whose two functions for arguments remember each function's parameters."""
-    quick = ModuleType("inspect")
-    vars(quick).update(vars(inspect))
-    parameters = quick.getfullargspec = cache(inspect.getfullargspec)  # type: ignore[attr-defined]
-
-    def getcallargs(function: Callable, /, *args: Any, **named: Any) -> dict[str, Any]:
-        names = parameters(function).args
-        values = dict(zip(names, args, strict=False)) | named
-        if len(args) + len(named) == len(values) == len(names) and set(values) == set(names):
-            return values
-        return inspect.getcallargs(function, *args, **named)
-
-    quick.getcallargs = getcallargs  # type: ignore[attr-defined]
-    return quick
 
 
 def _once_per_module(patch: Callable) -> Callable:

@@ -99,11 +99,11 @@ class Problem:
         )  # fmt: skip
 
 
-def random_problem(rng, max_nodes=8):
+def random_problem(rng):
     """Any tree, any distributions (zeros, equal, one-hot), any distinct siblings."""
     vocabulary = rng.randint(2, 6)
     parents = [-1]
-    for node in range(1, rng.randint(1, max_nodes)):
+    for node in range(1, rng.randint(1, 8)):
         room = [p for p in range(node) if parents.count(p) < vocabulary]
         parents.append(rng.choice(room))
 

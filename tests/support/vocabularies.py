@@ -13,7 +13,7 @@ from sequoia_vllm.vocabulary.matching import Segments
 from sequoia_vllm.vocabulary.tokens import load_tokenizer, read_vocabulary
 from tests.support.models import DRAFT
 
-SIZE = 4096
+SIZE, _SPARE_ROWS = 4096, 40
 # What a renamed token's text ends with, as byte-level BPE spells two zero bytes: no text has it.
 _UNHEARD_OF = "ĀĀ"
 _OTHER_CONTROLS = {"<s>": "[begin]", "</s>": "[end]", "<pad>": "[pad]"}
@@ -38,15 +38,14 @@ def draft_tokens() -> tuple[dict[str, int], dict[str, int]]:
     return vocabulary, controls
 
 
-def save_other_draft(path: Path, shared: float, extra: int = 40, seed: int = 0) -> Path:
-    """The embedded draft with all tokens renumbered, and some renamed.
+def save_other_draft(path: Path, shared: float) -> Path:
+    """The embedded draft with all tokens renumbered, and some renamed; it has rows to spare.
 
     Args:
         shared: So much of its ordinary tokens still have their text; single bytes always have.
-        extra: Rows more than it had, without tokens of their own.
     """
-    generator = torch.Generator().manual_seed(seed)
-    number_of = torch.randperm(SIZE + extra, generator=generator)[:SIZE]
+    generator = torch.Generator().manual_seed(0)
+    number_of = torch.randperm(SIZE + _SPARE_ROWS, generator=generator)[:SIZE]
     tokens, controls = draft_tokens()
     longer = [token for token in tokens if len(token) > 1]
     count = round((1 - shared) * len(tokens))
@@ -57,7 +56,7 @@ def save_other_draft(path: Path, shared: float, extra: int = 40, seed: int = 0) 
         {names[token]: int(number_of[old]) for token, old in tokens.items()},
         {_OTHER_CONTROLS[name]: int(number_of[old]) for name, old in controls.items()},
     )
-    return save_renumbered(DRAFT, path, number_of, SIZE + extra)
+    return save_renumbered(DRAFT, path, number_of, SIZE + _SPARE_ROWS)
 
 
 def save_draft_of_another_tokenizer(path: Path, texts: list[str], size: int) -> Path:

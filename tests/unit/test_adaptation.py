@@ -135,24 +135,10 @@ def test_speculation_that_does_not_pay_is_off_within_200_steps(batch_size, sizes
     assert engine.history[-3000:].count(0) > 0.95 * 3000
 
 
-@pytest.mark.parametrize("sizes", [SIZES, FINER])
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("acceptance", [PROSE, CODE])
-def test_what_is_fastest_is_found_and_kept(acceptance, batch_size, sizes):
-    engine = Engine(controller(sizes=sizes), acceptance, batch_size).run(4)
-    assert engine.controlled.speedup is None  # before a step without drafts was seen
-    engine.run(996)
-    chosen = engine.controlled.state().lookup[batch_size]  # but for a trial
-    assert engine.speed_of(chosen) > 0.95 * engine.fastest()
-    engine.run(3000)
-    assert engine.speed > 0.95 * engine.fastest()
-    switches = np.count_nonzero(np.diff([d for d in engine.history[1000:] if d != 0]))
-    assert switches < 60  # trials, and few decisions: it does not wander
-
-
 def test_what_is_said_to_be_drafted_changes_with_decisions_alone():
     """Trials come and go every few hundred steps; metrics and the log leave them out."""
-    engine, said = Engine(controller(), PROSE), []
+    engine, said = Engine(controller(), PROSE).run(4), []
+    assert engine.controlled.speedup is None  # before a step without drafts was seen
     for _ in range(3000):
         engine.run(1)
         said.append(engine.controlled.decided(1))

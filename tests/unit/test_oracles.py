@@ -1,13 +1,11 @@
 """The oracles of `tests.oracles`, and `reference_step`: on any two models the target's law."""
 
-from fractions import Fraction
-
 import pytest
 import torch
 
 from sequoia_vllm import reference_step
 from sequoia_vllm.reference_step import begin, step
-from tests.oracles.laws import assert_same_law, chi_square, plackett_luce
+from tests.oracles.laws import assert_same_law, chi_square
 from tests.oracles.random_numbers import philox
 from tests.oracles.verification import Uniforms, algorithm_2, children_of
 from tests.support.reference_models import EMBEDDED_PARENTS, embedded_model, greedy_tokens
@@ -22,14 +20,6 @@ def test_what_is_impossible_and_another_law_are_noticed():
     assert_same_law([5050, 4950], [0.5, 0.5])
     with pytest.raises(AssertionError, match=r"chi-square 100\.0 of 2 cells"):
         assert_same_law([5500, 4500], [0.5, 0.5])
-
-
-def test_draws_without_replacement_in_fractions():
-    law = plackett_luce([Fraction(3), Fraction(2), Fraction(1), Fraction(0)], 2)
-    assert law[0, 1] == Fraction(3, 6) * Fraction(2, 3)
-    assert law[2, 0] == Fraction(1, 6) * Fraction(3, 5)
-    assert sum(law.values()) == 1
-    assert all(3 not in draw for draw in law)
 
 
 def test_a_walk_by_hand():

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from sequoia_vllm.drafting import dynamic_trees
 from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts, inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables, picked
-from sequoia_vllm.kernels.tree_shapes import only_shape
 from sequoia_vllm.tree import TokenTree
-from tests.support.own_trees import TreeShapes
 from tests.support.reference_trees import trees
 
 CPU = torch.device("cpu")
@@ -92,13 +90,6 @@ def test_every_node_is_drawn_once_after_its_parent(tree):
     # And inner nodes see their ancestors.
     assert np.array_equal(levels.ancestors.numpy(), tree.ancestor_mask[np.ix_(order, order)])
     assert levels.depths.tolist() == tree.depths[order].tolist()
-
-
-def test_some_readers_take_one_tree_alone():
-    tables = TreeTables(TREE, CPU)
-    assert only_shape(tables.parents, 1, "masks") is tables.parents
-    with pytest.raises(ValueError, match="masks needs one tree for all requests"):
-        only_shape(TreeShapes(TREE, CPU, 1).parents, 1, "masks")
 
 
 def test_places_are_picked_for_each_request():

@@ -3,18 +3,16 @@
 Plain tokens are those of vLLM's TRITON_ATTN in the same process.
 """
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from vllm import SamplingParams
 
 from tests.support.calling import called_once
-from tests.support.engines import runner_of, running, sequoia, whole_trees
+from tests.support.engines import running, sequoia
 from tests.support.generating import (
     generate,
     generate_on,
@@ -23,7 +21,6 @@ from tests.support.generating import (
     save_related_pair,
 )
 from tests.support.interpreted import call_on_v2
-from tests.support.own_trees import OWN_TREES, TreeShapes, repack
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -47,24 +44,7 @@ def generate_as_on_gpus(models: str) -> dict[str, Any]:
     with running(sequoia(10, 6, draft, retrieval=True), **options) as llm:
         answers["trees"] = generate_on(llm, requests, params())
         answers["launches"] = launches_of_a_step(llm)
-    engines = {"tree": {"parents": list(OWN_TREES[0].parents)}}
-    with (
-        patch("sequoia_vllm.engine.v2.runner.TreeTables", partial(TreeShapes, slots=8)),
-        running(
-            whole_trees(OWN_TREES[0].size, draft=draft, retrieval=True, **engines), **options
-        ) as llm,
-    ):
-        give_own_trees(runner_of(llm))
-        answers["own trees"] = generate_on(llm, requests, params())
     return answers | {"slots": slots_of_a_level()}
-
-
-def give_own_trees(runner: Any) -> None:
-    """Gives each of eight request slots one of `OWN_TREES`, while the engine has no requests."""
-    runner._tables.levels_of(1)
-    for slot in range(8):
-        runner._tables.set(slot, OWN_TREES[(slot + 1) % len(OWN_TREES)])
-        repack(runner.tree_backend.masks, slot)
 
 
 def launches_of_a_step(llm: Any) -> dict[str, Any]:
@@ -129,11 +109,6 @@ def test_attention_is_that_of_gpus(generated):
 def test_tokens_are_those_of_plain_vllm(generated):
     assert generated["trees"]["tokens"] == generated["plain"]["tokens"]
     assert generated["trees"]["counts"]["tokens_per_tree"] > 1.5
-
-
-def test_requests_may_have_trees_of_their_own(generated):
-    assert generated["own trees"]["tokens"] == generated["plain"]["tokens"]
-    assert generated["own trees"]["counts"]["tokens_per_tree"] > 1.5
 
 
 def test_a_step_takes_few_launches(generated):

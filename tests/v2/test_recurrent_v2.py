@@ -91,7 +91,8 @@ def generate_all(models: str, name: str) -> dict[str, Any]:
         answers["plain"] = {"tokens": tokens, "states": states_of(llm), **describe(llm)}
     blocks = 14 if name == LATENTS else 12
     pressed = {
-        "num_gpu_blocks_override": blocks, "max_model_len": 128, "max_num_batched_tokens": 48
+        "num_gpu_blocks_override": blocks, "max_num_batched_tokens": 48,
+        "max_model_len": LENGTHS[-1] + TOKENS,  # no room for trees at the last one's end
     }  # fmt: skip
     with running(whole_trees(SIZE, draft=draft), **pressed, **options) as llm:
         answers["pressed"] = {**generate_on(llm, prompts, params()), "states": states_of(llm)}

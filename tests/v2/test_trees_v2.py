@@ -29,7 +29,6 @@ from tests.support.generating import (
     generate_with_trees,
     greedy_and_seeded,
     random_prompts,
-    resumed,
     save_related_pair,
 )
 from tests.support.interpreted import call_on_v2
@@ -306,116 +305,38 @@ def test_logprobs_are_those_of_plain_vllm(kind, special):
     assert check_logprobs(special["trees"][kind], special["plain"][kind]) > 20
 
 
-# -- engines that are short of something -------------------------------------------------
-
-LENGTHS = [70, 64, 40, 45, 20, 7]
-PRESSED_TOKENS = 32
-LONGEST = 96
+# -- a draft that rested --------------------------------------------------------------------
 
 
-def pressed_params(max_tokens: int = PRESSED_TOKENS) -> list[Any]:
-    return greedy_and_seeded(len(LENGTHS), max_tokens)
-
-
-def generate_pressed(models: str) -> dict[str, Any]:
-    """Answers of plain V2, and of trees short of the model's length, or of what the draft has read.
-
-    `tests/gpu_rehearsal/test_requests.py` has preemption, schedules and trimmed trees.
-    """
-    target, draft = save_related_pair(Path(models))
-    requests, params = random_prompts(LENGTHS), pressed_params()
-    options = {"model": target, **TINY}
-    return {
-        "plain": generate(None, requests, params, **options),
-        "to the end": generate_with_trees(
-            draft, requests[:2], pressed_params(200)[:2], max_model_len=LONGEST, **options
-        ),
-        "prefix cached": generate_twice(draft, requests, params, **options),
-        "rested": generate_after_a_rest(target, requests, **options),
-        "caught up": generate_as_the_draft_catches_up(draft, requests, **options),
-    }
-
-
-def generate_twice(
-    draft: str, requests: list[Any], params: list[Any], **options: Any
-) -> dict[str, Any]:
-    """The second pass, greedy requests only, finds blocks that trees were committed to."""
-    with running(
-        sequoia(size=8, depth=3, draft=draft), enable_prefix_caching=True, **options
-    ) as llm:
-        first = completions(llm.generate(requests, params, use_tqdm=False))
-        return {"first": first, **resumed(llm, requests, first, 4)}
-
-
-RESTED_TOKENS = 13
-
-
-def generate_after_a_rest(target: str, requests: list[Any], **options: Any) -> dict[str, Any]:
+def generate_after_a_rest(models: str) -> dict[str, Any]:
     """A request alone; four others with one prompt, which run without drafts; and one with it.
 
     The draft is the target itself: with all keys it is always right.
     """
+    target, _ = save_related_pair(Path(models))
+    prompt, other = random_prompts([70, 64])
+    params = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True, detokenize=False)
     schedule = [[1, 1, 7], [2, 8, 0]]
     config = sequoia(size=8, depth=3, draft=target, num_speculative_tokens_per_batch_size=schedule)
-    params = pressed_params(RESTED_TOKENS)[0]
+    options = {"model": target, **TINY}
     answer: dict[str, Any] = {"tokens": [], "counts": []}
+    answer["plain"] = generate(None, [prompt], params, **options)["tokens"]
     with running(config, enable_prefix_caching=True, **options) as llm:
-        for batch in (requests[1:2], requests[:1] * 4, requests[:1]):
+        for batch in ([other], [prompt] * 4, [prompt]):
             answer["tokens"].append(completions(llm.generate(batch, params, use_tqdm=False)))
             answer["counts"].append(counted(llm))
         answer["hits"] = metric(llm, "vllm:prefix_cache_hits")
     return answer
 
 
-def generate_as_the_draft_catches_up(
-    draft: str, requests: list[Any], **options: Any
-) -> dict[str, Any]:
-    """One request runs without drafts, two draft: then the first has more to read than fits."""
-    schedule = [[1, 1, 0], [2, 8, 7]]
-    config = sequoia(size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=schedule)
-    options["max_num_batched_tokens"] = 64
-    return generate(config, requests[:2], pressed_params()[:2], **options)
-
-
-def first_tokens(generated: list[list[list[int]]], counts: list[int]) -> list[list[list[int]]]:
-    """So many tokens of the first of these requests, which have at least as many."""
-    cut = [[tokens[:count]] for [tokens], count in zip(generated, counts, strict=False)]
-    assert [len(tokens) for [tokens] in cut] == counts
-    return cut
-
-
-pressed = called_once(call_on_v2, generate_pressed)
-
-
-def test_same_tokens_up_to_max_model_len(pressed):
-    """Plain vLLM's, as far as there is room for."""
-    rooms = [LONGEST - length for length in LENGTHS[:2]]
-    assert pressed["to the end"]["tokens"] == first_tokens(pressed["plain"]["tokens"], rooms)
-
-
-def test_same_tokens_with_prefix_caching(pressed):
-    found, plain = pressed["prefix cached"], pressed["plain"]["tokens"]
-    assert found["first"] == plain
-    assert found["tokens"] == [[tokens[-4:]] for [tokens] in plain[::2]]
-    assert found["hits"] >= 96 + 64 + 32  # all of them with tokens that were generated
-
-
-def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(pressed):
-    found = pressed["rested"]
-    expected = first_tokens(pressed["plain"]["tokens"], [RESTED_TOKENS])
-    assert found["tokens"][1:] == [expected * 4, expected]
+def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(tmp_path):
+    found = call_on_v2(generate_after_a_rest, tmp_path, models=str(tmp_path))
+    assert found["tokens"][1:] == [found["plain"] * 4, found["plain"]]
     assert found["hits"] == 4 * 64  # of three of the four, and of the last
     # vLLM's counts are those since the engine's start.
     unknown, rested, cached = ((c["drafts"], c["accepted_tokens"]) for c in found["counts"])
     assert unknown == rested == (3, 9)
     assert cached == (6, 18)
-
-
-def test_same_tokens_as_the_draft_catches_up_on_prompts(pressed):
-    """No row of the draft's pass is left for the second request, nor one past the last."""
-    found = pressed["caught up"]
-    assert found["tokens"] == pressed["plain"]["tokens"][:2]
-    assert found["counts"]["tokens_per_tree"] > 1.3
 
 
 # -- custom logits processors ---------------------------------------------------------------
