@@ -20,7 +20,7 @@ from tests.support.engines import (
     running,
     whole_trees,
 )
-from tests.support.generating import TINY, generate, random_prompts
+from tests.support.generating import TINY, generate, joined, random_prompts, save_related_pair
 from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_v2
 from tests.support.models import prompts
@@ -133,6 +133,26 @@ def test_requests_learn_nothing_of_each_other_without_recycling():
             assert (table.max() >= 0) == ("recycling" not in config)
     assert tokens[0] == tokens[1]
     assert accepted[0] > accepted[1] > 0
+
+
+def test_requests_that_arrive_leave_are_preempted_and_share_prefixes(tmp_path):
+    options = {
+        "model": save_related_pair(tmp_path)[0], **TINY, "max_num_batched_tokens": 96,
+        "enable_prefix_caching": True,
+    }  # fmt: skip
+    texts = random_prompts([200, 90, 37, 5, 150, 120, 33])
+    texts.insert(5, texts[0])
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
+        for _ in texts
+    ]
+    with running(None, **options) as llm:
+        plain = joined(llm, texts, params, aborted=1)
+    with running(lookup_trees(), **options, kv_cache_memory_bytes=160 << 10) as llm:
+        assert joined(llm, texts, params, aborted=1) == plain
+        assert metric(llm, "vllm:num_preemptions") > 0
+        assert metric(llm, "vllm:prefix_cache_hits") > 0
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 50
 
 
 def test_a_target_with_layers_that_draft_is_no_draft_of_these(tmp_path):
