@@ -71,9 +71,7 @@ class Profile(FileModel):
 
     described = "profile"
     refused = ProfileError
-    schema_: Literal["sequoia-vllm/profile/v1"] = Field(
-        default="sequoia-vllm/profile/v1", alias="schema"
-    )
+    schema_: Literal["sequoia-vllm/profile/v1"] = "sequoia-vllm/profile/v1"
     source: ProfileSource  # where the times come from: a running engine, or datasheet values
     date: datetime.date = Field(description="Day of the measurement, or of the datasheet values.")
     device: str = Field(min_length=1, description="Device name as the driver gives it.")
