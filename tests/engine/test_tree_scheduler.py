@@ -18,10 +18,12 @@ from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS, check_options, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import is_loaded
-from sequoia_vllm.engine.core import eligibility, scheduling
+from sequoia_vllm.engine.core import eligibility
+from sequoia_vllm.engine.core import scheduling_ahead as scheduling
 from sequoia_vllm.engine.core.eligibility import ends_with, most_committed, never_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
-from sequoia_vllm.engine.core.scheduling import TreeScheduling, TreeSchedulingAhead
+from sequoia_vllm.engine.core.scheduling import TreeScheduling
+from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend import engine_config
 from sequoia_vllm.tree import TokenTree
 from tests.support.engines import configured, generated, metric, plain_outputs, running, sequoia

@@ -25,7 +25,8 @@ from sequoia_vllm.engine.common.draft_schedule import planning_schedule
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings, to_be_tagged
 from sequoia_vllm.engine.compat.contract import check_contract
-from sequoia_vllm.engine.core.scheduling import TreeScheduling, TreeSchedulingAhead, before_users
+from sequoia_vllm.engine.core.scheduling import TreeScheduling, before_users
+from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method, draft_problem, kinds_here
 from sequoia_vllm.engine.frontend.plan import Plan, plan
