@@ -281,10 +281,6 @@ class HeadShape(FileModel):
         """Whether deeper trees need no more passes."""
         return drafter(self.kind).in_one_pass
 
-    def input_parameters(self, shape: Any) -> int:
-        """Parameters that its layers have beyond a model's of this `ModelShape`."""
-        return drafter(self.kind).input_parameters(shape)
-
 
 def _problems(found: type[Drafter]) -> list[str]:
     """Lists what a class lacks, or has in another form than the engine needs."""

@@ -41,7 +41,7 @@ _MESH_NEIGHBOURS = 7
 @dataclass(frozen=True)
 class Assumptions:
     """Figures that no datasheet has: we chose them and did not measure them. Those of reductions
-    follow published measurements, see `Interconnect`."""
+    follow published measurements (docs/predictions.md)."""
 
     bandwidth_efficiency: float = 0.85  # achieved share of it
     compute_efficiency: float = 0.65  # achieved share of the dense matrix rate
@@ -199,16 +199,7 @@ class Interconnect:
     GPUs"). The model takes the cheapest way that is allowed. vLLM's thresholds by size aim at the
     same.
 
-    Where the assumed figures come from (none was measured by us):
-
-    - Bandwidth: 450 GB/s in each direction of an H100's NVLink become 370 in a ring, by an
-      author of NCCL (NVIDIA/nccl-tests#212): a share of 0.82.
-    - One-shot and two-shot on 4 H100, bfloat16 rows of 8,192 (vllm-project/vllm#24532): 10
-      and 17 us for 0.5 MiB, 14 and 18 us for 1 MiB, 38 and 42 us for 4 MiB. The formulas
-      above give 10 and 14, 15 and 16, 41 and 29 us.
-    - Rings: about 18 us of start on 4 GPUs and 20 on 6 and 8, read off the same tables and
-      ByteDance-Seed/Triton-distributed#57; 36 us on 16 GPUs over PCIe
-      (local-inference-lab/b12x#139). The formula gives 16, 20, 24 and 40 us.
+    docs/predictions.md says where the assumed figures come from.
 
     Not modelled: reduction inside the switch (NVLink SHARP) and fusing the reduction with
     the normalization after it, both of which make large reductions cheaper than said here.

@@ -19,10 +19,9 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.request_options import most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings, without_speculation
 from sequoia_vllm.engine.common.step_messages import is_loaded
-from sequoia_vllm.engine.core.eligibility import requests_to_read
+from sequoia_vllm.engine.core.eligibility import most_drafts, requests_to_read
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.runner.tensor_parallel import survive_draft
