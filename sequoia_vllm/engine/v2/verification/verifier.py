@@ -287,22 +287,16 @@ class TreeVerifierV2(RejectionSampler):
         trees = TreesToVerify(
             logits=logits,
             target_temperatures=temperatures,
-            tokens=inputs.tokens,
+            inputs=inputs,
             target_tokens=own_tokens,
             cu_num_logits=cu_num_logits,
-            modes=inputs.modes,
-            positions=inputs.root_positions,
-            seeds=inputs.seeds,
             children=tables.children,
             inner_index=tables.inner_rows,
             draft_logits=drafted.logits,
             draft_stats=drafted.stats,
-            state_rows=inputs.state_rows,
-            draft_temperatures=inputs.temperatures,
             sampled_tokens=verified.tokens,
             num_sampled=verified.num_sampled,
             accepted=verified.paths[:, 1:],
-            slots=inputs.slots,
         )
         self._verify_trees(trees, self._tables_of_method, **known)
 
