@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_vllm.drafters.registry import draft_option, drafts_from_text
+from sequoia_vllm.drafters.registry import draft_option, drafts_from_text, drafts_in_one_pass
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import MAX_DEPTH
 from sequoia_vllm.hardware.cost import check_batch_sizes
@@ -91,7 +91,7 @@ def measure_profile(
         rounds.run()
         dtype = str(plain.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
         head = head_shape(sequoia.llm_engine.vllm_config)
-    first = 0 if head is not None and head.drafts_in_one_pass else 1
+    first = 0 if drafts_in_one_pass(head and head.head) else 1
     curves = [batch_curves(times, first) for times in rounds.times]
     return _profile(settings, curves, dtype, describe_prompts(settings.prompts, prompts), head)
 

@@ -108,11 +108,6 @@ class ModelShape(FileModel):
         return bool(self.layer_weight_bytes or (self.experts and self.experts.weight_bytes))
 
     @property
-    def drafts_in_one_pass(self) -> bool:
-        """Whether it drafts all levels of a tree in one pass."""
-        return self.head is not None and self.head.drafts_in_one_pass
-
-    @property
     def layer_parameters(self) -> int:
         """Parameters of all layers, without norms."""
         return self._dense_parameters + self._routed_parameters() - self._read_again

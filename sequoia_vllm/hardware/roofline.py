@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from sequoia_vllm.drafters.registry import drafts_in_one_pass
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
@@ -119,7 +120,7 @@ def roofline_profile(
         return forward.seconds(target, count, batch, context_length, streamed)
 
     def level(count: int, batch: int) -> float:
-        if draft.drafts_in_one_pass:
+        if drafts_in_one_pass(draft.head):
             return forward.logits_passes(draft, count * batch) + draws
         return forward.seconds(draft, count, batch, context_length) + draws
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_vllm.drafters.registry import HeadShape
+from sequoia_vllm.drafters.registry import HeadShape, drafts_in_one_pass
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, ProfileError
 from sequoia_vllm.tree import TokenTree
 
@@ -177,7 +177,7 @@ def draft_curves(
 ) -> tuple[list[Curve], list[Curve] | None]:
     """What was measured of a draft (`BatchCurves.draft`) as a profile's ``draft_level`` and
     ``draft_reading``; of a head that drafts in one pass, of that pass with all of the drawing."""
-    if head is None or not head.drafts_in_one_pass:
+    if not drafts_in_one_pass(head):
         return drafts, None
     nothing = {"tokens": [1], "seconds": [_SHORTEST], "spread": None}
     return [curve.model_copy(update=nothing) for curve in drafts], drafts

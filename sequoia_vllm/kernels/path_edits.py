@@ -31,6 +31,8 @@ def penalise_paths(logits: Tensor, rows: Any, state: Any, parents: Tensor) -> No
             generated, the root's included.
         parents: int32 ``[N]``, or ``[S, N]`` by slot: of each node; the root's is not read.
     """
+    if not state.use_penalty[rows.idx_mapping_np].any():
+        return
     count, vocabulary = logits.shape
     bits, counts = state.prompt_bin_mask, state.output_bin_counts
     penalise_paths_kernel[(count, triton.cdiv(vocabulary, _BLOCK))](
@@ -76,9 +78,7 @@ def penalise_paths_kernel(
     tl.store(logits + row * logits_stride + token, values, mask=inside)
 
 
-def exclude_bad_words(
-    logits: Tensor, rows: Any, state: Any, parents: Tensor, most_words: int
-) -> None:
+def exclude_bad_words(logits: Tensor, rows: Any, state: Any, parents: Tensor) -> None:
     """Sets tokens to -inf, in place, that would complete a bad word on a node's path.
 
     Waits for nothing on the device.
@@ -89,8 +89,10 @@ def exclude_bad_words(
             where each word begins and the last one ends; int32 ``[S]``, how many. Of the requests,
             int32 ``[S, L]``: prompt, then what was generated, the root included; int32 ``[S]``:
             the length of the prompt, and of both.
-        most_words: No request has more bad words.
     """
+    most_words = int(state.num_bad_words.np[rows.idx_mapping_np].max())
+    if most_words == 0:
+        return
     words, offsets = state.bad_word_token_ids.gpu, state.bad_word_offsets.gpu
     requests = state.req_states
     tokens = requests.all_token_ids.gpu

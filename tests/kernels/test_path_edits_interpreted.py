@@ -29,6 +29,7 @@ def histories(vocabulary: int, seed: int = 0, trees: list[TokenTree] | None = No
 
 def rows_of(found: Histories, slots: list[int], dtype: torch.dtype) -> SimpleNamespace:
     return SimpleNamespace(
+        idx_mapping_np=np.array(slots),
         expanded_idx_mapping=torch.tensor([slots[request] for request in found.requests]).to(dtype),
         expanded_local_pos=torch.tensor(found.nodes).to(dtype),
         input_ids=torch.tensor(found.token_ids, dtype=torch.int32),
@@ -71,7 +72,9 @@ def test_penalties_are_by_path(vocabulary, dtype, trees):
         bits[slot, found.prompts[request]] = 1
     packed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     state = SimpleNamespace(
-        prompt_bin_mask=torch.from_numpy(packed.copy()), output_bin_counts=counts,
+        use_penalty=np.ones(SLOTS, dtype=bool),
+        prompt_bin_mask=torch.from_numpy(packed.copy()),
+        output_bin_counts=counts,
         **on_gpu(
             repetition_penalty=by_slot(repetition, slots, 1.0),
             frequency_penalty=by_slot(frequency, slots, 0.0),
@@ -119,8 +122,9 @@ def test_bad_words_are_excluded_where_a_path_would_complete_them(seed, trees):
         req_states=SimpleNamespace(**requests),
         **on_gpu(bad_word_token_ids=words, bad_word_offsets=offsets, num_bad_words=numbers),
     )
+    state.num_bad_words.np = numbers.numpy()
     rows = rows_of(found, slots, torch.int32)
-    exclude_bad_words(logits, rows, state, parents_of(slots, trees), most_words=6)
+    exclude_bad_words(logits, rows, state, parents_of(slots, trees))
     assert torch.equal(logits, expected)
     assert logits.isinf().any()
     assert logits.isfinite().any()

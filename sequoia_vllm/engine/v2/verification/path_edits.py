@@ -1,5 +1,6 @@
 """Replaces vLLM's logits processors that read a chain's history by ones for trees."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,36 +17,22 @@ def along_paths(processors: list[Any], parents: Tensor) -> list[Any]:
     Logit bias, allowed tokens and ``min_tokens`` go by positions, which trees set by depth.
     ``parents`` are those of `penalise_paths`.
     """
-    by_kind: dict[type, Any] = {PenaltiesState: PathPenalties, BadWordsState: PathBadWords}
-    return [by_kind[type(one)](one, parents) if type(one) in by_kind else one for one in processors]
+    edits = {PenaltiesState: penalise_paths, BadWordsState: exclude_bad_words}
+    return [
+        AlongPaths(edits[type(one)], one, parents) if type(one) in edits else one
+        for one in processors
+    ]
 
 
-class _OfPaths:
+class AlongPaths:
     """Replaces one of vLLM's processors, which still keeps the requests' state."""
 
-    def __init__(self, state: Any, parents: Tensor) -> None:
-        self._state = state
-        self._parents = parents
+    def __init__(self, edit: Callable[..., None], state: Any, parents: Tensor) -> None:
+        self._edit, self._state, self._parents = edit, state, parents
         self.add_request = state.add_request
         self.apply_staged_writes = state.apply_staged_writes
 
-
-class PathPenalties(_OfPaths):
-    """Presence, frequency and repetition penalties."""
-
     def apply(self, logits: Tensor, context: LogitsContext) -> Tensor:
-        """Replaces `PenaltiesState.apply`: changes the logits ``[rows, V]`` in place."""
-        if self._state.use_penalty[context.idx_mapping_np].any():
-            penalise_paths(logits, context, self._state, self._parents)
-        return logits
-
-
-class PathBadWords(_OfPaths):
-    """Bad words: excludes the token that would complete one."""
-
-    def apply(self, logits: Tensor, context: LogitsContext) -> Tensor:
-        """Replaces `BadWordsState.apply`: changes the logits ``[rows, V]`` in place."""
-        most_words = int(self._state.num_bad_words.np[context.idx_mapping_np].max())
-        if most_words > 0:
-            exclude_bad_words(logits, context, self._state, self._parents, most_words)
+        """Replaces the processor's: changes the logits ``[rows, V]`` in place."""
+        self._edit(logits, context, self._state, self._parents)
         return logits
