@@ -91,7 +91,7 @@ def measure_profile(
         rounds.run()
         dtype = str(plain.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
         head = head_shape(sequoia.llm_engine.vllm_config)
-    first = 0 if drafts_in_one_pass(head and head.head) else 1
+    first = 0 if drafts_in_one_pass(head.head if head else None) else 1
     curves = [batch_curves(times, first) for times in rounds.times]
     return _profile(settings, curves, dtype, describe_prompts(settings.prompts, prompts), head)
 
