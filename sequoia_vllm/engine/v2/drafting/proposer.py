@@ -301,11 +301,9 @@ class TreeProposerV2(DraftModelSpeculator):
             sampling.min_p.gpu, sampling.seeds.gpu, self.drafted.nodes, self.drafted.rows,
         )  # fmt: skip
         self.batch.begin(
-            requests=batch.idx_mapping,
+            batch,
             num_sampled=num_sampled,
             bounds=async_tensor_h2d(bounds, device=self.device),
-            seq_lens=batch.seq_lens,
-            query_start_loc=batch.query_start_loc,
             states=states,
             levels=levels,
             longest=self.longest,
