@@ -6,8 +6,7 @@ smaller ones. The smaller ones occur while requests finish, as drafts are then s
 larger batch.
 
 `ContextRule` says when vLLM's FlashAttention reads the contexts of a step's trees, and our kernel
-the rest. It takes a launch more in each layer. Our kernel reads a context at the speed of memory
-for few rows of a tree. For many rows arithmetic takes longer, and FlashAttention's is faster.
+the rest: docs/internals.md says why.
 """
 
 from collections.abc import Iterator, Sequence

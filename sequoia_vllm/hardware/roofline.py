@@ -200,10 +200,7 @@ class Interconnect:
     GPUs"). The model takes the cheapest way that is allowed. vLLM's thresholds by size aim at the
     same.
 
-    docs/predictions.md says where the assumed figures come from.
-
-    Not modelled: reduction inside the switch (NVLink SHARP) and fusing the reduction with
-    the normalization after it, both of which make large reductions cheaper than said here.
+    docs/predictions.md says where the assumed figures come from, and what is not modelled.
     """
 
     def __init__(self, device: DeviceSpec, devices: int, assumed: Assumptions) -> None:

@@ -1,9 +1,6 @@
 """Steps that read prompts beside trees, as full CUDA graphs: our kernel attends to all rows.
 
-A step's rows are cut into segments, each of which tree attention takes for a request. A row of a
-prompt attends to its request's context and to the rows before it. So any run of such rows is a
-chain whose context ends before its first row: the keys of earlier runs are in the cache by then.
-Trees stay whole. One launch, and so one CUDA graph, serves every mix of both.
+Rows are cut into segments, which tree attention takes for requests: see docs/internals.md.
 """
 
 from __future__ import annotations
