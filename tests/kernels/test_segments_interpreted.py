@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sequoia_vllm.engine.v2.attention.mixed_steps import (
-    CHAIN,
-    TREE,
-    cut_rows,
-    most_segments,
-    with_chain,
-)
+from sequoia_vllm.kernels.segments import CHAIN, TREE, cut_rows, most_segments, with_chain
 from tests.oracles.attention import random_ancestors
 from tests.support.attending import Batch
 from tests.support.chessboard import chessboard

@@ -1,7 +1,4 @@
-"""Steps that read prompts beside trees, as full CUDA graphs: our kernel attends to all rows.
-
-Rows are cut into segments, which tree attention takes for requests: see docs/internals.md.
-"""
+"""Steps that read prompts beside trees, as full CUDA graphs: our kernel attends to all rows."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
-from numpy.typing import NDArray
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -22,11 +17,7 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import GPUTreeForward
 from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import shared_metadata
 from sequoia_vllm.hardware.graph_sizes import MIXED_TOKENS
-
-# A tile of 128 rows, where four query heads share a key head.
-_LEAST_ROWS = 32
-TREE, CHAIN = 0, 1
-"""Slots of the two masks of `with_chain`."""
+from sequoia_vllm.kernels.segments import CHAIN, TREE, cut_rows, most_segments, with_chain
 
 
 def takes_chains(impls: Iterable[Any], ancestors: Tensor) -> bool:
@@ -40,7 +31,7 @@ def takes_chains(impls: Iterable[Any], ancestors: Tensor) -> bool:
 
 
 class MixedSteps:
-    """Where a captured forward finds the segments of any step.
+    """Where a captured forward finds the segments of any step: see `sequoia_vllm.kernels.segments`.
 
     All of a segment but its rows is in buffers that stay in place. `place` writes them before a
     replay, and waits for nothing on the device.
@@ -118,40 +109,3 @@ class MixedSteps:
         if [tuple(table.shape) for table in self._tables] != shapes:
             device = self._slots.device
             self._tables = [torch.zeros(s, dtype=torch.int32, device=device) for s in shapes]
-
-
-def with_chain(ancestors: Tensor) -> Tensor:
-    """Adds a chain to a tree's ancestor matrix.
-
-    Args:
-        ancestors: bool ``[N, N]``: which nodes each sees.
-
-    Returns bool ``[2, W, W]`` on its device: the tree, and a chain of W = max(N, 32) rows.
-    """
-    missing = max(_LEAST_ROWS - len(ancestors), 0)
-    tree = F.pad(ancestors, (0, missing, 0, missing))
-    tree.fill_diagonal_(True)
-    return torch.stack([tree, torch.ones_like(tree).tril()])
-
-
-def most_segments(requests: int, rows: int, width: int) -> int:
-    """Bound on the segments of so many requests with so many rows in all."""
-    return requests + rows // width
-
-
-def cut_rows(
-    rows: NDArray[np.int32], has_tree: NDArray[np.bool_], width: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Segments of a batch: one of each tree, and of ``width`` rows or fewer of each other request.
-
-    Args:
-        rows: int32 ``[R]``: of each request, one after another.
-        has_tree: bool ``[R]``: whether they are nodes of a tree, at most ``width``.
-
-    Returns int64 ``[segments]``, the request of each, and int32 ``[segments]``, its first row.
-    """
-    pieces = np.where(has_tree, 1, -(-rows // width))
-    requests = np.repeat(np.arange(len(rows)), pieces)
-    earlier = np.arange(len(requests)) - (np.cumsum(pieces) - pieces)[requests]
-    starts = (np.cumsum(rows) - rows)[requests] + earlier * width
-    return requests, starts.astype(np.int32)
