@@ -43,6 +43,10 @@ class RequestModes:
         """int32 ``[slots]``: the most nodes that each request may verify."""
         return self._most_nodes.gpu
 
+    def give_no_drafts(self) -> None:
+        """Stops all drafts, for processors of the user's, which may read a path's tokens."""
+        self.some_draft = False
+
     def sampled(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Which requests in these slots have drafts and sample without a seed."""
         return self._modes.np[slots] == SAMPLED
