@@ -23,6 +23,7 @@ class FileModel(BaseModel):
         allow_inf_nan=False,
         populate_by_name=True,
         protected_namespaces=(),
+        alias_generator=lambda name: name.removesuffix("_"),
     )
 
     @classmethod

@@ -16,8 +16,8 @@ import torch
 
 from benchmarks import DRAFT, TARGET
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.hardware import context_rule
-from sequoia_vllm.hardware.context_rule import ContextRule
+from sequoia_vllm.hardware import graph_sizes
+from sequoia_vllm.hardware.graph_sizes import ContextRule
 
 TOKENS = 32
 # With graphs, unlike the tests' engines.
@@ -97,7 +97,7 @@ def compare_kind(kind: str, folder: Path) -> dict[str, Any]:
     begun = time.monotonic()
     rule = ContextRule(0, 0) if kind == "flash" else None
     with (
-        patched(context_rule, "usual_rule", lambda _on_cpu: rule),
+        patched(graph_sizes, "usual_rule", lambda _on_cpu: rule),
         noting(torch.cuda.CUDAGraph, "replay", id) as replays,
         running({"method": "sequoia", **tree, **keys}, **options) as llm,
     ):

@@ -9,8 +9,8 @@ from benchmarks.gpu.item_run import ItemRun
 from benchmarks.gpu.serving import measure_arrivals
 from benchmarks.gpu.step_parts import compact, steady, times_of
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.hardware import context_rule
-from sequoia_vllm.hardware.context_rule import ContextRule
+from sequoia_vllm.hardware import graph_sizes
+from sequoia_vllm.hardware.graph_sizes import ContextRule
 
 LONG_HEAD = 40000
 """Positions of a head for long contexts: the published one ends at 2,048."""
@@ -80,7 +80,7 @@ def time_contexts(run: ItemRun, pair: str, kernel: str) -> None:
     rule = ContextRule(0, 0) if kernel == "flash" else None
     speculative = speculation(batches, drafts)
     with (
-        patched(context_rule, "usual_rule", lambda _on_cpu: rule),
+        patched(graph_sizes, "usual_rule", lambda _on_cpu: rule),
         started(
             run, pair, speculative, head_positions=LONG_HEAD, max_num_seqs=batches[-1] + 1
         ) as engine,

@@ -51,7 +51,7 @@ class AdaptationState(FileModel):
 
     described = "adaptation"
     refused = StateError
-    schema_: Literal["sequoia-vllm/adaptation/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["sequoia-vllm/adaptation/1"] = SCHEMA
     parents: list[int] = Field(description="The tree.")
     schedule: list[int] = Field(description="Drafts by batch size from 0 on, as configured.")
     lookup: list[int] = Field(description="Drafts by batch size, as learned.")

@@ -1,7 +1,13 @@
-"""The compiled CPU kernels for tree attention and commit: see ``tree_attention.cpp``.
+"""vLLM's CPU KV cache, and the compiled kernels for tree attention and commit in it.
 
-Where there is no C++ compiler `load_kernels` gives None, and callers use torch
-instead, which copies the context of every request for every layer.
+Where there is no C++ compiler for ``tree_attention.cpp`` `load_kernels` gives None, and callers use
+torch instead, which copies the context of every request for every layer.
+
+The layout of the cache is that of the instruction sets "vec" and "vec16". One layer's cache is
+``[num_blocks, num_kv_heads, block_size, 2 * head_size]``. Within a block and head the first half of
+the memory holds the keys *transposed*, ``[head_size, block_size]``, the second half the values,
+``[block_size, head_size]``. A test checks this against vLLM's own cache-update op for every dtype
+and head size.
 """
 
 from __future__ import annotations
@@ -9,16 +15,17 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sequoia_vllm.attention.cpu_cache import move_tokens
-from sequoia_vllm.attention.tree_attention import within_window
+from sequoia_vllm.attention.tree_attention import tree_attention_mask, within_window
 from sequoia_vllm.cpp_library import load_library
+
+SUPPORTED_ISA = ("vec", "vec16")
 
 _SOURCE = Path(__file__).with_name("tree_attention.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -27,6 +34,49 @@ _LANES = 16  # of the source: head and block sizes must be multiples
 _SERIAL_WORK = 1 << 20
 # A part of the context is worth a task of its own from this many blocks up.
 _BLOCKS_PER_SPLIT = 4
+
+
+def keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of one layer's cache by token: both ``[num_blocks, heads, block_size, head_size]``."""
+    num_blocks, num_heads, block_size, twice_head_size = kv_cache.shape
+    head_size = twice_head_size // 2
+    halves = kv_cache.view(num_blocks, num_heads, 2, block_size * head_size)
+    keys = halves[:, :, 0].unflatten(-1, (head_size, block_size)).transpose(-1, -2)
+    values = halves[:, :, 1].unflatten(-1, (block_size, head_size))
+    return keys, values
+
+
+def gather_context(kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of whole requests, in slot order.
+
+    Args:
+        block_table: int ``[B, blocks]``: the blocks to read, per request.
+
+    Returns two ``[B, heads, blocks * block_size, head_size]`` copies.
+    """
+    batch, num_blocks = block_table.shape
+    blocks = block_table.reshape(-1).long()
+
+    def gather(tokens: Tensor) -> Tensor:
+        gathered = tokens.index_select(0, blocks).unflatten(0, (batch, num_blocks))
+        return gathered.transpose(1, 2).flatten(2, 3)
+
+    keys, values = keys_and_values(kv_cache)
+    return gather(keys), gather(values)
+
+
+def move_tokens(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """Copies tokens' keys and values between slots of one layer's cache, in place.
+
+    Args:
+        source_slots, target_slots: int64 ``[M]``; target slots are distinct.
+            A slot may be both source and target: all reads come first.
+    """
+    block_size = kv_cache.shape[2]
+    source_block, source_offset = source_slots // block_size, source_slots % block_size
+    target_block, target_offset = target_slots // block_size, target_slots % block_size
+    for tokens in keys_and_values(kv_cache):
+        tokens[target_block, :, target_offset] = tokens[source_block, :, source_offset]
 
 
 class _TreeBatch(ctypes.Structure):
@@ -65,32 +115,61 @@ class AttentionShape:
         return self.dtype in _DTYPES and all(size % _LANES == 0 for size in sizes)
 
 
+@dataclass(frozen=True)
+class TreeQueries:
+    """The rows of a batch that are tree nodes, and what they attend to."""
+
+    rows: Tensor
+    """int64 ``[B, Q]``: row of each node in the batch's flat tokens; -1 for padding, which is
+    neither computed nor written."""
+    block_table: Tensor  # int32 ``[B, max_blocks]``: each request's cache blocks
+    context_lens: Tensor  # int64 ``[B]``: committed tokens; node j is in slot ``context_lens + j``
+    num_nodes: Tensor  # int64 ``[B]``: nodes of each request whose keys and values are in the cache
+    ancestors: Tensor  # bool ``[Q, M]``, or ``[B, Q, M]`` by request: query q sees node j
+    max_keys: int  # slots of the longest request
+    only_trees: bool  # no row of the batch is anything but a tree node
+    _batches: dict[AttentionShape, TreeAttentionBatch] = field(default_factory=dict)
+    _masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)
+
+    def for_kernel(self, shape: AttentionShape) -> TreeAttentionBatch:
+        """These queries for the compiled kernel; made once for all layers of a shape."""
+        batch = self._batches.get(shape)
+        if batch is None:
+            batch = self._batches[shape] = TreeAttentionBatch(shape, self)
+        return batch
+
+    def blocks_in_use(self, block_size: int) -> Tensor:
+        """The block table, cut to the longest request."""
+        return self.block_table[:, : -(-self.max_keys // block_size)]
+
+    def mask(self, num_keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
+        """Additive mask ``[B, 1, Q, num_keys]``; made once for all layers of a window."""
+        key = num_keys, dtype, window
+        if key not in self._masks:
+            self._masks[key] = tree_attention_mask(
+                self.context_lens, self.ancestors, num_keys, dtype, window
+            )
+        return self._masks[key]
+
+    def unseen(self, num_keys: int, mask: Tensor) -> Tensor:
+        """bool ``[B, num_keys]``: positions that hold anything, even NaN, by such a `mask`.
+
+        A mask's 0 times NaN is NaN, and minus infinity plus NaN, too.
+        """
+        ends = (self.context_lens + self.num_nodes)[:, None]
+        return (torch.arange(num_keys) >= ends) | (mask == -torch.inf).all(dim=2)[:, 0]
+
+
 class TreeAttentionBatch:
     """The trees of one forward pass, ready to be attended layer after layer.
 
-    Args:
-        rows: int64 ``[B, Q]``: row of each node in the flat tokens; -1: padding.
-        block_table: int32 ``[B, blocks]``, or a view that is contiguous in its rows.
-        context_lens: int64 ``[B]``: slots below are context; node j is in slot
-            ``context_lens + j``.
-        num_nodes: int64 ``[B]``: nodes whose keys and values are in the cache: of others nothing
-            is read.
-        ancestors: bool ``[Q, M]``: query q sees node j; or ``[B, Q, M]``, of each request.
-        max_keys: Slots of the longest request.
+    Their block table must be contiguous in its rows.
     """
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        rows: Tensor,
-        block_table: Tensor,
-        context_lens: Tensor,
-        num_nodes: Tensor,
-        ancestors: Tensor,
-        max_keys: int,
-    ) -> None:
-        batch, queries = rows.shape
-        depths = context_lens.new_empty(0)
+    def __init__(self, shape: AttentionShape, trees: TreeQueries) -> None:
+        batch, queries = trees.rows.shape
+        ancestors, max_keys = trees.ancestors, trees.max_keys
+        depths = trees.context_lens.new_empty(0)
         if shape.window is not None:
             depths, ancestors = within_window(ancestors, shape.window)
         query_rows = queries * (shape.heads // shape.key_heads)
@@ -105,13 +184,13 @@ class TreeAttentionBatch:
         partials = torch.empty(units * splits * query_rows * (shape.head_size + 2))
         # The structure holds addresses: the tensors must live as long.
         self._tensors = (
-            rows.contiguous(), block_table, context_lens.contiguous(), num_nodes.contiguous(),
-            ancestors.contiguous(), depths, partials,
+            trees.rows.contiguous(), trees.block_table, trees.context_lens.contiguous(),
+            trees.num_nodes.contiguous(), ancestors.contiguous(), depths, partials,
         )  # fmt: skip
         self._batch = ctypes.byref(_TreeBatch(
             *(tensor.data_ptr() for tensor in self._tensors),
             batch, queries, shape.heads, shape.key_heads, shape.head_size, shape.block_size,
-            block_table.stride(0), ancestors.shape[-1], splits, threads,
+            trees.block_table.stride(0), ancestors.shape[-1], splits, threads,
             _DTYPES[shape.dtype], shape.window or 0, shape.scale * math.log2(math.e),
             shape.soft_cap * math.log2(math.e), ancestors.ndim == 2,
         ))  # fmt: skip
@@ -129,7 +208,7 @@ class TreeAttentionBatch:
         Args:
             query, output: ``[tokens, heads * head_size]`` or ``[tokens, heads, head_size]``,
                 contiguous within a token.
-            kv_cache: One layer's cache, contiguous, in the layout of `cpu_cache`.
+            kv_cache: One layer's cache, contiguous, in the layout above.
             sinks: float32 ``[heads]``, contiguous: see `tree_attention`.
         """
         kernels.attend(
@@ -143,8 +222,8 @@ class CacheGroup:
     """Caches of layers that move their tokens together.
 
     Args:
-        kv_caches: One per layer, all of one shape and dtype, in the layout of
-            `cpu_cache`; or latents, ``[blocks, block_size, width]``.
+        kv_caches: One per layer, all of one shape and dtype, in the layout
+            above; or latents, ``[blocks, block_size, width]``.
     """
 
     def __init__(self, kv_caches: Sequence[Tensor]) -> None:
@@ -161,7 +240,7 @@ class CacheGroup:
             self._shape = first.element_size(), key_heads, twice_head_size // 2, block_size
 
     def move_tokens(self, source_slots: Tensor, target_slots: Tensor) -> None:
-        """`cpu_cache.move_tokens` in every layer, in place; slots are contiguous, too."""
+        """`move_tokens` in every layer, in place; slots are contiguous, too."""
         if self.kv_caches[0].ndim == 3:
             for latents in self.kv_caches:
                 rows = latents.flatten(0, 1)

@@ -121,9 +121,7 @@ class BenchModel(FileModel):
 class BenchReport(FileModel):
     """A whole comparison."""
 
-    schema_: Literal["sequoia-vllm/bench/v1"] = Field(
-        default="sequoia-vllm/bench/v1", alias="schema"
-    )
+    schema_: Literal["sequoia-vllm/bench/v1"] = "sequoia-vllm/bench/v1"
     date: datetime.date
     device: str = Field(min_length=1)
     target: BenchModel

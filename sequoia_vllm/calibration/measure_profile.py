@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_vllm.drafters.registry import draft_option, drafts_from_text
+from sequoia_vllm.drafters.registry import draft_option, drafts_from_text, drafts_in_one_pass
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import MAX_DEPTH
 from sequoia_vllm.hardware.cost import check_batch_sizes
@@ -19,7 +19,7 @@ from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_curves import (
     BatchCurves,
     BatchTimes,
-    TimedStep,
+    StepRecord,
     batch_curves,
     check_steady,
     draft_curves,
@@ -91,7 +91,7 @@ def measure_profile(
         rounds.run()
         dtype = str(plain.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
         head = head_shape(sequoia.llm_engine.vllm_config)
-    first = 0 if head is not None and head.drafts_in_one_pass else 1
+    first = 0 if drafts_in_one_pass(head.head if head else None) else 1
     curves = [batch_curves(times, first) for times in rounds.times]
     return _profile(settings, curves, dtype, describe_prompts(settings.prompts, prompts), head)
 
@@ -291,8 +291,8 @@ def goes_on(frontiers: Sequence[Frontier], times: BatchTimes, size: int) -> bool
     False if no larger tree can be the fastest, even with its most tokens in its shortest step.
     """
 
-    def typical(rounds: list[list[TimedStep]]) -> float:
-        return float(np.median([timed.seconds for timed in middle_round(rounds)]))
+    def typical(rounds: list[list[StepRecord]]) -> float:
+        return float(np.median([step.seconds for step in middle_round(rounds)]))
 
     plain = typical(times.plain)
     if typical(times.trees[size]) >= _MOST_PLAIN_STEPS * plain:
@@ -310,10 +310,10 @@ def _highest(frontier: Frontier, times: BatchTimes, size: int) -> float:
     """Upper bound of tokens per second of one request with any larger tree: its target pass and
     verification take at least this size's time, each level at least the draft's quickest pass."""
 
-    def quickest(value: Callable[[TimedStep], float]) -> float:
+    def quickest(value: Callable[[StepRecord], float]) -> float:
         return float(np.percentile([*map(value, middle_round(times.trees[size]))], _QUICK))
 
-    scored = quickest(lambda timed: timed.step.target + timed.step.verify)
-    level = quickest(lambda timed: min(seconds for _, seconds in timed.step.levels()))
+    scored = quickest(lambda step: step.target + step.verify)
+    level = quickest(lambda step: min(seconds for _, seconds in step.levels()))
     tokens = frontier.expected_tokens[-1, 1:]
     return float((tokens / (scored + level * np.arange(1, len(tokens) + 1))).max())

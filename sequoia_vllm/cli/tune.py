@@ -226,7 +226,7 @@ def pair_here(engine: EngineSpec) -> PairKey:
     dtype = str(config.dtype).removeprefix("torch.")
     return PairKey(
         current_device_name(), engine.target, engine.draft, dtype, engine.tensor_parallel_size,
-        engine.offloading,
+        engine.offload.name if engine.offload else None,
     )  # fmt: skip
 
 

@@ -276,14 +276,10 @@ class HeadShape(FileModel):
         default=None, ge=1, description="Most levels that it drafts; none: any number."
     )
 
-    @property
-    def drafts_in_one_pass(self) -> bool:
-        """Whether deeper trees need no more passes."""
-        return drafter(self.kind).in_one_pass
 
-    def input_parameters(self, shape: Any) -> int:
-        """Parameters that its layers have beyond a model's of this `ModelShape`."""
-        return drafter(self.kind).input_parameters(shape)
+def drafts_in_one_pass(head: HeadShape | None) -> bool:
+    """Whether a draft with this head drafts all levels of a tree in the step's first pass."""
+    return head is not None and drafter(head.kind).in_one_pass
 
 
 def _problems(found: type[Drafter]) -> list[str]:

@@ -1,6 +1,6 @@
 """The buffers that a drafting pass reads: they stay where they are, so CUDA graphs may."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,12 +75,10 @@ class DraftBatch:
 
     def begin(
         self,
+        batch: Any,
         *,
-        requests: Tensor,
         num_sampled: Tensor,
         bounds: Tensor,
-        seq_lens: Tensor,
-        query_start_loc: Tensor,
         states: SlotStates,
         levels: DraftLevels,
         longest: int,
@@ -91,24 +89,25 @@ class DraftBatch:
         It does not wait for the device. `begin_drafting_kernel` says which requests get trees.
 
         Args:
-            requests: int32 or int64 ``[R]``: slot of each, all different.
+            batch: vLLM's: int32 or int64 ``[R]``, slot of each, all different; int32 ``[R]``,
+                tokens of each in the target's pass, contexts included; int32 ``[R + 1]``, first
+                row of each in that pass, then the end.
             num_sampled: int32 ``[R]``: tokens that the step sampled; the last of them is
                 committed, but not in the target's cache.
             bounds: int32 ``[R]``: most tokens to read.
-            seq_lens: int32 ``[R]``: tokens of each in the target's pass, contexts included.
-            query_start_loc: int32 ``[R + 1]``: first row of each in that pass, then the end.
             states: Of all request slots.
             levels: The trees.
             longest: No tree where the root's position reaches it.
             max_trees: Only the first so many requests get trees.
         """
+        requests = batch.idx_mapping
         states.drafted_nodes.zero_()
         begin_drafting_kernel[(1,)](
-            requests, states.computed, num_sampled, bounds, seq_lens, query_start_loc, states.modes,
-            states.most_nodes, states.temperature, states.top_k, states.top_p, states.min_p,
-            states.seeds, states.read, states.drafted_nodes, states.drafted_rows, len(requests),
-            len(self.slots), levels.tree.size, levels.rows_per_tree, longest, max_trees,
-            self.state_offset, self.slots, self.starts, self.counts, self.first_rows,
+            requests, states.computed, num_sampled, bounds, batch.seq_lens, batch.query_start_loc,
+            states.modes, states.most_nodes, states.temperature, states.top_k, states.top_p,
+            states.min_p, states.seeds, states.read, states.drafted_nodes, states.drafted_rows,
+            len(requests), len(self.slots), levels.tree.size, levels.rows_per_tree, longest,
+            max_trees, self.state_offset, self.slots, self.starts, self.counts, self.first_rows,
             self.last_rows, self.computed_before, self.roots, self.contexts, self.modes,
             self.temperature, self.top_k, self.top_p, self.min_p, self.seeds,
             BLOCK=REQUESTS_AT_ONCE, num_warps=8,

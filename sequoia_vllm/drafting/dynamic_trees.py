@@ -1,11 +1,8 @@
 """Dynamic trees: each request's topology follows the draft's own probabilities, as in EAGLE-2.
 
-A node's *path probability* is the product of Q over the tokens of its path. At each level the
-likeliest nodes get children. In the end the likeliest nodes of all levels are the tree. No node is
-likelier than its parent, so they form a tree, and so does every prefix in this order.
-
-Whether a node exists then depends on its own token. So only requests for which the target's token
-is given may have such a tree: greedy and seeded ones, which are verified by matching.
+A node's *path probability* is the product of Q over the tokens of its path. No node is likelier
+than its parent, so the likeliest ones form a tree, and so does every prefix in this order.
+docs/trees.md says which requests have such trees.
 """
 
 from dataclasses import dataclass

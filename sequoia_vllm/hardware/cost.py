@@ -26,6 +26,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from sequoia_vllm.drafters.registry import drafts_in_one_pass
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
 from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.tree import Acceptance, TokenTree
@@ -85,7 +86,7 @@ class CostModel:
         self, committed: ArrayLike, depths: ArrayLike, batch_size: int
     ) -> Floats:
         """A step's first draft pass."""
-        if self.profile.drafts_in_one_pass:
+        if drafts_in_one_pass(self.profile.head):
             committed = np.broadcast_to(1 + np.asarray(depths), np.shape(committed))
         return self._reading.seconds(committed, batch_size)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sequoia_vllm.drafters.registry import HeadShape
+from sequoia_vllm.drafters.registry import HeadShape, drafter
 from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.json_input import read_json
 
@@ -108,11 +108,6 @@ class ModelShape(FileModel):
         return bool(self.layer_weight_bytes or (self.experts and self.experts.weight_bytes))
 
     @property
-    def drafts_in_one_pass(self) -> bool:
-        """Whether it drafts all levels of a tree in one pass."""
-        return self.head is not None and self.head.drafts_in_one_pass
-
-    @property
     def layer_parameters(self) -> int:
         """Parameters of all layers, without norms."""
         return self._dense_parameters + self._routed_parameters() - self._read_again
@@ -137,7 +132,7 @@ class ModelShape(FileModel):
     def _dense_parameters(self) -> int:
         """Parameters of the layers that every token is multiplied with."""
         mlp = self._mlp_rows * self.intermediate
-        own = self.head.input_parameters(self) if self.head is not None else 0
+        own = 0 if self.head is None else drafter(self.head.kind).input_parameters(self)
         own += self.attention_layers * self._attention_parameters
         if self.recurrent is not None:
             own += self.recurrent.parameters(self.hidden)

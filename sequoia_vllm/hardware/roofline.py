@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from sequoia_vllm.drafters.registry import drafts_in_one_pass
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
@@ -41,7 +42,7 @@ _MESH_NEIGHBOURS = 7
 @dataclass(frozen=True)
 class Assumptions:
     """Figures that no datasheet has: we chose them and did not measure them. Those of reductions
-    follow published measurements, see `Interconnect`."""
+    follow published measurements (docs/predictions.md)."""
 
     bandwidth_efficiency: float = 0.85  # achieved share of it
     compute_efficiency: float = 0.65  # achieved share of the dense matrix rate
@@ -119,7 +120,7 @@ def roofline_profile(
         return forward.seconds(target, count, batch, context_length, streamed)
 
     def level(count: int, batch: int) -> float:
-        if draft.drafts_in_one_pass:
+        if drafts_in_one_pass(draft.head):
             return forward.logits_passes(draft, count * batch) + draws
         return forward.seconds(draft, count, batch, context_length) + draws
 
@@ -199,19 +200,7 @@ class Interconnect:
     GPUs"). The model takes the cheapest way that is allowed. vLLM's thresholds by size aim at the
     same.
 
-    Where the assumed figures come from (none was measured by us):
-
-    - Bandwidth: 450 GB/s in each direction of an H100's NVLink become 370 in a ring, by an
-      author of NCCL (NVIDIA/nccl-tests#212): a share of 0.82.
-    - One-shot and two-shot on 4 H100, bfloat16 rows of 8,192 (vllm-project/vllm#24532): 10
-      and 17 us for 0.5 MiB, 14 and 18 us for 1 MiB, 38 and 42 us for 4 MiB. The formulas
-      above give 10 and 14, 15 and 16, 41 and 29 us.
-    - Rings: about 18 us of start on 4 GPUs and 20 on 6 and 8, read off the same tables and
-      ByteDance-Seed/Triton-distributed#57; 36 us on 16 GPUs over PCIe
-      (local-inference-lab/b12x#139). The formula gives 16, 20, 24 and 40 us.
-
-    Not modelled: reduction inside the switch (NVLink SHARP) and fusing the reduction with
-    the normalization after it, both of which make large reductions cheaper than said here.
+    docs/predictions.md says where the assumed figures come from, and what is not modelled.
     """
 
     def __init__(self, device: DeviceSpec, devices: int, assumed: Assumptions) -> None:

@@ -11,13 +11,13 @@ interquartile range of all rounds.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
-from sequoia_vllm.drafters.registry import HeadShape
+from sequoia_vllm.drafters.registry import HeadShape, drafts_in_one_pass
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, ProfileError
 from sequoia_vllm.tree import TokenTree
 
@@ -44,6 +44,7 @@ class StepRecord:
     passes: Sequence[tuple[int, float]] = ()
     """The draft's forward passes: (tokens of all requests, seconds). The first is over what the
     last step committed, each other one over one level of the trees."""
+    seconds: float = 0.0  # up to the start of the next step, for steps that are `steady_steps`
 
     def levels(self) -> list[tuple[float, float]]:
         """Each pass as (tokens per request, seconds), drawing children included: time of drafting
@@ -53,15 +54,7 @@ class StepRecord:
         return [(tokens / self.requests, seconds + share) for tokens, seconds in self.passes]
 
 
-@dataclass(frozen=True)
-class TimedStep:
-    """A step and its time up to the start of the next one, seconds."""
-
-    step: StepRecord
-    seconds: float
-
-
-Rounds = list[list[TimedStep]]
+Rounds = list[list[StepRecord]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ def measuring_tree(size: int) -> TokenTree:
 
 def steady_steps(
     records: Iterable[Mapping[str, Any]], batch_size: int, size: int
-) -> list[TimedStep]:
+) -> list[StepRecord]:
     """The steps in which every request scores a tree of ``size`` nodes, and so does the next."""
     steps = [StepRecord(**record) for record in records]
 
@@ -101,7 +94,7 @@ def steady_steps(
         return (step.requests, step.fewest, step.most) == (batch_size, size, size)
 
     return [
-        TimedStep(step, following.start - step.start)
+        replace(step, seconds=following.start - step.start)
         for step, following in pairwise(steps)
         if is_wanted(step) and is_wanted(following) and bool(step.passes) == (size > 1)
     ]
@@ -116,11 +109,11 @@ def check_steady(rounds: Rounds, batch_size: int, size: int) -> None:
         )
 
 
-def middle_round(rounds: Rounds) -> list[TimedStep]:
+def middle_round(rounds: Rounds) -> list[StepRecord]:
     """The round in the middle by its median step (of an even number, the faster)."""
     by_time = sorted(
         (steps for steps in rounds if steps),
-        key=lambda steps: _median(timed.seconds for timed in steps),
+        key=lambda steps: _median(step.seconds for step in steps),
     )
     return by_time[(len(by_time) - 1) // 2]
 
@@ -137,36 +130,36 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
     middle = {size: middle_round(found) for size, found in rounds.items()}
     trees = [size for size in rounds if size > 1]
 
-    def medians(value: Callable[[TimedStep], float]) -> dict[int, float]:
+    def medians(value: Callable[[StepRecord], float]) -> dict[int, float]:
         return {size: _median(map(value, steps)) for size, steps in middle.items()}
 
-    def spread(size: int, value: Callable[[TimedStep], float]) -> float:
-        return _range_of([value(timed) for steps in rounds[size] for timed in steps])
+    def spread(size: int, value: Callable[[StepRecord], float]) -> float:
+        return _range_of([value(step) for steps in rounds[size] for step in steps])
 
-    def unexplained(timed: TimedStep) -> float:
-        return timed.seconds - _drafting_seconds(draft, timed.step) - timed.step.verify
+    def unexplained(step: StepRecord) -> float:
+        return step.seconds - _drafting_seconds(draft, step) - step.verify
 
     def curve(seconds: dict[int, float], spreads: list[float]) -> Curve:
         values = [max(round(value, _DIGITS), _SHORTEST) for value in seconds.values()]
         return Curve(**place, tokens=list(seconds), seconds=values, spread=spreads)
 
-    forward, step = medians(lambda timed: timed.step.target), medians(lambda timed: timed.seconds)
-    verify, rest = medians(lambda timed: timed.step.verify), medians(unexplained)
+    forward, step = medians(lambda step: step.target), medians(lambda step: step.seconds)
+    verify, rest = medians(lambda step: step.verify), medians(unexplained)
     # Of those that move something; chains need no move.
-    moves = [one.step.commit for size in trees for one in middle[size] if one.step.commit > 0]
+    moves = [one.commit for size in trees for one in middle[size] if one.commit > 0]
     tree_seconds = max(0.0, min(rest[size] - forward[size] for size in trees))
     return BatchCurves(
         target=curve(
             {1: forward[1]} | {size: rest[size] - tree_seconds for size in trees},
             [
-                spread(1, lambda timed: timed.step.target),
-                *(spread(size, lambda timed: timed.seconds) for size in trees),
+                spread(1, lambda step: step.target),
+                *(spread(size, lambda step: step.seconds) for size in trees),
             ],
         ),
         draft=draft,
         verification=curve(
             {size: verify[size] for size in trees},
-            [spread(size, lambda timed: timed.step.verify) for size in trees],
+            [spread(size, lambda step: step.verify) for size in trees],
         ),
         overhead=Overhead(
             **place,
@@ -184,7 +177,7 @@ def draft_curves(
 ) -> tuple[list[Curve], list[Curve] | None]:
     """What was measured of a draft (`BatchCurves.draft`) as a profile's ``draft_level`` and
     ``draft_reading``; of a head that drafts in one pass, of that pass with all of the drawing."""
-    if head is None or not head.drafts_in_one_pass:
+    if not drafts_in_one_pass(head):
         return drafts, None
     nothing = {"tokens": [1], "seconds": [_SHORTEST], "spread": None}
     return [curve.model_copy(update=nothing) for curve in drafts], drafts
@@ -201,8 +194,8 @@ def _level_curve(times: BatchTimes, first_pass: int, place: dict[str, int]) -> C
     found: dict[int, dict[tuple[int, int], list[float]]] = {}
     for size, rounds in times.trees.items():
         for number, steps in enumerate(rounds):
-            for timed in steps:
-                for width, seconds in timed.step.levels()[first_pass:]:
+            for step in steps:
+                for width, seconds in step.levels()[first_pass:]:
                     by_round = found.setdefault(int(width), {})
                     by_round.setdefault((size, number), []).append(seconds)
     if not found:

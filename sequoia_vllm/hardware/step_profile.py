@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sequoia_vllm.drafters.registry import HeadShape
+from sequoia_vllm.drafters.registry import HeadShape, drafts_in_one_pass
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
@@ -71,9 +71,7 @@ class Profile(FileModel):
 
     described = "profile"
     refused = ProfileError
-    schema_: Literal["sequoia-vllm/profile/v1"] = Field(
-        default="sequoia-vllm/profile/v1", alias="schema"
-    )
+    schema_: Literal["sequoia-vllm/profile/v1"] = "sequoia-vllm/profile/v1"
     source: ProfileSource  # where the times come from: a running engine, or datasheet values
     date: datetime.date = Field(description="Day of the measurement, or of the datasheet values.")
     device: str = Field(min_length=1, description="Device name as the driver gives it.")
@@ -127,13 +125,8 @@ class Profile(FileModel):
             raise ValueError(
                 "every curve of target_forward must start at 1 token: that is plain decoding"
             )
-        if self.drafts_in_one_pass and self.draft_reading is None:
+        if drafts_in_one_pass(self.head) and self.draft_reading is None:
             raise ValueError("a head that drafts in one pass needs its time: draft_reading")
         if self.source == "roofline" and self.datasheet is None:
             raise ValueError('a "roofline" profile must carry the datasheet values it used')
         return self
-
-    @property
-    def drafts_in_one_pass(self) -> bool:
-        """Whether all levels of a tree are drafted in the step's first draft pass."""
-        return self.head is not None and self.head.drafts_in_one_pass

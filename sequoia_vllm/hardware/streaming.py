@@ -1,13 +1,8 @@
 """Targets whose weights do not fit: read from outside the device's memory in every pass.
 
-A pass then takes as long as moving the weights: tens of times as long as from the device's own
-memory, and hardly longer for hundreds of tokens than for one. The paper's largest trees are for
-such targets (768 nodes for a 70B target on one L40).
-
-Any source with a number of bytes and a rate can be described. vLLM has two backends, which stream
-layers only: *prefetch* copies them into buffers while others compute, whatever the tree. With *UVA*
-products read the weights through the link, once for each tile of rows: 768 nodes cost six times
-what one does. The draft is taken to be resident, since it runs many times in a step.
+The paper's largest trees are for such targets (768 nodes for a 70B target on one L40). Any source
+with a number of bytes and a rate can be described; docs/predictions.md describes vLLM's two. The
+draft is taken to be resident, since it runs many times in a step.
 """
 
 import math

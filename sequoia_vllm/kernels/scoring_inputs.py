@@ -78,12 +78,12 @@ class VerifierInputs:
     tokens: Tensor  # int64 ``[T]``: the drafted token of each row; -1: none to accept
     token_ids: Tensor  # int32 ``[T]``: what the target read in each row
     positions: Tensor  # int64 ``[T]``
-    modes: Tensor  # int32 ``[R]``
+    modes: Tensor  # int32 ``[R]``, of `sequoia_vllm.kernels.modes`
     root_positions: Tensor  # int32 ``[R]``
-    state_rows: Tensor  # int32 ``[R]``
+    state_rows: Tensor  # int32 ``[R]``: the request's row in what drafting keeps
     temperatures: Tensor  # float32 ``[R]``
-    seeds: Tensor  # int64 ``[R]``
-    slots: Tensor  # int32 or int64 ``[R]``: as given
+    seeds: Tensor  # int64 ``[R]``: of the request's random numbers
+    slots: Tensor  # int32 or int64 ``[R]``: request slot of each, as given
 
     @staticmethod
     def empty(rows: int, slots: Tensor) -> VerifierInputs:

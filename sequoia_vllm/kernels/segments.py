@@ -1,8 +1,6 @@
 """Cuts a step's rows into segments, each of which tree attention takes for a request.
 
-A row of a prompt attends to its request's context and to the rows before it. So any run of such
-rows is a chain whose context ends before its first row: the keys of earlier runs are in the cache
-by then. Trees stay whole. One launch, and so one CUDA graph, serves every mix of both.
+One launch, and so one CUDA graph, serves every mix of prompts and trees: docs/internals.md.
 """
 
 import numpy as np

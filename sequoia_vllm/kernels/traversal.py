@@ -105,18 +105,18 @@ def _traverse(trees: TreesToVerify, order: TraversalOrder, most_nodes: int) -> N
     requests, vocabulary, device = len(trees.num_sampled), trees.vocabulary, trees.logits.device
     lanes = lane_constants(vocabulary, trees.sampled_tokens.shape[1])
     nodes, num_parts = len(order.nodes), triton.cdiv(vocabulary, _PART)
-    found = trees.target_statistics(most_nodes)
+    inputs, found = trees.inputs, trees.target_statistics(most_nodes)
     states = torch.empty(requests, nodes, NUM_STATES.value, dtype=torch.float64, device=device)
     partials = torch.empty(requests, nodes, num_parts, 2, dtype=torch.float32, device=device)
     decisions = torch.empty(requests, 2, nodes, dtype=torch.int32, device=device)
     constants = {"PARTS": triton.next_power_of_2(num_parts), "NODES": triton.next_power_of_2(nodes)}
     of_requests = (
-        trees.logits, trees.target_temperatures, found, trees.tokens, trees.cu_num_logits,
-        trees.modes, trees.positions, trees.seeds,
+        trees.logits, trees.target_temperatures, found, inputs.tokens, trees.cu_num_logits,
+        inputs.modes, inputs.root_positions, inputs.seeds,
     )  # fmt: skip
     of_trees = (
         most_nodes, order.nodes, order.decided_in, nodes, trees.children, trees.inner_index,
-        trees.draft_logits, trees.draft_stats, trees.state_rows, trees.draft_temperatures,
+        trees.draft_logits, trees.draft_stats, inputs.state_rows, inputs.temperatures,
         states, partials, decisions,
     )  # fmt: skip
     for wave, (visits, sizes) in enumerate(zip(order.waves, order.sizes, strict=True)):

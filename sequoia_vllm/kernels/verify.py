@@ -6,6 +6,7 @@ import triton
 from torch import Tensor
 
 from sequoia_vllm.kernels import target_statistics as statistics
+from sequoia_vllm.kernels.scoring_inputs import VerifierInputs
 from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
@@ -35,22 +36,18 @@ class TreesToVerify:
     target_temperatures: Tensor
     """float32 ``[R]``, positive in mode SAMPLED, and not used in others: what logits are to be
     divided by."""
-    tokens: Tensor  # int32 or int64 ``[rows]``: each node's drafted token; the root's is not read
+    inputs: VerifierInputs
+    """T is ``rows``. Temperatures are the draft's, positive. The root's token is not read. Tokens
+    and rows of states may be int32 or int64."""
     target_tokens: Tensor
     """int64 ``[rows]``: the target's token after each node. Not read in mode SAMPLED."""
     cu_num_logits: Tensor  # int32 ``[R + 1]``
-    modes: Tensor  # int32 ``[R]``, of `sequoia_vllm.kernels.modes`
-    positions: Tensor  # int32 ``[R]``: the root's position
-    seeds: Tensor  # int64 ``[R]``: of the request's random numbers
-    slots: Tensor  # int32 or int64 ``[R]``: request slot of each
     children: Tensor  # int32 ``[N, b]``, or by slot: nodes below each in draft order, then -1
     inner_index: Tensor  # int32 ``[N]``, or by slot: where a node's draft logits are; leaves: -1
     draft_logits: Tensor  # ``[S, I, V]``, any of the types above: what children were drawn from
     draft_stats: Tensor
     """float32 ``[S, I, 2]``: maximum of logits / temperature, and sum of exp(logits / temperature -
     maximum)."""
-    state_rows: Tensor  # int32 or int64 ``[R]``: the request's row in those two
-    draft_temperatures: Tensor  # float32 ``[R]``, positive
     sampled_tokens: Tensor
     """int64 ``[R, W]``, W > D; written: the accepted path's tokens, the target's own token after
     it, then -1."""
@@ -90,7 +87,7 @@ class TreesToVerify:
     def target_statistics(self, most_nodes: int) -> Tensor:
         """Statistics of the target's rows, at most so many of each request: `target_statistics`."""
         return statistics.target_statistics(
-            self.logits, self.target_temperatures, self.modes, self.cu_num_logits, most_nodes
+            self.logits, self.target_temperatures, self.inputs.modes, self.cu_num_logits, most_nodes
         )
 
     def check(self) -> None:
@@ -155,13 +152,14 @@ def walk(trees: TreesToVerify, looked_at: int = 0, walks_sampled: bool = True) -
     trees.check()
     if len(trees.num_sampled) == 0:
         return
+    inputs = trees.inputs
     found = trees.target_statistics(looked_at) if looked_at else trees.draft_stats  # not read
     verify_kernel[(len(trees.num_sampled),)](
         trees.logits, trees.target_temperatures, found, int(looked_at > 0), int(walks_sampled),
-        trees.tokens, trees.target_tokens, trees.cu_num_logits, trees.modes, trees.positions,
-        trees.seeds, trees.children, trees.inner_index, trees.draft_logits, trees.draft_stats,
-        trees.state_rows, trees.draft_temperatures,
-        trees.slots, trees.sampled_tokens, trees.num_sampled, trees.accepted,
+        inputs.tokens, trees.target_tokens, trees.cu_num_logits, inputs.modes,
+        inputs.root_positions, inputs.seeds, trees.children, trees.inner_index,
+        trees.draft_logits, trees.draft_stats, inputs.state_rows, inputs.temperatures,
+        inputs.slots, trees.sampled_tokens, trees.num_sampled, trees.accepted,
         *trees.sizes, rows_per_slot(trees.children, 2), *trees.result_sizes,
         BRANCHES=triton.next_power_of_2(trees.children.shape[-1]),
         **lane_constants(trees.vocabulary, trees.sampled_tokens.shape[1]), num_warps=NUM_WARPS,

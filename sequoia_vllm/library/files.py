@@ -59,9 +59,7 @@ class AcceptanceFile(FileModel):
 
     described = "acceptance"
     refused = AcceptanceError
-    schema_: Literal["sequoia-vllm/acceptance/v1"] = Field(
-        default="sequoia-vllm/acceptance/v1", alias="schema"
-    )
+    schema_: Literal["sequoia-vllm/acceptance/v1"] = "sequoia-vllm/acceptance/v1"
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """Draft strength class: the last part of a library tree's name."""
     description: str = Field(min_length=1, description="What was measured, in one line.")
@@ -168,9 +166,7 @@ class LibraryFile(FileModel):
 
     described = "library"
     refused = LibraryError
-    schema_: Literal["sequoia-vllm/tree-library/v1"] = Field(
-        default="sequoia-vllm/tree-library/v1", alias="schema"
-    )
+    schema_: Literal["sequoia-vllm/tree-library/v1"] = "sequoia-vllm/tree-library/v1"
     device: str = Field(min_length=1, description="Our id of the device; the file's name.")
     datasheet: DeviceSpec | None = Field(default=None, description="None for CPUs.")
     generated_by: str
@@ -192,8 +188,6 @@ class UserTree(FileModel):
 
     described = "user tree"
     refused = LibraryError
-    schema_: Literal["sequoia-vllm/user-tree/v1"] = Field(
-        default="sequoia-vllm/user-tree/v1", alias="schema"
-    )
+    schema_: Literal["sequoia-vllm/user-tree/v1"] = "sequoia-vllm/user-tree/v1"
     device: str = Field(min_length=1, description="Device name as the driver gives it.")
     entry: TreeEntry

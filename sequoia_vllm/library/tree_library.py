@@ -140,14 +140,8 @@ class TreeLibrary:
         return own and selection(own[1], [f"tuned here ({own[0]})"])
 
     def select(self, pair: PairKey, shapes: PairShapes | None = None) -> Selection:
-        """The tree for this device, model pair and way of running; the first of these:
-
-        1. the user's own tree for exactly this pair, device, dtype, TP size and offloading;
-        2. the library's tree for the pair on this device, run as here;
-        3. a tree computed from the pair's shapes on the device's datasheet, for the acceptance that
-           engines counted while they served the pair, if they did;
-        4. the library's tree of the device, or of the nearest one by roofline, for the model class
-           nearest in size. Devices without a datasheet (CPUs) have only the first two.
+        """The tree for this device, model pair and way of running: the first that there is of those
+        that docs/trees.md lists, from the tuned ones on.
 
         Trees are for the acceptance measured on the pair, or the weakest published one. A name is
         compared as it is; a directory by its files. ``shapes`` are what the models' configurations

@@ -45,22 +45,6 @@ class EngineSpec:
     offload: OffloadSpec | None = None
     """How the target's layers are read from a disk (`OffloadSpec`); None: from memory."""
 
-    @property
-    def offloading(self) -> str | None:
-        """See `PairKey`."""
-        return None if self.offload is None else self.offload.name
-
-    def for_vllm(self) -> dict[str, Any]:
-        """Arguments of ``vllm.LLM`` without the draft, which is in ``speculative_config``."""
-        return {
-            "model": self.target,
-            "dtype": self.dtype,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "enforce_eager": self.enforce_eager,
-            "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)),
-            "additional_config": with_offload(None, self.offload),
-        }
-
 
 @contextmanager
 def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterator[Any]:
@@ -74,7 +58,16 @@ def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterato
         options.setdefault("gpu_memory_utilization", _SHARE_OF_GPU)
     try:
         with interrupts_get_through():
-            llm = LLM(seed=seed, **engine.for_vllm(), **options)
+            llm = LLM(
+                model=engine.target,
+                dtype=engine.dtype,
+                tensor_parallel_size=engine.tensor_parallel_size,
+                enforce_eager=engine.enforce_eager,
+                kv_cache_memory_bytes=int(engine.kv_cache_gib * (1 << 30)),
+                additional_config=with_offload(None, engine.offload),
+                seed=seed,
+                **options,
+            )
     except (ValueError, OSError, RuntimeError) as error:
         draft = (options.get("speculative_config") or {}).get("model")
         pair = repr(engine.target) + (f" with draft {draft!r}" if draft else "")

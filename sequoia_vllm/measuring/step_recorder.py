@@ -26,14 +26,17 @@ class Recording:
     def _mark(self) -> Mark:
         return time.perf_counter()
 
+    def _seconds(self, start: Mark, end: Mark) -> float:
+        return float(end - start)
+
     def _around(
         self,
         owner: Any,
         name: str,
-        after: Callable[[Mark, Mark], None] | None = None,
+        part: str | None = None,
         before: Callable[..., None] | None = None,
     ) -> None:
-        """Calls ``before`` with the arguments of each call, ``after`` with marks around it."""
+        """Calls ``before`` with the arguments of each call, and counts its time as ``part``."""
         method, is_own = getattr(owner, name), name in vars(owner)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -43,8 +46,8 @@ class Recording:
             try:
                 return method(*args, **kwargs)
             finally:
-                if after is not None:
-                    after(start, self._mark())
+                if part is not None and self._steps:
+                    self._end_span(part, start)
 
         def end() -> None:
             if is_own:
@@ -55,6 +58,9 @@ class Recording:
         setattr(owner, name, timed)
         self._ends.append(end)
 
+    def _end_span(self, part: str, start: Mark) -> None:
+        self._steps[-1]["spans"].append((part, start, self._mark()))
+
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
         """The steps since the last call: fields of `StepRecord`.
 
@@ -62,9 +68,16 @@ class Recording:
             decoding: Only steps in which so many requests decoded, and none read its prompt.
         """
         steps, self._steps = self._steps, []
-        if decoding is None:
-            return steps
-        return [step for step in steps if step["decoding"] and step["requests"] == decoding]
+        if decoding is not None:
+            steps = [one for one in steps if one["decoding"] and one["requests"] == decoding]
+        for step in steps:
+            spans = [(part, self._seconds(*marks)) for part, *marks in step.pop("spans")]
+            self._resolve(step, spans)
+        return steps
+
+    def _resolve(self, step: dict[str, Any], spans: list[tuple[str, float]]) -> None:
+        """Fills in the times of a step from its spans: (part, seconds)."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Ends the recording: the runner is as before."""
@@ -83,7 +96,8 @@ class Recording:
                 "most": max(scheduled.values(), default=0),
                 "decoding": set(new.values()) <= {1},  # no request reads its prompt
                 **dict.fromkeys(_PARTS, 0.0),
-                "passes": [],
+                "passes": [],  # tokens of each, until their times are filled in
+                "spans": [],
             }
         )
 
@@ -94,49 +108,32 @@ class RecordingV1(Recording):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         self._grows_trees = getattr(runner, "stats", None) is not None  # Sequoia's runner only
-        self._forwards = 0.0  # seconds of the draft's, since the step began to draft
-        self._tokens = 0
         self._around(runner, "execute_model", before=self._begin)
-        self._around(runner, "_model_forward", self._adder("target"))
-        self._around(runner.model, "compute_logits", self._adder("target"))
-        self._around(runner, "_sample", self._adder("sampling"))
-        self._around(
-            runner, "propose_draft_token_ids", self._add_drafting, before=self._begin_drafting
-        )
+        self._around(runner, "_model_forward", "target")
+        self._around(runner.model, "compute_logits", "target")
+        self._around(runner, "_sample", "sampling")
+        self._around(runner, "propose_draft_token_ids", "drafting")
         if self._grows_trees:
-            self._around(runner, "_verify", self._adder("verify"))
-            self._around(runner, "_commit", self._adder("commit"))
+            self._around(runner, "_verify", "verify")
+            self._around(runner, "_commit", "commit")
             for name in ("_forward", "_predict"):
-                self._around(runner.drafter, name, self._add_pass, before=self._begin_pass)
+                self._around(runner.drafter, name, "forward", before=self._begin_pass)
         elif (draft := getattr(getattr(runner, "drafter", None), "model", None)) is not None:
-            self._around(draft, "forward", self._add_forward)
-            self._around(draft, "compute_logits", self._add_forward)
-
-    def _add(self, part: str, seconds: float) -> None:
-        if self._steps:
-            self._steps[-1][part] += seconds
-
-    def _adder(self, part: str) -> Callable[[Mark, Mark], None]:
-        return lambda start, end: self._add(part, end - start)
-
-    def _begin_drafting(self, *unused: Any, **unused_too: Any) -> None:
-        self._forwards = 0.0
+            self._around(draft, "forward", "forward")
+            self._around(draft, "compute_logits", "forward")
 
     def _begin_pass(self, tokens: Any, *unused: Any, **unused_too: Any) -> None:
-        self._tokens = len(tokens)
-
-    def _add_pass(self, start: Mark, end: Mark) -> None:
-        self._add_forward(start, end)
         if self._steps:
-            self._steps[-1]["passes"].append((self._tokens, end - start))
+            self._steps[-1]["passes"].append(len(tokens))
 
-    def _add_forward(self, start: Mark, end: Mark) -> None:
-        self._forwards += end - start
-
-    def _add_drafting(self, start: Mark, end: Mark) -> None:
-        self._add("drafting", end - start)
-        if self._forwards or self._grows_trees:
-            self._add("drawing", end - start - self._forwards)
+    def _resolve(self, step: dict[str, Any], spans: list[tuple[str, float]]) -> None:
+        for part, seconds in spans:
+            if part != "forward":
+                step[part] += seconds
+        forwards = [seconds for part, seconds in spans if part == "forward"]
+        step["passes"] = list(zip(step["passes"], forwards, strict=False))  # a chain tells none
+        if forwards or self._grows_trees:
+            step["drawing"] = step["drafting"] - sum(forwards)
 
 
 class RecordingV2(Recording):
@@ -151,28 +148,24 @@ class RecordingV2(Recording):
         super().__init__()
         self._on_gpu = runner.device.type == "cuda"
         self._speculator = runner.speculator
-        self._around(runner, "execute_model", self._adder("target"), before=self._begin)
-        self._around(runner.model, "compute_logits", self._adder("logits"))
-        self._around(runner, "sample", self._adder("sample"))
+        self._around(runner, "execute_model", "target", before=self._begin)
+        self._around(runner.model, "compute_logits", "logits")
+        self._around(runner, "sample", "sample")
         if self._speculator is not None:
-            self._around(self._speculator, "propose", self._adder("drafting"))
+            self._around(self._speculator, "propose", "drafting")
 
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
         """See `Recording.take`; waits for the device."""
-        steps = super().take(decoding)
         if self._on_gpu:
             import torch
 
             torch.cuda.synchronize()
-        for step in steps:
-            self._resolve(step)
-        return steps
+        return super().take(decoding)
 
-    def _resolve(self, step: dict[str, Any]) -> None:
-        """Fills in the times, once the device has finished the step."""
+    def _resolve(self, step: dict[str, Any], spans: list[tuple[str, float]]) -> None:
         seconds = dict.fromkeys(("target", "logits", "sample", "drafting"), 0.0)
-        for part, start, end in step.pop("spans"):
-            seconds[part] += self._seconds(start, end)
+        for part, one in spans:
+            seconds[part] += one
         share = seconds["drafting"] / max(1, len(step["passes"]))
         # Here verifying includes the commit, and passes include drawing.
         step["target"] = seconds["target"] + seconds["logits"]
@@ -180,20 +173,10 @@ class RecordingV2(Recording):
         step["drafting"] = seconds["drafting"]
         step["passes"] = [(width * step["requests"], share) for width in step["passes"]]
 
-    def _begin(self, *args: Any, **kwargs: Any) -> None:
-        super()._begin(*args, **kwargs)
-        self._steps[-1]["spans"] = []
-
-    def _adder(self, part: str) -> Callable[[Mark, Mark], None]:
-        def add_span(start: Mark, end: Mark) -> None:
-            if not self._steps:
-                return
-            step = self._steps[-1]
-            step["spans"].append((part, start, end))
-            if part == "drafting":
-                step["passes"] = getattr(self._speculator, "pass_widths", [])
-
-        return add_span
+    def _end_span(self, part: str, start: Mark) -> None:
+        super()._end_span(part, start)
+        if part == "drafting":
+            self._steps[-1]["passes"] = getattr(self._speculator, "pass_widths", [])
 
     def _mark(self) -> Mark:
         if not self._on_gpu:
@@ -206,7 +189,7 @@ class RecordingV2(Recording):
 
     def _seconds(self, start: Mark, end: Mark) -> float:
         if not self._on_gpu:
-            return float(end - start)
+            return super()._seconds(start, end)
         return float(start.elapsed_time(end)) * 1e-3
 
 

@@ -32,19 +32,13 @@ class PrometheusKinds:
         self._registry = registry
         self._made: list[Counter | Gauge] = []
 
-    def counter(self, name: str, documentation: str, labels: list[str]) -> Any:
-        """Has ``labels(*values)`` with ``inc(amount)``."""
-        made = Counter(name, documentation, labels, registry=self._registry)
-        self._made.append(made)
-        return made
-
-    def gauge(self, name: str, documentation: str, labels: list[str]) -> Any:
-        """Has ``labels(*values)`` with ``set(value)``."""
-        made = Gauge(
-            name, documentation, labels, registry=self._registry, multiprocess_mode="mostrecent"
-        )
-        self._made.append(made)
-        return made
+    def make(self, is_gauge: bool, *described: Any) -> Any:
+        """A counter or gauge, from name, documentation and labels: has ``labels(*values)`` with
+        ``inc(amount)`` or ``set(value)``."""
+        more = {"multiprocess_mode": "mostrecent"} if is_gauge else {}
+        kind: Any = Gauge if is_gauge else Counter
+        self._made.append(kind(*described, registry=self._registry, **more))
+        return self._made[-1]
 
     def remove(self, gauge: Any, labels: Sequence[str]) -> None:
         """Makes a gauge absent; it is NaN where each process writes metrics into its own file."""
@@ -92,7 +86,7 @@ class TreeMetrics:
 
     Args:
         source: Where the tree came from, for the log; the label is its first clause.
-        kinds: Makers of counters and gauges, from name, documentation and labels.
+        kinds: Makes counters and gauges.
         expected_speedup: Over plain decoding, for one request; None: not known.
     """
 
@@ -175,10 +169,10 @@ class TreeMetrics:
         self._kinds.unregister()
 
     def _counter(self, name: str, *labels: str) -> Any:
-        return self._kinds.counter(f"sequoia:{name}", HELP[name], [*_LABELS, *labels])
+        return self._kinds.make(False, f"sequoia:{name}", HELP[name], [*_LABELS, *labels])
 
     def _gauge(self, name: str, *labels: str) -> Any:
-        return self._kinds.gauge(f"sequoia:{name}", HELP[name], [*_LABELS, *labels])
+        return self._kinds.make(True, f"sequoia:{name}", HELP[name], [*_LABELS, *labels])
 
     def _make_counters(self, tree: TokenTree) -> dict[int, dict[int, Any]]:
         """By engine, the counter of each entry of `TreeCounts.values`. All exist from the start,

@@ -66,11 +66,6 @@ def register(method: VerificationMethod) -> None:
         raise ValueError(f"there is a method {method.name!r} of verification already")
 
 
-def method_names() -> tuple[str, ...]:
-    """The names of all methods, the default first."""
-    return tuple(_METHODS)
-
-
 def method_of(name: str) -> VerificationMethod:
     """The record of a method; if there is none, raises ValueError, which names those there are."""
     if name not in _METHODS:

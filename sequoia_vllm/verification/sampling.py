@@ -3,13 +3,8 @@
 The verifiers are lossless only for children that were drawn from exactly the Q they test against.
 So Q has one definition, `draft_distribution`, and the sampler draws from its result.
 
-**Truncation.** Where a request's min-p, top-k or top-p cuts the target's P off, a
-drafted token outside of P is rejected for certain. So Q leans into the nucleus: the
-same parameters are applied to it before children are drawn. They lower tokens
-instead of excluding them. The draft's nucleus is not the target's, and often holds
-fewer tokens than a node has children. The others would be drawn uniformly from the
-vocabulary, which often costs more than is gained
-(docs/notebook/2026-11-22-nucleus.md).
+**Truncation.** Where a request's min-p, top-k or top-p cuts the target's P off, Q leans into the
+nucleus: docs/internals.md says why tokens outside are lowered and not excluded.
 
 **Retrieval.** Q also prefers tokens that the request's own text says come next (`retrieval`).
 """

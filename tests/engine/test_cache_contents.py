@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.v1.core.kv_cache_utils import get_group_id
 
-from sequoia_vllm.attention.cpu_cache import keys_and_values
+from sequoia_vllm.attention.cpu_kernel import keys_and_values
 from tests.support.engines import metric, runner_of, running, scheduler_of, sequoia, whole_trees
 from tests.support.generating import TINY, check_logprobs, save_related_pair
 from tests.support.models import DRAFT, TARGET, prompts

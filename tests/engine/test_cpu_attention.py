@@ -7,12 +7,16 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from sequoia_vllm.attention.cpu_cache import gather_context, keys_and_values, move_tokens
+from sequoia_vllm.attention.cpu_kernel import (
+    TreeQueries,
+    gather_context,
+    keys_and_values,
+    move_tokens,
+)
 from sequoia_vllm.engine.runner import cpu_attention
 from sequoia_vllm.engine.runner.cpu_attention import (
     CPUTreeAttentionImpl,
     CPUTreeAttentionMetadata,
-    TreeQueries,
 )
 from tests.oracles.attention import dense_attention, random_ancestors
 

@@ -10,8 +10,8 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from sequoia_vllm.engine.frontend import tree_metrics
 from sequoia_vllm.tree import TokenTree

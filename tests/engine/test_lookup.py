@@ -10,7 +10,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from tests.support.engines import (
     configured,
     generated,

@@ -33,11 +33,10 @@ from sequoia_vllm.engine.common.step_messages import (
 )
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from sequoia_vllm.engine.frontend import tree_metrics as shown_metrics
-from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.runner import TreeRunner
 from sequoia_vllm.engine.worker.worker_base import SequoiaWorker
-from sequoia_vllm.metrics.counts import paths_of
+from sequoia_vllm.metrics.counts import StepStats, paths_of
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
 from sequoia_vllm.tree import TokenTree
 from tests.support.ending import wait_until

@@ -6,7 +6,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from tests.support.editing import SIBLINGS_FIRST
 from tests.support.engines import (

@@ -15,12 +15,18 @@ from vllm.v1.structured_output import StructuredOutputManager
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine import hooks
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS, check_options, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core import eligibility
 from sequoia_vllm.engine.core import scheduling_ahead as scheduling
-from sequoia_vllm.engine.core.eligibility import ends_with, most_committed, never_drafts
+from sequoia_vllm.engine.core.eligibility import (
+    MOST_DRAFTS,
+    check_options,
+    ends_with,
+    most_committed,
+    most_drafts,
+    never_drafts,
+)
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead

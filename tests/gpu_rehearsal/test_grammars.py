@@ -7,7 +7,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from tests.support.calling import called_once
 from tests.support.engines import noting, runner_of, sequoia
 from tests.support.interpreted import call_on_gpu

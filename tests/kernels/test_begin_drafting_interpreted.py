@@ -48,8 +48,12 @@ def given(batch, slots):
     }
     # Of the target's pass: as many tokens before it as the request's slot, and a row more for each.
     rows = torch.tensor([1 + place for place in range(len(batch))], dtype=torch.int32)
-    by_request["query_start_loc"] = torch.nn.functional.pad(rows.cumsum(0).int(), (1, 0))
-    by_request["seq_lens"] = by_request["requests"] + rows
+    slots_of = by_request.pop("requests")
+    by_request["batch"] = SimpleNamespace(
+        idx_mapping=slots_of,
+        seq_lens=slots_of + rows,
+        query_start_loc=torch.nn.functional.pad(rows.cumsum(0).int(), (1, 0)),
+    )
     return SlotStates(**by_slot), by_request
 
 

@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from sequoia_vllm import cpp_library
-from sequoia_vllm.attention.cpu_cache import gather_context, keys_and_values
-from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
+from sequoia_vllm.attention.cpu_kernel import (
+    AttentionShape,
+    TreeQueries,
+    gather_context,
+    keys_and_values,
+    load_kernels,
+)
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.tree import TokenTree
@@ -26,11 +31,11 @@ def threads_as_before():
 def attend(shape, cache, table, contexts, sizes, ancestors, query, sinks=None):
     batch, queries = query.shape[:2]
     output = torch.full(query.flatten(0, 1).shape, 7.0, dtype=shape.dtype)
-    trees = TreeAttentionBatch(
-        shape, torch.arange(batch * queries).view(batch, queries), table, contexts, sizes,
-        ancestors, int((contexts + sizes).max()),
+    trees = TreeQueries(
+        torch.arange(batch * queries).view(batch, queries), table, contexts, sizes,
+        ancestors, int((contexts + sizes).max()), only_trees=True,
     )  # fmt: skip
-    trees.attend(load_kernels(), query.flatten(0, 1), cache, output, sinks)
+    trees.for_kernel(shape).attend(load_kernels(), query.flatten(0, 1), cache, output, sinks)
     return output.view_as(query)
 
 
@@ -178,11 +183,13 @@ def test_values_are_rounded_as_torch_rounds_them(dtype):
 def test_padding_rows_are_not_written():
     shape = AttentionShape(2, 1, 16, BLOCK, 1.0, torch.float32)
     output = torch.full((3, 32), 7.0)
-    trees = TreeAttentionBatch(
-        shape, torch.tensor([[2, -1]]), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4]),
-        torch.tensor([1]), torch.ones(2, 1, dtype=torch.bool), 5,
+    trees = TreeQueries(
+        torch.tensor([[2, -1]]), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4]),
+        torch.tensor([1]), torch.ones(2, 1, dtype=torch.bool), 5, only_trees=True,
     )  # fmt: skip
-    trees.attend(load_kernels(), torch.randn(3, 32), torch.randn(1, 1, BLOCK, 32), output)
+    trees.for_kernel(shape).attend(
+        load_kernels(), torch.randn(3, 32), torch.randn(1, 1, BLOCK, 32), output
+    )
     assert (output[:2] == 7).all()
     assert (output[2] != 7).all()
 

@@ -1,5 +1,7 @@
 """Trees grown by a draft that is told nothing else than what an engine's is, and what it reads."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -157,9 +159,12 @@ def begun(levels: DraftLevels, drafted: DraftedTrees) -> DraftBatch:
         drafted_nodes=drafted.nodes, drafted_rows=drafted.rows,
     )  # fmt: skip
     batch.begin(
-        requests=torch.arange(REQUESTS, dtype=torch.int32), num_sampled=each(1), bounds=each(1),
-        seq_lens=each(11), query_start_loc=torch.arange(REQUESTS + 1, dtype=torch.int32),
-        states=states, levels=levels, longest=99, max_trees=REQUESTS,
+        SimpleNamespace(
+            idx_mapping=torch.arange(REQUESTS, dtype=torch.int32), seq_lens=each(11),
+            query_start_loc=torch.arange(REQUESTS + 1, dtype=torch.int32),
+        ),
+        num_sampled=each(1), bounds=each(1), states=states, levels=levels, longest=99,
+        max_trees=REQUESTS,
     )  # fmt: skip
     return batch
 

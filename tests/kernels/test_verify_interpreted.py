@@ -11,6 +11,7 @@ import torch
 
 from sequoia_vllm.kernels import target_statistics, verify, verify_kernels
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
+from sequoia_vllm.kernels.scoring_inputs import VerifierInputs
 from sequoia_vllm.kernels.verify import TreesToVerify
 from tests.oracles.laws import assert_same_law
 from tests.oracles.verification import draft_tree
@@ -385,11 +386,10 @@ def test_refuses_tensors_that_do_not_fit():
     fitting = {
         name: torch.zeros(1, dtype=torch.int32)
         for name in (
-            "target_temperatures", "tokens", "target_tokens", "cu_num_logits", "modes",
-            "positions", "seeds", "slots", "inner_index", "state_rows", "draft_temperatures",
-            "num_sampled",
+            "target_temperatures", "target_tokens", "cu_num_logits", "inner_index", "num_sampled",
         )
     } | {
+        "inputs": VerifierInputs.empty(1, torch.zeros(1, dtype=torch.int32)),
         "logits": row, "children": row.int(), "draft_logits": row[None],
         "draft_stats": row[None, :, :2], "sampled_tokens": torch.zeros(1, 3).long(),
         "accepted": torch.zeros(1, 2).int(),

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.hardware import context_rule
+from sequoia_vllm.hardware import graph_sizes
 from tests.support.engines import noting, runner_of, running
 from tests.support.generating import completions, counted, joined
 
@@ -89,8 +89,8 @@ def noting_modes(runner: Any) -> Any:
 @contextmanager
 def flash_reads(rows: int, product: int) -> Iterator[None]:
     """Engines that start within the block have this `ContextRule`, as if a GPU had run it."""
-    rule = context_rule.ContextRule(rows, product)
-    with patched(context_rule, "usual_rule", lambda _on_cpu: rule):
+    rule = graph_sizes.ContextRule(rows, product)
+    with patched(graph_sizes, "usual_rule", lambda _on_cpu: rule):
         yield
 
 

@@ -48,6 +48,6 @@ def launch(trees, tables, **options) -> None:
 
     called.append("kernel")
     assert tables == len(trees.children)
-    modes = trees.modes.repeat_interleave(trees.cu_num_logits.diff())
-    hidden = torch.where(modes == SAMPLED, -1, trees.tokens)
-    verify_trees(replace(trees, tokens=hidden), **options)
+    modes = trees.inputs.modes.repeat_interleave(trees.cu_num_logits.diff())
+    hidden = torch.where(modes == SAMPLED, -1, trees.inputs.tokens)
+    verify_trees(replace(trees, inputs=replace(trees.inputs, tokens=hidden)), **options)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from sequoia_vllm.kernels.modes import SAMPLED, SKIP
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
+from sequoia_vllm.kernels.scoring_inputs import VerifierInputs
 from sequoia_vllm.kernels.verify import TreesToVerify
 from sequoia_vllm.verification.methods import method_of
 from tests.oracles.verification import algorithm_2, draw_without_replacement, match, traversal
@@ -119,22 +120,26 @@ def run(
     to_verify = TreesToVerify(
         logits=torch.from_numpy(logits).to(dtype),
         target_temperatures=torch.tensor([r.target_temperature for r in requests]),
-        tokens=torch.tensor([t for r in requests for t in r.tokens], dtype=token_dtype),
+        inputs=VerifierInputs(
+            tokens=torch.tensor([t for r in requests for t in r.tokens], dtype=token_dtype),
+            token_ids=torch.empty(0),
+            positions=torch.empty(0),
+            modes=torch.tensor([r.mode for r in requests], dtype=torch.int32),
+            root_positions=torch.tensor([r.position for r in requests], dtype=torch.int32),
+            state_rows=torch.tensor(state_rows, dtype=token_dtype),
+            temperatures=torch.tensor([r.temperature for r in requests]),
+            seeds=torch.tensor([r.seed for r in requests]),
+            slots=slots,
+        ),
         target_tokens=torch.tensor(targets, dtype=torch.int64),
         cu_num_logits=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
-        modes=torch.tensor([r.mode for r in requests], dtype=torch.int32),
-        positions=torch.tensor([r.position for r in requests], dtype=torch.int32),
-        seeds=torch.tensor([r.seed for r in requests]),
         children=children,
         inner_index=inner_index,
         draft_logits=draft_logits.to(dtype)[:, :, :-1],
         draft_stats=draft_stats,
-        state_rows=torch.tensor(state_rows, dtype=token_dtype),
-        draft_temperatures=torch.tensor([r.temperature for r in requests]),
         sampled_tokens=sampled,
         num_sampled=num_sampled,
         accepted=accepted,
-        slots=slots,
     )
     found = method_of(method)
     found.kernel_launcher()(to_verify, found.tree_tables(trees[0].parents, "cpu"), **options)

@@ -14,7 +14,6 @@ from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_curves import (
     BatchTimes,
     StepRecord,
-    TimedStep,
     batch_curves,
     measuring_tree,
     steady_steps,
@@ -102,11 +101,10 @@ def test_the_curves_add_up_to_the_measured_steps():
 def test_overhead_is_never_negative():
     """Also where drafting's first pass takes no time at all: another kernel than levels run."""
 
-    def cheap(timed: TimedStep) -> TimedStep:
-        (rows, _), *levels = timed.step.passes
-        drafting = timed.step.drafting - LEVEL[COMMITTED]
-        step = replace(timed.step, drafting=drafting, passes=[(rows, 0.0), *levels])
-        return TimedStep(step, timed.seconds)
+    def cheap(step: StepRecord) -> StepRecord:
+        (rows, _), *levels = step.passes
+        drafting = step.drafting - LEVEL[COMMITTED]
+        return replace(step, drafting=drafting, passes=[(rows, 0.0), *levels])
 
     times = measured(1)
     trees = {
@@ -142,7 +140,7 @@ def test_the_ladder_ends_where_a_step_is_as_long_as_many_plain_ones():
     plain_step = TARGET[1] + PLAIN_REST
     assert goes_on([], times, 8)
     usual = times.trees[8][1]
-    slow = [TimedStep(timed.step, 12.5 * plain_step) for timed in usual]
+    slow = [replace(step, seconds=12.5 * plain_step) for step in usual]
     assert not goes_on([], replace(times, trees={**times.trees, 8: [slow]}), 8)
     # One slow round does not end it.
     rounds = [usual, slow, usual]
@@ -152,11 +150,11 @@ def test_the_ladder_ends_where_a_step_is_as_long_as_many_plain_ones():
 def a_step(target, passes=(), most=1, seconds=None):
     """A timed step of one request with these passes of 2 ms each."""
     drafting = 0.002 * len(passes)
-    step = StepRecord(
+    return StepRecord(
         start=0.0, requests=1, fewest=most, most=most, target=target, verify=0.001,
         drafting=drafting, passes=[(width, 0.002) for width in passes],
+        seconds=target + drafting + 0.003 if seconds is None else seconds,
     )  # fmt: skip
-    return TimedStep(step, target + drafting + 0.003 if seconds is None else seconds)
 
 
 def climbed(ladder, target_of):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from sequoia_vllm.drafters.registry import drafts_in_one_pass
 from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.device import identify
@@ -75,7 +76,7 @@ def test_an_eagle_3_head_by_hand():
     assert shape.parameters == 374_341_632 + 50_331_648  # the embedding is the target's
     assert shape.weights_bytes(2) == 2 * shape.parameters
     assert shape.matmul_bytes(2) == 748_683_264
-    assert not shape.drafts_in_one_pass
+    assert not drafts_in_one_pass(shape.head)
     quantized = head(EAGLE_3, "eagle3", quantization_config={"quant_method": "fp8"})
     assert quantized.weights_bytes(2) == QKV + OUTPUT + MLP + FC + 2 * LM_HEAD
 
@@ -90,7 +91,7 @@ def test_a_dflash_head_by_hand():
     assert shape.reading_parameters == 5 * 4096 * 4096
     assert shape.parameters == layers + 5 * 4096 * 4096
     assert shape.head.levels == 15  # of a block of 16, the first is not drafted
-    assert shape.drafts_in_one_pass
+    assert drafts_in_one_pass(shape.head)
 
 
 @pytest.mark.parametrize(

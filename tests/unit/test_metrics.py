@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.metrics import prometheus
-from sequoia_vllm.metrics.counts import TreeCounts, interval_line, paths_of
+from sequoia_vllm.metrics.counts import StepStats, TreeCounts, interval_line, paths_of
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
 from sequoia_vllm.tree import TokenTree
 from tests.support.commands import python

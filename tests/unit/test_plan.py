@@ -10,8 +10,8 @@ from sequoia_vllm.drafters.registry import DRAFTERS
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.plan import plan
 from sequoia_vllm.engine.frontend.tree_choice import ExpectedGain, Facts, gain_line, look_up
-from sequoia_vllm.hardware import context_rule
-from sequoia_vllm.hardware.context_rule import ContextRule
+from sequoia_vllm.hardware import graph_sizes
+from sequoia_vllm.hardware.graph_sizes import ContextRule
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.metrics.prometheus import first_clause
 from sequoia_vllm.tree import TokenTree
@@ -82,7 +82,7 @@ def test_flash_attention_reads_contexts_on_gpus_once_it_has_run_on_one(monkeypat
     """The settings, which workers unpickle, have the rule as plain data."""
     pair = PairKey("a device", TARGET, "a/draft", "bfloat16")
     for ran_on, rule in ((None, None), ("a GPU", (32, 524_288))):
-        monkeypatch.setattr(context_rule, "_RAN_ON", ran_on)
+        monkeypatch.setattr(graph_sizes, "_RAN_ON", ran_on)
         on_gpu = planned(SequoiaConfig(model="a/draft"), pair, on_cpu=False).settings
         assert on_gpu.context_rule == rule
         assert type(on_gpu.context_rule) in (tuple, type(None))

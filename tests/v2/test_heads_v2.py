@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from tests.oracles.dflash import dflash_drafts, target_layers
 from tests.support.block_heads import save_dflash2, save_dspark, save_lilicorr
 from tests.support.calling import called_once

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.verification.methods import register
 from tests.oracles.laws import assert_same_law
 from tests.support import target_only

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from tests.support.calling import called_once
 from tests.support.conversing import converse, turns
 from tests.support.engines import generated, metric, noting, running, sequoia, whole_trees

@@ -9,6 +9,7 @@ from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
+from sequoia_vllm.kernels.scoring_inputs import VerifierInputs
 from sequoia_vllm.kernels.verify import TreesToVerify
 from sequoia_vllm.tree import TokenTree, optimize_tree
 from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
@@ -104,19 +105,23 @@ class TreeBatch:
         trees = TreesToVerify(
             logits=logits,
             target_temperatures=requests.temperature,
-            tokens=drafted.tokens.view(-1),
+            inputs=VerifierInputs(
+                tokens=drafted.tokens.view(-1),
+                token_ids=self._target_tokens,  # not read, like the next
+                positions=self._target_tokens,
+                modes=requests.modes,
+                root_positions=requests.roots,
+                state_rows=requests.multiples(self.tables.levels.rows_per_tree)[: self.num_reqs],
+                temperatures=requests.temperature,
+                seeds=requests.seeds,
+                slots=requests.slots,
+            ),
             target_tokens=self._target_tokens,
             cu_num_logits=requests.multiples(self.tables.tree.size),
-            modes=requests.modes,
-            positions=requests.roots,
-            seeds=requests.seeds,
-            slots=requests.slots,
             children=self.tables.children,
             inner_index=self.tables.inner_rows,
             draft_logits=drafted.logits,
             draft_stats=drafted.stats,
-            state_rows=requests.multiples(self.tables.levels.rows_per_tree)[: self.num_reqs],
-            draft_temperatures=requests.temperature,
             sampled_tokens=self.sampled,
             num_sampled=self.num_sampled,
             accepted=self.accepted,

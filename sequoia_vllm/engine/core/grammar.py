@@ -3,10 +3,8 @@
 vLLM's manager takes a request's drafts for a chain. With trees all drafts are scored, with a mask
 for each node. Forbidden tokens then have probability 0, and are rejected.
 
-On Model Runner V1 the scheduler has the drafts before the target sees them. There a forbidden draft
-is replaced where little is allowed (`StandIns`), and the drafts below it are checked after its
-stand-in: a path follows what a grammar forces. The verifier knows both tokens
-(`verification.replaced`). Elsewhere the target's forward runs ahead of the grammar.
+On Model Runner V1 a forbidden draft is replaced where little is allowed (`StandIns`), and the
+verifier knows both tokens (`verification.replaced`): docs/requests.md.
 """
 
 from __future__ import annotations

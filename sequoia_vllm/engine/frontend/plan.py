@@ -17,7 +17,7 @@ from sequoia_vllm.engine.frontend.tree_choice import (
     choose_engine_tree,
     gain_line,
 )
-from sequoia_vllm.hardware import context_rule
+from sequoia_vllm.hardware import graph_sizes
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
 from sequoia_vllm.verification.methods import usual_method
@@ -69,7 +69,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         _check_keys(config, kind)
     choice = choose_engine_tree(config, facts)
     _check_depth(choice, facts)
-    rule = context_rule.usual_rule(facts.on_cpu)
+    rule = graph_sizes.usual_rule(facts.on_cpu)
     settings = SequoiaSettings(
         tree=choice.tree,
         tree_source=choice.source,

@@ -70,13 +70,9 @@ class LoggerKinds(PrometheusKinds):
         super().__init__()
         self._class = logger_class
 
-    def counter(self, name: str, documentation: str, labels: list[str]) -> Any:
-        """A counter like those of vLLM that this logger shows."""
-        return self._class._counter_cls(name, documentation, labels)
-
-    def gauge(self, name: str, documentation: str, labels: list[str]) -> Any:
-        """A gauge like those of vLLM that this logger shows."""
-        return self._class._gauge_cls(name, documentation, labels)
+    def make(self, is_gauge: bool, *described: Any) -> Any:
+        """A counter or gauge like those of vLLM that this logger shows."""
+        return (self._class._gauge_cls if is_gauge else self._class._counter_cls)(*described)
 
     def remove(self, gauge: Any, labels: Sequence[str]) -> None:
         """Makes a gauge NaN: those of Ray cannot be removed."""

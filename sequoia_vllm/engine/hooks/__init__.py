@@ -21,10 +21,10 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
 from sequoia_vllm.engine.common import draft_schedule
-from sequoia_vllm.engine.common.request_options import check_options
 from sequoia_vllm.engine.common.settings import is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.common.step_messages import add_report_field
 from sequoia_vllm.engine.compat.versions import counts_blocks_as_rows, cuts_length_to_draft
+from sequoia_vllm.engine.core.eligibility import check_options
 from sequoia_vllm.engine.core.scheduling import post_step
 from sequoia_vllm.engine.frontend import engine_config, request, tree_metrics
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -18,9 +18,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from sequoia_vllm.attention.cpu_cache import SUPPORTED_ISA, gather_context
-from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
-from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
+from sequoia_vllm.attention.cpu_kernel import (
+    SUPPORTED_ISA,
+    AttentionShape,
+    TreeQueries,
+    gather_context,
+    load_kernels,
+)
+from sequoia_vllm.attention.tree_attention import tree_attention
 from sequoia_vllm.engine.runner.attention_layers import (
     LatentTreeBuilder,
     TreeForward,
@@ -30,54 +35,6 @@ from sequoia_vllm.engine.runner.attention_layers import (
 )
 
 _shape_of_layers = cache(AttentionShape)
-
-
-@dataclass(frozen=True)
-class TreeQueries:
-    """The rows of a batch that are tree nodes, and what they attend to."""
-
-    rows: Tensor
-    """int64 ``[B, Q]``: row of each node in the batch's flat tokens; -1 for padding, which is
-    neither computed nor written."""
-    block_table: Tensor  # int32 ``[B, max_blocks]``: each request's cache blocks
-    context_lens: Tensor  # int64 ``[B]``: committed tokens; node j is in slot ``context_lens + j``
-    num_nodes: Tensor  # int64 ``[B]``: nodes of each request whose keys and values are in the cache
-    ancestors: Tensor  # bool ``[Q, M]``, or ``[B, Q, M]`` by request: query q sees node j
-    max_keys: int  # slots of the longest request
-    only_trees: bool  # no row of the batch is anything but a tree node
-    _batches: dict[AttentionShape, TreeAttentionBatch] = field(default_factory=dict)
-    _masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)
-
-    def for_kernel(self, shape: AttentionShape) -> TreeAttentionBatch:
-        """These queries for the compiled kernel; made once for all layers of a shape."""
-        batch = self._batches.get(shape)
-        if batch is None:
-            batch = self._batches[shape] = TreeAttentionBatch(
-                shape, self.rows, self.block_table, self.context_lens, self.num_nodes,
-                self.ancestors, self.max_keys,
-            )  # fmt: skip
-        return batch
-
-    def blocks_in_use(self, block_size: int) -> Tensor:
-        """The block table, cut to the longest request."""
-        return self.block_table[:, : -(-self.max_keys // block_size)]
-
-    def mask(self, num_keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
-        """Additive mask ``[B, 1, Q, num_keys]``; made once for all layers of a window."""
-        key = num_keys, dtype, window
-        if key not in self._masks:
-            self._masks[key] = tree_attention_mask(
-                self.context_lens, self.ancestors, num_keys, dtype, window
-            )
-        return self._masks[key]
-
-    def unseen(self, num_keys: int, mask: Tensor) -> Tensor:
-        """bool ``[B, num_keys]``: positions that hold anything, even NaN, by such a `mask`.
-
-        A mask's 0 times NaN is NaN, and minus infinity plus NaN, too.
-        """
-        ends = (self.context_lens + self.num_nodes)[:, None]
-        return (torch.arange(num_keys) >= ends) | (mask == -torch.inf).all(dim=2)[:, 0]
 
 
 @dataclass
@@ -110,7 +67,7 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # "amx" packs keys in tiles; "vec" reads and writes the same cache for
-        # the same dtypes, in the layout of attention/cpu_cache.py.
+        # the same dtypes, in the layout of attention/cpu_kernel.py.
         if self.isa not in SUPPORTED_ISA:
             # The cache layout that our kernel reads.
             self.isa = "vec"

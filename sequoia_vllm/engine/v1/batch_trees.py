@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sequoia_vllm.attention.cpu_kernel import TreeQueries
 from sequoia_vllm.drafting.dynamic_trees import TreeLayouts
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.runner.cpu_attention import TreeQueries
 
 
 @dataclass(frozen=True)

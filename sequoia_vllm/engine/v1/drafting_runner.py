@@ -19,13 +19,11 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.request_options import most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings, without_speculation
 from sequoia_vllm.engine.common.step_messages import is_loaded
-from sequoia_vllm.engine.core.eligibility import requests_to_read
+from sequoia_vllm.engine.core.eligibility import most_drafts, requests_to_read
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
-from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.runner.tensor_parallel import survive_draft
 from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
@@ -33,6 +31,7 @@ from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.proposer import RootsV1, TreeProposerV1
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.verifier import truncation_of
+from sequoia_vllm.metrics.counts import StepStats
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 

@@ -15,13 +15,14 @@ from vllm.model_executor.models import supports_multimodal
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+from sequoia_vllm.attention.cpu_kernel import TreeQueries
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts
 from sequoia_vllm.drafting.tree_tables import DraftLevels
 from sequoia_vllm.engine.common.cluster import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
-from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
+from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens

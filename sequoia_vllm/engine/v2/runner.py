@@ -26,7 +26,6 @@ from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.runner.attention_layers import supported_layers
-from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend, TreeScoring
 from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
@@ -37,6 +36,7 @@ from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
 from sequoia_vllm.engine.v2.verification.path_edits import along_paths
 from sequoia_vllm.engine.v2.verification.verifier import TreeVerifierV2
 from sequoia_vllm.kernels.tree_shapes import only_shape
+from sequoia_vllm.metrics.counts import StepStats
 
 
 class TreeRunner(GPUModelRunner):

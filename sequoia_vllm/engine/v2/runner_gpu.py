@@ -17,7 +17,7 @@ from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.v2.attention.mixed_steps import MixedSteps, takes_chains
 from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
 from sequoia_vllm.engine.v2.runner import TreeRunner
-from sequoia_vllm.hardware.context_rule import ContextRule
+from sequoia_vllm.hardware.graph_sizes import ContextRule
 
 # A mixed step runs in a full graph up to these limits. Beyond, attention takes longer than the
 # launches that a graph saves. Our kernel reads prompts more slowly than FlashAttention: rows of

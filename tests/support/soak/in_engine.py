@@ -7,7 +7,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from tests.support.engines import scheduler_of
 from tests.support.soak.random_requests import RandomRequest
 

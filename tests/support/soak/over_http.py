@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from tests.support.serving import FRESH, Server
 from tests.support.soak.random_requests import RandomRequest
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sequoia_vllm.attention.cpu_kernel import TreeQueries
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends
 from sequoia_vllm.engine.runner.cpu_attention import (
     CPU_BACKENDS,
     CPUTreeAttentionMetadata,
-    TreeQueries,
     unsupported_attention,
 )
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches

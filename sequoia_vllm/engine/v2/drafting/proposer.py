@@ -213,8 +213,9 @@ class TreeProposerV2(DraftModelSpeculator):
             self._run_dummy(input_batch, is_profile)
             return self.draft_tokens[: input_batch.num_reqs]
         if states is not None:
-            states.note(input_batch, last_hidden_states, aux_hidden_states, self.accepted)
-            states.note_images(input_batch, mm_inputs)
+            states.note(
+                input_batch, last_hidden_states, aux_hidden_states, self.accepted, mm_inputs
+            )
         self._last_grown = None
         drafts = min(self.num_speculative_steps, self.max_drafts)
         if num_speculative_tokens is not None:
@@ -300,11 +301,9 @@ class TreeProposerV2(DraftModelSpeculator):
             sampling.min_p.gpu, sampling.seeds.gpu, self.drafted.nodes, self.drafted.rows,
         )  # fmt: skip
         self.batch.begin(
-            requests=batch.idx_mapping,
+            batch,
             num_sampled=num_sampled,
             bounds=async_tensor_h2d(bounds, device=self.device),
-            seq_lens=batch.seq_lens,
-            query_start_loc=batch.query_start_loc,
             states=states,
             levels=levels,
             longest=self.longest,

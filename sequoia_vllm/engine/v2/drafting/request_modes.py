@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
-from sequoia_vllm.engine.common.request_options import most_drafts
-from sequoia_vllm.engine.core.eligibility import most_committed, never_drafts
+from sequoia_vllm.engine.core.eligibility import most_committed, most_drafts, never_drafts
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 

@@ -88,13 +88,12 @@ class TargetStates:
         last: Tensor,
         auxiliary: list[Tensor] | None,
         accepted: Tensor | None,
+        mm_inputs: Any,
     ) -> None:
-        """Notes a step's states ``[T, H]``, and `TreeProposerV2.accepted`."""
+        """Notes a step's states ``[T, H]``, `TreeProposerV2.accepted`, and gives the head the
+        embeddings of its images, see `ImageRows.of`."""
         self._layers, self._accepted = self._head.states_read(last, auxiliary), accepted
         self._first_rows = batch.query_start_loc[: batch.num_reqs + 1]
-
-    def note_images(self, batch: InputBatch, mm_inputs: Any) -> None:
-        """Gives the head the embeddings of a step's images, see `ImageRows.of`."""
         self._head.images = ImageRows.of(mm_inputs, batch, self._batch)
 
     def forget(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,14 @@ class MasksOfNodes(StructuredOutputsWorker):
         )
         if len(masks) < len(grammar_bitmask):
             grammar_bitmask = grammar_bitmask[masks]
-        of_logits = _Rows.of(len(logits), self.device)
+        # The part of a batch that vLLM's code reads; here each request has one row of logits.
+        ends = np.arange(len(logits) + 1, dtype=np.int32)
+        of_logits = SimpleNamespace(
+            req_ids=range(len(logits)),  # the rows' numbers
+            cu_num_logits=torch.arange(len(ends), dtype=torch.int32, device=self.device),
+            cu_num_logits_np=ends,
+            num_draft_tokens_per_req=None,  # none, as without speculation
+        )
         for start in range(0, len(rows), self._most):
             part = slice(start, start + self._most)
             super().apply_grammar_bitmask(
@@ -94,18 +101,3 @@ def place_masks(
         )
     nodes = np.arange(scored) - np.repeat(ends - counts, counts)
     return np.repeat(blocks, counts) + nodes, np.repeat(first, counts) + nodes
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The part of a batch that vLLM's code reads; here each request has one row of logits."""
-
-    req_ids: range  # the rows' numbers
-    cu_num_logits: Tensor  # int32 ``[requests + 1]``: each request's first row
-    cu_num_logits_np: NDArray[np.int32]
-    num_draft_tokens_per_req: None = None  # none, as without speculation
-
-    @classmethod
-    def of(cls, rows: int, device: torch.device) -> _Rows:
-        ends = np.arange(rows + 1, dtype=np.int32)
-        return cls(range(rows), torch.arange(rows + 1, dtype=torch.int32, device=device), ends)

@@ -65,13 +65,13 @@ class LogitsNeeds:
         at_one.temperature, at_one.seed = 1.0, 0  # without a seed one would be drawn
         return self._states_at_one.add_request(0, at_one)
 
-    def any_more(self, slots: NDArray[np.intp]) -> bool:
-        """Whether any of these slots needs more than a temperature."""
-        return bool(self._more_needed[slots].any())
+    def leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
+        """Whether the walk applies these requests' temperatures, to the few rows that it reads.
 
-    def nothing(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Which of these slots need no edit: their logits are final."""
-        return ~self._needed[slots]
+        Seeded requests need all rows, divided by vLLM to the bit, for the target's own tokens.
+        """
+        is_final = ~self._needed[slots]
+        return not self._more_needed[slots].any() and bool((sampled | is_final).all())
 
 
 class Verified(NamedTuple):
@@ -234,7 +234,7 @@ class TreeVerifierV2(RejectionSampler):
         inputs, states = all_inputs.part(requests, rows), self.sampler.sampling_states
         sampled = speculator.modes.sampled(slots_np)
         logits, temperatures = all_logits[rows], inputs.temperatures
-        if processed is not None or not self._leaves_temperatures(slots_np, sampled):
+        if processed is not None or not self._needs.leaves_temperatures(slots_np, sampled):
             # Final logits, in float32 if the sampler edits any.
             logits = self.sampler.apply_sampling_params(
                 logits,
@@ -287,22 +287,16 @@ class TreeVerifierV2(RejectionSampler):
         trees = TreesToVerify(
             logits=logits,
             target_temperatures=temperatures,
-            tokens=inputs.tokens,
+            inputs=inputs,
             target_tokens=own_tokens,
             cu_num_logits=cu_num_logits,
-            modes=inputs.modes,
-            positions=inputs.root_positions,
-            seeds=inputs.seeds,
             children=tables.children,
             inner_index=tables.inner_rows,
             draft_logits=drafted.logits,
             draft_stats=drafted.stats,
-            state_rows=inputs.state_rows,
-            draft_temperatures=inputs.temperatures,
             sampled_tokens=verified.tokens,
             num_sampled=verified.num_sampled,
             accepted=verified.paths[:, 1:],
-            slots=inputs.slots,
         )
         self._verify_trees(trees, self._tables_of_method, **known)
 
@@ -311,14 +305,6 @@ class TreeVerifierV2(RejectionSampler):
         # Made on first use: memory taken while models are loaded does not survive sleep.
         speculator = self._speculator
         return self._method.tree_tables(speculator.tree.parents, speculator.device)
-
-    def _leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
-        """Whether the walk applies these requests' temperatures, to the few rows that it reads.
-
-        Seeded requests need all rows, divided by vLLM to the bit, for the target's own tokens.
-        """
-        needs = self._needs
-        return not needs.any_more(slots) and bool((sampled | needs.nothing(slots)).all())
 
     def _logprobs(
         self, logits: Tensor, verified: Verified, batch: InputBatch
