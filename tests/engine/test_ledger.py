@@ -16,7 +16,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from sequoia_vllm import plugin
 from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.compat.ledger import LEDGER
-from tests.contract.used import engine_files, name_of
+from tests.contract.used import MODULES, Module
 
 PATCHED = (
     EngineArgs, SamplingParams, StatLoggerManager, LLMEngine, SpeculativeConfig, SpecDecodingProm,
@@ -31,7 +31,7 @@ def our_subclasses() -> list[type]:
     """Every class of the engine's that derives from one of vLLM's."""
     classes = {
         member
-        for module in [importlib.import_module(name_of(file)) for file in engine_files()]
+        for module in [importlib.import_module(Module(file).name) for file in MODULES]
         for member in vars(module).values()
         if inspect.isclass(member) and member.__module__ == module.__name__
     }
