@@ -5,7 +5,7 @@ vLLM's kernels for these take the drafts before a row as its history, as in a ch
 write the same otherwise.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -17,29 +17,41 @@ _BLOCK = 2048
 _NUM_WARPS = 8
 
 
-def penalise_paths(logits: Tensor, rows: Any, state: Any, parents: Tensor) -> None:
+@dataclass(frozen=True)
+class NodeRows:
+    """The T rows of logits of tree nodes, those of a request in stored order."""
+
+    slots: Tensor  # int32 or int64 ``[T]``: request slot of each row
+    nodes: Tensor  # int32 or int64 ``[T]``: its index in the tree
+    token_ids: Tensor  # int32 ``[T]``: what the target read in each row
+    parents: Tensor  # int32 ``[N]``, or ``[S, N]`` by slot: of each node; the root's is not read
+
+
+def penalise_paths(
+    logits: Tensor,
+    rows: NodeRows,
+    *,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    prompt_bits: Tensor,
+    output_counts: Tensor,
+) -> None:
     """Applies penalties in place; requests without any are left alone.
 
     Waits for nothing on the device.
 
     Args:
-        logits: float32 ``[T, V]``: of tree nodes, those of a request in stored order.
-        rows: vLLM's context: int32 or int64 ``[T]``, each row's request slot and its index in the
-            tree; int32 ``[T]``, what the target read.
-        state: vLLM's penalties by request slot, float32 ``[S]``; int32 ``[S, ceil(V / 32)]``, a
-            bit for each token of the prompt; int32 ``[S, V]``, how often each token was
-            generated, the root's included.
-        parents: int32 ``[N]``, or ``[S, N]`` by slot: of each node; the root's is not read.
+        logits: float32 ``[T, V]``.
+        repetition, frequency, presence: float32 ``[S]``: penalties by request slot.
+        prompt_bits: int32 ``[S, ceil(V / 32)]``: a bit for each token of the prompt.
+        output_counts: int32 ``[S, V]``: how often each token was generated, the root's included.
     """
-    if not state.use_penalty[rows.idx_mapping_np].any():
-        return
     count, vocabulary = logits.shape
-    bits, counts = state.prompt_bin_mask, state.output_bin_counts
     penalise_paths_kernel[(count, triton.cdiv(vocabulary, _BLOCK))](
-        logits, logits.stride(0), rows.expanded_idx_mapping, rows.expanded_local_pos,
-        rows.input_ids, parents, rows_per_slot(parents, 1), state.repetition_penalty.gpu,
-        state.frequency_penalty.gpu, state.presence_penalty.gpu,
-        bits, bits.stride(0), counts, counts.stride(0), vocabulary,
+        logits, logits.stride(0), rows.slots, rows.nodes, rows.token_ids, rows.parents,
+        rows_per_slot(rows.parents, 1), repetition, frequency, presence,
+        prompt_bits, prompt_bits.stride(0), output_counts, output_counts.stride(0), vocabulary,
         BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -78,29 +90,35 @@ def penalise_paths_kernel(
     tl.store(logits + row * logits_stride + token, values, mask=inside)
 
 
-def exclude_bad_words(logits: Tensor, rows: Any, state: Any, parents: Tensor) -> None:
+def exclude_bad_words(
+    logits: Tensor,
+    rows: NodeRows,
+    *,
+    words: Tensor,
+    offsets: Tensor,
+    num_words: Tensor,
+    most_words: int,
+    all_tokens: Tensor,
+    prompt_lens: Tensor,
+    total_lens: Tensor,
+) -> None:
     """Sets tokens to -inf, in place, that would complete a bad word on a node's path.
 
     Waits for nothing on the device.
 
     Args:
-        logits, rows, parents: As in `penalise_paths`.
-        state: vLLM's bad words: int32 ``[S, ...]``, the tokens of all of each request slot, and
-            where each word begins and the last one ends; int32 ``[S]``, how many. Of the requests,
-            int32 ``[S, L]``: prompt, then what was generated, the root included; int32 ``[S]``:
-            the length of the prompt, and of both.
+        logits: float32 ``[T, V]``.
+        words: int32 ``[S, ...]``: the tokens of all bad words of each request slot.
+        offsets: int32 ``[S, ...]``: where each word begins, and the last one ends.
+        num_words: int32 ``[S]``.
+        most_words: No request has more bad words.
+        all_tokens: int32 ``[S, L]``: prompt, then what was generated, the root included.
+        prompt_lens, total_lens: int32 ``[S]``.
     """
-    most_words = int(state.num_bad_words.np[rows.idx_mapping_np].max())
-    if most_words == 0:
-        return
-    words, offsets = state.bad_word_token_ids.gpu, state.bad_word_offsets.gpu
-    requests = state.req_states
-    tokens = requests.all_token_ids.gpu
     exclude_bad_words_kernel[(len(logits), most_words)](
-        logits, logits.stride(0), rows.expanded_idx_mapping, rows.expanded_local_pos,
-        rows.input_ids, parents, rows_per_slot(parents, 1), words, words.stride(0),
-        offsets, offsets.stride(0), state.num_bad_words.gpu, tokens, tokens.stride(0),
-        requests.prompt_len.gpu, requests.total_len.gpu, num_warps=1,
+        logits, logits.stride(0), rows.slots, rows.nodes, rows.token_ids, rows.parents,
+        rows_per_slot(rows.parents, 1), words, words.stride(0), offsets, offsets.stride(0),
+        num_words, all_tokens, all_tokens.stride(0), prompt_lens, total_lens, num_warps=1,
     )  # fmt: skip
 
 

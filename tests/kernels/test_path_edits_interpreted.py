@@ -1,12 +1,10 @@
 """Penalties and bad words along each node's path, against plain loops over histories."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from sequoia_vllm.kernels.path_edits import exclude_bad_words, penalise_paths
+from sequoia_vllm.kernels.path_edits import NodeRows, exclude_bad_words, penalise_paths
 from sequoia_vllm.tree import TokenTree
 from tests.support.histories import Histories, penalised, with_bad_words
 
@@ -27,27 +25,20 @@ def histories(vocabulary: int, seed: int = 0, trees: list[TokenTree] | None = No
     return Histories.random(trees or TREE, [7, 4, 1, 7], vocabulary, seed)
 
 
-def rows_of(found: Histories, slots: list[int], dtype: torch.dtype) -> SimpleNamespace:
-    return SimpleNamespace(
-        idx_mapping_np=np.array(slots),
-        expanded_idx_mapping=torch.tensor([slots[request] for request in found.requests]).to(dtype),
-        expanded_local_pos=torch.tensor(found.nodes).to(dtype),
-        input_ids=torch.tensor(found.token_ids, dtype=torch.int32),
+def rows_of(
+    found: Histories, slots: list[int], dtype: torch.dtype, trees: list[TokenTree] | None = None
+) -> NodeRows:
+    parents = torch.tensor(TREE.parents, dtype=torch.int32)
+    if trees is not None:
+        parents = torch.zeros(SLOTS, TREE.size, dtype=torch.int32)
+        for slot, tree in zip(slots, trees, strict=True):
+            parents[slot, : tree.size] = torch.tensor(tree.parents)
+    return NodeRows(
+        slots=torch.tensor([slots[request] for request in found.requests]).to(dtype),
+        nodes=torch.tensor(found.nodes).to(dtype),
+        token_ids=torch.tensor(found.token_ids, dtype=torch.int32),
+        parents=parents,
     )
-
-
-def parents_of(slots: list[int], trees: list[TokenTree] | None) -> torch.Tensor:
-    if trees is None:
-        return torch.tensor(TREE.parents, dtype=torch.int32)
-    parents = torch.zeros(SLOTS, TREE.size, dtype=torch.int32)
-    for slot, tree in zip(slots, trees, strict=True):
-        parents[slot, : tree.size] = torch.tensor(tree.parents)
-    return parents
-
-
-def on_gpu(**tensors: torch.Tensor) -> dict[str, SimpleNamespace]:
-    """As vLLM keeps them."""
-    return {name: SimpleNamespace(gpu=tensor) for name, tensor in tensors.items()}
 
 
 def by_slot(values: list[float], slots: list[int], otherwise: float) -> torch.Tensor:
@@ -71,17 +62,11 @@ def test_penalties_are_by_path(vocabulary, dtype, trees):
         counts[slot] = torch.tensor(found.outputs[request]).bincount(minlength=vocabulary)
         bits[slot, found.prompts[request]] = 1
     packed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-    state = SimpleNamespace(
-        use_penalty=np.ones(SLOTS, dtype=bool),
-        prompt_bin_mask=torch.from_numpy(packed.copy()),
-        output_bin_counts=counts,
-        **on_gpu(
-            repetition_penalty=by_slot(repetition, slots, 1.0),
-            frequency_penalty=by_slot(frequency, slots, 0.0),
-            presence_penalty=by_slot(presence, slots, 0.0),
-        ),
+    penalise_paths(
+        logits, rows_of(found, slots, dtype, trees), repetition=by_slot(repetition, slots, 1.0),
+        frequency=by_slot(frequency, slots, 0.0), presence=by_slot(presence, slots, 0.0),
+        prompt_bits=torch.from_numpy(packed.copy()), output_counts=counts,
     )  # fmt: skip
-    penalise_paths(logits, rows_of(found, slots, dtype), state, parents_of(slots, trees))
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
     untouched = torch.tensor(found.requests) == 2
     assert torch.equal(logits[untouched], expected[untouched])
@@ -117,14 +102,11 @@ def test_bad_words_are_excluded_where_a_path_would_complete_them(seed, trees):
         history = [*found.prompts[request], *found.outputs[request]]
         tokens[slot, : len(history)] = torch.tensor(history)
         lengths[:, slot] = torch.tensor([len(found.prompts[request]), len(history)])
-    requests = on_gpu(all_token_ids=tokens, prompt_len=lengths[0], total_len=lengths[1])
-    state = SimpleNamespace(
-        req_states=SimpleNamespace(**requests),
-        **on_gpu(bad_word_token_ids=words, bad_word_offsets=offsets, num_bad_words=numbers),
-    )
-    state.num_bad_words.np = numbers.numpy()
-    rows = rows_of(found, slots, torch.int32)
-    exclude_bad_words(logits, rows, state, parents_of(slots, trees))
+    exclude_bad_words(
+        logits, rows_of(found, slots, torch.int32, trees), words=words, offsets=offsets,
+        num_words=numbers, most_words=6, all_tokens=tokens, prompt_lens=lengths[0],
+        total_lens=lengths[1],
+    )  # fmt: skip
     assert torch.equal(logits, expected)
     assert logits.isinf().any()
     assert logits.isfinite().any()

@@ -1,6 +1,5 @@
 """Replaces vLLM's logits processors that read a chain's history by ones for trees."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -8,31 +7,73 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
-from sequoia_vllm.kernels.path_edits import exclude_bad_words, penalise_paths
+from sequoia_vllm.kernels.path_edits import NodeRows, exclude_bad_words, penalise_paths
 
 
 def along_paths(processors: list[Any], parents: Tensor) -> list[Any]:
     """vLLM's logits processors, with penalties and bad words by each node's own path.
 
     Logit bias, allowed tokens and ``min_tokens`` go by positions, which trees set by depth.
-    ``parents`` are those of `penalise_paths`.
+    ``parents`` are those of `NodeRows`.
     """
-    edits = {PenaltiesState: penalise_paths, BadWordsState: exclude_bad_words}
-    return [
-        AlongPaths(edits[type(one)], one, parents) if type(one) in edits else one
-        for one in processors
-    ]
+    by_kind: dict[type, Any] = {PenaltiesState: PathPenalties, BadWordsState: PathBadWords}
+    return [by_kind[type(one)](one, parents) if type(one) in by_kind else one for one in processors]
 
 
-class AlongPaths:
+class _OfPaths:
     """Replaces one of vLLM's processors, which still keeps the requests' state."""
 
-    def __init__(self, edit: Callable[..., None], state: Any, parents: Tensor) -> None:
-        self._edit, self._state, self._parents = edit, state, parents
+    def __init__(self, state: Any, parents: Tensor) -> None:
+        self._state = state
+        self._parents = parents
         self.add_request = state.add_request
         self.apply_staged_writes = state.apply_staged_writes
 
+    def _rows(self, context: LogitsContext) -> NodeRows:
+        return NodeRows(
+            slots=context.expanded_idx_mapping,
+            nodes=context.expanded_local_pos,
+            token_ids=context.input_ids,
+            parents=self._parents,
+        )
+
+
+class PathPenalties(_OfPaths):
+    """Presence, frequency and repetition penalties."""
+
     def apply(self, logits: Tensor, context: LogitsContext) -> Tensor:
-        """Replaces the processor's: changes the logits ``[rows, V]`` in place."""
-        self._edit(logits, context, self._state, self._parents)
+        """Replaces `PenaltiesState.apply`: changes the logits ``[rows, V]`` in place."""
+        state = self._state
+        if state.use_penalty[context.idx_mapping_np].any():
+            penalise_paths(
+                logits,
+                self._rows(context),
+                repetition=state.repetition_penalty.gpu,
+                frequency=state.frequency_penalty.gpu,
+                presence=state.presence_penalty.gpu,
+                prompt_bits=state.prompt_bin_mask,
+                output_counts=state.output_bin_counts,
+            )
+        return logits
+
+
+class PathBadWords(_OfPaths):
+    """Bad words: excludes the token that would complete one."""
+
+    def apply(self, logits: Tensor, context: LogitsContext) -> Tensor:
+        """Replaces `BadWordsState.apply`: changes the logits ``[rows, V]`` in place."""
+        state = self._state
+        most_words = int(state.num_bad_words.np[context.idx_mapping_np].max())
+        if most_words > 0:
+            exclude_bad_words(
+                logits,
+                self._rows(context),
+                words=state.bad_word_token_ids.gpu,
+                offsets=state.bad_word_offsets.gpu,
+                num_words=state.num_bad_words.gpu,
+                most_words=most_words,
+                all_tokens=state.req_states.all_token_ids.gpu,
+                prompt_lens=state.req_states.prompt_len.gpu,
+                total_lens=state.req_states.total_len.gpu,
+            )
         return logits
