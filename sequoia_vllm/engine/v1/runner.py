@@ -205,11 +205,15 @@ class SequoiaCPUModelRunner(DraftingRunner):
         )
 
     def _commit(self, trees: ScoringTreesV1, result: VerifyResult) -> None:
-        layers = self.compilation_config.static_forward_context
-        caches = {name: layers[name].kv_cache for name in self._target_layers}
         self._target_caches.commit(
-            caches, self._target_metadata, trees.first_row, result.accepted_nodes
+            self._kv_caches, self._target_metadata, trees.first_row, result.accepted_nodes
         )
+
+    @cached_property
+    def _kv_caches(self) -> dict[str, Tensor]:
+        """The target's, by layer, from the first commit on."""
+        layers = self.compilation_config.static_forward_context
+        return {name: layers[name].kv_cache for name in self._target_layers}
 
     # Until: vLLM stops rewinding on CPUs.
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
