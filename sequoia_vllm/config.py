@@ -130,8 +130,8 @@ class SequoiaConfig(_Strict):
     dynamic_tree: bool | None = None
     """On CPUs with a draft model: greedy requests and those with a seed score the nodes that are
     likeliest by what the draft says in this step, instead of a fixed topology: as many nodes, and
-    no more levels. Other requests have the tree. None: false, as on GPUs. Small targets lose by it,
-    as a step takes longer."""
+    no more levels. Other requests have the tree, as all have on GPUs. None: true where it can
+    be."""
     verification: MethodName | None = None
     """How sampled trees are verified; output has the target's law by either. With "sequoia" by the
     paper's Algorithm 2, one decision after another. With "traversal" whole paths at once (arXiv

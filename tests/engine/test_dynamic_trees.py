@@ -40,7 +40,7 @@ def served():
     names = [*KINDS, *KINDS]  # more than run at once
     params = [SamplingParams(max_tokens=40, **KINDS[name]) for name in names]
     topologies: dict[str, set[bool]] = {name: set() for name in KINDS}
-    with running(sequoia(retrieval=True, dynamic_tree=True), max_num_seqs=6) as llm:
+    with running(sequoia(retrieval=True, dynamic_tree=None), max_num_seqs=6) as llm:
         runner = runner_of(llm)
         keep = runner._keep
 

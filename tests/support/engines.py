@@ -67,7 +67,7 @@ def whole_trees(size: int = 16, **keys) -> dict:
 
 def lookup_trees(**keys) -> dict:
     """`whole_trees` that are drafted without a model."""
-    config = whole_trees(drafter="lookup", **{"retrieval": True, **keys})
+    config = whole_trees(drafter="lookup", **{"retrieval": True, "dynamic_tree": None, **keys})
     del config["model"]
     return config
 

@@ -18,6 +18,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings, without_speculation
 from sequoia_vllm.engine.common.step_messages import is_loaded
@@ -62,7 +63,8 @@ class DraftingRunner(CPUModelRunner):
         self.tree = settings.tree
         # The proposer of chains; ours grows trees.
         self.drafter = TreeProposerV1(vllm_config, device, self)
-        self._has_dynamic_trees = bool(settings.dynamic_tree)
+        has_model = drafter(settings.drafter).has_weights
+        self._has_dynamic_trees = has_model and settings.dynamic_tree is not False
         self._static_every = inf if settings.adapts_as is None else _STATIC_EVERY
         self._grown = 0  # steps that grew trees
         self.stats = StepStats(self.tree)
