@@ -21,7 +21,7 @@ from benchmarks import markdown_table
 from benchmarks.replayed_chains import proposer, replayed
 from sequoia_vllm.bench.engines import BenchEngine, open_engines
 from sequoia_vllm.bench.measure import BenchSettings, EngineCase, batches
-from sequoia_vllm.bench.methods import Kind, Method, chain_of_words, plain
+from sequoia_vllm.bench.methods import PLAIN, Kind, Method, chain_of_words
 from sequoia_vllm.bench.report import chain_samples_wrongly
 from sequoia_vllm.installed import file_hash
 from sequoia_vllm.measuring.engines import EngineSpec
@@ -153,11 +153,11 @@ def _plain_texts(
         or any(_is_replayed(settings, one, case) for one in settings.methods)
     ]
     texts = {}
-    with open_engines([plain()], settings.engine, settings.engine_options(), print) as one:
+    with open_engines([PLAIN], settings.engine, settings.engine_options(), print) as one:
         for case in needed:
             at_once = EngineCase(PLAIN_AT_ONCE, case.temperature)
             texts[case] = [
-                _generate(one[plain().name], settings.prompts, at_once, settings.max_tokens)
+                _generate(one[PLAIN.name], settings.prompts, at_once, settings.max_tokens)
                 for _ in range(_rounds(case, rounds))
             ]
     return texts

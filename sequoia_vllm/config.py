@@ -21,6 +21,7 @@ from pydantic import (
 
 from sequoia_vllm.drafters.registry import DrafterKind
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.hardware.budget import Ranges, checked_ranges
 from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, read_json, shortened
 from sequoia_vllm.library.tree_library import NamedTree, find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree import MOST_NODES, Acceptance, TokenTree
@@ -35,8 +36,7 @@ _BRANCH = re.compile(
     r"(literal|list|json-or-python|is-instance|lax-or-strict)\[|function-"
 )
 MethodName = Annotated[str, AfterValidator(lambda name: method_of(name).name)]
-# (first batch size, last batch size, drafts of each request)
-Schedule = list[tuple[int, int, int]]
+Schedule = Annotated[Ranges, AfterValidator(checked_ranges)]
 
 
 class ConfigError(SequoiaError, ValueError):
@@ -161,11 +161,6 @@ class SequoiaConfig(_Strict):
         is_tree = isinstance(value, dict) and "parents" in value
         return NamedTree("given as parents", TokenTree.from_dict(value)) if is_tree else value
 
-    @field_validator("num_speculative_tokens_per_batch_size")
-    @classmethod
-    def _ranges(cls, value: Schedule | None) -> Schedule | None:
-        return None if value is None else _checked_schedule(value)
-
     @property
     def adapts(self) -> bool:
         """``adapt``, or what it stands for where it is not given."""
@@ -219,28 +214,6 @@ class SequoiaConfig(_Strict):
             "offload",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
-
-
-def _checked_schedule(schedule: Schedule) -> Schedule:
-    """The ranges in order; raises ValueError unless they follow each other from batch size 1."""
-    if not schedule:
-        raise ValueError("needs a range, [first, last, drafts]; leave the key out for none")
-    batch = 1
-    for first, last, drafts in sorted(schedule):
-        entry = [first, last, drafts]
-        if first < 1:
-            raise ValueError(f"{entry} begins at batch size {first}: the smallest is 1")
-        if last < first:
-            raise ValueError(f"{entry} ends before it begins: give [first, last, drafts]")
-        if drafts < 0:
-            raise ValueError(f"{entry} has {drafts} drafts: give 0 to turn speculation off")
-        if first < batch:
-            raise ValueError(f"{entry} repeats batch size {first}: give each batch size once")
-        if first > batch:
-            missing = str(batch) if first == batch + 1 else f"{batch} to {first - 1}"
-            raise ValueError(f"no range has batch size {missing}, before {entry}")
-        batch = last + 1
-    return sorted(schedule)
 
 
 def problems_of(error: ValidationError) -> str:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -18,19 +18,25 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 @contextmanager
-def children_die_with_this_process() -> Iterator[None]:
-    """Makes processes that start within the block die with this one, and their children, too: forks
-    at once, spawned processes after they import this package."""
-    before = os.environ.get(_PARENT)
-    os.environ[_PARENT] = str(os.getpid())
-    _also_in_forks()
+def environment(**variables: str) -> Iterator[None]:
+    """Sets environment variables, and puts back what they were when the block ends."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_PARENT]
-        else:
-            os.environ[_PARENT] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def children_die_with_this_process() -> AbstractContextManager[None]:
+    """Makes processes that start within the block die with this one, and their children, too: forks
+    at once, spawned processes after they import this package."""
+    _also_in_forks()
+    return environment(**{_PARENT: str(os.getpid())})
 
 
 def die_with_parent() -> None:

@@ -25,6 +25,7 @@ _NEAR = 0.08
 # Steps between decisions: usually, and until a new choice has been measured.
 _DECIDE_EVERY, _DECIDE_SOON = 64, 1
 _COMPARE_EVERY = 4  # steps of a trial
+_MORE = 0.2  # share of the requests: with so many more trees a trial's steps count anew
 _AT_ONCE, _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 2, 16, 16  # steps
 # A number that was left after fewer steps is tried again soon: the first ones may be slow.
 _FIRM, _SOON = 16, 8
@@ -172,9 +173,11 @@ class DraftController:
     def _go_on(self, octave: Octave, trial: Trial, step: Step, trees: int) -> None:
         trial.steps += 1
         if step.drafts == trial.drafts:
-            if trial.before[0] == 0 and trial.has_more_trees(trees / step.batch_size):
+            share = trees / step.batch_size
+            if trial.before[0] == 0 and share > trial.share + _MORE:
                 self._known.times.forget(trial.drafts, step.batch_size)
                 trial.seen = 0
+            trial.share = max(share, trial.share)
             trial.seen += 1
             trial.trees += trees
         if not trial.is_over(is_near=False):
@@ -271,7 +274,11 @@ class DraftController:
                 self._say(octave, step, ranges)
             return
         self._set(step.batch_size, best)
-        self._begin_larger(step.batch_size, best)
+        # Drafts cost more in larger batches: those not seen yet begin with no more.
+        for larger in range(self._batch_sizes(step.batch_size).stop, len(self.lookup)):
+            if larger.bit_length() in self._octaves:
+                break
+            self.lookup[larger] = min(best, self._first[larger], self._most[larger])
         self.decisions += 1
         octave.has_news = True
         octave.wait.clear()
@@ -279,13 +286,6 @@ class DraftController:
         self._plan_trials(octave, step, _FIRST_TRIAL)
         if self._known.times.evidence(current, step.batch_size) < _FIRM:
             octave.due[current] = octave.steps + _SOON
-
-    def _begin_larger(self, batch_size: int, drafts: int) -> None:
-        """Caps the drafts of larger batches not yet seen: drafts cost more there."""
-        for larger in range(self._batch_sizes(batch_size).stop, len(self.lookup)):
-            if larger.bit_length() in self._octaves:
-                return
-            self.lookup[larger] = min(drafts, self._first[larger], self._most[larger])
 
     def _say(self, octave: Octave, step: Step, ranges: dict[int, tuple[float, float]]) -> None:
         """Logs the present number of drafts if it changed, at most once in `_SAY_EVERY`."""

@@ -15,9 +15,6 @@ from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
 from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 
-SCHEMA: Literal["sequoia-vllm/adaptation/1"] = "sequoia-vllm/adaptation/1"
-
-
 Workload = Literal["greedy", "sampled", "mixed"]
 # From this many remembered trees on, the expected tokens are known to about 3 %.
 _FEWEST_TREES = 500.0
@@ -51,7 +48,7 @@ class AdaptationState(FileModel):
 
     described = "adaptation"
     refused = StateError
-    schema_: Literal["sequoia-vllm/adaptation/1"] = SCHEMA
+    schema_: Literal["sequoia-vllm/adaptation/1"] = "sequoia-vllm/adaptation/1"
     parents: list[int] = Field(description="The tree.")
     schedule: list[int] = Field(description="Drafts by batch size from 0 on, as configured.")
     lookup: list[int] = Field(description="Drafts by batch size, as learned.")

@@ -9,7 +9,6 @@ from sequoia_vllm.adaptation.step_times import FEWEST
 # Trees of a trial while speculation is off, to count acceptance; steps of a trial whose speed is
 # near; and steps of any kind after which a trial is given up.
 _TREES, _STEPS, _GIVE_UP = 24, 24, 96
-_MORE = 0.2  # share of the requests
 # Steps of a trial of no drafts whose speed is near.
 _NEAR_STEPS = 88
 
@@ -46,12 +45,6 @@ class Trial:
     share: float = 0.0  # of the requests that have trees
     all_steps: int = 0
     seconds: float = 0.0
-
-    def has_more_trees(self, share: float) -> bool:
-        """Whether clearly more requests have trees than in any step of the trial so far."""
-        more = share > self.share + _MORE
-        self.share = max(share, self.share)
-        return more
 
     def is_over(self, is_near: bool) -> bool:
         """Whether enough was seen; ``is_near``: it is about as fast as the drafts before it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -197,7 +197,7 @@ class TreeAttentionBatch:
 
     def attend(
         self,
-        kernels: Kernels,
+        kernels: ctypes.CDLL,
         query: Tensor,
         kv_cache: Tensor,
         output: Tensor,
@@ -211,7 +211,7 @@ class TreeAttentionBatch:
             kv_cache: One layer's cache, contiguous, in the layout above.
             sinks: float32 ``[heads]``, contiguous: see `tree_attention`.
         """
-        kernels.attend(
+        kernels.sequoia_tree_attention(
             self._batch,
             query.data_ptr(), query.stride(0), output.data_ptr(), output.stride(0),
             kv_cache.data_ptr(), None if sinks is None else sinks.data_ptr(),
@@ -249,23 +249,15 @@ class CacheGroup:
             for kv_cache in self.kv_caches:
                 move_tokens(kv_cache, source_slots, target_slots)
         else:
-            kernels.move_tokens(
+            kernels.sequoia_move_tokens(
                 self._addresses, len(self.kv_caches), *self._shape,
                 source_slots.data_ptr(), target_slots.data_ptr(), len(source_slots),
             )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The functions of ``tree_attention.cpp``."""
-
-    attend: Callable[..., None]
-    move_tokens: Callable[..., None]
-
-
 @cache
-def load_kernels() -> Kernels | None:
-    """The kernels, compiled if need be; None where they cannot be (logged once)."""
+def load_kernels() -> ctypes.CDLL | None:
+    """The library of ``tree_attention.cpp``; None where it cannot be compiled (logged once)."""
     library = load_library(
         _SOURCE, "tree attention runs without its compiled kernel, slower at long contexts"
     )
@@ -276,4 +268,4 @@ def load_kernels() -> Kernels | None:
     attend.argtypes = [pointer, pointer, number, pointer, number, pointer, pointer]
     move.argtypes = [pointer, *[number] * 5, pointer, pointer, number]
     attend.restype = move.restype = None
-    return Kernels(attend, move)
+    return library

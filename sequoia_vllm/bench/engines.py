@@ -8,7 +8,7 @@ three engines on two cores used 1 % of the CPU, and steps were as fast as with o
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
 from sequoia_vllm.engine.common.draft_schedule import scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.compat.contract import current_device
 from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.measuring.engines import (
     EngineSpec,
@@ -24,6 +25,7 @@ from sequoia_vllm.measuring.engines import (
     load_config,
     open_engine,
 )
+from sequoia_vllm.orphans import environment
 from sequoia_vllm.tree import TokenTree
 
 # Memory of an engine besides weights and KV cache: measured 0.9 GiB, within this process 0.65.
@@ -160,22 +162,14 @@ def part_seconds(steps: Sequence[StepRecord]) -> dict[str, float]:
     }
 
 
-@contextmanager
-def in_this_process(methods: Sequence[Method]) -> Iterator[None]:
+def in_this_process(methods: Sequence[Method]) -> AbstractContextManager[None]:
     """Makes engines on CPUs start within this process, in two seconds instead of thirty. They keep
     processes of their own on GPUs, where the environment says so, and with an n-gram chain: vLLM
     starts no engine in a process that has one."""
-    from vllm.platforms import current_platform
-
     ngram = any((one.speculative_config or {}).get("method") == "ngram" for one in methods)
-    if not current_platform.is_cpu() or ngram or _MULTIPROCESSING in os.environ:
-        yield
-        return
-    os.environ[_MULTIPROCESSING] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[_MULTIPROCESSING]
+    if current_device() == "gpu" or ngram or _MULTIPROCESSING in os.environ:
+        return nullcontext()
+    return environment(**{_MULTIPROCESSING: "0"})
 
 
 @contextmanager

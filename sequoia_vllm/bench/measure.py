@@ -189,14 +189,6 @@ def batches(prompts: Sequence[list[int]], batch_size: int) -> list[list[list[int
     return [list(islice(endless, batch_size)) for _ in range(count)]
 
 
-def warm_up(
-    engine: BenchEngine, prompts: Sequence[list[int]], case: EngineCase, max_tokens: int
-) -> None:
-    """Runs a short batch of the same kind before measuring an engine in a case."""
-    batch = batches(prompts, case.batch_size)[0]
-    engine.generate(batch, case.temperature, min(_WARM_UP_TOKENS, max_tokens))
-
-
 def run_round(
     engine: BenchEngine, prompts: Sequence[list[int]], case: EngineCase, max_tokens: int
 ) -> RoundRun:
@@ -255,10 +247,12 @@ def measure(
         for case, methods in cases.items():
             where = f"T={case.temperature:g}, batch {case.batch_size}: "
             runs: dict[str, MethodRuns] = {}
+            batch = batches(settings.prompts, case.batch_size)[0]
             for method in methods:
                 report(f"{where}warming up {method.name}", ended, total)
                 engine, drafts = engines[method.name], engines[method.name].drafts(case.batch_size)
-                warm_up(engine, settings.prompts, case, settings.max_tokens)
+                tokens = min(_WARM_UP_TOKENS, settings.max_tokens)
+                engine.generate(batch, case.temperature, tokens)
                 runs[method.name] = MethodRuns(method, engine.tree, drafts, [])
             for number in range(settings.rounds):
                 first = number % len(methods)  # each in turn: none is always first or last

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from sequoia_vllm.drafters.recognition import recognise
 from sequoia_vllm.drafters.registry import Fields, draft_option, drafter, drafts_from_text
+from sequoia_vllm.engine.compat.contract import current_device
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import read_json
 from sequoia_vllm.library.tree_library import find_tree, is_tree_file
@@ -71,9 +72,8 @@ def is_known(sampling: Sampling) -> bool:
     return all(word in allowed.get(_KEYS.get(word, ""), ()) for word in sampling)
 
 
-def plain() -> Method:
-    """vLLM without speculation."""
-    return Method("plain vLLM", Kind.PLAIN, None, 0)
+PLAIN = Method("plain vLLM", Kind.PLAIN, None, 0)
+"""vLLM without speculation."""
 
 
 def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
@@ -116,17 +116,13 @@ def chain_of_words(draft: str, text: str) -> Method:
 def usual_chains(draft: str, temperatures: Sequence[float]) -> list[str]:
     """vLLM's chains where none is named (`chain_of_words`). On GPUs they draw from the draft's
     distribution if some requests are sampled, which accepts more than vLLM's default does."""
-    from vllm.platforms import current_platform
-
-    draws = max(temperatures) > 0 and not current_platform.is_cpu() and not drafts_from_text(draft)
+    draws = max(temperatures) > 0 and current_device() == "gpu" and not drafts_from_text(draft)
     return [f"{drafts}:probabilistic" if draws else str(drafts) for drafts in (1, 2, 4)]
 
 
 def _ngram_chain(drafts: int) -> Method:
     """vLLM's drafts without a model: what followed the last tokens before."""
-    from vllm.platforms import current_platform
-
-    method = "ngram" if current_platform.is_cpu() else "ngram_gpu"
+    method = "ngram" if current_device() == "cpu" else "ngram_gpu"
     config = {"method": method, "num_speculative_tokens": drafts, **_NGRAM}
     return Method(f"n-gram chain of {drafts}", Kind.CHAIN, config, drafts)
 
@@ -158,7 +154,7 @@ def sequoia(draft: str, tree: str) -> Method:
 def methods(draft: str, chains: Sequence[str], trees: Sequence[str]) -> list[Method]:
     """Plain decoding, then these chains (`chain_of_words`), then these trees (`sequoia`). Raises
     BenchError, TreeError or LibraryError if one is not possible, or two are equal."""
-    found = [plain(), *(chain_of_words(draft, text) for text in chains)]
+    found = [PLAIN, *(chain_of_words(draft, text) for text in chains)]
     found += [sequoia(draft, tree) for tree in trees]
     for place, method in enumerate(found):
         for other in found[:place]:

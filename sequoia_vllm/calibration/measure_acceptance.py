@@ -3,11 +3,10 @@
 import datetime
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from itertools import cycle, islice, takewhile
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,7 +32,7 @@ _Z95 = 1.959964
 _DIGITS = 6
 _STEP = 1e-3  # of a share, for slopes
 FEWEST_TRIALS = 100  # with fewer trials, we treat a share as noise
-TAIL = 6  # levels of a probing tree below the counted ones
+TAIL = 6  # levels of a probing tree below the counted ones, as far as the draft can
 Counts = Sequence[Sequence[int]]
 
 
@@ -152,66 +151,61 @@ class AcceptanceSettings:
     batch_size: int = 8
 
 
-@dataclass(frozen=True)
-class AcceptanceTask:
-    """A measurement that is ready to run."""
-
-    settings: AcceptanceSettings
-    prompts: list[list[int]]
-    tree: TokenTree
-
-    @classmethod
-    def prepare(cls, settings: AcceptanceSettings) -> Self:
-        """Reads prompts and model files, and starts no engine. Raises PromptError, CalibrationError
-        or TreeError if they cannot be used."""
-        engine = settings.engine
-        prompts = load_prompts(settings.prompts)
-        tokenizer = load_tokenizer(engine.target)
-        encoded = encode_prompts(prompts, tokenizer)
-        tail = _tail(settings.depth, engine.draft)
-        tree = probing_tree(settings.branch, settings.depth, tail)
-        # Trees must not be trimmed: leave room for a whole one after the last token.
-        room = longest_context(engine.target) - tree.size
-        fitting = [ids for ids in encoded if len(ids) + settings.max_tokens <= room]
-        if not fitting:
-            raise CalibrationError(
-                f"no prompt leaves room for {settings.max_tokens} tokens in the target's context: "
-                "give shorter prompts, or a smaller --max-tokens"
-            )
-        return cls(settings, fitting, tree)
-
-
-def _tail(depth: int, draft: str) -> int:
-    """Levels to draft below the counted ones, as far as the draft (by its config) can."""
+def measure_acceptance(
+    settings: AcceptanceSettings, progress: Progress | None = None
+) -> AcceptanceFile:
+    """Runs the engine with a wide tree and counts accepted nodes. Raises PromptError,
+    CalibrationError or TreeError if prompts or models cannot be used, or no tree was verified."""
     from sequoia_vllm.engine.frontend.drafts import drafted_levels
 
-    levels = None if drafts_from_text(draft) else drafted_levels(load_config(draft))
-    return TAIL if levels is None else max(0, min(TAIL, levels - depth))
-
-
-def measure_acceptance(task: AcceptanceTask, progress: Progress | None = None) -> AcceptanceFile:
-    """Runs the engine with a wide tree and counts accepted nodes. Raises CalibrationError if the
-    models cannot be used, or no tree was verified."""
+    engine = settings.engine
+    encoded = encode_prompts(load_prompts(settings.prompts), load_tokenizer(engine.target))
+    from_text = drafts_from_text(engine.draft)
+    levels = None if from_text else drafted_levels(load_config(engine.draft))
+    tail = TAIL if levels is None else max(0, min(TAIL, levels - settings.depth))
+    tree = probing_tree(settings.branch, settings.depth, tail)
+    # Trees must not be trimmed: leave room for a whole one after the last token.
+    room = longest_context(engine.target) - tree.size
+    prompts = [ids for ids in encoded if len(ids) + settings.max_tokens <= room]
+    if not prompts:
+        raise CalibrationError(
+            f"no prompt leaves room for {settings.max_tokens} tokens in the target's context: "
+            "give shorter prompts, or a smaller --max-tokens"
+        )
+    longest = max(map(len, prompts)) + settings.max_tokens + tree.size
+    speculation = {
+        "method": "sequoia", **draft_option(engine.draft),
+        "tree": {"parents": list(tree.parents)}, "verification": DEFAULT_METHOD,
+        # A model's vector is the draft's alone. Without a model, text is a part of the draft.
+        "retrieval": from_text,
+        "dynamic_tree": False,  # counts by child are a static tree's
+        # Draft the whole tree at every batch size.
+        "num_speculative_tokens_per_batch_size": [(1, 1, tree.num_speculative_tokens)],
+    }  # fmt: skip
     report = progress or (lambda what, done, total: None)
     report("starting the engine", 0, 1)
-    with _engine(task) as llm:
-        counts = _counted(task, llm, report)
-    return _file(task, counts)
+    with open_engine(
+        engine, seed=0, speculative_config=speculation, enable_prefix_caching=False,
+        **room_for(longest, settings.batch_size, tree.size),
+    ) as llm:  # fmt: skip
+        counts = _counted(settings, prompts, llm, report)
+    return _file(settings, counts, len(prompts))
 
 
-def _counted(task: AcceptanceTask, llm: Any, report: Progress) -> AcceptanceCounts:
+def _counted(
+    settings: AcceptanceSettings, encoded: list[list[int]], llm: Any, report: Progress
+) -> AcceptanceCounts:
     """Completes prompts until the vector is known, or there is nothing more to count: sampled ones
     again and again, greedy ones once, as their repetition would make intervals too narrow."""
     from vllm import SamplingParams
 
-    settings = task.settings
     # No seed: seeded requests are verified by matching, not by Algorithm 2.
     params = SamplingParams(
         temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens,
         detokenize=False,
     )  # fmt: skip
     is_greedy = settings.temperature == 0
-    prompts = iter(task.prompts) if is_greedy else cycle(task.prompts)
+    prompts = iter(encoded) if is_greedy else cycle(encoded)
     llm.collective_rpc("sequoia_stats", args=(True,))
     asked, generated = 0, 0
     stopped_by: Literal["precision", "tokens", "prompts"] | None = None
@@ -235,7 +229,7 @@ def _counted(task: AcceptanceTask, llm: Any, report: Progress) -> AcceptanceCoun
             stopped_by = "precision"
         elif generated >= settings.max_tokens_total:
             stopped_by = "tokens"
-        elif is_greedy and asked == len(task.prompts):
+        elif is_greedy and asked == len(encoded):
             stopped_by = "prompts"
     return AcceptanceCounts(
         stopped_by=stopped_by, precision=known, wanted_precision=settings.precision,
@@ -244,8 +238,10 @@ def _counted(task: AcceptanceTask, llm: Any, report: Progress) -> AcceptanceCoun
     )  # fmt: skip
 
 
-def _file(task: AcceptanceTask, counts: AcceptanceCounts) -> AcceptanceFile:
-    settings, engine = task.settings, task.settings.engine
+def _file(
+    settings: AcceptanceSettings, counts: AcceptanceCounts, prompts_used: int
+) -> AcceptanceFile:
+    engine = settings.engine
     estimate = estimate_acceptance(counts.offered, counts.accepted)
     shape = slice(None) if len(estimate.acceptance) > 1 else 0
     sampled = settings.temperature > 0
@@ -268,23 +264,5 @@ def _file(task: AcceptanceTask, counts: AcceptanceCounts) -> AcceptanceFile:
         low=estimate.low[shape],
         high=estimate.high[shape],
         calibration=counts,
-        provenance=of_measurement(settings, **described, prompts_used=len(task.prompts)),
+        provenance=of_measurement(settings, **described, prompts_used=prompts_used),
     )
-
-
-def _engine(task: AcceptanceTask) -> AbstractContextManager[Any]:
-    settings, tree = task.settings, task.tree
-    longest = max(map(len, task.prompts)) + settings.max_tokens + tree.size
-    speculation = {
-        "method": "sequoia", **draft_option(settings.engine.draft),
-        "tree": {"parents": list(tree.parents)}, "verification": DEFAULT_METHOD,
-        # A model's vector is the draft's alone. Without a model, text is a part of the draft.
-        "retrieval": drafts_from_text(settings.engine.draft),
-        "dynamic_tree": False,  # counts by child are a static tree's
-        # Draft the whole tree at every batch size.
-        "num_speculative_tokens_per_batch_size": [(1, 1, tree.num_speculative_tokens)],
-    }  # fmt: skip
-    return open_engine(
-        settings.engine, seed=0, speculative_config=speculation, enable_prefix_caching=False,
-        **room_for(longest, settings.batch_size, tree.size),
-    )  # fmt: skip

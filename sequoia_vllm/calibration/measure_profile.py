@@ -15,9 +15,7 @@ from sequoia_vllm.drafters.registry import draft_option, drafts_from_text, draft
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import MAX_DEPTH
 from sequoia_vllm.hardware.cost import check_batch_sizes
-from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_curves import (
-    BatchCurves,
     BatchTimes,
     StepRecord,
     batch_curves,
@@ -79,38 +77,25 @@ def measure_profile(
     """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size, but
     for sizes that cannot win with any of these acceptance vectors (empty: not known). Raises
     PromptError, CalibrationError or ProfileError if settings, prompts or models cannot be used."""
+    from sequoia_vllm.engine.common.cluster import current_device_name
     from sequoia_vllm.engine.frontend.drafts import head_shape
 
-    settings = checked(settings)
+    settings, engine = checked(settings), settings.engine
     prompts = load_prompts(settings.prompts)
-    encoded = encode_prompts(prompts, load_tokenizer(settings.engine.target), raw=True)
+    encoded = encode_prompts(prompts, load_tokenizer(engine.target), raw=True)
     report = progress or (lambda what, done, total: None)
     with _engines(settings, report) as (plain, sequoia):
         frontiers = [Frontier.of(one, settings.tokens[-1], MAX_DEPTH) for one in vectors]
         rounds = Rounds(settings, encoded, frontiers, (plain, sequoia), report)
         rounds.run()
         dtype = str(plain.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
-        head = head_shape(sequoia.llm_engine.vllm_config)
-    first = 0 if drafts_in_one_pass(head.head if head else None) else 1
-    curves = [batch_curves(times, first) for times in rounds.times]
-    return _profile(settings, curves, dtype, describe_prompts(settings.prompts, prompts), head)
-
-
-def _profile(
-    settings: ProfileSettings,
-    curves: list[BatchCurves],
-    dtype: str,
-    described: dict[str, str],
-    draft: ModelShape | None,
-) -> Profile:
-    """The profile of these curves and prompts; ``draft`` is a head's shape, None for a model."""
-    from sequoia_vllm.engine.common.cluster import current_device_name
-
-    engine = settings.engine
+        draft = head_shape(sequoia.llm_engine.vllm_config)  # None: it is no head
     head = draft.head if draft is not None else None
     draft_parameters = draft.parameters if draft is not None else 0.0
     if draft is None and not drafts_from_text(engine.draft):
         draft_parameters = count_parameters(engine.draft)
+    first = 0 if drafts_in_one_pass(head) else 1
+    curves = [batch_curves(times, first) for times in rounds.times]
     draft_level, draft_reading = draft_curves([c.draft for c in curves], head)
     return Profile(
         source="measured",
@@ -130,7 +115,7 @@ def _profile(
         overhead=[c.overhead for c in curves],
         provenance=of_measurement(
             settings,
-            **described,
+            **describe_prompts(settings.prompts, prompts),
             target_forward="the forward pass, the LM head, and all of a step that grows with "
             "the tree but verification (preparing inputs); steps gives the first two alone",
             steps=[
@@ -170,7 +155,7 @@ def checked(settings: ProfileSettings) -> ProfileSettings:
     return replace(
         settings,
         tokens=tuple(tokens),
-        batch_sizes=tuple(check_batch_sizes(list(settings.batch_sizes))),
+        batch_sizes=tuple(check_batch_sizes(settings.batch_sizes)),
         contexts=tuple(sorted(set(settings.contexts))),
     )
 

@@ -35,7 +35,7 @@ from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.hardware.support import MAX_NODES, Role
 from sequoia_vllm.library.files import LibraryError, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
-from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
+from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree import Acceptance
 
 _LONGEST_CHAIN = 8  # drafts, as in `bench`
@@ -116,7 +116,7 @@ def advise_pair(
     most_nodes = MAX_NODES if target.recurrent else None
     choice = plan(config, Facts(pair, drafter(head or "model"), levels, most_nodes, found)).choice
     entry, whole = found.entry, choice.tree
-    if (profile := _measured_times(library, entry, pair)) is None:
+    if (profile := _measured_times(library, entry)) is None:
         if device.spec is None:
             raise LibraryError(f"tree {entry.name} has lost its measurements: tune the pair again")
         profile = roofline_profile(
@@ -168,13 +168,12 @@ def _devices_needed(spec: DeviceSpec, models: Sequence[ModelShape], dtype: str) 
     )
 
 
-def _measured_times(library: TreeLibrary, entry: TreeEntry, pair: PairKey) -> Profile | None:
+def _measured_times(library: TreeLibrary, entry: TreeEntry) -> Profile | None:
     """The measured times that a tree was chosen with; None: none, or they are gone."""
-    tuned = tuned_measurements(pair)
-    if entry.name.startswith("user/") and tuned is not None:
-        return Profile.load(tuned.profile)
-    file = entry.profile.file
-    return None if file is None else Profile.load(library.shipped / file)
+    if (file := entry.profile.file) is None:
+        return None
+    path = (library.user if entry.name.startswith("user/") else library.shipped) / file
+    return Profile.load(path) if path.is_file() else None
 
 
 def advise(
@@ -197,7 +196,7 @@ def advise(
     any, and else the device's datasheet. To measure instead: `sequoia-vllm tune`, then `bench`.
     """
     with friendly_errors():
-        sizes = check_batch_sizes(list(shared.numbers("--batch-sizes", batch_sizes)))
+        sizes = check_batch_sizes(shared.numbers("--batch-sizes", batch_sizes))
         family = _check_support("target", model, shown=not as_json)
         here = device or this_device_name()
         target, dtype = _read("target", model)

@@ -107,14 +107,12 @@ def bench(
 
 def _compared(options: dict[str, Any]) -> dict[str, Any]:
     """What the options compare: fields of `BenchSettings`. It loads nothing, so typos end here."""
-    temperatures = _temperatures(options["temperature"])
+    sizes = check_batch_sizes(shared.numbers("--batch-sizes", options["batch_sizes"]))
     chains = [] if options["chain"] in (None, NONE) else options["chain"].split(",")
     trees = [tree.strip() for tree in options["trees"].split(",")]
     return {
-        "temperatures": temperatures,
-        "batch_sizes": tuple(
-            check_batch_sizes([*shared.numbers("--batch-sizes", options["batch_sizes"])])
-        ),
+        "temperatures": _temperatures(options["temperature"]),
+        "batch_sizes": tuple(sizes),
         "methods": tuple(methods(options["draft"], chains, trees)),
         **{name: options[name] for name in ("max_tokens", "rounds")},
     }

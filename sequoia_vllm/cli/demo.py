@@ -26,6 +26,7 @@ from sequoia_vllm.bench.report import Result, chain_samples_wrongly, disagreemen
 from sequoia_vllm.cli import measuring as shared
 from sequoia_vllm.cli.bench import print_check, speeds_table
 from sequoia_vllm.cli.common import console, error_console, fail, friendly_errors, note, print_json
+from sequoia_vllm.engine.compat.contract import current_device
 from sequoia_vllm.installed import find_checkout
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.interrupts import processes_end_here
@@ -122,9 +123,7 @@ def demo(
         compared = methods(draft, (chain or _CHAINS).split(","), [pair.tree])
         texts = load_prompts(pair.prompts, num_prompts)
         shared.check_models(target, draft)
-        from vllm.platforms import current_platform
-
-        eager = current_platform.is_cpu()
+        eager = current_device() == "cpu"
         with in_this_process(compared) if eager else nullcontext():
             if not chain and most_engines(spec) < len(compared):
                 compared = methods(draft, ["2"], [pair.tree])

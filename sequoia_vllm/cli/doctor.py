@@ -21,6 +21,7 @@ from rich.table import Table
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, fail, print_json
 from sequoia_vllm.cli.measuring import JsonOption, kinds_and_classes
+from sequoia_vllm.engine.compat.contract import contract, current_device, differences
 from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS, is_supported, vllm_version
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.families import family_of, see
@@ -109,11 +110,9 @@ def _device() -> Finding:
 
 def _compiler() -> Finding:
     """Checks for a C++ compiler: on CPUs engines compile with torch.compile when they start."""
-    from vllm.platforms import current_platform
-
     name = os.environ.get("CXX") or "g++"
     found = shutil.which(name)
-    if found is not None or not current_platform.is_cpu():
+    if found is not None or current_device() == "gpu":
         return Finding(True, found or "none, and none needed on GPUs")
     fix = "apt-get install g++ (without one engines start with --enforce-eager alone, and are slow)"
     return Finding(False, f"no {name}", fix)
@@ -136,8 +135,6 @@ def _registered() -> Finding:
 
 
 def _contract() -> Finding:
-    from sequoia_vllm.engine.compat.contract import contract, current_device, differences
-
     device = current_device()
     found = differences(contract(device))
     here = vllm_version() or "unknown"

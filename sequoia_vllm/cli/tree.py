@@ -24,11 +24,10 @@ from sequoia_vllm.cli.common import (
     progress_bar,
 )
 from sequoia_vllm.figures import GREY, INK, PALE, check_format, new_figure, save_figure
-from sequoia_vllm.hardware.choose import Schedule
 from sequoia_vllm.hardware.device import identify, this_device_name
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.json_file import dump_json
-from sequoia_vllm.library.files import LibraryError
+from sequoia_vllm.library.files import LibraryError, TreeEntry
 from sequoia_vllm.library.tree_library import TreeLibrary, find_tree, find_vector
 from sequoia_vllm.tree import MOST_NODES, Acceptance, TokenTree, optimize_tree
 
@@ -127,8 +126,7 @@ def show(
         out.print(level_table(found.tree, vector))
         if found.entry is not None:
             out.print()
-            shown = HOW_TIMED[found.entry.profile.source]
-            out.print(schedule_table(found.entry.to_schedule(), shown))
+            out.print(schedule_table(found.entry))
         if vector is None:
             note("the file holds no acceptance vector: give --acceptance to see values")
 
@@ -231,19 +229,19 @@ def level_table(tree: TokenTree, acceptance: Acceptance | None) -> Table:
     return table
 
 
-def schedule_table(schedule: Schedule, source: str) -> Table:
+def schedule_table(entry: TreeEntry) -> Table:
     """Drafts and expectations by batch size."""
     table = new_table(
         "batch", "drafts", "tokens per step", "speedup", "best tree for it alone",
-        title=f"by batch size ({source})",
+        title=f"by batch size ({HOW_TIMED[entry.profile.source]})",
     )  # fmt: skip
-    for entry in schedule.estimates:
+    for one in entry.estimates:
         table.add_row(
-            str(entry.batch_size),
-            str(entry.num_speculative_tokens),
-            f"{entry.expected_tokens:.2f}",
-            f"{entry.speedup:.2f}x" + (" (extrapolated)" if entry.extrapolated else ""),
-            f"{entry.optimum:.2f}x",
+            str(one.batch_size),
+            str(one.num_speculative_tokens),
+            f"{one.expected_tokens:.2f}",
+            f"{one.speedup:.2f}x" + (" (extrapolated)" if one.extrapolated else ""),
+            f"{one.optimum:.2f}x",
         )
     return table
 

@@ -12,7 +12,6 @@ import typer
 
 from sequoia_vllm.calibration.measure_acceptance import (
     AcceptanceSettings,
-    AcceptanceTask,
     measure_acceptance,
     tokens_margin,
 )
@@ -22,6 +21,7 @@ from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, n
 from sequoia_vllm.cli.tree import plot_tree
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.drafters.registry import draft_option, drafter
+from sequoia_vllm.engine.compat.contract import current_device
 from sequoia_vllm.engine.frontend.tree_choice import Facts, choose_engine_tree, look_up
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.figures import FigureError
@@ -126,7 +126,7 @@ def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSetti
     budget |= {name: options[name] for name in budget.keys() & options if options[name] is not None}
     if options["max_tokens"] is not None:
         budget |= dict.fromkeys(("counted", "timed"), options["max_tokens"])
-    sizes = check_batch_sizes(list(shared.numbers("--batch-sizes", budget["batch_sizes"])))
+    sizes = check_batch_sizes(shared.numbers("--batch-sizes", budget["batch_sizes"]))
     contexts = shared.numbers("--context", budget["context"])
     if min(contexts) < 1:
         fail(f"--context {budget['context']}: give at least 1")
@@ -157,9 +157,8 @@ _STOPPED_BY = {
 
 def count(settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
     """Measures acceptance, and notes how far it got; ``stage`` begins the progress line."""
-    task = AcceptanceTask.prepare(settings)
     with shared.measuring(f"{stage}acceptance:", _INTERRUPTED) as report:
-        measured = measure_acceptance(task, report)
+        measured = measure_acceptance(settings, report)
     counts = measured.calibration
     assert counts is not None
     note(f"{counts.trees} trees, {counts.tokens} tokens, acceptance known within "
@@ -193,6 +192,8 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
     config: dict[str, Any] = {"method": "sequoia", **draft_option(pair.draft), "tree": "auto"}
     if engine.offload is not None:
         config["offload"] = engine.offload.model_dump(mode="json", exclude_defaults=True)
+    asked = SequoiaConfig.parse({**draft_option(pair.draft), "tree": "auto"})
+    facts = Facts(pair, drafter("model"), library=look_up(asked, pair))
     keys = ("device", "target", "draft", "dtype", "tensor_parallel_size")
     return {
         **{key: getattr(pair, key) for key in keys},
@@ -207,7 +208,7 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
         "file": str(path),
         "measurements": str(files.directory),
         "picture": str(picture) if picture.exists() else None,
-        "now_used": _now_used(pair),
+        "now_used": choose_engine_tree(asked, facts).source,  # what an engine with this pair gets
         "command": f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'",
     }
 
@@ -233,9 +234,7 @@ def pair_here(engine: EngineSpec) -> PairKey:
 def quick_engine(engine: EngineSpec) -> EngineSpec:
     """Turns compilation off on CPUs with a large target: it hardly changes such steps, which read
     weights, and takes minutes. Raises CalibrationError if transformers does not know the target."""
-    from vllm.platforms import current_platform
-
-    is_large = current_platform.is_cpu() and count_parameters(engine.target) >= _LARGE_ON_CPU
+    is_large = current_device() == "cpu" and count_parameters(engine.target) >= _LARGE_ON_CPU
     return replace(engine, enforce_eager=engine.enforce_eager or is_large)
 
 
@@ -270,13 +269,6 @@ def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:
     file = library.measurements(pair).profile.relative_to(library.user)
     reference = entry.profile.model_copy(update={"file": str(file)})
     return library.save_user_tree(pair, entry.model_copy(update={"profile": reference}))
-
-
-def _now_used(pair: PairKey) -> str:
-    """The source of the tree that an engine with this pair gets by "tree": "auto"."""
-    config = SequoiaConfig.parse({**draft_option(pair.draft), "tree": "auto"})
-    facts = Facts(pair, drafter("model"), library=look_up(config, pair))
-    return choose_engine_tree(config, facts).source
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -62,12 +62,6 @@ class DraftStates:
         zeros = None if read is None else read.new_zeros(count, *read.shape[1:])
         return DraftStates(self.hidden.new_zeros(count, *self.hidden.shape[1:]), zeros)
 
-    def copy_rows(self, index: Tensor, copies: DraftStates) -> None:
-        """Copies the states of these m rows, an int tensor, into the m rows of ``copies``."""
-        torch.index_select(self.hidden, 0, index, out=copies.hidden)
-        if self.recurrent_states is not None:
-            torch.index_select(self.recurrent_states, 0, index, out=copies.recurrent_states)
-
     def first(self, count: int) -> DraftStates:
         """States of the first ``count`` rows."""
         recurrent_states = None if self.recurrent_states is None else self.recurrent_states[:count]
@@ -172,7 +166,10 @@ class TreeGrowth:
         """
         if self._roots is None:
             self._roots = states.new_zeros(len(self._batch.slots))
-        states.copy_rows(self._batch.last_rows[:num_reqs], self._roots.first(num_reqs))
+        rows, kept = self._batch.last_rows[:num_reqs], self._roots.first(num_reqs)
+        torch.index_select(states.hidden, 0, rows, out=kept.hidden)
+        if states.recurrent_states is not None:
+            torch.index_select(states.recurrent_states, 0, rows, out=kept.recurrent_states)
 
     def committed_inputs(self, num_reqs: int, num_rows: int) -> DraftInputs:
         """The draft's inputs, whose first rows are the committed tokens, see `read_committed`."""

@@ -84,6 +84,28 @@ def rungs(scheduled: Iterable[int], between: bool = False) -> list[int]:
     return sorted(set(found), reverse=True)
 
 
+def checked_ranges(schedule: Ranges) -> Ranges:
+    """The ranges in order; raises ValueError unless they follow each other from batch size 1."""
+    if not schedule:
+        raise ValueError("needs a range, [first, last, drafts]; leave the key out for none")
+    batch = 1
+    for first, last, drafts in sorted(schedule):
+        entry = [first, last, drafts]
+        if first < 1:
+            raise ValueError(f"{entry} begins at batch size {first}: the smallest is 1")
+        if last < first:
+            raise ValueError(f"{entry} ends before it begins: give [first, last, drafts]")
+        if drafts < 0:
+            raise ValueError(f"{entry} has {drafts} drafts: give 0 to turn speculation off")
+        if first < batch:
+            raise ValueError(f"{entry} repeats batch size {first}: give each batch size once")
+        if first > batch:
+            missing = str(batch) if first == batch + 1 else f"{batch} to {first - 1}"
+            raise ValueError(f"no range has batch size {missing}, before {entry}")
+        batch = last + 1
+    return sorted(schedule)
+
+
 def drafts_by_batch(
     schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int
 ) -> list[int]:

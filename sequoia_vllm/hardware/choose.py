@@ -53,11 +53,6 @@ class Schedule:
     not speculate."""
     estimates: list[ScheduleEstimate]  # expectations at the powers of two
 
-    def estimate(self, batch_size: int) -> ScheduleEstimate:
-        """The estimate at the nearest batch size that has one, not above if possible."""
-        below = [entry for entry in self.estimates if entry.batch_size <= batch_size]
-        return below[-1] if below else self.estimates[0]
-
 
 def choose_tree(
     acceptance: Acceptance | ArrayLike,
@@ -106,7 +101,7 @@ def choose_schedule(
         acceptance, profile, max_size, context_length: See `choose_tree`, also for errors.
     """
     acceptance = Acceptance.of(acceptance)
-    sizes = check_batch_sizes(list(batch_sizes))
+    sizes = check_batch_sizes(batch_sizes)
     probes = [size for size in sizes if size & (size - 1) == 0] or sizes[:1]
     search = _TreeSearch(acceptance, profile, context_length, probes, max_size)
     cost, best = search.cost, {probe: search.best(probe) for probe in probes}

@@ -18,7 +18,7 @@ before them. Below it only draws from its distributions:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeVar
@@ -240,11 +240,11 @@ def _nearest_context(entries: Sequence[Entry], context_length: int | None) -> li
     return sorted(kept, key=lambda entry: entry.batch_size)
 
 
-def check_batch_sizes(batch_sizes: list[int]) -> list[int]:
+def check_batch_sizes(batch_sizes: Iterable[int]) -> list[int]:
     """Sorted distinct batch sizes; raises ProfileError if there are none, or one is below 1."""
-    if not batch_sizes:
+    found = sorted(set(batch_sizes))
+    if not found:
         raise ProfileError("no batch sizes given")
-    for batch_size in batch_sizes:
-        if batch_size < 1:
-            raise ProfileError(f"batch size {batch_size}: a batch has at least one request")
-    return sorted(set(batch_sizes))
+    if found[0] < 1:
+        raise ProfileError(f"batch size {found[0]}: a batch has at least one request")
+    return found

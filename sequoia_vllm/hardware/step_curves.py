@@ -137,7 +137,10 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
         return _range_of([value(step) for steps in rounds[size] for step in steps])
 
     def unexplained(step: StepRecord) -> float:
-        return step.seconds - _drafting_seconds(draft, step) - step.verify
+        rows = [width for width, _ in step.levels()]
+        # Drafting as the cost model has it, whose times never fall when rows are added.
+        drafting = np.interp(rows, draft.tokens, np.maximum.accumulate(draft.seconds)).sum()
+        return step.seconds - float(drafting) - step.verify
 
     def curve(seconds: dict[int, float], spreads: list[float]) -> Curve:
         values = [max(round(value, _DIGITS), _SHORTEST) for value in seconds.values()]
@@ -181,12 +184,6 @@ def draft_curves(
         return drafts, None
     nothing = {"tokens": [1], "seconds": [_SHORTEST], "spread": None}
     return [curve.model_copy(update=nothing) for curve in drafts], drafts
-
-
-def _drafting_seconds(draft: Curve, step: StepRecord) -> float:
-    """What the cost model says of this step's drafting."""
-    rows = [width for width, _ in step.levels()]
-    return float(np.interp(rows, draft.tokens, np.maximum.accumulate(draft.seconds)).sum())
 
 
 def _level_curve(times: BatchTimes, first_pass: int, place: dict[str, int]) -> Curve:

@@ -4,16 +4,17 @@ import datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     InstanceOf,
     PlainSerializer,
-    field_validator,
     model_validator,
 )
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.hardware.choose import Schedule, ScheduleEstimate
+from sequoia_vllm.hardware.budget import Ranges, checked_ranges
+from sequoia_vllm.hardware.choose import ScheduleEstimate
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.step_profile import ProfileSource
 from sequoia_vllm.hardware.streaming import StreamedWeights
@@ -24,7 +25,9 @@ LIBRARY_SCHEMA = "sequoia-vllm/tree-library/v1"
 USER_TREE_SCHEMA = "sequoia-vllm/user-tree/v1"
 Probability = Annotated[float, Field(ge=0, le=1)]
 Table = list[Probability] | list[list[Probability]]
-
+Vector = Annotated[
+    list[float] | list[list[float]], AfterValidator(lambda values: Acceptance.of(values) and values)
+]
 
 StoredTree = Annotated[
     InstanceOf[TokenTree],
@@ -70,7 +73,7 @@ class AcceptanceFile(FileModel):
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature; 0 is greedy; none: not stated."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    acceptance: list[float] | list[list[float]]
+    acceptance: Vector
     """p[k], or p[d][k] by the depth d of the parent (0: the root): probability that the verifier
     accepts child k (from 0) of an accepted node, whatever its siblings do; sums to at most 1."""
     trials: list[int] | list[list[int]] | None = None
@@ -80,12 +83,6 @@ class AcceptanceFile(FileModel):
     calibration: AcceptanceCounts | None = None  # by `tune`
     provenance: dict[str, Any] = Field(default_factory=dict)
     """Free form: argv, versions, hashes of models and prompts."""
-
-    @field_validator("acceptance")
-    @classmethod
-    def _is_acceptance(cls, values: Any) -> Any:
-        Acceptance.of(values)
-        return values
 
     @model_validator(mode="after")
     def _same_shape(self) -> Self:
@@ -135,30 +132,21 @@ class TreeEntry(FileModel):
     acceptance_target: str | None = None  # target the vector was measured on; none: not stated
     acceptance_draft: str | None = Field(default=None, description="Draft, likewise.")
     temperature: float | None = Field(default=None, ge=0)
-    acceptance: list[float] | list[list[float]]
+    acceptance: Vector
     profile: ProfileReference
     streamed: StreamedWeights | None = None  # outside the devices' memory; none: nothing is
     tree: StoredTree = Field(description="With the keys of a tree file.")
-    schedule: list[tuple[int, int, int]] = Field(min_length=1)
+    schedule: Annotated[Ranges, AfterValidator(checked_ranges)]
     """[first, last, drafts] for ranges of batch sizes, without gaps from 1; each request drafts
     that prefix of the tree; 0: no speculation."""
-    estimates: list[ScheduleEstimate] = Field(min_length=1)
+    estimates: list[ScheduleEstimate] = Field(min_length=1, description="The smallest batch first.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        expected = 1
-        for first, last, drafts in self.schedule:
-            if first != expected or last < first:
-                raise ValueError(f"schedule: range [{first}, {last}] should start at {expected}")
-            if not 0 <= drafts < self.tree.size:
-                raise ValueError(f"schedule: {drafts} drafts from a tree of {self.tree.size} nodes")
-            expected = last + 1
-        Acceptance.of(self.acceptance)
+        most = max(drafts for _, _, drafts in self.schedule)
+        if most >= self.tree.size:
+            raise ValueError(f"schedule: {most} drafts from a tree of {self.tree.size} nodes")
         return self
-
-    def to_schedule(self) -> Schedule:
-        """The tree and its schedule, as an engine uses them."""
-        return Schedule(self.tree, list(self.schedule), list(self.estimates))
 
 
 class LibraryFile(FileModel):

@@ -111,7 +111,7 @@ class Selection:
 
 def selection(entry: TreeEntry, reasons: list[str]) -> Selection:
     """The selection of this entry, logged once."""
-    estimate = entry.to_schedule().estimate(1)
+    estimate = entry.estimates[0]
     size, depth = entry.tree.size, entry.tree.depth
     shape = f"{size - 1} drafts, depth {depth}" if size > 1 else "no drafts for one request"
     reason = (

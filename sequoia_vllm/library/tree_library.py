@@ -229,13 +229,6 @@ class TreeLibrary:
         return self.file(best), f"no trees for device {device.name!r}: {why}"
 
 
-def tuned_measurements(pair: PairKey) -> TunedFiles | None:
-    """What the tune command measured for this key, or None if it did not."""
-    library = TreeLibrary()
-    found = None if library.readable is None else library.measurements(pair)
-    return found if found is not None and found.exist() else None
-
-
 def _identified(device: Device) -> str:
     mig = f", MIG slice {device.mig}" if device.mig else ""
     return f"device {device.name!r} is {device.id}{mig}"

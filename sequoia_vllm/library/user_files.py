@@ -105,10 +105,6 @@ class TunedFiles:
         """`Profile`: how long each part of a step takes."""
         return self.directory / "profile.json"
 
-    def exist(self) -> bool:
-        """Whether both files are there."""
-        return is_there(self.acceptance) and is_there(self.profile)
-
 
 def reason_not_to_keep() -> str | None:
     """Why nothing can be kept in the user's directory, and the fix; None: files can be kept."""

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sequoia_vllm.orphans import children_die_with_this_process
+from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.orphans import children_die_with_this_process, environment
 
 # Engine cores that are still starting ignore SIGTERM: these are killed after so long.
 SECONDS_TO_END = 3.0
@@ -273,20 +274,13 @@ def processes_end_here() -> Iterator[None]:
 def _temporary_files() -> Iterator[None]:
     """Keeps engines' temporary files in one folder, and removes it at the end; torch's compiled
     code stays where it is, for later engines."""
-    kept = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    previous = tempfile.tempdir
-    compiled = kept["TORCHINDUCTOR_CACHE_DIR"] or str(Path(default_cache_dir()).absolute())
-    with tempfile.TemporaryDirectory(prefix="sequoia-", ignore_cleanup_errors=True) as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
-        try:
-            yield
-        finally:
-            tempfile.tempdir = previous
-            for name, value in kept.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    compiled = chosen or str(Path(default_cache_dir()).absolute())
+    with (
+        tempfile.TemporaryDirectory(prefix="sequoia-", ignore_cleanup_errors=True) as folder,
+        environment(TORCHINDUCTOR_CACHE_DIR=compiled, TMPDIR=folder),
+        patched(tempfile, "tempdir", folder),
+    ):
+        yield

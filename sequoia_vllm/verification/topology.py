@@ -36,11 +36,6 @@ class Topology:
         return len(self.branches) - 1
 
     @cached_property
-    def is_child(self) -> Tensor:
-        """bool ``[B, N+1]``: neither a root nor padding."""
-        return self.parents >= 0
-
-    @cached_property
     def ancestors_up(self) -> tuple[Tensor, ...]:
         """int64 ``[B, N+1]`` each: the ancestor 1, 2, 4, ... edges up, or the root; at least one.
 

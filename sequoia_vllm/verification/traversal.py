@@ -60,17 +60,24 @@ def traverse_tree(
     for requests in torch.arange(len(tokens)).split(max(1, _MOST_ROWS // tokens.shape[1])):
         inner = has_children[requests]
         owner, nodes = inner.nonzero(as_tuple=True)
+        # Accepted nodes, and what is left of P there, up to a factor: ``[requests, V]``.
         ends, weights = torch.zeros_like(requests), None
         if nodes.numel():
-            ends, weights = traverse_rows(
-                traverse,
-                target=target_at(requests[owner], nodes),
-                draft=draft_at(requests[owner], nodes),
-                rows=(inner.flatten().cumsum(0) - 1).view(inner.shape),
-                tokens=tokens[requests],
-                children=topology.children[requests],
-                uniforms=uniforms[requests],
-            )
+            target, draft = (at(requests[owner], nodes) for at in (target_at, draft_at))
+            rows = (inner.flatten().cumsum(0) - 1).view(inner.shape)  # of P and Q, by node
+            children = topology.children[requests]
+            used = children, tokens[requests], rows, uniforms[requests], target, draft
+            # The structure holds addresses: the tensors must live as long.
+            given = [values.contiguous() for values in used]
+            weights = target.new_empty(len(requests), target.shape[1])
+            parallel = len(requests) > 1 and target.numel() > _SERIAL_WORK
+            traverse(
+                _Trees(
+                    *(values.data_ptr() for values in (*given, ends, weights)),
+                    *children.shape, target.shape[1], target.dtype == torch.float64,
+                    torch.get_num_threads() if parallel else 1,
+                )
+            )  # fmt: skip
         leaves = true_indices(~has_children[requests, ends])
         if leaves.numel():
             untouched = target_at(requests[leaves], ends[leaves])
@@ -123,39 +130,3 @@ def load_traversal() -> Traverse | None:
     traverse = library.sequoia_traverse
     traverse.argtypes, traverse.restype = [ctypes.POINTER(_Trees)], None
     return lambda trees: traverse(ctypes.byref(trees))
-
-
-def traverse_rows(
-    traverse: Traverse,
-    target: Tensor,
-    draft: Tensor,
-    rows: Tensor,
-    tokens: Tensor,
-    children: Tensor,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The end of each request's accepted path, with the decisions of `traverse_tree`.
-
-    Args:
-        traverse: From `load_traversal`.
-        target, draft: P and Q of the nodes with children, float32 or float64 ``[R, V]``, on the
-            CPU as all tensors.
-        rows: int64 ``[B, N+1]``: where those of each node are; read for no other node.
-        tokens, children, uniforms: As of `traverse_tree`, `Topology` and `node_uniforms`.
-
-    Returns the accepted nodes, int64 ``[B]``, the root (0) where no other is; and what is left of P
-    at those with children, up to a factor, ``[B, V]``. At others the values mean nothing.
-    """
-    (batch, nodes, branches), vocabulary = children.shape, target.shape[1]
-    accepted, rest = tokens.new_empty(batch), target.new_empty(batch, vocabulary)
-    # The structure holds addresses: the tensors must live as long.
-    given = [values.contiguous() for values in (children, tokens, rows, uniforms, target, draft)]
-    parallel = batch > 1 and len(target) * vocabulary > _SERIAL_WORK
-    traverse(
-        _Trees(
-            *(values.data_ptr() for values in (*given, accepted, rest)),
-            batch, nodes, branches, vocabulary, target.dtype == torch.float64,
-            torch.get_num_threads() if parallel else 1,
-        )
-    )  # fmt: skip
-    return accepted, rest

@@ -109,7 +109,8 @@ def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topolog
     Raises ValueError: see `walk_tree`.
     """
     topology = topology_of(parents, tokens)
-    accepted = (tokens == target_tokens.gather(1, topology.ancestors_up[0])) & topology.is_child
+    accepted = tokens == target_tokens.gather(1, topology.ancestors_up[0])
+    accepted &= topology.parents >= 0
     accepted[:, 0] = True
     depth = topology.max_depth
     for above in topology.ancestors_up:

@@ -15,11 +15,10 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from benchmarks.synthetic_target import write_synthetic_target
 from sequoia_vllm.bench.engines import open_engines
 from sequoia_vllm.bench.measure import BenchSettings
-from sequoia_vllm.bench.methods import plain
+from sequoia_vllm.bench.methods import PLAIN
 from sequoia_vllm.bench.report import CHAIN_SAMPLES_WRONGLY, BenchReport
 from sequoia_vllm.calibration.measure_acceptance import (
     AcceptanceSettings,
-    AcceptanceTask,
     measure_acceptance,
 )
 from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_profile
@@ -126,7 +125,7 @@ def test_wrong_outputs_are_an_error(dtype, monkeypatch):
 def test_the_target_scores_its_own_greedy_output_best():
     prompts = encode_prompts(load_prompts(PROMPTS, 2), load_tokenizer(TARGET))
     spec = EngineSpec(TARGET, DRAFT, **QUICK)
-    settings = BenchSettings(spec, methods=(plain(),), prompts=tuple(prompts), max_tokens=16)
+    settings = BenchSettings(spec, methods=(PLAIN,), prompts=tuple(prompts), max_tokens=16)
     options = settings.engine_options()
     with open_engines(settings.methods, settings.engine, options, print) as engines:
         engine = engines["plain vLLM"]
@@ -191,7 +190,7 @@ def test_demo_with_a_synthetic_target(tmp_path):
 
 
 def measure(settings: AcceptanceSettings) -> AcceptanceFile:
-    return measure_acceptance(AcceptanceTask.prepare(settings))
+    return measure_acceptance(settings)
 
 
 # -- a pair whose vector is known exactly --------------------------------------------

@@ -14,7 +14,7 @@ from benchmarks.gpu.rival.comparison import RemoteEngine
 from benchmarks.gpu.rival.head import write_grown_head
 from benchmarks.synthetic_target import write_synthetic_target
 from sequoia_vllm.bench.measure import BenchSettings
-from sequoia_vllm.bench.methods import BenchError, chain, plain
+from sequoia_vllm.bench.methods import PLAIN, BenchError, chain
 from sequoia_vllm.measuring.engines import EngineSpec
 from tests.oracles.dflash import dflash_drafts, target_layers
 from tests.support.models import MODELS, TARGET
@@ -62,7 +62,7 @@ def test_methods_are_compared_on_real_questions(tmp_path, monkeypatch):
 
 
 def test_what_failed_is_told_after_all_else_was_measured(tmp_path, monkeypatch):
-    methods = [plain(), chain(str(HEAD), 2)]
+    methods = [PLAIN, chain(str(HEAD), 2)]
     spec = EngineSpec(TARGET, str(HEAD))
     settings = BenchSettings(spec, methods=tuple(methods), prompts=([1],))
     engines = {methods[0].name: SimpleNamespace(method=methods[0])}
@@ -79,7 +79,7 @@ def test_engines_in_processes_answer_like_engines_here():
     def answer(value, error=None):
         there.send((value, error))
 
-    engine = RemoteEngine(plain(), here)
+    engine = RemoteEngine(PLAIN, here)
     answer("float32")
     assert engine.dtype == "float32"
     assert there.recv() == ("dtype", ())

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.bench import engines, measure
 from sequoia_vllm.bench.engines import Arrival, check_memory, in_this_process, part_seconds
-from sequoia_vllm.bench.methods import SERVED, BenchError, chain, methods, plain, sequoia
+from sequoia_vllm.bench.methods import PLAIN, SERVED, BenchError, chain, methods, sequoia
 from sequoia_vllm.bench.report import (
     CHAIN_SAMPLES_WRONGLY,
     DECLINED,
@@ -318,9 +318,9 @@ def checked(output, gaps, dtype="bfloat16"):
     case = measure.EngineCase(1, 0.0)
     runs = [
         measure.MethodRuns(method, None, 0, [replace(round_run(1), token_ids=[ids])])
-        for method, ids in ((plain(), [1, 2, 3]), (chain("d", 2), output))
+        for method, ids in ((PLAIN, [1, 2, 3]), (chain("d", 2), output))
     ]
-    settings = measure.BenchSettings(EngineSpec("t", "d"), methods=(plain(),), prompts=([7],))
+    settings = measure.BenchSettings(EngineSpec("t", "d"), methods=(PLAIN,), prompts=([7],))
     target = SimpleNamespace(dtype=dtype, gaps_to_best=lambda prompt, output: gaps)
     return measure.check_outputs(settings, {case: runs}, target)
 
@@ -366,7 +366,7 @@ CASES = [measure.EngineCase(1, 0.0), measure.EngineCase(1, 1.0)]
 def summed(chain_is_wrong=True):
     counters = {"steps": 50, "tree_steps": 50, "seconds": {"target": 1.0, "verify": 0.5}}
     runs = [
-        (plain(), None, 0, [round_run(10), round_run(8), round_run(9)]),
+        (PLAIN, None, 0, [round_run(10), round_run(8), round_run(9)]),
         (chain("d", 2), None, 2, [round_run(15, 2), round_run(16, 2), round_run(9, 2)]),
         (chain("d", 3), None, 3, [round_run(14, 2)] * 3),
         (sequoia("d", "auto"), None, 0, [round_run(9)] * 3),
@@ -418,7 +418,7 @@ def test_what_must_be_said_stands_beside_its_row():
 def test_without_drafts_a_speedup_is_noise(tree, trees, words):
     counters = {"steps": 50, "tree_steps": trees, "seconds": {"verify": 0.1}}
     runs = [
-        measure.MethodRuns(plain(), None, 0, [round_run(10)] * 3),
+        measure.MethodRuns(PLAIN, None, 0, [round_run(10)] * 3),
         measure.MethodRuns(
             sequoia("d", SERVED), tree, 3,
             [round_run(rate, 1, tree and counters) for rate in (13, 15, 16)],
@@ -549,7 +549,7 @@ def test_engines_in_this_process(chains, before, within, monkeypatch):
 
 def test_room_for_whole_trees():
     options = measure.BenchSettings(
-        EngineSpec("t", "d"), methods=(replace(plain(), most_drafts=63),), prompts=([1] * 935,),
+        EngineSpec("t", "d"), methods=(replace(PLAIN, most_drafts=63),), prompts=([1] * 935,),
         max_tokens=64, batch_sizes=(64,),
     ).engine_options()  # fmt: skip
     assert options["max_model_len"] == 1000 + 63 + 63

@@ -11,11 +11,11 @@ from sequoia_vllm.bench import measure
 from sequoia_vllm.bench.engines import Arrival, Generation, check_runner
 from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.methods import (
+    PLAIN,
     BenchError,
     chain,
     chain_of_words,
     is_known,
-    plain,
     sequoia,
     usual_chains,
 )
@@ -115,7 +115,7 @@ def test_methods_take_turns_and_progress_never_jumps_back(monkeypatch):
         yield {method.name: FakeEngine() for method in methods}
 
     settings = BenchSettings(
-        EngineSpec("t", "d"), methods=(plain(), chain("d", 2), sequoia("d", "auto")),
+        EngineSpec("t", "d"), methods=(PLAIN, chain("d", 2), sequoia("d", "auto")),
         prompts=([1], [2]), temperatures=(0.0, 1.0), rounds=2, sampled_chains=False,
     )  # fmt: skip
     assert settings.most_drafts == 127

@@ -12,7 +12,6 @@ import pytest
 from sequoia_vllm.calibration import measure_acceptance as acceptance_module
 from sequoia_vllm.calibration.measure_acceptance import (
     AcceptanceSettings,
-    AcceptanceTask,
     estimate_acceptance,
     measure_acceptance,
     precision,
@@ -23,7 +22,7 @@ from sequoia_vllm.calibration.measure_acceptance import (
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import model_hashes
-from sequoia_vllm.prompts import BUILTIN
+from sequoia_vllm.prompts import BUILTIN, encode_prompts, load_prompts, load_tokenizer
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from tests.support.commands import command, in_words
 from tests.support.models import DRAFT, TARGET
@@ -161,15 +160,15 @@ def dice(monkeypatch):
     return made
 
 
-def task(**settings) -> AcceptanceTask:
-    options = {"branch": 3, "depth": 1, "max_tokens": 32, "batch_size": 1, **settings}
-    return AcceptanceTask.prepare(AcceptanceSettings(EngineSpec(TARGET, DRAFT), **options))
+def settings_of(**given) -> AcceptanceSettings:
+    options = {"branch": 3, "depth": 1, "max_tokens": 32, "batch_size": 1, **given}
+    return AcceptanceSettings(EngineSpec(TARGET, DRAFT), **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_runs_until_the_precision_is_reached(dice, temperature):
     said = []
-    chosen = task(precision=0.05, temperature=temperature)
+    chosen = settings_of(precision=0.05, temperature=temperature)
     found = measure_acceptance(chosen, lambda *given: said.append(given))
     state = found.calibration
     assert state.stopped_by == "precision"
@@ -193,18 +192,18 @@ def test_stops_at_the_most_tokens_and_counts_greedy_completions_once(
     file = tmp_path / "few.jsonl"
     file.write_text("\n".join(BUILTIN.read_text("utf-8").splitlines()[:2]), "utf-8")
     own = {"prompts": file} if few else {}
-    chosen = task(precision=0.001, temperature=temperature, max_tokens_total=200, **own)
+    chosen = settings_of(precision=0.001, temperature=temperature, max_tokens_total=200, **own)
     state = measure_acceptance(chosen).calibration
     assert state.stopped_by == ("prompts" if asked == 2 else "tokens")
     assert state.precision > 0.001
-    prompts = [chosen.prompts[turn % len(chosen.prompts)] for turn in range(asked)]
-    assert dice.engines[0].seen == prompts
+    encoded = encode_prompts(load_prompts(chosen.prompts), load_tokenizer(TARGET))
+    assert dice.engines[0].seen == [encoded[turn % len(encoded)] for turn in range(asked)]
 
 
 def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
     prompts = tmp_path / "mine.txt"
     prompts.write_text("def f():\nclass A:\n")
-    chosen = task(prompts=prompts, temperature=0.7, top_p=0.9, max_tokens_total=100)
+    chosen = settings_of(prompts=prompts, temperature=0.7, top_p=0.9, max_tokens_total=100)
     found = measure_acceptance(chosen)
     assert "temperature 0.7, top-p 0.9" in found.description
     assert "mine.txt" in found.description
@@ -227,13 +226,15 @@ def test_model_hashes(tmp_path):
     assert model_hashes("/no/such/directory") == {}
 
 
+@pytest.mark.usefixtures("dice")
 def test_prompts_too_long_for_the_target(tmp_path):
     prompts = tmp_path / "p.txt"
     prompts.write_text("x = 1; " * 3000 + "\nshort\n")
-    assert len(task(prompts=prompts).prompts) == 1
+    found = measure_acceptance(settings_of(prompts=prompts, max_tokens_total=32))
+    assert found.provenance["prompts_used"] == 1
     prompts.write_text("x = 1; " * 3000)
     with pytest.raises(CalibrationError, match="no prompt leaves room for 32 tokens"):
-        task(prompts=prompts)
+        measure_acceptance(settings_of(prompts=prompts))
 
 
 PAIR = ("--model", TARGET, "--draft-model", DRAFT)

@@ -18,7 +18,7 @@ from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, model_classes
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
-from sequoia_vllm.library.tree_library import Selection, TreeLibrary, tuned_measurements
+from sequoia_vllm.library.tree_library import Selection, TreeLibrary
 from sequoia_vllm.library.user_files import (
     adaptation_path,
     make_writable,
@@ -281,7 +281,6 @@ def test_trees_are_chosen_and_shown_as_where_nothing_was_kept_but_not_saved(tmp_
     library, empty = TreeLibrary(), TreeLibrary(user=tmp_path / "empty")
     assert library.select(PAIR) == empty.select(PAIR)
     assert library.entries() == empty.entries()
-    assert tuned_measurements(PAIR) is None
     with pytest.raises(LibraryError, match="no tree named 'user/mine'"):
         library.entry("user/mine")
     command("tree", "show", "h200/8b-1b/shipped")

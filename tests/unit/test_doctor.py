@@ -16,7 +16,7 @@ from sequoia_vllm import installed
 
 pytest.importorskip("vllm")
 from sequoia_vllm.bench.measure import EngineCase, RoundRun, Steady
-from sequoia_vllm.bench.methods import SERVED, plain, sequoia
+from sequoia_vllm.bench.methods import PLAIN, SERVED, sequoia
 from sequoia_vllm.bench.report import Result, Spread
 from sequoia_vllm.cli import app, demo, doctor
 from sequoia_vllm.cli.demo import MODELS, answers_shown, chat_pair, shipped_models, summary
@@ -234,8 +234,8 @@ def test_answers_are_shown_while_others_are_measured(capsys):
     steady = Steady([1], 1, 0.5, 1)
     one = RoundRun(steady, [[1], [2]], ["\nA fox [bold] swims.", "So."], {}, None)
     for method, case in (
-        (plain(), greedy), (plain(), greedy), (sequoia("d", SERVED), greedy),
-        (plain(), EngineCase(1, 0.7)),
+        (PLAIN, greedy), (PLAIN, greedy), (sequoia("d", SERVED), greedy),
+        (PLAIN, EngineCase(1, 0.7)),
     ):  # fmt: skip
         show(method, case, one)
     assert capsys.readouterr().err.splitlines() == [

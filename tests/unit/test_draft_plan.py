@@ -103,11 +103,11 @@ def test_passes_of_the_librarys_trees_fit_where_nothing_is_set(max_num_seqs, bud
     """Also where a user's own schedule drafts the whole tree at all loads."""
     library = TreeLibrary(user=Path("none"))
     for entry in library.entries():
-        schedule, tree = entry.to_schedule(), library.entry(entry.name).tree
+        tree = library.entry(entry.name).tree
         drafts = tree.num_speculative_tokens
         if drafts == 0:
             continue
-        fitting = fit_to_budget(schedule.ranges, drafts, max_num_seqs, budget)
+        fitting = fit_to_budget(entry.schedule, drafts, max_num_seqs, budget)
         for ranges in (fitting, [(1, max_num_seqs, drafts)]):
             plan = DraftPlan(tree, drafts_by_batch(ranges, drafts, max_num_seqs), budget)
             for number in plan.drafts:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sequoia_vllm.cli.advise import _measured_times
 from sequoia_vllm.cli.tune import quick_engine, save_tuned, tuned_entry
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.hardware.choose import choose_schedule
@@ -16,7 +17,6 @@ from sequoia_vllm.hardware.device import current_cpu_name
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_library import tuned_measurements
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import synthetic_models
 from tests.support.commands import command, in_words
@@ -122,16 +122,14 @@ def test_a_directory_is_one_model_however_it_is_written(library, monkeypatch):
     assert key.file_name == replace(key, target="no/such/directory/").file_name
 
 
-def test_measurements_are_found_once_both_are_there(library):
-    assert tuned_measurements(HERE) is None
-    files = library.measurements(HERE)
-    files.directory.mkdir(parents=True)
-    files.acceptance.write_text("{}")
-    assert tuned_measurements(HERE) is None
-    files.profile.write_text("{}")
-    assert tuned_measurements(HERE) == files
-    assert tuned_measurements(replace(HERE, tensor_parallel_size=2)) is None
-    assert all(not entry.name.startswith("user/") for entry in library.entries())
+def test_times_of_a_tuned_tree_are_found_until_they_are_gone(library):
+    path = library.measurements(HERE).profile
+    PAYS.save(path)
+    save_tuned(library, HERE, tuned_entry(vector(), PAYS, 256, 32))
+    [entry] = (entry for entry in library.entries() if entry.name.startswith("user/"))
+    assert _measured_times(library, entry) == PAYS
+    path.unlink()
+    assert _measured_times(library, entry) is None
 
 
 def test_cost_adds_verification_and_takes_the_context_asked_for():
@@ -167,7 +165,7 @@ def call(library, monkeypatch):
     return run
 
 
-def test_tune(call):
+def test_tune(call, library):
     report = call(vector(), PAYS, "--json")
     assert report["speculates"]
     assert report["tree"]["size"] == auto().tree.size
@@ -175,7 +173,7 @@ def test_tune(call):
     assert report["command"].startswith(f"vllm serve {TARGET} --speculative-config '{{")
     config = {"method": "sequoia", "model": DRAFT, "tree": "auto"}
     assert json.loads(report["command"].split("'")[1]) == config
-    kept = tuned_measurements(HERE)
+    kept = library.measurements(HERE)
     assert str(kept.directory) == report["measurements"]
     assert report["picture"] == str(kept.directory / "tree.svg")
     assert "<svg" in Path(report["picture"]).read_text()

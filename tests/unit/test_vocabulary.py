@@ -24,7 +24,7 @@ from sequoia_vllm.vocabulary.tokens import (
 
 pytest.importorskip("vllm")
 from sequoia_vllm.bench.engines import speculative_config
-from sequoia_vllm.bench.methods import chain, plain, sequoia
+from sequoia_vllm.bench.methods import PLAIN, chain, sequoia
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
 from sequoia_vllm.measuring.engines import EngineSpec, compare_models
 from tests.support.models import DRAFT, TARGET
@@ -378,6 +378,6 @@ def test_vllms_chain_is_told_that_the_draft_has_another_vocabulary(tmp_path):
     for draft, told in ((DRAFT, False), (other, True)):
         config = speculative_config(chain(draft, 2), EngineSpec(TARGET, draft))
         assert config.get("use_heterogeneous_vocab", False) == told
-        for method in (plain(), sequoia(draft, "4x2")):
+        for method in (PLAIN, sequoia(draft, "4x2")):
             found = speculative_config(method, EngineSpec(TARGET, draft))
             assert found == method.speculative_config

@@ -141,8 +141,11 @@ class TreeGrammars:
         found = []
         for name in names:
             tokens = scheduled_spec_decode_tokens.get(name, [])
-            masks = self._take_walked(name, tokens)
-            if masks is None:
+            # Maybe filled before these tokens, or more, were scheduled.
+            walked, masks = self._walked.get(name, ([], None))
+            if masks is not None and tokens and walked[: len(tokens)] == list(tokens):
+                masks = masks[: len(tokens) + 1]
+            else:
                 root = manager.grammar_bitmask(requests, [name], {})[0]
                 masks = np.full((len(tokens) + 1, len(root)), _ALL, dtype=np.int32)
                 masks[0] = root
@@ -152,13 +155,6 @@ class TreeGrammars:
             found.append(masks)
         self._walked.clear()
         return np.concatenate(found)
-
-    def _take_walked(self, name: str, tokens: Sequence[int]) -> NDArray[np.int32] | None:
-        """A request's masks that were filled before these tokens (maybe fewer) were scheduled."""
-        walked = self._walked.get(name)
-        if walked is None or not tokens or walked[0][: len(tokens)] != list(tokens):
-            return None
-        return walked[1][: len(tokens) + 1]
 
 
 def fill_nodes(

@@ -82,7 +82,10 @@ class TreeScheduling(Scheduler):
             scheduled = super().schedule(*args, **kwargs)
         finally:
             self.dynamic_sd_lookup, self.num_lookahead_tokens = lookup, slots
-        if scheduled.num_spec_tokens_to_schedule > 0 and not self._some_draft(scheduled):
+        if self.nobody_drafts or all(
+            never_drafts(self.requests[request].sampling_params, self.thinks)
+            for request in scheduled.num_scheduled_tokens
+        ):
             scheduled.num_spec_tokens_to_schedule = 0
         return scheduled
 
@@ -118,12 +121,6 @@ class TreeScheduling(Scheduler):
             drafts = max(drafts, self.tree.depth)
         return drafts + beyond
 
-    def _some_draft(self, scheduled: Any) -> bool:
-        return not self.nobody_drafts and any(
-            not never_drafts(self.requests[request].sampling_params, self.thinks)
-            for request in scheduled.num_scheduled_tokens
-        )
-
     def end_adaptation(self) -> None:
         """From now on drafts are as configured, and measuring tools limit them."""
         if self.adapter is not None:
@@ -156,7 +153,10 @@ class TreeScheduling(Scheduler):
             gained, is_busy = _gained(outputs), bool(self.running)
             self.adapter.follow(scheduler_output, outcome, gained, started, is_busy)
         if getattr(self, "spec_decode_metrics_level", "none") != "none":
-            self._end_histograms(outputs)
+            # At the tree's depth: a path has at most one node of a level.
+            for one in (one for output in outputs.values() for one in output.outputs):
+                if (metrics := one.spec_decode_metrics) is not None:
+                    del metrics.histogram[self.tree.depth + 1 :]
         undrafted = self._reasons_of_new(scheduler_output)
         if self.log_stats:
             requests = len(scheduler_output.num_scheduled_tokens)
@@ -204,13 +204,6 @@ class TreeScheduling(Scheduler):
         if all(kept) or len(paths) != size * len(kept):
             return paths
         return b"".join(paths[i * size : (i + 1) * size] for i, keeps in enumerate(kept) if keeps)
-
-    def _end_histograms(self, outputs: Any) -> None:
-        """Ends vLLM's histograms at the tree's depth: a path has at most one node of a level."""
-        for output in outputs.values():
-            for one in output.outputs:
-                if (metrics := one.spec_decode_metrics) is not None:
-                    del metrics.histogram[self.tree.depth + 1 :]
 
     # Until: vLLM carries a speculative method's own statistics from the worker to its loggers.
     def make_stats(self, spec_decoding_stats: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -81,7 +81,12 @@ class DraftReader:
         """
         given = None if self.config.drafter is None else drafter(self.config.drafter)
         if given is not None and given.is_targets_own:
-            _check_own_layers(given, self.target)
+            layers = SpeculativeConfig.hf_config_override(deepcopy(self.target.hf_config))
+            if problem := given.target_problem(self.target, layers):
+                raise ConfigError(
+                    f'"drafter": "{given.kind}": {self.target.model} {problem}: give "model" an '
+                    "EAGLE-3 or DFlash head or a draft model that was made for it"
+                )
             return given
         try:
             config = self.read(draft)
@@ -196,16 +201,6 @@ def draft_problem(draft: str, error: Exception) -> str:
         'choose another "model", or mend the keys that are given for it',
     )
     return f"vLLM cannot use the draft model {draft!r}: {first}; {fix}"
-
-
-def _check_own_layers(kind: Drafter, target: Any) -> None:
-    """Refuses a target whose own checkpoint has no layers that draft trees (ConfigError)."""
-    layers = SpeculativeConfig.hf_config_override(deepcopy(target.hf_config))
-    if problem := kind.target_problem(target, layers):
-        raise ConfigError(
-            f'"drafter": "{kind.kind}": {target.model} {problem}: give "model" an EAGLE-3 or '
-            "DFlash head or a draft model that was made for it"
-        )
 
 
 def _agreed(found: Recognised, draft: str, given: Drafter | None) -> Drafter:

@@ -57,7 +57,8 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
 
     Raises:
         ConfigError: The tree is too deep for the draft, the schedule has more drafts than it,
-            the output layer of a head is to be trimmed, or the user names another worker.
+            the output layer of a head is to be trimmed, keys are about a draft's checkpoint where
+            there is none, or the user names another worker.
     """
     kind, pair = facts.drafter, facts.pair
     if config.draft_vocabulary and kind.is_head:
@@ -66,7 +67,12 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
             "the output layer it was trained with: leave the key out"
         )
     if not kind.has_weights:
-        _check_keys(config, kind)
+        keys = "draft_vocabulary", "quantization", "revision", "code_revision", "draft_load_config"
+        if given := sorted(key for key in keys if getattr(config, key) is not None):
+            raise ConfigError(
+                f'"drafter": "{kind.kind}" loads no draft, and {", ".join(given)} would be the '
+                f"draft's: leave {'it' if len(given) == 1 else 'them'} out"
+            )
     choice = choose_engine_tree(config, facts)
     _check_depth(choice, facts)
     rule = graph_sizes.usual_rule(facts.on_cpu)
@@ -89,16 +95,6 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
     chain = _as_chain(config, pair, kind, choice)
     notes = list(_notes(config, facts, choice))
     return Plan(config, pair.draft, kind, choice, settings, worker_cls, chain, notes)
-
-
-def _check_keys(config: SequoiaConfig, kind: Drafter) -> None:
-    """Refuses keys about a draft's checkpoint where there is none (ConfigError)."""
-    keys = {"draft_vocabulary", "quantization", "revision", "code_revision", "draft_load_config"}
-    if given := sorted(key for key in keys if getattr(config, key) is not None):
-        raise ConfigError(
-            f'"drafter": "{kind.kind}" loads no draft, and {", ".join(given)} would be the '
-            f"draft's: leave {'it' if len(given) == 1 else 'them'} out"
-        )
 
 
 def _check_depth(choice: TreeChoice, facts: Facts) -> None:

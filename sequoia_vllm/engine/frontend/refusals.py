@@ -65,7 +65,11 @@ def refuse_unsupported(vllm_config: Any) -> None:
 def kinds_in_vllm(model: Any) -> set[Kind]:
     """The kinds of model that vLLM takes this one for."""
     described = kinds_of(_configuration(model))  # as commands ask: vLLM knows once it makes layers
-    recurrent, is_served = _has_recurrent_layers(model), "hybrid" in described
+    is_served = "hybrid" in described
+    # Of some classes only some checkpoints have such layers.
+    layer_types = getattr(model.hf_text_config, "layer_types", None)
+    has_states = model.has_inner_state and not has_only_attention(layer_types)
+    recurrent = model.is_hybrid or model.is_attention_free or has_states
     found: dict[Kind, bool] = {
         "mla": model.use_mla, "sparse": model.use_mla and "sparse" in described,
         "ngram": "ngram" in described, "attention": "attention" in described,
@@ -82,16 +86,6 @@ def kinds_in_vllm(model: Any) -> set[Kind]:
 def _configuration(model: Any) -> dict[str, Any]:
     parts = vars(model.hf_text_config) | vars(model.hf_config)
     return {**parts, "architectures": model.architectures}
-
-
-def _has_recurrent_layers(model: Any) -> bool:
-    """Asks what this checkpoint has: of some classes only some checkpoints have such layers."""
-    layer_types = getattr(model.hf_text_config, "layer_types", None)
-    return bool(
-        model.is_hybrid
-        or model.is_attention_free
-        or (model.has_inner_state and not has_only_attention(layer_types))
-    )
 
 
 def _present(check: Callable[[Any], dict[str, Any]]) -> Callable[[Any], list[str]]:

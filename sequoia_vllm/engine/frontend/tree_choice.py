@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 
 from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec
 from sequoia_vllm.drafters.registry import Drafter, drafts_from_text
-from sequoia_vllm.hardware.choose import Schedule as StoredSchedule
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
-from sequoia_vllm.library.files import LibraryError
+from sequoia_vllm.library.files import LibraryError, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.selection import Selection
 from sequoia_vllm.library.tree_library import NamedTree, TreeLibrary
@@ -157,7 +156,8 @@ def _resolve(config: SequoiaConfig, facts: Facts) -> TreeChoice:
         return _optimal(vector, default_tree, "optimal for the given acceptance")
     if not isinstance(found, Selection):
         return _optimal(vector, default_tree, f"default size; {found}")
-    choice = _of_library(pair, found)
+    entry, gain = found.entry, _expected(found.entry)
+    choice = TreeChoice(entry.tree, found.reason, list(entry.schedule), pair.device, gain)
     if levels is not None and choice.tree.depth > levels:
         why = f"default size; the draft drafts {levels} levels at most, fewer than {choice.source}"
         return _optimal(vector, default_tree, why)
@@ -179,19 +179,13 @@ def _gain_of(found: NamedTree, pair: PairKey) -> ExpectedGain:
         return ExpectedGain(made_for="targets that are offloaded")
     made_for = entry.name.split("/")[0]
     if made_for in (USER, identify(pair.device).id):
-        return _gain_of_schedule(entry.to_schedule(), HOW_TIMED[entry.profile.source])
+        return _expected(entry)
     return ExpectedGain(made_for=made_for)
 
 
-def _gain_of_schedule(schedule: StoredSchedule, source: str) -> ExpectedGain:
-    estimate = schedule.estimate(1)
+def _expected(entry: TreeEntry) -> ExpectedGain:
+    estimate, source = entry.estimates[0], HOW_TIMED[entry.profile.source]
     return ExpectedGain(estimate.speedup, source, estimate.expected_tokens)
-
-
-def _of_library(pair: PairKey, found: Selection) -> TreeChoice:
-    schedule = found.entry.to_schedule()
-    gain = _gain_of_schedule(schedule, HOW_TIMED[found.entry.profile.source])
-    return TreeChoice(schedule.tree, found.reason, schedule.ranges, pair.device, gain)
 
 
 def _within(choice: TreeChoice, most_nodes: int, why: str) -> TreeChoice:

@@ -207,12 +207,8 @@ def init_acceptance_counters(
     original(self, speculative_config, *args, **kwargs)
 
 
-def hide_our_scheduler() -> None:
-    """Keeps vLLM from warning of our scheduler as of a user's own; idempotent."""
-    logging.getLogger("vllm.config.scheduler").addFilter(_is_not_about_ours)
-
-
-def _is_not_about_ours(record: logging.LogRecord) -> bool:
+def is_not_about_ours(record: logging.LogRecord) -> bool:
+    """Whether a line of vLLM's log does not warn of our scheduler as of a user's own."""
     return "custom scheduler class sequoia_vllm." not in record.getMessage()
 
 

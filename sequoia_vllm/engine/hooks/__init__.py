@@ -8,6 +8,7 @@ May import: common, compat, core, frontend.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,7 @@ def install() -> None:
     # one turns statistics on in every engine. Until: vLLM carries a speculative method's own
     # statistics from the worker to its loggers.
     _wrap(StatLoggerManager, "__init__", tree_metrics.init_stat_logger_manager)
-    tree_metrics.hide_our_scheduler()
+    logging.getLogger("vllm.config.scheduler").addFilter(tree_metrics.is_not_about_ours)
     # vLLM's log would name the method draft_model.
     _wrap(SpeculativeConfig, "__repr__", tree_metrics.describe)
     # Refuses drafts with another vocabulary size, whenever a configuration is made or copied; ours

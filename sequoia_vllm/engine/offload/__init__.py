@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from sequoia_vllm.config import ConfigError, OffloadSpec, problems_of
+from sequoia_vllm.engine.compat.contract import current_device
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.roofline import bytes_per_value
 from sequoia_vllm.hardware.streaming import (
@@ -80,16 +81,14 @@ def choose_offloading(vllm_config: Any) -> None:
         ConfigError: It cannot offload; the message names the fix.
         OffloadError: There is no such directory.
     """
-    # Commands import this module, and start without vLLM and torch.
-    from vllm.platforms import current_platform
-
+    # Commands import this module, and start without torch.
     from sequoia_vllm.engine.offload.weight_file import filesystem_of
 
     spec = offload_of(vllm_config.additional_config)
     if spec is None:
         return
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    if not current_platform.is_cpu():
+    if current_device() == "gpu":
         raise ConfigError(
             "offload is for CPUs: on GPUs use vLLM's --offload-backend prefetch or "
             "--cpu-offload-gb, which keep weights in the host's memory"
@@ -206,9 +205,7 @@ def weight_source(arguments: Any) -> OffloadedLayers | OffloadSpec | None:
     Trees are chosen before there is an ``OffloadConfig``, so engine arguments are read. Its
     ``name`` is for `PairKey.offloading`.
     """
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
+    if current_device() == "cpu":
         return offload_of(arguments.additional_config)
     return offloaded_layers(arguments)
 

@@ -83,8 +83,17 @@ def compare_vocabularies(target: TokensOf, draft: TokensOf) -> Comparison:
     if ours is not None and (of_draft := draft.load()) is not None:
         theirs = read_vocabulary(of_draft)
     if ours is None or theirs is None:
-        _refuse_other_size(target, draft)
-        return Comparison(None)
+        if target.size == draft.size:
+            return Comparison(None)
+        why = "not both bring a tokenizer that could be read"
+        if not target.is_readable:
+            why = "vLLM is to load no tokenizer, or one in a way of its own"
+        raise ConfigError(
+            f"the draft model {draft.tokenizer!r} has {draft.size:,} tokens and the target "
+            f"{target.tokenizer!r} {target.size:,}, and they cannot be matched by their text, "
+            f"since {why}: {_FITTING_DRAFT}, or let tokenizers be read (skip_tokenizer_init, "
+            "tokenizer_mode)"
+        )
     differing, share = difference(ours.texts, theirs.texts)
     if target.size == draft.size and share <= _TOLERATED:
         return Comparison(None, differing and f"the vocabularies differ a little: {differing}")
@@ -96,7 +105,14 @@ def compare_vocabularies(target: TokensOf, draft: TokensOf) -> Comparison:
             f"also the target's, and it would hardly ever be accepted: {_FITTING_DRAFT}, or one "
             "with more tokens of the same text"
         )
-    return Comparison(matching, _shared_in_words(matching, draft, tokenizer))
+    shared, size = matching.num_shared, len(matching.drawn)
+    in_text = _share_of_text(matching.drawn >= 0, tokenizer)
+    return Comparison(
+        matching,
+        f"the draft {draft.tokenizer} has another vocabulary, and drafts tokens that are the "
+        f"target's too: {shared:,} of the target's {size:,} ({shared / size:.0%}), of which "
+        f"{in_text:.0%} of ordinary text is made",
+    )
 
 
 def draft_vocabulary(
@@ -177,30 +193,6 @@ def difference(target: Mapping[int, bytes], draft: Mapping[int, bytes]) -> tuple
         f"{of_target!r} of the target, {of_draft!r} of the draft"
     )
     return words, len(wrong) / len(numbers)
-
-
-def _refuse_other_size(target: TokensOf, draft: TokensOf) -> None:
-    """Refuses a vocabulary of another size where the texts cannot be compared."""
-    if target.size == draft.size:
-        return
-    why = "not both bring a tokenizer that could be read"
-    if not target.is_readable:
-        why = "vLLM is to load no tokenizer, or one in a way of its own"
-    raise ConfigError(
-        f"the draft model {draft.tokenizer!r} has {draft.size:,} tokens and the target "
-        f"{target.tokenizer!r} {target.size:,}, and they cannot be matched by their text, since "
-        f"{why}: {_FITTING_DRAFT}, or let tokenizers be read (skip_tokenizer_init, tokenizer_mode)"
-    )
-
-
-def _shared_in_words(matching: Matching, draft: TokensOf, tokenizer: Any) -> str:
-    shared, size = matching.num_shared, len(matching.drawn)
-    in_text = _share_of_text(matching.drawn >= 0, tokenizer)
-    return (
-        f"the draft {draft.tokenizer} has another vocabulary, and drafts tokens that are the "
-        f"target's too: {shared:,} of the target's {size:,} ({shared / size:.0%}), of which "
-        f"{in_text:.0%} of ordinary text is made"
-    )
 
 
 def _share_of_text(is_drafted: NDArray[np.bool_], tokenizer: Any) -> float:

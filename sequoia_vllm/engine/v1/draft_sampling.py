@@ -36,14 +36,6 @@ def _say_that_it_is_broken() -> None:
     )
 
 
-def _mend_broken(draft: Tensor) -> None:
-    """Makes Q uniform, in place, where it is NaN."""
-    broken = draft[:, 0].isnan()  # softmax spreads one NaN over its row
-    if broken.any():
-        draft[broken] = 1.0 / draft.shape[1]
-        _say_that_it_is_broken()
-
-
 class DraftSampling:
     """Draws children without replacement, and keeps Q where the verifier will need it.
 
@@ -134,7 +126,10 @@ class DraftSampling:
                 self.truncation.of(rows),
                 given[self.sampled].flatten(),
             )
-            _mend_broken(draft)
+            broken = draft[:, 0].isnan()  # softmax spreads one NaN over its row
+            if broken.any():
+                draft[broken] = 1.0 / draft.shape[1]
+                _say_that_it_is_broken()
             self._store(draft, level.nodes)
             tokens = draw_without_replacement(draft, branch)
             drawn[self.sampled] = tokens.view(-1, width, branch)

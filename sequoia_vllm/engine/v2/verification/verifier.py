@@ -147,7 +147,24 @@ class TreeVerifierV2(RejectionSampler):
         is_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         reports = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None
         processed: list[Tensor] | None = [] if is_processed and reports else None
-        verified = self._verify_batch(logits, input_batch, invalid_drafts, processed)
+        states, drafted = self.sampler.sampling_states, self._speculator.drafted
+        depth, device = self._speculator.tree.depth, input_batch.idx_mapping.device
+        verified = Verified.empty(input_batch.num_reqs, depth, device)
+        inputs = gather_for_verification(
+            input_batch,
+            num_nodes=drafted.nodes,
+            state_rows=drafted.rows,
+            modes=self._speculator.modes.gpu,
+            temperatures=states.temperature.gpu,
+            seeds=states.seeds.gpu,
+            invalid=invalid_drafts,
+            scored=verified.paths[:, 0],
+        )
+        # Like vLLM, we apply sampling parameters to a float32 copy of limited size.
+        most = get_max_chunk_logits(logits.shape[1])
+        for requests in _request_chunks(input_batch.cu_num_logits_np, most):
+            self._verify_requests(requests, logits, inputs, input_batch, verified, processed)
+        verified = Verified(*from_rank0(*verified))
         if processed is not None:
             logits = torch.cat(processed)
         self.paths = verified.paths
@@ -187,32 +204,6 @@ class TreeVerifierV2(RejectionSampler):
         processed = torch.zeros(1, vocabulary, dtype=torch.float32, device=device)
         for logits in (of_the_model, processed):
             self._walk(logits, inputs.temperatures, inputs.tokens, one_row, inputs, verified)
-
-    def _verify_batch(
-        self,
-        logits: Tensor,
-        batch: InputBatch,
-        invalid: Tensor | None,
-        processed: list[Tensor] | None,
-    ) -> Verified:
-        depth, device = self._speculator.tree.depth, batch.idx_mapping.device
-        verified = Verified.empty(batch.num_reqs, depth, device)
-        states, drafted = self.sampler.sampling_states, self._speculator.drafted
-        inputs = gather_for_verification(
-            batch,
-            num_nodes=drafted.nodes,
-            state_rows=drafted.rows,
-            modes=self._speculator.modes.gpu,
-            temperatures=states.temperature.gpu,
-            seeds=states.seeds.gpu,
-            invalid=invalid,
-            scored=verified.paths[:, 0],
-        )
-        # Like vLLM, we apply sampling parameters to a float32 copy of limited size.
-        most = get_max_chunk_logits(logits.shape[1])
-        for requests in _request_chunks(batch.cu_num_logits_np, most):
-            self._verify_requests(requests, logits, inputs, batch, verified, processed)
-        return Verified(*from_rank0(*verified))
 
     def _verify_requests(
         self,
