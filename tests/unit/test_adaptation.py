@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from math import exp, inf
 
 import numpy as np
@@ -51,14 +52,11 @@ class Engine:
     unread: int = 0
     drift: float = 0.0  # of the machine's pace: the standard deviation of its logarithm
     seed: int = 0
-    last: int = -1
     history: list = field(default_factory=list)
-    gained: int = 0
     pace: float = 0.0  # its logarithm
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
-        self.tokens = self.seconds = 0.0
 
     def time_of(self, drafts: int) -> float:
         return 1.0 + (self.draft + self.slope * drafts) * (drafts > 0)
@@ -70,43 +68,41 @@ class Engine:
     def fastest(self) -> float:
         return max(map(self.speed_of, [0, *FINER]))
 
-    def paths(self, drafts: int) -> bytes:
+    def verify(self, drafts: int) -> tuple[int, bytes]:
+        """Accepted drafts of a step, and their paths."""
         trees = round(self.batch_size * self.with_trees)
         if drafts == 0 or trees == 0:
-            return b""
+            return 0, b""
         walks = walks_of(TREE, self.acceptance)
         accepted = walks[self.rng.integers(len(walks), size=trees)]
         accepted = np.where(accepted <= drafts, accepted, -1)  # a prefix of the tree
-        self.gained = int((accepted >= 0).sum())
-        self.tokens += self.gained
-        return paths_of(TREE, accepted, np.full(trees, drafts + 1)).tobytes()
+        paths = paths_of(TREE, accepted, np.full(trees, drafts + 1)).tobytes()
+        return int((accepted >= 0).sum()), paths
 
     def run(self, steps: int) -> "Engine":
         self.tokens = self.seconds = 0.0
         self.plain_seconds = 0.0  # that plain decoding would have taken for the same tokens
         for _ in range(steps):
             drafts = self.controlled.lookup[self.batch_size]
+            last = self.history[-1] if self.history else None
             seconds = self.time_of(drafts) * self.rng.lognormal(0, self.noise)
             if self.drift:
                 moved = self.rng.normal(0, self.drift * (2 / PACE_LASTS) ** 0.5)
                 self.pace += moved - self.pace / PACE_LASTS
                 seconds *= exp(self.pace)
-            if drafts > 0 and self.last == 0:
+            if drafts > 0 and last == 0:
                 self.unread = self.reading
-            self.gained = 0
+            gained, paths = self.verify(drafts) if self.unread == 0 else (0, b"")
             if self.unread > 0:
                 self.unread -= 1
-                seconds, paths = 5 * seconds, b""
-            else:
-                paths = self.paths(drafts)
-            self.tokens += self.batch_size
+                seconds *= 5
+            self.tokens += self.batch_size + gained
             self.seconds += seconds
-            self.plain_seconds += exp(self.pace) * (1 + self.gained / self.batch_size)
-            same = drafts if drafts == self.last else None
+            self.plain_seconds += exp(self.pace) * (1 + gained / self.batch_size)
+            same = drafts if drafts == last else None
             self.controlled.observe(
-                Step(self.batch_size, same, seconds, self.workload, paths, gained=self.gained)
+                Step(self.batch_size, same, seconds, self.workload, paths, gained=gained)
             )
-            self.last = drafts
             self.history.append(drafts)
         return self
 
@@ -346,10 +342,6 @@ def fixed_servers(machine: Machine, **limits: int) -> dict[int, Server]:
     }
 
 
-def trace_of(*arguments, **options):
-    return lambda: poisson(*arguments, **options)
-
-
 def bursts() -> list[Request]:
     trace = poisson(6, 800, PROSE)
     for place, request in enumerate(trace):
@@ -360,15 +352,17 @@ def bursts() -> list[Request]:
 @pytest.mark.parametrize(
     ("machine", "trace", "share"),
     [
-        pytest.param(GPU, trace_of(4, 400, PROSE), 0.98, id="prose"),
-        pytest.param(GPU, trace_of(4, 500, PROSE, prompt=500), 0.98, id="long prompts"),
-        pytest.param(CPU, trace_of(1, 320, WEAK), 0.98, id="a small device"),
-        pytest.param(GPU, trace_of(6, 600, CODE_THEN_WEAK), 0.98, id="drifting acceptance"),
-        pytest.param(GPU, trace_of(3, 800, PROSE, LONGER), 0.98, id="drifting contexts"),
+        pytest.param(GPU, partial(poisson, 4, 400, PROSE), 0.98, id="prose"),
+        pytest.param(GPU, partial(poisson, 4, 500, PROSE, prompt=500), 0.98, id="long prompts"),
+        pytest.param(CPU, partial(poisson, 1, 320, WEAK), 0.98, id="a small device"),
+        pytest.param(GPU, partial(poisson, 6, 600, CODE_THEN_WEAK), 0.98, id="drifting acceptance"),
+        pytest.param(GPU, partial(poisson, 3, 800, PROSE, LONGER), 0.98, id="drifting contexts"),
         pytest.param(GPU, bursts, 0.98, id="bursts"),
         # Where nothing pays: plain decoding is the best.
-        pytest.param(GPU, trace_of(4, 500, NONE), 0.99, id="no acceptance"),
-        pytest.param(GPU, trace_of(16, 1500, NONE, 256, 16), 0.99, id="prompts in most steps"),
+        pytest.param(GPU, partial(poisson, 4, 500, NONE), 0.99, id="no acceptance"),
+        pytest.param(
+            GPU, partial(poisson, 16, 1500, NONE, 256, 16), 0.99, id="prompts in most steps"
+        ),
     ],
 )
 def test_users_wait_no_longer_than_with_the_best_fixed_number_of_drafts(machine, trace, share):
@@ -380,7 +374,7 @@ def test_users_wait_no_longer_than_with_the_best_fixed_number_of_drafts(machine,
 
 def test_more_requests_than_can_be_served_are_served_as_fast_as_by_the_best_choice():
     """All arrive at once; on a small device drafts take time from prompts."""
-    trace = trace_of(1e6, 400, WEAK)
+    trace = partial(poisson, 1e6, 400, WEAK)
     fixed = [Seen.of(one.serve(trace())) for one in fixed_servers(CPU).values()]
     seen = Seen.of(controlled_server(CPU).serve(trace()))
     assert seen.drained_per_second >= 0.98 * max(one.drained_per_second for one in fixed)
@@ -517,7 +511,7 @@ def test_the_speedup_is_what_clients_see(clients, machine, answer):
 
 def test_where_drafts_cause_preemptions_trees_shrink_first():
     limits = {"slots": 32 * 110, "most_running": 32}
-    trace = trace_of(1e6, 300, PROSE)
+    trace = partial(poisson, 1e6, 300, PROSE)
     fixed = fixed_servers(GPU, **limits)
     seen = [Seen.of(server.serve(trace())) for server in fixed.values()]
     server = controlled_server(GPU, **limits)
@@ -635,16 +629,6 @@ def test_restarts_and_pauses_do_not_forget_what_the_next_tree_is_made_from():
     workload, acceptance = state.usual_acceptance()
     assert workload == taught
     assert acceptance.probability(1) == pytest.approx(vector.probability(1), abs=0.05)
-
-
-def test_expected_tokens_are_those_of_the_vector():
-    engine = Engine(controller(), PROSE, 64, seed=1)
-    fading = FadingAcceptance(TREE)
-    for _ in range(100):
-        fading.add(TreeCounts.from_bytes(TREE, engine.paths(15)))
-    expected = np.cumsum(TREE.values(Acceptance.of(PROSE)))
-    # 1,443 trees weigh: five standard deviations of a mean of tokens.
-    assert np.abs(fading.expected_tokens() - expected).max() < 5 * 1.5 / 1443**0.5
 
 
 def seen_times(*steps: tuple[int, int, float], times: int = 6) -> StepTimes:

@@ -15,7 +15,7 @@ from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.tree_library import shipped_directory
 from tests.support.commands import command, in_words
-from tests.support.families import MIXTURES, ZAMBA_2_7B
+from tests.support.families import MIXTURES
 from tests.support.models import save_config
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +24,7 @@ LLAMA, DRAFT = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Inst
 
 
 @pytest.fixture(autouse=True)
-def no_hub_and_no_own_trees(monkeypatch, tmp_path):
-    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "user"))
+def no_hub_and_no_own_trees(monkeypatch, library):
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: 1 / 0)
 
 
@@ -88,9 +87,8 @@ def test_a_published_pair_is_predicted_from_the_datasheet():
 
 
 def test_the_documents_example_is_what_it_prints():
-    document = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")
-    command = document.split("$ sequoia-vllm advise ")[1].split("\n")[0]
-    example = document.split("```\nbatch ")[1].split("```")[0]
+    command = PREDICTIONS.split("$ sequoia-vllm advise ")[1].split("\n")[0]
+    example = PREDICTIONS.split("```\nbatch ")[1].split("```")[0]
     assert " ".join(example.split()) in advise(*command.split())
 
 
@@ -125,12 +123,6 @@ def test_large_models_take_more_devices():
     assert found["pair"]["tensor_parallel_size"] == 4
     assert "--tensor-parallel-size 4" in found["command"]
     assert "do not fit 8 devices" in advise("meta-llama/Llama-3.1-405B", "--device", "l4", code=2)
-
-
-def test_heads_are_read_from_their_folder():
-    head = str(ROOT / "examples" / "models" / "eagle3")
-    found = advice(PAIR, "--draft-model", head, "--device", "h100", "--batch", "1")
-    assert found["batches"][0]["tree_speedup"] > 1
 
 
 EAGLE_3 = {
@@ -208,20 +200,9 @@ def test_a_targets_own_mtp_layer_is_taken_where_no_draft_is_known(tmp_path):
     assert "no draft model is known" in advise(target, "--device", "AMD EPYC", code=2)
 
 
-def test_layers_that_share_blocks_are_predicted(tmp_path):
-    target, draft = save_config(tmp_path, ZAMBA_2_7B), ("--draft-model", "JackFram/llama-68m")
-    found = advice(target, *draft, "--device", "h100", "--batch", "1")
-    assert found["family"].startswith("Zamba 2 (hybrid) (Zamba2ForCausalLM): runs as a target")
-    [one] = found["batches"]
-    # A pass reads 11 of 13 blocks again: 22 GB of weights that take 14.
-    assert one["plain_tokens_per_second"] == pytest.approx(3.35e12 / 22e9, rel=0.3)
-    assert one["tree_speedup"] > one["chain_speedup"] > 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nosuch"], "is no folder here, and a name on the Hub is OWNER/NAME: give the path"),
         (["no/such"], "does not give 'no/such': division by zero; give the path of a folder"),
         ([str(ROOT)], "has no config.json: give the path of a model's folder"),
         ([str(ROOT / "README.md")], f"is a file: give the folder that it lies in, {str(ROOT)!r}"),
@@ -235,14 +216,7 @@ def test_errors_name_the_fix(arguments, said):
     assert said in advise(*arguments, code=2)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_local_experts": 8}, "does not say how many a token goes to; measure the pair "
-         "instead (sequoia-vllm tune)"),
-        ({"hidden_size": None}, "has no hidden_size"),
-    ],
-)  # fmt: skip
-def test_configurations_that_say_too_little(changes, said, tmp_path):
-    config = json.loads(Path(PAIR, "config.json").read_text())
-    assert said in advise(save_config(tmp_path, config | changes), "--device", "h100", code=2)
+def test_configurations_that_say_too_little(tmp_path):
+    config = json.loads(Path(PAIR, "config.json").read_text()) | {"num_local_experts": 8}
+    said = advise(save_config(tmp_path, config), "--device", "h100", code=2)
+    assert "many a token goes to; measure the pair instead (sequoia-vllm tune)" in said

@@ -162,12 +162,10 @@ class FakeRunner:
     """Calls its parts as vLLM's runner does; every one takes a tick of the clock."""
 
     _model_forward, _verify, _commit = ticking(10), ticking(70), ticking(30)
+    propose_draft_token_ids = ticking(1000)
 
-    def __init__(self, clock, grows_trees=False):
+    def __init__(self, clock):
         self.clock = clock
-        if grows_trees:
-            self.stats = "of trees"
-            self.drafter = SimpleNamespace(_forward=lambda tokens: self.tick(900), _predict=None)
         self.model = SimpleNamespace(compute_logits=lambda: self.tick(1))
 
     def tick(self, seconds):
@@ -176,13 +174,6 @@ class FakeRunner:
     def _sample(self):
         self._verify()
         self._commit()
-
-    def propose_draft_token_ids(self):
-        if hasattr(self, "stats"):
-            self.drafter._forward([5, 6, 7])
-            self.tick(100)
-        else:
-            self.tick(1000)
 
     def execute_model(self, scheduler_output):
         self._model_forward()
@@ -253,7 +244,15 @@ def test_parts_of_steady_steps_only(clock):
 
 
 def test_drawing_is_told_apart_in_trees(clock):
-    runner = FakeRunner(clock, grows_trees=True)
+    runner = FakeRunner(clock)
+    runner.stats = "of trees"
+    runner.drafter = SimpleNamespace(_forward=lambda tokens: runner.tick(900), _predict=None)
+
+    def propose():
+        runner.drafter._forward([5, 6, 7])
+        runner.tick(100)
+
+    runner.propose_draft_token_ids = propose
     worker = timed_worker(runner)
     runner.execute_model(STEADY)
     [found] = worker.sequoia_take_steps()
@@ -299,7 +298,7 @@ def test_parts_of_steps_of_model_runner_v2(clock):
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 def test_new_recording_ends_the_earlier_one(clock, is_v2):
-    runner = FakeRunnerV2(clock) if is_v2 else FakeRunner(clock, grows_trees=True)
+    runner = FakeRunnerV2(clock) if is_v2 else FakeRunner(clock)
     worker = timed_worker(runner)
     earlier = worker._sequoia_recording
     worker.sequoia_record_steps()
@@ -493,11 +492,8 @@ def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
 
 def test_git_revision(tmp_path, monkeypatch):
     def git(*words):
-        done = subprocess.run(
-            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words],
-            cwd=tmp_path, check=True, capture_output=True, text=True,
-        )  # fmt: skip
-        return done.stdout.strip()
+        author = "-c", "user.name=a", "-c", "user.email=a@b"
+        return subprocess.check_output(["git", *author, *words], cwd=tmp_path, text=True).strip()
 
     package = tmp_path / "sequoia_vllm" / "bench"
     package.mkdir(parents=True)

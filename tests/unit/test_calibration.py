@@ -241,8 +241,8 @@ PAIR = ("--model", TARGET, "--draft-model", DRAFT)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_command_keeps_nothing(dice, tmp_path, monkeypatch, number, code):
-    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
+@pytest.mark.usefixtures("library")
+def test_an_interrupted_command_keeps_nothing(dice, tmp_path, number, code):
     dice.signal = number
     said = command("tune", *PAIR, code=code).stderr
     assert "interrupted: no tree was chosen" in said
@@ -264,9 +264,9 @@ def test_an_interrupted_command_keeps_nothing(dice, tmp_path, monkeypatch, numbe
         ("--context 0,256", "give at least 1"),
     ],
 )
+@pytest.mark.usefixtures("library")
 def test_friendly_errors(dice, tmp_path, monkeypatch, arguments, message):
     """Before any engine starts. Of a repeated option the last counts."""
-    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
     monkeypatch.chdir(tmp_path)
     done = command("tune", *PAIR, *arguments.split(), code=2)
     assert message in in_words(done.output)

@@ -10,7 +10,7 @@ import pytest
 
 from sequoia_vllm import __version__
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
+from sequoia_vllm.library.tree_library import shipped_directory
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from tests.support.commands import command as run
 from tests.support.commands import in_words, python
@@ -24,9 +24,8 @@ def run_json(*arguments: object):
 
 
 @pytest.fixture(autouse=True)
-def wide_terminal_and_empty_user_directory(monkeypatch, tmp_path):
+def wide_terminal_and_no_own_trees(monkeypatch, library):
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "user"))
 
 
 @pytest.fixture
@@ -88,8 +87,7 @@ class TestShow:
         assert "give --acceptance" in result.stderr
         assert "expected_tokens" not in run_json("tree", "show", path)
 
-    def test_user_tree(self):
-        library = TreeLibrary()
+    def test_user_tree(self, library):
         pair = PairKey("NVIDIA H200", "org/target", "org/draft", "bfloat16")
         path = library.save_user_tree(pair, library.entry("h200/8b-1b/shipped"))
         by_name, by_file = (run_json("tree", "show", x) for x in (f"user/{path.stem}", path))
@@ -112,10 +110,10 @@ class TestPlot:
 
 
 class TestLibraryCommands:
-    def test_lines_are_not_broken_where_no_terminal_is(self, monkeypatch):
+    def test_lines_are_not_broken_where_no_terminal_is(self, monkeypatch, library):
         monkeypatch.delenv("COLUMNS")
         lines = run("tree", "list", "--device", "NVIDIA H200").stdout.splitlines()
-        names = [entry.name for entry in TreeLibrary().entries() if entry.name[:5] == "h200/"]
+        names = [entry.name for entry in library.entries() if entry.name[:5] == "h200/"]
         assert [line.split()[0] for line in lines[1 : len(names) + 1]] == names
         assert lines[-1].startswith("devices: ")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from benchmarks import markdown_table
 from sequoia_vllm.config import ConfigError, OffloadSpec, SequoiaConfig, TreeSpec
 from sequoia_vllm.tree import TokenTree
 
@@ -142,14 +143,14 @@ VLLMS = (
 
 def table(model: type[BaseModel], keys: list[str]) -> str:
     """The keys with their defaults and descriptions, as Markdown."""
-    lines = ["| key | default | meaning |", "|---|---|---|"]
+    rows = []
     for key in keys:
         field = model.model_fields[key]
         default = "required" if field.is_required() else ""
         if not field.is_required() and field.default is not None:
             default = f"`{json.dumps(field.default)}`"
-        lines.append(f"| `{key}` | {default} | {' '.join(field.description.split())} |")
-    return "\n".join(lines)
+        rows.append([f"`{key}`", default, " ".join(field.description.split())])
+    return markdown_table(["key", "default", "meaning"], rows)
 
 
 TABLES = {

@@ -1,6 +1,6 @@
 """Which blocks the draft has filled, and where requests that share them begin to read."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
 
@@ -9,6 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1 import request as vllm_request
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.v2.drafting import draft_progress
@@ -20,6 +26,8 @@ DEPTH = 2  # most drafts that a step accepts
 DRAFTS = 3  # that a step may have: also the lookahead of allocations
 CHUNK = 7  # most tokens of a prompt per step
 LONGEST = 40
+init_none_hash(sha256)
+HASHER = get_request_block_hasher(BLOCK, sha256)
 DEPTHS = [min(drafts, DEPTH) for drafts in range(DRAFTS + 1)]
 
 
@@ -29,15 +37,6 @@ def read_by_first(groups: dict[int, int], given: list[list[int]], tokens: int) -
     blocks.start("first", given, 0)
     blocks.read("first", 0, tokens)
     return blocks
-
-
-def test_blocks_are_filled_when_all_of_them_is_read():
-    blocks = read_by_first({0: 4}, [[7, 8, 9]], 6)
-    blocks.start("second", [[7, 8, 5]], 8)
-    assert blocks.filled_tokens("second", 8) == 4
-    blocks.read("first", 6, 9)
-    assert blocks.filled_tokens("second", 8) == 8
-    assert blocks.filled_tokens("second", 4) == 4
 
 
 def test_blocks_that_are_given_out_anew_hold_nothing():
@@ -78,43 +77,30 @@ def test_null_blocks_before_a_window_count_as_filled():
 # -- V2, against an engine that knows what the draft's cache holds. (V1: test_cache_contents.py)
 
 
-@dataclass
-class Request:
-    """A request; `computed` of its `tokens` are in the target's cache.
+class Request(vllm_request.Request):
+    """A request of vLLM's. With more than `most` committed tokens it can use no tree."""
 
-    With more than `most` committed tokens it can use no tree.
-    """
-
-    name: str
-    tokens: list[int]
-    prompt: int
-    slot: int = -1
-    blocks: list[int] = field(default_factory=list)
-    computed: int = 0
-    rejected: int = 0  # drafts of its last step that the scheduler still counts as accepted
-    most: int = LONGEST
+    def __init__(self, name: str, prompt: list[int], most: int = LONGEST) -> None:
+        super().__init__(name, prompt, SamplingParams(), None, block_hasher=HASHER)
+        self.most, self.slot = most, -1
+        self.prompt = 0  # tokens that it reads before it samples
+        self.rejected = 0  # drafts of its last step that the scheduler still counts as accepted
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What one step did with a request, `computed` tokens of which were there before."""
+    """What one step did with a request, of which the scheduler counted so many tokens before."""
 
     request: Request
-    computed: int
+    counted: int
+    tokens: int  # in the target's forward, drafts included
     drafts: int
     prefilling: bool
-    rejected_before: int
     sampled: list[int]
-
-    @property
-    def num_scheduled(self) -> int:
-        """Tokens in the target's forward, drafts included."""
-        accepted = max(len(self.sampled) - 1, 0)
-        return self.request.computed - self.computed - accepted + self.drafts
 
 
 class Engine:
-    """A small engine with a prefix cache, which knows what the draft's cache really holds.
+    """A small engine with vLLM's prefix cache, which knows what the draft's cache really holds.
 
     Every step it lets requests come, go and be preempted as vLLM's scheduler does, in a
     pool of few blocks, so that they are shared, evicted and given out again. The reader
@@ -126,130 +112,100 @@ class Engine:
         self.random, self.reader = random, reader
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        self.free = list(range(1, POOL))  # the first is vLLM's null block
-        self.users = [0] * POOL
-        self.prefixes: dict[tuple[int, ...], int] = {}  # the prefix cache
+        layers = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        config = KVCacheConfig(POOL, [], [KVCacheGroupSpec(["draft"], layers)])
+        self.cache = KVCacheManager(config, 2 * LONGEST, BLOCK, BLOCK)
         self.draft_keys: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> prefix
         self.names = 0
 
     def step(self) -> None:
         """One step of the engine, with or without a pass of the draft."""
-        for request in [r for r in self.running if self.random.random() < 0.1]:
-            self._release(request)
-            if self.random.random() < 0.5:
-                self.waiting.insert(0, request)
+        for request in list(self.running):
+            has_all = request.num_tokens > LONGEST
+            if has_all or self.random.random() < 0.1:
+                self._release(request)
+                if not has_all and self.random.random() < 0.5:
+                    self.waiting.insert(0, request)
         if self.random.random() < 0.7:
             self.waiting.append(self._new_request())
-        batch = [self._schedule(request) for request in list(self.running)]
-        while self.waiting and len(self.running) < SLOTS and self._admit(self.waiting[0]):
-            batch.append(self._schedule(self.waiting.pop(0)))
-        ran = [scheduled for scheduled in batch if scheduled is not None]
+        ran = list(filter(None, map(self._schedule, list(self.running))))
+        while self.waiting and len(self.running) < SLOTS:
+            if (scheduled := self._schedule(self.waiting[0])) is None:
+                break
+            ran.append(scheduled)
+            self.waiting.pop(0)
         self.random.shuffle(ran)
         drafting = self.random.random() < 0.6
         self._check(self.reader.read(ran, drafting, self.random.choice([CHUNK, 20, 80])))
-        for scheduled in ran:
-            self._share(scheduled.request)
 
     def _new_request(self) -> Request:
         """Prompts begin with one of two documents, so that they share blocks."""
         document = [self.random.randrange(2)] * self.random.randrange(20)
         tail = [self.random.randrange(2) for _ in range(self.random.randrange(1, 4))]
         self.names += 1
-        prompt = len(document + tail)
-        most = self.random.choice([0, prompt + self.random.randrange(1, 8), LONGEST - 4])
-        return Request(str(self.names), document + tail, prompt, most=most)
-
-    def _admit(self, request: Request) -> bool:
-        """Gives a request a slot and what the cache has of it, if there is room."""
-        hit: list[int] = []
-        while (end := (len(hit) + 1) * BLOCK) < len(request.tokens):
-            if (block := self.prefixes.get(tuple(request.tokens[:end]))) is None:
-                break
-            hit.append(block)
-        used = [block for block in hit if self.users[block] == 0]
-        if len(self.free) - len(used) < (CHUNK + DRAFTS) // BLOCK + 2:
-            return False
-        for block in hit:
-            self._use(block)
-        taken = {other.slot for other in self.running}
-        request.slot = min(set(range(SLOTS)) - taken)
-        request.blocks, request.computed, request.rejected = hit, len(hit) * BLOCK, 0
-        request.prompt = len(request.tokens)  # a resumed one reads all it had
-        self.running.append(request)
-        return True
+        prompt = document + tail
+        most = self.random.choice([0, len(prompt) + self.random.randrange(1, 8), LONGEST - 4])
+        return Request(str(self.names), prompt, most)
 
     def _schedule(self, request: Request) -> Scheduled | None:
-        starts = len(request.blocks) * BLOCK == request.computed
-        prefilling = request.computed < request.prompt
+        """A step of this request; where there is no room, none, and one that runs ends."""
+        starts = request not in self.running
+        hit, cached = self.cache.get_computed_blocks(request)[:2] if starts else (None, 0)
+        if starts:
+            request.prompt = request.num_tokens  # a resumed one reads all it had
+        computed = request.num_computed_tokens + cached
+        counted = computed + request.rejected
+        prefilling = computed < request.prompt
         drafts = 0 if prefilling else self.random.randrange(DRAFTS + 1)
-        chunk = min(request.prompt - request.computed, self.random.randrange(1, CHUNK + 1))
+        chunk = min(request.prompt - computed, self.random.randrange(1, CHUNK + 1))
         count = chunk if prefilling else 1
-        new = self._allocate(request, request.computed + count + drafts + DRAFTS)
-        if new is None or len(request.tokens) > LONGEST:
-            self._release(request)
+        new = self.cache.allocate_slots(request, count + drafts, cached, hit, DRAFTS)
+        if new is None:
+            if not starts:
+                self._release(request)
             return None
         progress = self.reader.progress
         if starts:
-            progress.start(request.slot, request.computed, [request.blocks])
-        elif new:
-            progress.extend(request.slot, [new])
-        computed, before = request.computed, request.rejected
-        request.computed += count
-        self._share(request)
+            request.slot = min(set(range(SLOTS)) - {other.slot for other in self.running})
+            self.running.append(request)
+            progress.start(request.slot, cached, self.cache.get_block_ids(request.request_id))
+        else:
+            progress.extend(request.slot, new.get_block_ids())
+        request.num_computed_tokens = computed + count
         sampled: list[int] = []
-        if request.computed >= request.prompt:
+        if request.num_computed_tokens >= request.prompt:
             accepted = self.random.randrange(min(drafts, DEPTH) + 1)
             sampled = [self.random.randrange(2) for _ in range(accepted + 1)]
-            request.tokens += sampled
-            request.computed += accepted
+            request.append_output_token_ids(sampled)
+            request.num_computed_tokens += accepted
             request.rejected = drafts - accepted
-        return Scheduled(request, computed, drafts, prefilling, before, sampled)
-
-    def _allocate(self, request: Request, tokens: int) -> list[int] | None:
-        """Blocks for this many tokens in all; their old contents leave the prefix cache."""
-        count = max(-(-tokens // BLOCK) - len(request.blocks), 0)
-        if count > len(self.free):
-            return None
-        new = self.free[:count]
-        for block in new:
-            self._use(block)
-            self.prefixes = {prefix: b for prefix, b in self.prefixes.items() if b != block}
-        request.blocks = request.blocks + new
-        return new
-
-    def _use(self, block: int) -> None:
-        self.users[block] += 1
-        if block in self.free:
-            self.free.remove(block)
+        return Scheduled(request, counted, count + drafts, drafts, prefilling, sampled)
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
-        for block in reversed(request.blocks):
-            self.users[block] -= 1
-            if self.users[block] == 0:
-                self.free.append(block)
-        request.blocks = []
-
-    def _share(self, request: Request) -> None:
-        """Shares a prompt's blocks as soon as it is scheduled, others once they are known."""
-        for index in range(request.computed // BLOCK):
-            prefix = tuple(request.tokens[: (index + 1) * BLOCK])
-            self.prefixes.setdefault(prefix, request.blocks[index])
+        self.cache.free(request)
+        request.num_computed_tokens = request.rejected = 0
 
     def _check(self, reads: dict[str, tuple[int, int]]) -> None:
         """One pass writes the keys of all requests, then each attends to all before its last."""
-        reading = [(r, reads[r.name]) for r in self.running if r.name in reads]
+        reading = [(r, reads[r.request_id]) for r in self.running if r.request_id in reads]
         for request, (start, end) in reading:
             for position in range(start, end):
-                self.draft_keys[_place(request, position)] = tuple(request.tokens[: position + 1])
+                self.draft_keys[self._place(request, position)] = _prefix(request, position)
         for request, (_, end) in reading:
             for position in range(end):
-                held = self.draft_keys.get(_place(request, position))
-                assert held == tuple(request.tokens[: position + 1]), (request, position)
+                held = self.draft_keys.get(self._place(request, position))
+                assert held == _prefix(request, position), (request, position)
+
+    def _place(self, request: Request, position: int) -> tuple[int, int]:
+        [blocks] = self.cache.get_block_ids(request.request_id)
+        return blocks[position // BLOCK], position % BLOCK
 
 
-def _place(request: Request, position: int) -> tuple[int, int]:
-    return request.blocks[position // BLOCK], position % BLOCK
+def _prefix(request: Request, position: int) -> tuple[int, ...]:
+    return tuple(request.all_token_ids[: position + 1])
 
 
 class Staged:
@@ -280,11 +236,10 @@ class V2Reader:
 
     def read(self, batch, drafting, budget):
         slots = np.array([scheduled.request.slot for scheduled in batch], dtype=np.intp)
-        computed = [s.computed + s.rejected_before for s in batch]
         step = SimpleNamespace(
             idx_mapping_np=slots,
-            num_computed_tokens_np=np.array(computed, dtype=np.int32),
-            num_scheduled_tokens=np.array([s.num_scheduled for s in batch], dtype=np.int32),
+            num_computed_tokens_np=np.array([s.counted for s in batch], dtype=np.int32),
+            num_scheduled_tokens=np.array([s.tokens for s in batch], dtype=np.int32),
             num_draft_tokens_per_req=np.array([s.drafts for s in batch], dtype=np.int32),
             is_prefilling_np=np.array([s.prefilling for s in batch], dtype=bool),
         )
@@ -294,7 +249,7 @@ class V2Reader:
         committed = self.progress.committed_at_least(slots)
         for scheduled, at_least in zip(batch, committed.tolist(), strict=True):
             if scheduled.sampled:
-                assert at_least <= scheduled.request.computed + 1
+                assert at_least <= scheduled.request.num_computed_tokens + 1
         reading = np.array([scheduled.request.most for scheduled in batch]) >= committed
         most = self.progress.most_unread(slots[reading])
         bounds = self.progress.take_bounds(slots, reading, budget)
@@ -306,22 +261,22 @@ class V2Reader:
             # As `kernels.begin_drafting` does it.
             request = scheduled.request
             start = int(self.progress.read[request.slot])
-            end = request.computed + bool(scheduled.sampled)
+            end = request.num_computed_tokens + bool(scheduled.sampled)
             count = max(min(end - start, bound), 0)
             self.progress.read[request.slot] = start + count
             drafts = bool(scheduled.sampled) and start + count == end
             if count > 0 or drafts:
-                reads[request.name] = (start, start + count)
+                reads[request.request_id] = (start, start + count)
         return reads
 
 
-def starting(reader, name, prompt, cached, blocks, slot, **more):
+def starting(reader, name, prompt, cached, blocks, slot):
     """A step of a request whose whole prompt runs in it, and which samples a token."""
-    tokens = list(range(prompt))
-    request = Request(name, [*tokens, 0], prompt, slot, blocks, cached, **more)
+    request = Request(name, list(range(prompt)))
+    request.append_output_token_ids(0)
+    request.slot, request.num_computed_tokens = slot, prompt
     reader.progress.start(slot, cached, [blocks])
-    request.computed = prompt
-    return Scheduled(request, cached, 0, True, 0, [0])
+    return Scheduled(request, cached, prompt - cached, 0, True, [0])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -353,11 +308,3 @@ def test_no_pass_attends_to_keys_that_were_not_written(seed):
     engine = Engine(Random(seed), V2Reader())
     for _ in range(40):
         engine.step()
-
-
-def test_requests_that_can_use_no_tree_are_not_read():
-    """What they leave in the prefix cache is read for the first that drafts."""
-    reader = V2Reader()
-    assert reader.read([starting(reader, "a", 9, 0, [1, 2, 3], 1, most=0)], True, 40) == {}
-    drafted = starting(reader, "b", 10, 8, [1, 2, 4], 0)
-    assert reader.read([drafted], True, 40) == {"b": (0, 11)}

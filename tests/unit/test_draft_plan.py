@@ -1,20 +1,13 @@
 """Schedules that leave room for prompts, and what is drafted for, captured, warmed up and kept."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.drafting.draft_plan import (
-    DraftPlan,
-    depths_by_drafts,
-    inner_nodes,
-    inner_rows,
-    level_widths,
-)
+from sequoia_vllm.drafting.draft_plan import DraftPlan, inner_nodes, inner_rows
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
 from sequoia_vllm.hardware.graph_sizes import (
     MOST_TOKENS,
@@ -22,7 +15,6 @@ from sequoia_vllm.hardware.graph_sizes import (
     decode_shapes,
     first_beyond,
 )
-from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree import TokenTree
 from tests.support.reference_trees import trees
 
@@ -32,13 +24,6 @@ from tests.support.reference_trees import trees
 TREE = TokenTree((-1, 0, 0, 1, 1, 0, 5))
 WIDE = TokenTree((-1, *[0] * 30, *range(1, 31), 31))
 SCHEDULE = [6] * 4 + [3] * 12 + [0] * 100
-
-
-def test_shapes_of_a_tree():
-    assert level_widths(TREE) == [1, 2]
-    assert inner_nodes(TREE) == 3
-    assert depths_by_drafts(TREE) == [0, 1, 1, 2, 2, 2, 2]
-    assert inner_nodes(TokenTree((-1,))) == 0
 
 
 def test_rows_follow_the_widest_level_or_the_longest_path():
@@ -95,26 +80,6 @@ def test_logits_are_kept_for_the_largest_product_of_batch_and_nodes():
     nothing = DraftPlan(TREE, [0] * 8, most_rows=2048)
     assert (nothing.drafts, nothing.widest_level) == ([], 1)
     assert nothing.logits_rows >= inner_nodes(TREE)
-
-
-# Sequences and tokens per step of `vllm serve` on small and large GPUs, and of `LLM` there.
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(256, 2048), (1024, 8192), (1024, 16384)])
-def test_passes_of_the_librarys_trees_fit_where_nothing_is_set(max_num_seqs, budget):
-    """Also where a user's own schedule drafts the whole tree at all loads."""
-    library = TreeLibrary(user=Path("none"))
-    for entry in library.entries():
-        tree = library.entry(entry.name).tree
-        drafts = tree.num_speculative_tokens
-        if drafts == 0:
-            continue
-        fitting = fit_to_budget(entry.schedule, drafts, max_num_seqs, budget)
-        for ranges in (fitting, [(1, max_num_seqs, drafts)]):
-            plan = DraftPlan(tree, drafts_by_batch(ranges, drafts, max_num_seqs), budget)
-            for number in plan.drafts:
-                rows = plan.graph_sizes(number)[-1] * plan.rows_per_request(number)
-                assert rows <= budget, entry.name
-            if ranges[-1][2] != drafts:
-                assert plan.logits_rows <= 1024, entry.name
 
 
 @settings(max_examples=60, deadline=None)

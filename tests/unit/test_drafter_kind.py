@@ -322,29 +322,18 @@ def test_the_key_is_ours_and_strict():
         SequoiaConfig.parse({"method": "sequoia", "drafter": "eagle"})
 
 
-# As `speculators` publishes them; read as vLLM reads them.
-NARROW = {
-    "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 2048, "intermediate_size": 6144,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
-        ("eagle3", {"draft_vocab_size": 32000}),
+        ("eagle3", {}),
         ("eagle3", {"draft_vocab_size": 64000, "target_hidden_size": 4096,
                     "eagle_aux_hidden_state_layer_ids": [1, 2]}),
         ("dflash", {"aux_hidden_state_layer_ids": [2, 9, 17], "mask_token_id": 1}),
-        ("dspark", {"aux_hidden_state_layer_ids": [2, 9], "mask_token_id": 1, "block_size": 7,
-                    "draft_vocab_size": 32000}),
+        ("dspark", {"aux_hidden_state_layer_ids": [2, 9], "mask_token_id": 1, "block_size": 7}),
     ],
 )  # fmt: skip
-def test_shapes_are_what_vllm_makes_of_them(kind, own):
-    config = {
-        "architectures": ["Speculator"], "speculators_model_type": kind,
-        "speculators_config": {"algorithm": kind}, "transformer_layer_config": NARROW, **own,
-    }  # fmt: skip
+def test_shapes_are_what_vllm_makes_of_what_speculators_writes(kind, own):
+    config = speculators(kind, **own)
     ours = without_format(config)
     theirs = SpeculatorsConfig.extract_transformers_pre_trained_config(deepcopy(config))
     assert recognise_fields(Fields(ours), lambda: None).kind == kind
@@ -353,6 +342,6 @@ def test_shapes_are_what_vllm_makes_of_them(kind, own):
 
 
 def test_parallel_heads_are_not_drafted_with_and_other_formats_stay():
-    config = {"speculators_model_type": "peagle", "transformer_layer_config": NARROW}
+    config = speculators("peagle")
     assert recognise_fields(Fields(without_format(config)), lambda: None).kind is None
-    assert without_format(NARROW) is NARROW
+    assert without_format(LAYER) is LAYER

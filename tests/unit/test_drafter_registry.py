@@ -19,7 +19,6 @@ from sequoia_vllm.drafters.registry import (
     HeadShape,
     KnownDrafter,
     Sign,
-    drafter,
     drafts_in_one_pass,
     register,
 )
@@ -176,10 +175,3 @@ def test_classes_that_do_not_fit_are_refused(changes, problem):
     with pytest.raises(TypeError, match="method is missing; name is missing; on_v2 is missing"):
         register(type("Bare", (Drafter,), {"kind": "bare", "rank": 1}))
     assert before == DRAFTERS
-
-
-def test_unknown_kinds_are_refused():
-    with pytest.raises(
-        ValueError, match="Input should be 'dspark', 'dflash', 'eagle3', 'mtp', 'model' or"
-    ):
-        drafter("echo")

@@ -107,11 +107,6 @@ def test_the_table_says_where_its_values_are_from():
         assert device.source
         assert 10 < device.ridge < 1000
         assert device.spec().id == device.id
-    library = [device.id for device in known_devices().values() if device.library]
-    assert sorted(library) == [
-        "a100-40gb", "a100-80gb", "b200", "h100-pcie", "h100-sxm", "h200", "l4", "l40", "l40s",
-        "mi300x", "rtx-4090", "rtx-5090",
-    ]  # fmt: skip
 
 
 def test_this_machine_has_a_name(monkeypatch):
@@ -134,7 +129,6 @@ LIBRARY = {d.id: d.spec() for d in known_devices().values() if d.library}
     [
         ("NVIDIA A100 80GB PCIe", "a100-80gb"), ("NVIDIA H200 NVL", "h200"),
         ("NVIDIA GB200", "b200"), ("AMD Instinct MI325X", "mi300x"),
-        ("NVIDIA RTX 6000 Ada Generation", "l40s"),
     ],
 )  # fmt: skip
 def test_relatives_are_the_nearest(name, expected):
@@ -343,22 +337,7 @@ class TestChoice:
 
 
 class TestMemory:
-    @pytest.mark.parametrize(
-        ("device", "devices", "problem"),
-        [
-            # 133.7 GiB of weights: more than 80, and all but 7 of 141, of which vLLM takes 92 %.
-            ("h100-sxm", 1, "does not fit"),
-            ("h200", 1, "no room for a KV cache"),
-            ("h100-sxm", 2, None),
-            ("h200", 2, None),
-            ("mi300x", 1, None),
-        ],
-    )
-    def test_a_70b_pair(self, device, devices, problem):
-        pair, spec = model_classes()["70b-1b"], identify(device).spec
-        assert memory_problem(spec, pair.target, pair.draft, 1, devices) == problem
-
-    def test_by_hand(self):
+    def test_a_70b_pair_by_hand(self):
         pair, spec = model_classes()["70b-1b"], identify("h100-sxm").spec
         models = pair.target, pair.draft
         weights = weights_bytes(*models, devices=2)
@@ -368,3 +347,7 @@ class TestMemory:
         room = int((0.92 * 80 * 2**30 - 3 * 2**30 - weights) // per_token)
         assert memory_problem(spec, *models, room, 2) is None
         assert memory_problem(spec, *models, room + 1, 2) == f"KV cache for {room} tokens only"
+        # 133.7 GiB of weights: more than 80, and all but 7 of 141, of which vLLM takes 92 %.
+        assert memory_problem(spec, *models, 1, 1) == "does not fit"
+        h200 = identify("h200").spec
+        assert memory_problem(h200, *models, 1, 1) == "no room for a KV cache"
