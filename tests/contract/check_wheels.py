@@ -57,15 +57,13 @@ def check(directory: Path, version: str) -> bool:
     for difference in found:
         print(f"  - {difference}")
     if supported:
-        keep(version, {"wheel": wheel.name, "sha256": wheel_hash, "differences": found})
+        checked = json.loads(CHECKED.read_text())
+        checked[version] = {
+            "expected": expected_hash(version), "wheel": wheel.name, "sha256": wheel_hash,
+            "differences": found,
+        }  # fmt: skip
+        CHECKED.write_text(json.dumps(checked, indent=1, sort_keys=True) + "\n")
     return not (supported and found)
-
-
-def keep(version: str, result: dict[str, object]) -> None:
-    """Writes a result down, with what was expected."""
-    checked = json.loads(CHECKED.read_text()) if CHECKED.exists() else {}
-    checked[version] = {"expected": expected_hash(version)} | result
-    CHECKED.write_text(json.dumps(checked, indent=1, sort_keys=True) + "\n")
 
 
 def expected_hash(version: str) -> str:
@@ -76,8 +74,10 @@ def expected_hash(version: str) -> str:
 
 def unpacked(directory: Path, version: str) -> tuple[Path, Path]:
     """The version's wheel for CUDA, downloaded once, and the folder of its Python files."""
-    wheel = find_wheel(directory, version) or download(directory, version)
-    sources = directory / version
+    pattern, sources = f"vllm-{version}-*.whl", directory / version
+    if not list(directory.glob(pattern)):
+        download(directory, version)
+    wheel = min(directory.glob(pattern))
     if not sources.is_dir():
         partial = sources.with_name(sources.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -88,11 +88,7 @@ def unpacked(directory: Path, version: str) -> tuple[Path, Path]:
     return wheel, sources
 
 
-def find_wheel(directory: Path, version: str) -> Path | None:
-    return next(iter(sorted(directory.glob(f"vllm-{version}-*.whl"))), None)
-
-
-def download(directory: Path, version: str) -> Path:
+def download(directory: Path, version: str) -> None:
     """From PyPI, whose ``vllm`` is for CUDA."""
     platforms = [option for name in PLATFORMS for option in ("--platform", name)]
     command = [
@@ -100,10 +96,6 @@ def download(directory: Path, version: str) -> Path:
         "--only-binary", ":all:", "--python-version", "3.12", *platforms, "--dest", str(directory),
     ]  # fmt: skip
     subprocess.run(command, check=True)
-    wheel = find_wheel(directory, version)
-    if wheel is None:
-        sys.exit(f"pip downloaded no wheel of vLLM {version} into {directory}")
-    return wheel
 
 
 if __name__ == "__main__":

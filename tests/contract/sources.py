@@ -23,6 +23,7 @@ from sequoia_vllm.engine.compat.ledger import Expected, Signature
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
+FOLLOWED = ("vllm", "sequoia_vllm", "tests")  # what other packages define is not known
 _CACHES = {"cache", "lru_cache"}
 _CACHE_ATTRIBUTES = ("cache_clear", "cache_info", "cache_parameters")
 _ENUMS = ("enum.Enum", "enum.IntEnum", "enum.StrEnum", "enum.Flag", "enum.IntFlag")
@@ -59,6 +60,17 @@ class Definition:
     def is_dataclass(self) -> bool:
         return isinstance(self.node, ast.ClassDef) and "dataclass" in _decorators(self.node)
 
+    @property
+    def fields(self) -> dict[str, dict[str | None, object]]:
+        """Fields that a dataclass itself declares, and arguments of ``field`` that give them."""
+        return {
+            statement.target.id: _options(statement.value)
+            for statement in (self.class_body if self.is_dataclass else ())
+            if isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and "ClassVar" not in ast.unparse(statement.annotation)
+        }
+
 
 def source_differences(root: Path, expectations: Iterable[Expected]) -> list[str]:
     """How the sources differ from what we expect; empty if they fit."""
@@ -86,8 +98,6 @@ class Sources:
     def find(self, path: str) -> Definition:
         """What ``module:attribute[.attribute]`` stands for; raises `NotFoundError`."""
         module, _, attributes = path.partition(":")
-        if self._file(module) is None:
-            raise NotFoundError(f"no module {module}")
         found = Definition(module, module)
         for name in attributes.split("."):
             found = self._attribute(found, name)
@@ -119,12 +129,6 @@ class Sources:
         files = [one for path in paths for one in (path.with_suffix(".py"), path / "__init__.py")]
         return next((file for file in files if file.is_file()), None)
 
-    def _is_outside(self, module: str) -> bool:
-        package = module.partition(".")[0]
-        return not any((root / package).is_dir() for root in self._roots) and not self._file(
-            package
-        )
-
     def _read_names(self, module: str) -> dict[str, ast.AST]:
         file = self._file(module)
         if file is None:
@@ -144,7 +148,7 @@ class Sources:
 
     def _module_attribute(self, module: str, name: str) -> Definition:
         full_name, key = f"{module}.{name}", (module, name)
-        outside = self._is_outside(module)
+        outside = module.partition(".")[0] not in FOLLOWED
         if not outside and name in (names := self._names(module)):
             if key in self._under_way:
                 raise NotFoundError(f"{full_name} is imported in a circle")
@@ -191,19 +195,12 @@ class Sources:
 
     # -- classes -------------------------------------------------------------------
 
-    def _direct_bases(self, of: Definition) -> list[Definition]:
-        nodes = of.node.bases if isinstance(of.node, ast.ClassDef) else []
-        return [found for node in nodes if (found := self._evaluate(node, of.module))]
-
     def _bases(self, of: Definition) -> Iterator[Definition]:
         """The class itself and its bases, left to right and depth first."""
         yield of
-        for base in self._direct_bases(of):
-            yield from self._bases(base)
-
-    def _is_named_tuple(self, of: Definition) -> bool:
-        """Whether it declares the fields; a class derived from one inherits them."""
-        return any(base.name == "typing.NamedTuple" for base in self._direct_bases(of))
+        for node in of.node.bases if isinstance(of.node, ast.ClassDef) else ():
+            if base := self._evaluate(node, of.module):
+                yield from self._bases(base)
 
     def _class_attribute(self, of: Definition, name: str) -> Definition:
         unread = []
@@ -216,15 +213,10 @@ class Sources:
                 if isinstance(node, ast.expr) and is_enum:
                     return replace(found, node=base.node, is_instance=True)
                 return self._define(node, replace(found, owner=of))
-            elif name in self._field_names(base):
+            elif name in base.fields:
                 return found
         note = f"; not read: {', '.join(unread)}" if unread else ""
         raise NotFoundError(f"class {of.name} has no {name}{note}")
-
-    def _field_names(self, of: Definition) -> tuple[str, ...]:
-        """Fields that a dataclass or named tuple itself declares; otherwise none."""
-        declares = of.is_dataclass or self._is_named_tuple(of)
-        return tuple(field.name for field in _fields(of.node)) if declares else ()
 
     def _constructor_signature(self, of: Definition) -> Signature:
         for base in self._bases(of):
@@ -233,14 +225,13 @@ class Sources:
             if isinstance(constructor, Function):
                 return _signature(constructor.args, is_bound=True)
             if base.is_dataclass:
-                fields: dict[str, _Field] = {}
-                for one in reversed([one for one in self._bases(base) if one.is_dataclass]):
-                    # A field that is defined again keeps its place.
-                    fields |= {field.name: field for field in _fields(one.node)}
-                taken = [field for field in fields.values() if field.is_parameter]
-                return _signature_of(sorted(taken, key=lambda field: field.is_keyword))
-            if self._is_named_tuple(base):
-                return _signature_of(list(_fields(base.node)))
+                fields: dict[str, dict[str | None, object]] = {}
+                for one in reversed(list(self._bases(base))):
+                    fields |= one.fields  # a field that is defined again keeps its place
+                taken = [name for name, options in fields.items() if options.get("init", True)]
+                defaults = {"default", "default_factory"}
+                required = [name for name in taken if not defaults & fields[name].keys()]
+                return Signature(tuple(taken), frozenset(required))
         raise NotFoundError(f"no constructor of {of.name} in the sources")
 
 
@@ -302,44 +293,8 @@ def _signature(arguments: ast.arguments, is_bound: bool = False) -> Signature:
     return Signature(tuple(names), frozenset(required.intersection(names)))
 
 
-@dataclass(frozen=True)
-class _Field:
-    name: str
-    is_parameter: bool
-    is_keyword: bool
-    is_required: bool
-
-
-def _fields(node: ast.ClassDef) -> Iterator[_Field]:
-    is_keyword = bool(_options("dataclass", *node.decorator_list).get("kw_only"))
-    for statement in node.body:
-        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-            continue
-        annotation, value = ast.unparse(statement.annotation), statement.value
-        if annotation.endswith("KW_ONLY"):
-            is_keyword = True
-        elif "ClassVar" not in annotation:
-            options = _options("field", value)
-            is_call = isinstance(value, ast.Call) and _last_name(value) == "field"
-            has_default = {"default", "default_factory"} & options.keys() if is_call else value
-            yield _Field(
-                statement.target.id,
-                is_parameter=bool(options.get("init", True)),
-                is_keyword=bool(options.get("kw_only", is_keyword)),
-                is_required=not has_default,
-            )
-
-
-def _signature_of(fields: list[_Field]) -> Signature:
-    required = frozenset(field.name for field in fields if field.is_required)
-    return Signature(tuple(field.name for field in fields), required)
-
-
-def _options(name: str, *expressions: ast.expr | None) -> dict[str | None, object]:
-    """The keywords of the first call of this name; what is no constant counts as True."""
-    calls = [one for one in expressions if isinstance(one, ast.Call) and _last_name(one) == name]
-    return {
-        given.arg: getattr(given.value, "value", True)
-        for call in calls[:1]
-        for given in call.keywords
-    }
+def _options(value: ast.expr | None) -> dict[str | None, object]:
+    """The arguments of ``field(...)``, as which a plain value of a field's is its default."""
+    if isinstance(value, ast.Call) and _last_name(value) == "field":
+        return {one.arg: getattr(one.value, "value", True) for one in value.keywords}
+    return {"default": True} if value else {}

@@ -14,7 +14,6 @@ import ast
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,12 @@ class Module:
         self.name = name.removesuffix(".__init__")
         self.lines = file.read_text(encoding="utf-8").splitlines()
         self.tree = without_annotations(ast.parse("\n".join(self.lines)))
-        self.imported = dict(self._imports())
+        self.imported = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+            for alias in node.names
+        }
         self.chains: dict[tuple[str, ...], Calls] = {}
         self.attributes: dict[str, Calls] = {}
         calls = {node.func: node for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
@@ -79,12 +83,6 @@ class Module:
                     self.chains.setdefault(chain, []).extend(call)
                 elif isinstance(node, ast.Attribute):
                     self.attributes.setdefault(chain[-1], []).extend(call)
-
-    def _imports(self) -> Iterator[tuple[str, str]]:
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                for alias in node.names:
-                    yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
     @property
     def place(self) -> str:
@@ -113,18 +111,11 @@ class Module:
         return found[1].replace("\n", " ") if found else ""
 
 
-class TwoPackages(Sources):
-    """vLLM's sources and ours; others are not followed."""
-
-    def _is_outside(self, module: str) -> bool:
-        return module.partition(".")[0] not in ("vllm", "sequoia_vllm")
-
-
 class Use:
     """What the engine uses of the vLLM package in a directory."""
 
     def __init__(self, vllm: Path) -> None:
-        self.sources = TwoPackages(vllm, REPOSITORY)
+        self.sources = Sources(vllm, REPOSITORY)
         self.modules = [Module(file) for file in MODULES]
         self.replaced: dict[str, dict[str, str]] = {}
         self.places: dict[str, dict[str, str | None]] = {
@@ -231,7 +222,7 @@ class Use:
         has = {
             name
             for base in self.sources._bases(owner)
-            for name in (*_defined(base), *self.sources._field_names(base))
+            for name in (*_defined(base), *base.fields)
             if not name.startswith("__")  # as what Python itself calls
         }
         for name in sorted(has & {name for one in modules for name in one.attributes}):

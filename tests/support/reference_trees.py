@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -70,27 +71,19 @@ def brute_force(
     return best
 
 
-def simulate(
-    tree: TokenTree, acceptance: Acceptance, steps: int, rng: np.random.Generator
-) -> NDArray[np.int64]:
+def simulate(tree: TokenTree, acceptance: Acceptance, steps: int, rng: Random) -> NDArray[np.int64]:
     """Tokens of each of ``steps`` steps: at an accepted node at most one child is accepted."""
-    tokens = np.ones(steps, dtype=np.int64)
-    at = np.zeros(steps, dtype=np.int64)
-    alive = np.ones(steps, dtype=bool)
-    while alive.any():
-        draws = rng.random(steps)
-        following = np.full(steps, -1)
-        for node in np.unique(at[alive]):
-            low = 0.0
-            for rank, child in enumerate(tree.children[node]):
-                high = low + acceptance.probability(rank, int(tree.depths[node]))
-                here = alive & (at == node) & (draws >= low) & (draws < high)
-                following[here] = child
-                low = high
-        alive = following >= 0
-        tokens += alive
-        at[alive] = following[alive]
-    return tokens
+    weights = [
+        [acceptance.probability(rank, int(depth)) for rank in range(len(children))]
+        for children, depth in zip(tree.children, tree.depths, strict=True)
+    ]
+
+    def tokens_from(node: int) -> int:
+        own = weights[node]
+        [child] = rng.choices([*tree.children[node], None], [*own, 1 - sum(own)])
+        return 1 if child is None else 1 + tokens_from(child)
+
+    return np.array([tokens_from(0) for _ in range(steps)])
 
 
 @st.composite

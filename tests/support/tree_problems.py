@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sequoia_vllm.verification import traversal, walk
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
 from sequoia_vllm.verification.sampling import draft_distribution, draw_without_replacement
+from tests.oracles.laws import Script
 from tests.oracles.verification import (
     Uniforms,
     acceptance_probability,
@@ -47,11 +48,8 @@ def verify_tree(target, draft, tokens, parents, generator=None, method=DEFAULT_M
 
 def rows_at(logits, temperature):
     """Q of rows ``[R, V]`` at one temperature, or at one for each row."""
-    if not isinstance(temperature, torch.Tensor):
-        temperature = torch.full(
-            logits.shape[:1], temperature, dtype=torch.float32, device=logits.device
-        )
-    return draft_distribution(logits, temperature)
+    each = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
+    return draft_distribution(logits, each.expand(len(logits)))
 
 
 def drawn_from(logits, k, temperature=1.0, generator=None):
@@ -62,12 +60,8 @@ def drawn_from(logits, k, temperature=1.0, generator=None):
 def as_lists(result):
     """Per request: accepted nodes and emitted tokens, after checking the padding."""
     paths = []
-    for accepted, emitted, count in zip(
-        result.accepted_nodes.tolist(),
-        result.output_tokens.tolist(),
-        result.num_accepted.tolist(),
-        strict=True,
-    ):
+    columns = result.accepted_nodes, result.output_tokens, result.num_accepted
+    for accepted, emitted, count in zip(*(each.tolist() for each in columns), strict=True):
         assert accepted[count:] == [-1] * (len(accepted) - count)
         assert emitted[count + 1 :] == [-1] * (len(emitted) - count - 1)
         paths.append((accepted[:count], emitted[: count + 1]))
@@ -135,24 +129,16 @@ MARGIN = 1e-9
 
 
 @dataclass
-class Edges:
+class Edges(Script):
     """Takes each decision once from just below its threshold and once from just above.
 
-    Follows a list of choices, then takes the first; notes the others, and the
-    uniform number that must lead the fast verifier to each.
+    Notes the uniform number that must lead the fast verifier to each.
     """
 
-    choices: list
     uniforms: dict = field(default_factory=dict)
-    alternatives: list = field(default_factory=list)
-    taken: int = 0
 
-    def choose(self, options, node):
-        if self.taken == len(self.choices):
-            self.alternatives += [[*self.choices, i] for i in range(1, len(options))]
-            self.choices = [*self.choices, 0]
-        outcome, self.uniforms[node] = options[self.choices[self.taken]]
-        self.taken += 1
+    def take(self, options, node):
+        outcome, self.uniforms[node] = options[self.choose([1] * len(options))]
         return outcome
 
     def accepts(self, target, draft, node):
@@ -162,7 +148,7 @@ class Edges:
             options.append((True, p - MARGIN))
         if p < 1 - MARGIN:
             options.append((False, p + MARGIN))
-        return self.choose(options, node)
+        return self.take(options, node)
 
     def draw(self, distribution, node):
         options, below = [], 0.0
@@ -171,7 +157,7 @@ class Edges:
                 options.append((token, below + MARGIN))
                 options.append((token, below + float(p) - MARGIN))
             below += float(p)
-        return self.choose(options, 0)
+        return self.take(options, 0)
 
 
 class FarFromEdges(Uniforms):

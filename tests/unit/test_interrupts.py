@@ -82,7 +82,7 @@ def test_any_moment(tmp_path, seed):
     script.write_text(COMMAND)
     process = subprocess.Popen(
         [sys.executable, script, method, work],
-        env={**os.environ, mark: "", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, mark: ""},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -172,11 +172,9 @@ def test_what_another_thread_started_outlives_the_thread():
 def test_a_process_whose_parent_has_gone_ends_as_it_begins(parent, code):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    number = {"own": os.getpid(), "gone": gone.pid, None: None}[parent]
-    environment = {"PYTHONPATH": os.pathsep.join(sys.path), **os.environ}
-    if number is not None:
-        environment["SEQUOIA_VLLM_PARENT"] = str(number)
-    python("import sequoia_vllm", env=environment, ends_with=code)
+    numbers = {"own": os.getpid(), "gone": gone.pid}
+    given = {"SEQUOIA_VLLM_PARENT": str(numbers[parent])} if parent else {}
+    python("import sequoia_vllm", env={**os.environ, **given}, ends_with=code)
 
 
 FAILING = """
@@ -249,7 +247,7 @@ def test_nothing_stays_behind(tmp_path, number, code):
     process = subprocess.Popen(
         [sys.executable, "-c", WITH_FILES, "end" if number is None else "wait"],
         env={
-            **os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path),
+            **os.environ, "TMPDIR": str(tmp_path),
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),  # else torch tells it, which takes its time
         },
         stdout=subprocess.PIPE, text=True, preexec_fn=in_the_background,

@@ -18,7 +18,6 @@ from sequoia_vllm.hardware.families import in_words
 
 pytest.importorskip("vllm")
 from vllm.config.speculative import MTPModelTypes
-from vllm.model_executor.models import registry
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.cli.measuring import known_draft as named_draft
@@ -246,7 +245,7 @@ def test_vllm_loads_heads_of_this_kind(kind, pair):
 
     Each is for one target, which gives vLLM its hidden states.
     """
-    assert pair.architecture in registry._SPECULATIVE_DECODING_MODELS
+    assert pair.architecture in _SPECULATIVE_DECODING_MODELS
     config = SimpleNamespace(architectures=[pair.architecture], model_type="llama")
     assert recognise(config).kind == kind
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", pair.draft)

@@ -19,6 +19,7 @@ from sequoia_vllm.library.selection import OFFLOADED
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError
 from tests.support.reference_trees import drafts_at
+from tests.unit.test_tune import vector
 
 SAMPLE = {"h200", "x86-cpu"}  # predicted and measured
 
@@ -257,14 +258,6 @@ def made_up_profile(device: str, target: str, draft: str) -> Profile:
     )  # fmt: skip
 
 
-def measured_vector(name: str, temperature: float, target: str, draft: str) -> AcceptanceFile:
-    return AcceptanceFile(
-        name=name, description="made up for a test", source="measured", date="2026-02-01",
-        target=target, draft=draft, temperature=temperature,
-        acceptance=[[0.7, 0.1], [0.6, 0.1]] if temperature else [0.7, 0.1, 0.05],
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 def test_measured_files_add_entries(inputs, tmp_path):
     pair = "made/up/target", "made/up/draft"
@@ -272,8 +265,11 @@ def test_measured_files_add_entries(inputs, tmp_path):
     made_up_profile(cpu, *pair).save(inputs / "profiles" / "cpu.json")
     on_l4 = made_up_profile("NVIDIA L4", shapes.target.name, shapes.draft.name)
     on_l4.save(inputs / "profiles" / "l4.json")
-    for name, temperature in (("pair-greedy", 0.0), ("pair-sampled", 1.0)):
-        measured_vector(name, temperature, *pair).save(inputs / "acceptance" / f"{name}.json")
+    greedy = vector(name="pair-greedy", target=pair[0], draft=pair[1])
+    by_depth = {"temperature": 1.0, "acceptance": [[0.7, 0.1], [0.6, 0.1]]}
+    sampled = greedy.model_copy(update={"name": "pair-sampled", **by_depth})
+    for one in (greedy, sampled):
+        one.save(inputs / "acceptance" / f"{one.name}.json")
     files = generate_library(inputs, devices=["x86-cpu", "l4"])
     assert sorted(files) == ["l4.json", "x86-cpu.json"]
     for name, text in files.items():
@@ -318,7 +314,7 @@ def test_wrong_inputs(inputs, tmp_path):
     (profiles / "two.json").write_text("{}")
     refused(ProfileError, r"two.json")
     (profiles / "two.json").unlink()
-    measured_vector("named-so", 0.0, *pair).save(inputs / "acceptance" / "other.json")
+    vector(name="named-so").save(inputs / "acceptance" / "other.json")
     refused(LibraryError, r"other.json is named 'named-so' inside")
     (inputs / "acceptance" / "other.json").write_text("[0.5]")
     refused(AcceptanceError, r"other.json must hold one JSON object")

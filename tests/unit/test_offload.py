@@ -271,12 +271,9 @@ def test_the_log(backend, offloader, level, words, caplog, monkeypatch):
 
 @pytest.fixture
 def engines_offloader():
-    class Offloader(NoopOffloader):
-        pass
-
-    before, ours = get_offloader(), Offloader()
-    set_offloader(ours)
-    yield ours
+    before, engines = get_offloader(), prefetching([], 0)
+    set_offloader(engines)
+    yield engines
     set_offloader(before)
 
 

@@ -19,6 +19,7 @@ from tests.support.commands import python
 from tests.support.plans import chosen, planned
 
 TARGET = "meta-llama/Llama-3.1-8B"
+PAIR = PairKey("NVIDIA H200", TARGET, "a/draft", "bfloat16")
 
 
 def resolved(target=TARGET, device="NVIDIA H200", facts=None, **keys):
@@ -80,13 +81,12 @@ def test_settings_are_those_of_the_chosen_tree():
 
 def test_flash_attention_reads_contexts_on_gpus_once_it_has_run_on_one(monkeypatch):
     """The settings, which workers unpickle, have the rule as plain data."""
-    pair = PairKey("a device", TARGET, "a/draft", "bfloat16")
     for ran_on, rule in ((None, None), ("a GPU", (32, 524_288))):
         monkeypatch.setattr(graph_sizes, "_RAN_ON", ran_on)
-        on_gpu = planned(SequoiaConfig(model="a/draft"), pair, on_cpu=False).settings
+        on_gpu = planned(SequoiaConfig(model="a/draft"), PAIR, on_cpu=False).settings
         assert on_gpu.context_rule == rule
         assert type(on_gpu.context_rule) in (tuple, type(None))
-        assert planned(SequoiaConfig(), pair, on_cpu=True).settings.context_rule is None
+        assert planned(SequoiaConfig(), PAIR, on_cpu=True).settings.context_rule is None
 
 
 def test_rows_and_contexts_decide_what_flash_attention_reads():
@@ -161,8 +161,7 @@ def test_planning_takes_no_vllm():
 
 def test_a_plan_reads_no_file(monkeypatch):
     config = SequoiaConfig(model="a/draft", tree="auto")
-    pair = PairKey("NVIDIA H200", TARGET, "a/draft", "bfloat16")
-    facts = Facts(pair, DRAFTERS["model"], library=look_up(config, pair), file_name="a-pair")
+    facts = Facts(PAIR, DRAFTERS["model"], library=look_up(config, PAIR), file_name="a-pair")
 
     def refuse(*_, **__):
         raise AssertionError("read")
@@ -180,8 +179,7 @@ def test_what_vllm_is_asked_for():
     assert (found["method"], found["model"]) == ("draft_model", resolved().draft)
     assert (found["num_speculative_tokens"], found["max_model_len"]) == (3, 99)
     assert found["num_speculative_tokens_per_batch_size"] == [(1, 1, 3)]
-    pair = PairKey("NVIDIA H200", TARGET, TARGET, "bfloat16")
-    assert "model" not in planned(SequoiaConfig(drafter="mtp"), pair, "mtp").speculative_config
+    assert "model" not in planned(SequoiaConfig(drafter="mtp"), PAIR, "mtp").speculative_config
 
 
 @pytest.mark.parametrize(("tree", "on_cpu", "worker"), [
@@ -190,9 +188,8 @@ def test_what_vllm_is_asked_for():
 ])  # fmt: skip
 def test_the_worker_is_ours_unless_nothing_is_drafted_here_alone(tree, on_cpu, worker):
     config = SequoiaConfig.parse({"method": "sequoia", "tree": tree}).loaded()
-    pair = PairKey("NVIDIA H200", TARGET, "a/draft", "bfloat16")
-    assert planned(config, pair, on_cpu=on_cpu, is_apart=True).worker_cls.endswith(f".{worker}")
-    alone = planned(config, pair, on_cpu=on_cpu).worker_cls
+    assert planned(config, PAIR, on_cpu=on_cpu, is_apart=True).worker_cls.endswith(f".{worker}")
+    alone = planned(config, PAIR, on_cpu=on_cpu).worker_cls
     assert (alone == "auto") == worker.startswith("Plain")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.prompts import Prompt, encode_prompts
+from tests.support.models import save_llama
 from tests.support.train_drafter import run_here, script_modules
 from tests.support.vocabularies import train_byte_level
 
@@ -35,15 +36,11 @@ def target(scripts, tmp_path_factory):
     texts = [one.prompt for one in scripts.chat_prompts.prompts(False, 400, seed=0)]
     controls = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = train_byte_level(texts, VOCABULARY, controls)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
+    return save_llama(
+        folder, seed=0, scale=2.0, vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48,
+        num_hidden_layers=2, head_dim=16, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -113,10 +110,6 @@ class TestPrompts:
         ("line", "words"),
         [
             (b'{"prompt": ', "is not JSON"),
-            (b'{"prompt": ""}', "at least 1 character"),
-            (b'{"prompt": null}', "a line holds"),
-            (b"null", "valid dictionary"),
-            (b'{"messages": []}', "messages"),
             (b'{"prompt": "caf\xe9"}', "is not UTF-8"),
             (b'{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
             (json.dumps({"prompt": "many " * 600}).encode(), "tokens, and the target reads 511"),
@@ -239,9 +232,11 @@ def trained(data, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.nightly
 class TestTrainDraft:
-    def test_leaves_a_draft_and_its_record(self, trained):
+    def test_leaves_a_draft_that_learns_and_its_record(self, trained):
         metrics = json.loads((trained / "metrics.json").read_text("utf-8"))
         assert [point["step"] for point in metrics["validation_loss"]] == [10, 20, 30]
+        losses = [point["loss"] for point in metrics["validation_loss"]]
+        assert losses[2] < losses[1] < losses[0]
         assert metrics["vocabulary"] == KEPT
         weights = hashlib.sha256((trained / "model.safetensors").read_bytes()).hexdigest()
         assert metrics["sha256"]["the weights"] == weights
@@ -250,17 +245,6 @@ class TestTrainDraft:
         assert (model.config.vocab_size, model.config.max_position_embeddings) == (KEPT, 512)
         tokenizer = transformers.AutoTokenizer.from_pretrained(trained)
         assert model.config.eos_token_id == tokenizer.eos_token_id
-
-    def test_learns(self, scripts, data, tmp_path):
-        losses = []
-
-        def report(what, done, total):
-            losses.append(float(what.removeprefix("loss ")))
-
-        recipe = scripts.training.Recipe(KEPT, 96, 1e-2, 30, 50, 8, 10, 0, "cpu")
-        scripts.draft_model.train_draft((32, 1, 2, 48), recipe, data, tmp_path, report)
-        assert len(losses) == 30
-        assert np.mean(losses[-4:]) < 0.95 * losses[0]
 
     @pytest.mark.parametrize(("shape", "problem"), [("16x1", "is not HIDDEN"), ("6x1x2x8", "2 ×")])
     def test_a_wrong_shape_is_named(self, shape, problem, data, tmp_path):

@@ -35,10 +35,9 @@ def vector(**changes) -> AcceptanceFile:
     ).model_copy(update=changes)  # fmt: skip
 
 
-def times(target_ms: float, per_token_ms: float, **changes) -> Profile:
+def times(target_ms: float, per_token_ms: float) -> Profile:
     """A target pass that costs a fixed time, and more for each token of the batch."""
-    places = [(batch, context) for batch in BATCHES for context in CONTEXTS]
-    common = [{"batch_size": batch, "context_length": context} for batch, context in places]
+    places = [{"batch_size": n, "context_length": c} for n in BATCHES for c in CONTEXTS]
     return Profile(
         source="measured", date="2026-01-01", device=HERE.device, target=TARGET, draft=DRAFT,
         target_parameters=4e6, draft_parameters=2e6, dtype="float32",
@@ -49,17 +48,15 @@ def times(target_ms: float, per_token_ms: float, **changes) -> Profile:
                     1e-3 * (target_ms + per_token_ms * place["batch_size"] * n) for n in SIZES
                 ],
             }
-            for place in common
+            for place in places
         ],
-        draft_level=[{**place, "tokens": [1, 16], "seconds": [1e-3, 1e-3]} for place in common],
-        verification=[
-            {**place, "tokens": [2, 32], "seconds": [2e-4, 3e-4]} for place in common
-        ],
+        draft_level=[{**place, "tokens": [1, 16], "seconds": [1e-3, 1e-3]} for place in places],
+        verification=[{**place, "tokens": [2, 32], "seconds": [2e-4, 3e-4]} for place in places],
         overhead=[
             {**place, "plain_seconds": 5e-4, "tree_seconds": 1e-3, "commit_seconds": 1e-4}
-            for place in common
+            for place in places
         ],
-    ).model_copy(update=changes)  # fmt: skip
+    )  # fmt: skip
 
 
 PAYS, DOES_NOT_PAY = times(60, 0.5), times(0.5, 1.0)
