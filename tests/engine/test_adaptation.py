@@ -16,7 +16,15 @@ from sequoia_vllm.engine.core import adapting
 from sequoia_vllm.engine.core.adapting import SchedulerAdapter
 from sequoia_vllm.engine.v2.path_copies import DraftingClock
 from sequoia_vllm.tree import TokenTree
-from tests.support.engines import generated, metric, plain_outputs, running, scheduler_of, sequoia
+from tests.support.engines import (
+    configured,
+    generated,
+    metric,
+    plain_outputs,
+    running,
+    scheduler_of,
+    sequoia,
+)
 from tests.support.models import prompts, save_random_draft
 
 PROMPTS = prompts(4)
@@ -54,18 +62,6 @@ def test_drafts_that_do_not_pay_end_and_stay_away(tmp_path, monkeypatch):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("setting", [{"adapt": False}, {"adapt": None}])
-def test_frozen_engines_draft_as_configured(tmp_path, setting):
-    """Told so, or because they are told how much to draft at which batch size."""
-    schedule = {} if setting["adapt"] is False else {"num_speculative_tokens_per_batch_size": 1}
-    schedule = {name: [[1, 8, 15]] for name in schedule}
-    config = sequoia(draft=save_random_draft(tmp_path), **setting, **schedule)
-    with running(config) as llm:
-        llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
-        assert set(scheduler_of(llm).dynamic_sd_lookup[1:]) == {15}
-
-
-@pytest.mark.engine
 def test_tokens_do_not_depend_on_decisions(monkeypatch):
     """Whatever a controller decides, and however often."""
     rng = np.random.default_rng(0)
@@ -82,6 +78,13 @@ def test_tokens_do_not_depend_on_decisions(monkeypatch):
 
 
 # -- steps as vLLM's scheduler describes them ------------------------------------------------
+
+
+@pytest.mark.parametrize(("adapt", "schedule"), [(False, None), (None, [[1, 8, 15]])])
+def test_frozen_engines_draft_as_configured(adapt, schedule):
+    """Told so, or because they are told how much to draft at which batch size."""
+    config = configured(sequoia(adapt=adapt, num_speculative_tokens_per_batch_size=schedule))
+    assert adapting.new_adapter(config, [15] * 9) is None
 
 
 class NotingController(DraftController):

@@ -138,24 +138,15 @@ def test_a_draft_that_fell_behind_its_window(folder):
         assert cache_kinds(llm) == {"SlidingWindowSpec"}
 
 
-LATENT_LENGTHS = [5, 37, 90, 20]
-LATENT_TOKENS = 40
-LATENT_OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 3}
-
-
 @pytest.mark.parametrize("disabled", ["0", "1"])
 def test_latent_attention(disabled, tmp_path, monkeypatch):
     """Three requests at a time: a prompt is read beside trees."""
     monkeypatch.setenv("VLLM_MLA_DISABLE", disabled)
     target, draft = save_latent_pair(tmp_path)
-    prompts, params = (
-        random_prompts(LATENT_LENGTHS, LATENT_VOCABULARY),
-        greedy_and_seeded(len(LATENT_LENGTHS), LATENT_TOKENS),
-    )
-    plain = plain_outputs(prompts, params, model=target, **LATENT_OPTIONS)
-    with running(
-        sequoia(16, draft=draft, dynamic_tree=True), model=target, **LATENT_OPTIONS
-    ) as llm:
+    prompts, params = random_prompts([5, 37, 90, 20], LATENT_VOCABULARY), greedy_and_seeded(4, 40)
+    options = {"model": target, "skip_tokenizer_init": True, "max_num_seqs": 3}
+    plain = plain_outputs(prompts, params, **options)
+    with running(sequoia(16, draft=draft, dynamic_tree=True), **options) as llm:
         assert generated(llm, prompts, params) == plain
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 30
         assert llm.llm_engine.model_config.use_mla == (disabled == "0")

@@ -53,6 +53,8 @@ def test_vllms_own_engines_ask_as_before():
         with methods_sent(llm) as sent:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+        [positions] = [m for m in llm.get_metrics() if m.name.endswith("accepted_tokens_per_pos")]
+        assert len(positions.values) == 2
     assert set(sent) == {"execute_model", "sample_tokens", "take_draft_token_ids"}
 
 

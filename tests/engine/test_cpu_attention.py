@@ -7,12 +7,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from sequoia_vllm.attention.cpu_kernel import (
-    TreeQueries,
-    gather_context,
-    keys_and_values,
-    move_tokens,
-)
+from sequoia_vllm.attention.cpu_kernel import TreeQueries, keys_and_values, move_tokens
 from sequoia_vllm.engine.runner import cpu_attention
 from sequoia_vllm.engine.runner.cpu_attention import (
     CPUTreeAttentionImpl,
@@ -70,16 +65,6 @@ def test_moved_tokens_are_those_written_there():
     move_tokens(moved, slots[source], slots[target])
     write(written, keys[source], values[source], slots[target], "vec")
     assert torch.equal(moved, written)
-
-
-def test_gathered_context_is_in_slot_order():
-    kv_cache = torch.randn(6, 2, BLOCK, 64)
-    table = torch.tensor([[4, 1], [0, 5]], dtype=torch.int32)
-    keys, values = gather_context(kv_cache, table)
-    own_keys, own_values = keys_and_values(kv_cache)
-    for row, blocks in enumerate(table.tolist()):
-        assert torch.equal(keys[row], torch.cat([own_keys[b] for b in blocks], dim=1))
-        assert torch.equal(values[row], torch.cat([own_values[b] for b in blocks], dim=1))
 
 
 @pytest.fixture(params=["kernel", "torch"])

@@ -67,11 +67,14 @@ class Words:
         del self.path[-count:]
 
     def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
-        bits = np.zeros(VOCABULARY, dtype=np.uint8)
-        bits[self.allowed()] = 1
-        packed = np.packbits(bits, bitorder="little").view(np.int32)
-        bitmask[index] = torch.from_numpy(packed)
+        bitmask[index] = torch.from_numpy(mask_of(self.allowed()))
         self.filled += 1
+
+
+def mask_of(allowed: Sequence[int]) -> np.ndarray:
+    bits = np.zeros(VOCABULARY, dtype=np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def mask_after(
@@ -102,12 +105,6 @@ def path_to(node: int, tokens: list[int]) -> list[int]:
 
 # The longest token first, which here is the highest.
 STAND_INS = StandIns(VOCABULARY, lambda token: token)
-
-
-def mask_of(allowed: Sequence[int]) -> np.ndarray:
-    bits = np.zeros(VOCABULARY, dtype=np.uint8)
-    bits[list(allowed)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def test_forbidden_drafts_become_the_longest_tokens_that_no_sibling_has():
@@ -202,18 +199,6 @@ def request_of(words: Words):
     )
 
 
-def test_rows_are_in_the_requests_order_whether_they_have_drafts_or_not():
-    requests = {name: request_of(Words([2] * length)) for length, name in enumerate("abc")}
-    drafted = {"a": [1, 2, 3], "c": [3, 5, 1, 3, 3, 2, 2], "d": [9]}
-    masks = manager().grammar_bitmask(requests, ["b", "a", "c"], drafted)
-    assert len(masks) == 1 + 4 + 8
-    assert masks[0].tolist() == mask_after([], [2])
-    assert masks[1].tolist() == mask_after([])
-    assert masks[2].tolist() == mask_after([1])
-    assert masks[3].tolist() == mask_after([2])
-    assert masks[4].tolist() == mask_after([1, 3])
-
-
 def laid_out(rows_each: int):
     """vLLM's manager of a version that gives each request so many rows."""
 
@@ -227,11 +212,15 @@ def laid_out(rows_each: int):
     return Manager
 
 
-@pytest.mark.parametrize("rows_each", [1, TREE.size], ids=["0.32", "0.33"])
-@pytest.mark.parametrize("drafted", [{"a": [1, 2, 3], "c": [3, 5]}, {}], ids=["drafts", "none"])
-def test_rows_are_the_same_however_vllm_lays_out_several_requests(rows_each, drafted):
+DRAFTED = {"a": [1, 2, 3], "c": [3, 5, 1, 3, 3, 2, 2], "d": [9]}
+LAYOUTS = {"vLLM's": StructuredOutputManager, "0.32": laid_out(1), "0.33": laid_out(TREE.size)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("drafted", [DRAFTED, {}], ids=["drafts", "none"])
+def test_rows_are_in_the_requests_order_however_vllm_lays_out_several(layout, drafted):
     requests = {name: request_of(Words([2] * length)) for length, name in enumerate("abc")}
-    own = manager(of=laid_out(rows_each))
+    own = manager(of=LAYOUTS[layout])
     masks = own.grammar_bitmask(requests, ["b", "a", "c"], drafted)
     expected = [
         (name, drafted.get(name, [])[:count])

@@ -16,6 +16,7 @@ from tests.support.engines import (
     plain_outputs,
     running,
     sequoia,
+    undrafted,
 )
 from tests.support.generating import greedy_and_seeded
 from tests.support.models import save_llama
@@ -59,13 +60,8 @@ def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(pair, caplog,
         found = generated(llm, prompts, params)
         trees = metric(llm, "vllm:spec_decode_num_drafts")
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
-        undrafted = {
-            m.labels["reason"]: m.value
-            for m in llm.get_metrics()
-            if m.name == "sequoia:undrafted_requests" and m.value
-        }
-    # Four prompts, of which the draft can follow none with a token more and its child.
-    assert undrafted == {"longer_than_draft": 4}
+        # Four prompts, of which the draft can follow none with a token more and its child.
+        assert undrafted(llm) == {"longer_than_draft": 4}
     [line] = [message for message in caplog.messages if "has no drafts" in message]
     assert f"a prompt of {SHORT - 1} tokens" in line
     assert f"{draft} reads requests of up to {SHORT} tokens" in line

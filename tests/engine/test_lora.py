@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 
-from tests.support.adapters import RANK, save_adapter
+from tests.support.adapters import RANK, two_adapters
 from tests.support.engines import lookup_trees, metric, running, sequoia, tokens_of
 from tests.support.interpreted import call_on_v2
 from tests.support.models import prompts
@@ -24,10 +23,7 @@ def generate_with_adapters(folder: str, max_tokens: int, **others: Any) -> dict[
 
     Greedy and seeded. The second time the prefix cache has each adapter's prompts.
     """
-    first, second = (
-        LoRARequest(name, number, save_adapter(Path(folder) / name, number))
-        for number, name in enumerate(("first", "second"), start=1)
-    )
+    first, second = two_adapters(Path(folder))
 
     def generate(llm: Any, adapters: list | None, seed: int) -> list[list[int]]:
         params = [

@@ -3,27 +3,23 @@
 import inspect
 import logging
 import pickle
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 from vllm.v1.worker.gpu_worker import Worker
 
 from sequoia_vllm import plugin
 from sequoia_vllm.engine.common.draft_schedule import MISLEADING
-from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import (
     REPORT,
     StepOutcome,
@@ -40,7 +36,7 @@ from sequoia_vllm.metrics.counts import StepStats, paths_of
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
 from sequoia_vllm.tree import TokenTree
 from tests.support.ending import wait_until
-from tests.support.engines import configured, metric, running, sequoia
+from tests.support.engines import configured, metric, running, sequoia, tree_metrics
 from tests.support.models import DRAFT, prompts
 
 TREE = TokenTree((-1, 0, 0, 1))
@@ -229,17 +225,6 @@ def test_no_line_where_vllm_writes_none(log):
     assert log.messages == []
 
 
-def tree_metrics(llm) -> dict:
-    """Value of each of our metrics, by its name and then depth and child."""
-    found = {}
-    for m in llm.get_metrics():
-        if m.name.startswith("sequoia:"):
-            names = ("depth", "child", "reason")
-            places = (m.labels[label] for label in names if label in m.labels)
-            found[m.name.removeprefix("sequoia:"), *places] = m.value
-    return found
-
-
 def abort_all(llm, texts) -> None:
     """Ends requests amid their answers, some while a step runs; the engine makes no other step."""
     engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=40)
@@ -304,7 +289,7 @@ def test_llm_shows_what_the_worker_counted(log):
         answers = llm.generate(texts, params, use_tqdm=False)
         # The same four times: all end in one step, so none has fewer.
         llm.generate(texts[:1] * 4, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
-        assert tree_metrics(llm)["drafted_nodes",] == 3
+        assert tree_metrics(llm)["drafted_nodes"] == 3
         llm.generate(texts[:1], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         found = tree_metrics(llm)
         [worker] = llm.collective_rpc("sequoia_stats")
@@ -315,8 +300,8 @@ def test_llm_shows_what_the_worker_counted(log):
         llm.llm_engine.do_log_stats()
         [info] = [m for m in llm.get_metrics() if m.name == "sequoia:tree_info"]
         abort_all(llm, texts)
-        assert tree_metrics(llm)["trees",] == metric(llm, "vllm:spec_decode_num_drafts")
-        assert tree_metrics(llm)["trees",] > found["trees",]
+        assert tree_metrics(llm)["trees"] == metric(llm, "vllm:spec_decode_num_drafts")
+        assert tree_metrics(llm)["trees"] > found["trees"]
 
     for answer in answers:
         of_request = answer.outputs[0].spec_decode_metrics.to_dict()
@@ -325,24 +310,23 @@ def test_llm_shows_what_the_worker_counted(log):
         assert of_request["acceptance_histogram"] == by_depth
         assert of_request["mean_acceptance_length"] == pytest.approx(1 + np.mean(accepted))
         assert of_request["num_draft_tokens"] >= 3 * len(accepted) > 0
-    assert found["drafted_nodes",] == 15
-    assert found["trees",] == worker["tree_steps"] == vllms["drafts"] > 20
-    assert found["emitted_tokens",] == worker["tokens"]
-    assert found["emitted_tokens",] - found["trees",] == vllms["accepted_tokens"] > 20
-    depths = [found["accepted_depth", str(depth)] for depth in range(5)]
+    assert found["drafted_nodes"] == 15
+    assert found["trees"] == worker["tree_steps"] == vllms["drafts"] > 20
+    assert found["emitted_tokens"] == worker["tokens"]
+    assert found["emitted_tokens"] - found["trees"] == vllms["accepted_tokens"] > 20
+    depths = [found[f"accepted_depth/{depth}"] for depth in range(5)]
     assert depths == worker["depth_counts"]
     for name in ("offered", "accepted"):
-        shown = np.zeros_like(worker[name])
-        for (metric_name, *place), value in found.items():
-            if metric_name == f"{name}_children":
-                depth, child = map(int, place)
-                shown[depth - 1, child - 1] = value
-        assert shown.tolist() == worker[name]
+        shown = [
+            [found.get(f"{name}_children/{depth}/{child}", 0) for child, _ in enumerate(row, 1)]
+            for depth, row in enumerate(worker[name], 1)
+        ]
+        assert shown == worker[name]
     assert (info.labels["size"], info.labels["depth"], info.value) == ("16", "4", 1)
     assert info.labels["engine"] == "0"
     assert info.labels["source"] == "optimal for the given size"
     [line] = [line for line in log.messages if "tokens per step" in line]
-    tokens_per_step = found["emitted_tokens",] / found["trees",]
+    tokens_per_step = found["emitted_tokens"] / found["trees"]
     assert line.startswith("Sequoia: engine 000: up to 15 drafts, depth 4 (15 drafts with ")
     assert f"); {tokens_per_step:.2f} tokens per step; " in line
 
@@ -362,34 +346,6 @@ def test_the_log_names_the_method_that_was_asked_for():
         repr(trees) == f"SpeculativeConfig(method='sequoia', model={DRAFT!r}, num_spec_tokens=11)"
     )
     assert "method='draft_model'" in repr(configured(CHAIN).speculative_config)
-
-
-@pytest.mark.parametrize(("asked", "levels"), [(sequoia(12, 4), 4), (CHAIN, 5)])
-def test_accepted_positions_are_the_levels_of_a_tree(monkeypatch, asked, levels):
-    """In vLLM's metrics, and in its line of the log."""
-    config = configured(asked)
-    registry = CollectorRegistry()
-    monkeypatch.setattr(SpecDecodingProm, "_counter_cls", partial(Counter, registry=registry))
-    shown = SpecDecodingProm(config.speculative_config, ["engine"], {0: ["0"]})
-    stats = SpecDecodingStats.new(config.speculative_config.num_speculative_tokens)
-    stats.observe_draft(num_draft_tokens=stats.num_spec_tokens, num_accepted_tokens=3)
-    ours = SequoiaSettings.enabled(config)
-    scheduler = object.__new__(TreeScheduling if ours else Scheduler)
-    scheduler.log_stats = False
-    if ours:
-        scheduler.tree = SequoiaSettings.of(config).tree
-    assert scheduler.make_stats(stats) is None
-    shown.observe(stats)
-    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    values = [registry.get_sample_value(name, {"engine": "0", "position": str(position)})
-              for position in range(levels + 1)]  # fmt: skip
-    assert values == [1, 1, 1, *[0] * (levels - 3), None]
-    lines = SpecDecodingLogging()
-    lines.observe(stats)
-    logged = []
-    lines.log(lambda text, *values: logged.append(text % values))
-    rates = ", ".join(["1.000"] * 3 + ["0.000"] * (levels - 3))
-    assert f"Per-position acceptance rate: {rates}, Avg" in logged[0]
 
 
 def test_advice_that_misleads_with_trees_is_not_logged():

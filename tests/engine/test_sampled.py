@@ -10,14 +10,11 @@ few continuations (from the non-central chi-square law of the statistic, for the
 """
 
 import itertools
-import shutil
 from functools import partial
 from math import inf
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -36,7 +33,12 @@ from tests.support.engines import (
     tokens_of,
 )
 from tests.support.histories import Histories, penalised
-from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
+from tests.support.models import (
+    next_probabilities,
+    save_broken,
+    save_llama,
+    save_word_tokenizer,
+)
 from tests.support.target_only import TARGET_ONLY
 
 pytestmark = pytest.mark.engine
@@ -200,11 +202,7 @@ def accepted_stand_ins(monkeypatch) -> list[int]:
 def test_a_draft_that_gives_nan_changes_no_law(tiny_pair, tmp_path, monkeypatch, verification):
     """Whatever comes after token 4 is NaN: some nodes of a tree have a Q, and others none."""
     target, draft = tiny_pair
-    broken = shutil.copytree(draft, tmp_path / "draft")
-    weights = load_file(broken / "model.safetensors")
-    weights["model.embed_tokens.weight"][4] = torch.nan
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    warnings = []
+    broken, warnings = save_broken(tmp_path / "draft", draft, 4), []
     monkeypatch.setattr(draft_sampling.logger, "warning", warnings.append)
     draft_sampling._say_that_it_is_broken.cache_clear()
     config = sequoia(size=12, depth=3, draft=broken, verification=verification)

@@ -17,9 +17,8 @@ from sequoia_vllm.engine.frontend import engine_config, plan, tree_choice
 from sequoia_vllm.engine.frontend.drafts import DraftReader
 from sequoia_vllm.engine.runner import cpu_linear
 from sequoia_vllm.engine.worker.worker_base import AgreeingWorker
-from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
+from sequoia_vllm.tree import TokenTree
 from tests.support.engines import configured, sequoia
 from tests.support.models import DRAFT, TARGET, save_random_draft
 from tests.support.plans import chosen
@@ -66,21 +65,6 @@ def test_size_with_an_acceptance_vector(tmp_path):
     assert choose(acceptance=str(path)).tree.max_branch == 1
 
 
-@pytest.mark.parametrize(
-    ("keys", "error", "message"),
-    [
-        ({"tree": "nowhere.json"}, TreeError, "cannot read tree file nowhere.json"),
-        ({"tree": "h200/no-such-class/x"}, LibraryError, "no-such-class"),
-        ({"tree": {"size": 8}, "acceptance": [0.9, 0.9]}, AcceptanceError, "sum to 1.8"),
-        ({"tree": {"size": 8}, "acceptance": "none.json"}, AcceptanceError, "cannot read"),
-    ],
-)
-def test_wrong_settings_say_what_is_wrong(keys, error, message):
-    with pytest.raises(error) as raised:
-        choose(**keys)
-    assert message in str(raised.value)
-
-
 @pytest.mark.parametrize("has_own_layers", [False, True])
 def test_compiled_code_is_kept_whatever_the_tree(has_own_layers, monkeypatch):
     """vLLM keys it by a hash of the configuration; plain decoding's serves trees, too.
@@ -96,13 +80,6 @@ def test_compiled_code_is_kept_whatever_the_tree(has_own_layers, monkeypatch):
     chain = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 4}
     [key] = {compiled_as(sequoia(tree=tree)) for tree in trees}
     assert (key != compiled_as(chain)) == has_own_layers
-
-
-def test_bounds_apply_to_any_tree():
-    assert choose(tree="auto", num_speculative_tokens=5).tree.size == 6
-    schedule = [(1, 8, 3), (9, 64, 0)]
-    choice = choose(tree="auto", num_speculative_tokens_per_batch_size=schedule)
-    assert choice.schedule == schedule
 
 
 def source(target: str, draft: str, **keys) -> str:

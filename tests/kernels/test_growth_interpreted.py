@@ -18,7 +18,6 @@ from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SKIP
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import retrieval
 from sequoia_vllm.verification.retrieval import continuations
-from tests.support.attending import Batch
 from tests.support.own_trees import OWN_TREES, TreeShapes, row_of_the_first
 
 CPU = torch.device("cpu")
@@ -199,19 +198,7 @@ def test_each_node_is_verified_against_its_own_q(parents, drafts):
 # -- Committed tokens that are read in one pass, a different number of each request ----------
 
 
-# A prompt beside decoding, one without rows, and a chunk of a prompt; then rows of padding.
-READ_CONTEXTS, COUNTS = [700, 3, 0, 20, 11], [5, 1, 150, 0, 70]
 MAX_LEN, BLOCK = 64, 16
-assert_close = torch.testing.assert_close
-
-
-@pytest.mark.parametrize("processors", [1, 32])
-@pytest.mark.parametrize("window", [None, 40])
-def test_each_row_attends_to_what_its_request_has_before_it(window, processors):
-    batch = Batch(READ_CONTEXTS, COUNTS, nodes=512, heads=(2, 1), head_size=32)
-    batch.ancestors = torch.ones(512, 512, dtype=torch.bool).tril()
-    output = batch.run(processors, window=window, max_queries=256)
-    assert_close(output, batch.expected(window=window), atol=2e-5, rtol=2e-5)
 
 
 class Reader(DraftModel):

@@ -20,11 +20,12 @@ from sequoia_vllm.kernels import (
     verify_kernels,
 )
 from sequoia_vllm.kernels.modes import GREEDY
+from sequoia_vllm.tree import TokenTree
 from tests.support.attending import Batch
 from tests.support.committing import CONTEXTS, PATHS, random_cache, tables
 from tests.support.drawing import draw
 from tests.support.memory_checks import MemoryCheckError
-from tests.support.verifying import Request, Tree, run
+from tests.support.verifying import Request, run
 
 
 def mutant_of(module, old, new, directory):
@@ -67,7 +68,7 @@ def verify_two():
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(2, 9)).astype(np.float32)
     requests = [Request(tokens=[0, 3], logits=logits, target_tokens=[3, 4], mode=GREEDY)] * 2
-    run(Tree([-1, 0]), requests)
+    run(TokenTree((-1, 0)), requests)
 
 
 MUTANTS = {

@@ -78,7 +78,7 @@ def test_trees_are_begun_and_drawn(without_waits, monkeypatch):
 @pytest.mark.parametrize("method", ["traversal", "sequoia"])
 def test_trees_are_verified(few, method, monkeypatch, without_waits):
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
-    rng, tree = np.random.default_rng(0), verifying.Tree([-1, 0, 0])
+    rng, tree = np.random.default_rng(0), TokenTree((-1, 0, 0))
     logits = {"logits": (3, 9), "draft_logits": (1, 9)}
     requests = [
         verifying.Request(

@@ -9,9 +9,10 @@ import torch
 from sequoia_vllm.drafting import drafted_trees
 from sequoia_vllm.kernels import target_statistics, verify
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
+from sequoia_vllm.tree import TokenTree
 from tests.support.chessboard import chessboard
 from tests.support.drawing import draw, greedy_reference, sampled_reference
-from tests.support.verifying import Tree, expected_walk, kernel_uniforms, random_request, run
+from tests.support.verifying import expected_walk, kernel_uniforms, random_request, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")
 
@@ -23,7 +24,7 @@ def test_trees_are_verified(few, vocabulary, monkeypatch):
     """Lanes and blocks as on a GPU; tokens that count lie in the last and middle of them."""
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
     rng = np.random.default_rng(vocabulary)
-    tree = Tree([-1, 0, 0, 1])
+    tree = TokenTree((-1, 0, 0, 1))
     lanes = verify.lane_constants(vocabulary, 1)["LANES"]
     requests = []
     for first in (vocabulary - 1, 70_000):

@@ -6,10 +6,10 @@ import torch
 
 from sequoia_vllm.kernels.modes import GREEDY, SEEDED
 from sequoia_vllm.kernels.traversal import TraversalOrder
+from sequoia_vllm.tree import TokenTree
 from tests.support.verifying import (
     KINDS,
     Request,
-    Tree,
     check_walks,
     expected_match,
     random_request,
@@ -46,20 +46,20 @@ def test_decides_as_the_plain_form(lanes, target, draft):
 def test_paths_of_every_length(lanes):
     """Drafts that the target likes: at the end of the first path, and all the way back."""
     rng = np.random.default_rng(21)
-    tree = Tree([-1, 0, 0, 1, 1, 3])
+    tree = TokenTree((-1, 0, 0, 1, 1, 3))
     requests = []
     for seed in range(16):
         request = random_request(rng, tree, 7, seed=seed)
         request.temperature = 1.0
         noise = rng.normal(size=request.draft_logits.shape) * 0.5
-        request.logits[tree.inner] = request.draft_logits + noise
+        request.logits[sorted(set(tree.parents[1:]))] = request.draft_logits + noise
         requests.append(request)
     assert set(check(tree, requests, lanes)) == {0, 1, 2, 3}
 
 
 def test_visits_of_nodes_that_no_request_has_are_not_launched():
     rng = np.random.default_rng(4)
-    tree = Tree([-1, 0, 1, 0, 1, 0, 2, 2])
+    tree = TokenTree((-1, 0, 1, 0, 1, 0, 2, 2))
     short = [random_request(rng, tree, 6, size=size, seed=size) for size in range(1, 5)]
     assert traverse(tree, short, most_nodes=4) == traverse(tree, short)
     alone = random_request(rng, tree, 6, size=1)
@@ -70,7 +70,7 @@ def test_visits_of_nodes_that_no_request_has_are_not_launched():
 def test_other_modes_and_requests_without_rows(lanes):
     """Theirs is the walk; in one batch, and a launch less where all are of one kind."""
     rng = np.random.default_rng(2)
-    tree = Tree([-1, 0, 0, 1, 1, 3])
+    tree = TokenTree((-1, 0, 0, 1, 1, 3))
     requests = [random_request(rng, tree, 9, seed=seed) for seed in range(6)]
     for request, mode in zip(requests[::2], (GREEDY, SEEDED, GREEDY), strict=True):
         request.mode, request.target_tokens = mode, [3] * len(request.tokens)
@@ -95,14 +95,15 @@ def test_every_node_has_its_turn_after_its_parent_and_earlier_siblings():
         order = TraversalOrder.of(tree.parents, CPU)
         turns, closings = order.decided_in.tolist()
         visits = [visit for wave in order.waves for visit in wave.tolist()]
-        assert sorted(visits) == sorted([*(-node for node in tree.inner if node), *range(1, size)])
+        closed = [-node for node in {*tree.parents} if node > 0]
+        assert sorted(visits) == sorted([*closed, *range(1, size)])
         for number, wave in enumerate(order.waves):
             assert all((turns if visit > 0 else closings)[abs(visit)] == number for visit in wave)
         for node in range(1, size):
-            parent, siblings = tree.parents[node], tree.children_of(tree.parents[node])
+            parent, siblings = tree.parents[node], tree.children[tree.parents[node]]
             before = siblings[: siblings.index(node)]
             assert turns[node] > max([turns[parent] if parent else -1, *(turns[b] for b in before)])
-            if own := tree.children_of(node):
+            if own := tree.children[node]:
                 assert closings[node] > max(turns[child] for child in own)
 
 

@@ -13,6 +13,7 @@ from sequoia_vllm.kernels import target_statistics, verify, verify_kernels
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs
 from sequoia_vllm.kernels.verify import TreesToVerify
+from sequoia_vllm.tree import TokenTree
 from tests.oracles.laws import assert_same_law
 from tests.oracles.verification import draft_tree
 from tests.support.chessboard import chessboard
@@ -21,7 +22,6 @@ from tests.support.verifying import (
     INF,
     KINDS,
     Request,
-    Tree,
     check_walks,
     dense,
     expected_match,
@@ -74,7 +74,7 @@ def test_matching_walks_as_plain_python_does():
 
 
 def test_a_placeholder_matches_no_target():
-    tree = Tree([-1, 0])
+    tree = TokenTree((-1, 0))
     logits = np.zeros((2, 3), np.float32)
     request = Request([0, -1], logits, target_tokens=[-1, 2], mode=SEEDED)
     assert run(tree, [request]) == [([], [-1])]
@@ -82,7 +82,7 @@ def test_a_placeholder_matches_no_target():
 
 def test_a_request_without_rows_emits_nothing(lanes):
     rng = np.random.default_rng(2)
-    tree = Tree([-1, 0, 0])
+    tree = TokenTree((-1, 0, 0))
     requests = [random_request(rng, tree, 5, seed=seed) for seed in (1, 2)]
     nothing = Request([], np.zeros((0, 5), np.float32), target_tokens=[])
     greedy_nothing = Request([], np.zeros((0, 5), np.float32), target_tokens=[], mode=GREEDY)
@@ -116,7 +116,7 @@ def test_temperature_is_applied_to_what_is_read(lanes, few):
     """
     rng = np.random.default_rng(11)
     # Many first decisions: a wrong sum changes few of them.
-    tree = Tree([-1, 0, 0])
+    tree = TokenTree((-1, 0, 0))
     raw = [random_request(rng, tree, 9, seed=seed) for seed in range(40)]
     divided = []
     for request, temperature in zip(raw, [0.3, 1.0, 1.7, 0.5] * 10, strict=True):
@@ -148,7 +148,7 @@ def test_reads_sixteen_bits(lanes, dtype, method):
 def test_a_tree_may_be_cut_short(lanes, method):
     """Nodes past the request's last do not exist, though its neighbours have them."""
     rng = np.random.default_rng(4)
-    tree = Tree([-1, 0, 1, 0, 1, 0, 2, 2])
+    tree = TokenTree((-1, 0, 1, 0, 1, 0, 2, 2))
     requests = [
         random_request(rng, tree, 6, size=size, seed=10 * size + i)
         for i in range(2)
@@ -193,7 +193,7 @@ def test_own_trees_have_no_order_of_one_tree(lanes):
 @of_each_method
 def test_a_placeholder_ends_its_nodes_children(lanes, method):
     rng = np.random.default_rng(5)
-    tree = Tree([-1, 0, 0, 0, 1, 1, 2])
+    tree = TokenTree((-1, 0, 0, 0, 1, 1, 2))
     requests = [random_request(rng, tree, 5, seed=seed) for seed in range(15)]
     for i, request in enumerate(requests):
         request.tokens[1 + i % 5] = -1
@@ -203,7 +203,7 @@ def test_a_placeholder_ends_its_nodes_children(lanes, method):
 def test_rejected_tokens_are_known_in_every_bit_of_a_lane(lanes):
     """Q has one token, in the last of a lane's 64 places; and P has it not."""
     vocabulary = 64 * lanes
-    tree = Tree([-1, 0, 0])
+    tree = TokenTree((-1, 0, 0))
     requests = []
     for first in (vocabulary - 1, 33 * lanes + 2, 1):
         logits = np.zeros((3, vocabulary), np.float32)
@@ -220,7 +220,7 @@ def test_rejected_tokens_are_known_in_every_bit_of_a_lane(lanes):
 def test_accepts_the_draft_that_is_the_target(lanes, monkeypatch):
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: lanes == 4)
     rng = np.random.default_rng(6)
-    tree = Tree([-1, 0, 1, 2])
+    tree = TokenTree((-1, 0, 1, 2))
     requests = []
     for seed in range(10):
         request = random_request(rng, tree, 50, draft=sparse, seed=seed)
@@ -241,7 +241,7 @@ def test_accepts_where_nothing_of_the_target_would_be_left(lanes, few):
 
     Then R - D is 0 everywhere, which says that the acceptance probability was 1.
     """
-    tree = Tree([-1, 0])
+    tree = TokenTree((-1, 0))
     rng = np.random.default_rng(7)
     requests = []
     for seed in range(8):
@@ -256,7 +256,7 @@ def test_accepts_where_nothing_of_the_target_would_be_left(lanes, few):
 
 def test_keeps_the_residual_where_nothing_is_left_and_the_token_is_impossible(lanes, few):
     """The case before, but the first child is a token that the target excludes."""
-    tree = Tree([-1, 0, 0])
+    tree = TokenTree((-1, 0, 0))
     draft_logits = np.array([[1.0, 0.0, 2.0, 0.5, 1.5]], np.float32)
     logits = np.repeat(draft_logits, 3, axis=0)
     logits[0, 2] = -INF
@@ -275,7 +275,7 @@ def test_keeps_the_residual_where_nothing_is_left_and_the_token_is_impossible(la
 @of_each_method
 def test_a_row_without_any_draft_probability_counts_as_uniform(lanes, method):
     """Statistics that are NaN: the children were drawn uniformly (kernels/children_kernels.py)."""
-    tree = Tree([-1, 0, 0])
+    tree = TokenTree((-1, 0, 0))
     vocabulary = 6
     rng = np.random.default_rng(8)
     requests, uniform = [], []
@@ -293,7 +293,7 @@ def test_a_row_without_any_draft_probability_counts_as_uniform(lanes, method):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_ends_with_some_token_where_the_target_has_none(lanes, few):
-    tree = Tree([-1, 0])
+    tree = TokenTree((-1, 0))
     requests = []
     for bad in (np.nan, -INF):
         logits = np.full((2, 9), bad, np.float32)
@@ -321,11 +321,11 @@ def test_emits_by_the_targets_law(lanes, name, monkeypatch):
     few = name != "deeper"
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
     probabilities, draft, parents = LAWS[name]
-    tree, vocabulary, samples = Tree(parents), len(probabilities), 200
+    tree, vocabulary, samples = TokenTree(tuple(parents)), len(probabilities), 200
     rng = np.random.default_rng(9)
     with np.errstate(divide="ignore"):
         shifted = [np.log(np.roll(probabilities, node)) for node in range(vocabulary + 1)]
-        draft_logits = np.log(np.array([draft] * len(tree.inner))) * 1.5
+        draft_logits = np.log(np.array([draft] * len({*parents[1:]}))) * 1.5
 
     def target(path):
         return shifted[path[-1] + 1 if path else 0]
@@ -363,7 +363,7 @@ def test_statistics_are_taken_of_few_rows_with_a_sampled_request(lanes, monkeypa
         target_statistics, "target_statistics", lambda *args: [launches.append(1), take(*args)][1]
     )
     rng = np.random.default_rng(12)
-    tree = Tree([-1, 0, 1])
+    tree = TokenTree((-1, 0, 1))
     requests = [random_request(rng, tree, 9, seed=seed) for seed in range(11)]
     for count, any_sampled, expected in ((10, True, 1), (10, False, 0), (11, True, 0)):
         launches.clear()
@@ -377,7 +377,7 @@ def test_seed_position_and_node_make_other_numbers(lanes):
         Request([0], logits, seed=seed, position=position, draft_logits=None)
         for seed, position in ((1, 5), (1, 6), (2, 5), (1 + 2**40, 5))
     ]
-    tokens = [emitted[0] for _, emitted in run(Tree([-1]), requests)]
+    tokens = [emitted[0] for _, emitted in run(TokenTree((-1,)), requests)]
     assert len(set(tokens)) == 4
 
 

@@ -149,20 +149,15 @@ def left_behind(found: dict[str, Any]) -> tuple[list[psutil.Process], list[str]]
 
     Waits for the processes to end, kills those that do not, and removes the files.
     """
-    family = [same_process(number, created) for number, created in found["processes"]]
-    running = wait_for_end([process for process in family if process], END_DEADLINE)
+    family = [
+        process
+        for process in psutil.process_iter(["create_time"])
+        if [process.pid, process.info["create_time"]] in found["processes"]
+    ]  # not others that were given their ids since
+    running = wait_for_end(family, END_DEADLINE)
     for process in running:
         process.kill()
     files = [path for path in found["shared_memory"] if Path(path).exists()]
     for path in files:
         Path(path).unlink()
     return running, files
-
-
-def same_process(number: int, created: float) -> psutil.Process | None:
-    """The process of this id, unless it is another one that was given the id since."""
-    try:
-        process = psutil.Process(number)
-        return process if process.create_time() == created else None
-    except psutil.NoSuchProcess:
-        return None

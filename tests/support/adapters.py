@@ -2,13 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
 
 from tests.support.models import TARGET
 
 RANK = 8
+
+
+def two_adapters(folder: Path, **how: Any) -> list[LoRARequest]:
+    """Adapters with weights of their own, see `save_adapter`."""
+    names = enumerate(("first", "second"), start=1)
+    return [LoRARequest(name, n, save_adapter(folder / name, n, **how)) for n, name in names]
 
 
 def save_adapter(

@@ -65,6 +65,11 @@ def whole_trees(size: int = 16, **keys) -> dict:
     return sequoia(size, num_speculative_tokens_per_batch_size=[[1, 1, size - 1]], **keys)
 
 
+def chain_of(draft: str, depth: int, **keys) -> dict:
+    """`whole_trees` of so many drafts, each the only child of the one before."""
+    return whole_trees(depth + 1, draft=draft, **keys, tree={"parents": list(range(-1, depth))})
+
+
 def lookup_trees(**keys) -> dict:
     """`whole_trees` that are drafted without a model."""
     config = whole_trees(drafter="lookup", **{"retrieval": True, "dynamic_tree": None, **keys})
@@ -129,6 +134,24 @@ def cache_kinds(llm: LLM) -> set[str]:
 
 def metric(llm: LLM, name: str) -> float:
     return sum(m.value for m in llm.get_metrics() if m.name == name)
+
+
+def undrafted(llm: LLM) -> dict[str, float]:
+    """Requests without drafts by reason, since the engine's start."""
+    name = "sequoia:undrafted_requests"
+    return {m.labels["reason"]: m.value for m in llm.get_metrics() if m.name == name and m.value}
+
+
+def tree_metrics(llm: LLM) -> dict[str, float]:
+    """Value of each of our metrics, by its name and what tells its series apart."""
+    return {
+        "/".join([
+            m.name.removeprefix("sequoia:"),
+            *(m.labels[label] for label in ("depth", "child", "reason") if label in m.labels),
+        ]): m.value
+        for m in llm.get_metrics()
+        if m.name.startswith("sequoia:")
+    }  # fmt: skip
 
 
 _plain: dict[str, list[list[int]]] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -54,6 +55,15 @@ def save_pair(directory: Path, target: Any, draft: Any) -> tuple[str, str]:
     for model, path in zip((target, draft), paths, strict=True):
         model.save_pretrained(path)
     return paths
+
+
+def save_broken(path: Path, draft: str | Path, tokens: Any) -> str:
+    """A copy of this draft that gives NaN once it has read one of these tokens, an index."""
+    shutil.copytree(draft, path, dirs_exist_ok=True)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][tokens] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
 
 
 def save_random_draft(path: Path) -> Path:

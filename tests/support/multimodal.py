@@ -11,13 +11,12 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.common.patched import patched
-from tests.support.adapters import RANK, save_adapter
+from tests.support.adapters import RANK, two_adapters
 from tests.support.calling import call_in_process, environment_with
-from tests.support.engines import metric, running, whole_trees
+from tests.support.engines import chain_of, metric, running, whole_trees
 from tests.support.expert_layers import OWN_NAMES, add_layer
 from tests.support.generating import SPEC_DECODE, completions, generate_speculating, joined
 from tests.support.heads import save_eagle3
@@ -62,12 +61,10 @@ _GEMMA_TOKENS = {
     "eoi_token": "<end_of_image>",
     "image_token": "<image_soft_token>",
 }
+_QWEN_IMAGE = "<|vision_start|> <|image_pad|> <|vision_end|>"
 IMAGE = {
-    "qwen2_vl": "<|vision_start|> <|image_pad|> <|vision_end|>",
-    "qwen3_vl": "<|vision_start|> <|image_pad|> <|vision_end|>",
-    "qwen3_5": "<|vision_start|> <|image_pad|> <|vision_end|>",
-    "gemma3": "<start_of_image>",
-}
+    **dict.fromkeys(("qwen2_vl", "qwen3_vl", "qwen3_5"), _QWEN_IMAGE), "gemma3": "<start_of_image>",
+}  # fmt: skip
 
 
 def _qwen2_vl() -> tuple[Any, dict[str, Any]]:
@@ -125,6 +122,7 @@ def _gemma3() -> tuple[Any, dict[str, Any]]:
     }
 
 
+LIMITS: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2}, "block_size": 32}
 _MAKERS = {
     "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5, "gemma3": _gemma3,
 }  # fmt: skip
@@ -226,9 +224,7 @@ def answer_images(
     config = whole_trees(size=8, depth=3, draft=draft, **drafter) if trees else None
     common = {"max_tokens": 16, "ignore_eos": True}
     settings = {
-        "limit_mm_per_prompt": {"image": 2}, "enable_prefix_caching": True, "block_size": 32,
-        "tokenizer": paths.get("tokenizer"),
-        **options,
+        **LIMITS, "enable_prefix_caching": True, "tokenizer": paths.get("tokenizer"), **options
     }  # fmt: skip
     requests = requests_with_images(image)
     if options.get("language_model_only"):
@@ -253,15 +249,9 @@ def answer_beside_others(folder: str, name: str, trees: bool) -> dict[str, Any]:
     The third request is aborted while all run, after their first step.
     """
     paths = save_multimodal(Path(folder), name)
-    adapters = [
-        LoRARequest(
-            which, number,
-            save_adapter(
-                Path(folder) / which, number, 0.3, paths["target"], "model.language_model.layers"
-            ),
-        )
-        for number, which in enumerate(("first", "second"), start=1)
-    ]  # fmt: skip
+    adapters = two_adapters(
+        Path(folder), scale=0.3, target=paths["target"], layers="model.language_model.layers"
+    )
     words = StructuredOutputsParams(regex="(w2(w3|w4|w5)|w3(w0|w2))+")
     common = {"max_tokens": 16, "ignore_eos": True}
     greedy = {"temperature": 0, **common}
@@ -269,8 +259,7 @@ def answer_beside_others(folder: str, name: str, trees: bool) -> dict[str, Any]:
     params = [SamplingParams(**one) for one in (*own, {"structured_outputs": words, **greedy})]
     config = whole_trees(size=8, depth=3, draft=paths["draft"]) if trees else None
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
-    limits = {"limit_mm_per_prompt": {"image": 2}, "block_size": 32}
-    with running(config, model=paths["target"], **options, **limits) as llm:
+    with running(config, model=paths["target"], **options, **LIMITS) as llm:
         requests = requests_with_images(IMAGE[name])
         tokens = joined(llm, requests, params, aborted=2, every=0, adapters=2 * adapters)
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens") if trees else 0
@@ -287,16 +276,11 @@ def answer_with_a_head(folder: str) -> dict[str, Any]:
     head = save_eagle3(Path(folder) / "head", paths["draft"], tokens)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, allowed_token_ids=tokens)
     requests = requests_with_images(IMAGE["qwen3_vl"])
-    options: dict[str, Any] = {
-        "model": paths["target"], "limit_mm_per_prompt": {"image": 2}, "block_size": 32,
-    }  # fmt: skip
-    tree = whole_trees(size=8, depth=3, draft=head)
-    line = {"parents": [-1, 0, 1, 2]}
-    chain = tree | {"tree": line, "num_speculative_tokens_per_batch_size": [[1, 1, 3]]}
     vllms = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
-    methods = {"plain": None, "tree": tree, "chain": chain, "vLLM's chain": vllms}
+    tree = whole_trees(size=8, depth=3, draft=head)
+    methods = {"plain": None, "tree": tree, "chain": chain_of(head, 3), "vLLM's chain": vllms}
     return {
-        name: generate_speculating(config, requests, params, **options)
+        name: generate_speculating(config, requests, params, model=paths["target"], **LIMITS)
         for name, config in methods.items()
     }
 
@@ -309,12 +293,11 @@ def answer_with_its_layer(folder: str) -> dict[str, Any]:
     run_chains()
     paths = save_multimodal(Path(folder), "qwen3_5")
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    chain = whole_trees(size=4, draft=paths["target"], drafter="mtp")
-    chain["tree"] = {"parents": [-1, 0, 1, 2]}
+    chain = chain_of(paths["target"], 3, drafter="mtp")
     given: Any = requests_with_images(IMAGE["qwen3_5"]), params
     options: dict[str, Any] = {
-        "model": paths["target"], "tokenizer": paths["tokenizer"], "block_size": 32,
-        "limit_mm_per_prompt": {"image": 2}, "enable_prefix_caching": False,
+        "model": paths["target"], "tokenizer": paths["tokenizer"], **LIMITS,
+        "enable_prefix_caching": False,
     }  # fmt: skip
     vllms = {"method": "mtp", "num_speculative_tokens": 3}
     found = {

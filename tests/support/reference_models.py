@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from sequoia_vllm.reference_step import Model, begin, read, step
+from sequoia_vllm.tree import TokenTree
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 EMBEDDED_PARENTS = (-1, 0, 1, 0, 2, 1, 3, 4)
@@ -43,10 +44,7 @@ def accepted_by_depth(prompts: list[list[int]], parents: Sequence[int], trees: i
     """
     rng = torch.Generator()
     target, draft = embedded_model("target"), embedded_model("draft")
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    counts = [0] * (max(depths) + 1)
+    counts = [0] * (TokenTree(tuple(parents)).depth + 1)
     for prompt in prompts:
         request = begin(target, prompt, 0.0, rng)
         for _ in range(trees):

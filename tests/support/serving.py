@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import httpx
 import openai
@@ -132,6 +132,10 @@ class Server(Session):
             variables = environment(forks)
         self.model = model
         self.url = f"http://127.0.0.1:{port}"
+        self.openai_options: dict[str, Any] = {
+            "base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0,
+            "default_headers": FRESH,
+        }  # fmt: skip
         command = [str(VLLM), "serve", model, f"--port={port}", *common, *options]
         super().__init__(command, variables, log)
 
@@ -177,10 +181,7 @@ class Server(Session):
     @cached_property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=f"{self.url}/v1",
-            api_key="none",
-            max_retries=0,
-            default_headers=FRESH,
+            **self.openai_options,
             timeout=120,
             http_client=openai.DefaultHttpxClient(trust_env=False),  # no proxy to localhost
         )

@@ -8,10 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from sequoia_vllm.drafting.draft_plan import inner_nodes, inner_rows
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels.modes import SAMPLED, SKIP
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs
 from sequoia_vllm.kernels.verify import TreesToVerify
+from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.methods import method_of
 from tests.oracles.verification import algorithm_2, draw_without_replacement, match, traversal
 
@@ -22,40 +25,13 @@ INF = float("inf")
 # -- trees and requests --------------------------------------------------------------
 
 
-@dataclass
-class Tree:
-    parents: list
-
-    def __post_init__(self):
-        self.size = len(self.parents)
-        self.inner = sorted(set(self.parents) - {-1})
-        self.depths = [0]
-        for parent in self.parents[1:]:
-            self.depths.append(self.depths[parent] + 1)
-
-    def children_of(self, node, size=None):
-        size = self.size if size is None else size
-        return [child for child in range(1, size) if self.parents[child] == node]
-
-    def tables(self):
-        branches = max([1, *(len(self.children_of(node)) for node in range(self.size))])
-        children = torch.full((self.size, branches), -1, dtype=torch.int32)
-        inner_index = torch.full((self.size,), -1, dtype=torch.int32)
-        for node in range(self.size):
-            own = self.children_of(node)
-            children[node, : len(own)] = torch.tensor(own)
-            if own:
-                inner_index[node] = self.inner.index(node)
-        return children, inner_index
-
-
 def random_tree(rng, size, branches=4):
     parents = [-1]
     while len(parents) < size:
         parent = int(rng.integers(max(0, len(parents) - 6), len(parents)))
         if parents.count(parent) < branches:
             parents.append(parent)
-    return Tree(parents)
+    return TokenTree(tuple(parents))
 
 
 @dataclass
@@ -93,7 +69,7 @@ def run(
     ``tree`` is of all requests, or a list with each one's own, of one size.
     """
     trees = tree if isinstance(tree, list) else [tree]
-    inner = max(1, *(len(one.inner) for one in trees))
+    inner = max(1, *map(inner_nodes, trees))
     vocabulary = max(request.logits.shape[1] for request in requests)
     state_rows = [2 * i + 1 for i in range(len(requests))]  # rows between belong to nobody
     # One token wider: rows of a state need not lie end to end.
@@ -110,7 +86,7 @@ def run(
     rows = sum(sizes)
     targets = [token for r in requests for token in r.target_tokens or [-9] * len(r.tokens)]
     children, inner_index, slots = shapes_of(trees, len(requests))
-    depth = max(max(one.depths) for one in trees)
+    depth = max(one.depth for one in trees)
     width = columns or depth + 1
     sampled = torch.full((len(requests), width), STALE)
     accepted = torch.full((len(requests), max(depth, 1)), STALE, dtype=torch.int32)
@@ -157,15 +133,16 @@ def run(
 def shapes_of(trees, requests):
     """Children and rows of Q of one tree, or of each slot's own; and slots of these requests."""
     slots = torch.arange(requests).flip(0) + 1
+    tables = [TreeTables(tree, torch.device("cpu")) for tree in trees]
     if len(trees) == 1:
-        return *trees[0].tables(), slots
-    branches = max(tree.tables()[0].shape[1] for tree in trees)
+        return tables[0].children, tables[0].inner_rows, slots
+    branches = max(tree.max_branch for tree in trees)
     children = torch.full((len(trees) + 2, trees[0].size, branches), STALE, dtype=torch.int32)
     inner_index = torch.full(children.shape[:2], STALE, dtype=torch.int32)
-    for slot, tree in zip(slots.tolist(), trees, strict=True):
-        own, inner_index[slot] = tree.tables()
+    for slot, own in zip(slots.tolist(), tables, strict=True):
+        inner_index[slot] = own.inner_rows
         children[slot] = -1
-        children[slot, :, : own.shape[1]] = own
+        children[slot, :, : own.children.shape[1]] = own.children
     return children, inner_index, slots
 
 
@@ -237,7 +214,7 @@ def expected_walk(tree, request, uniforms, lanes, rule=algorithm_2):
         return softmax(request.logits[node] / request.target_temperature)
 
     def draft(node):
-        row = request.draft_logits[tree.inner.index(node)]
+        row = request.draft_logits[inner_rows(tree)[node]]
         return draft_probabilities(row, request.temperature)
 
     chance = KernelChance(*uniforms, lanes)
@@ -265,17 +242,15 @@ def check_walks(tree, requests, lanes, method="sequoia", most_at_edge=0.05, **op
 
 def drafted_children(tree, request):
     """Each of the request's nodes: its children up to the first placeholder."""
-    size = len(request.tokens)
     return [
-        list(takewhile(lambda child: request.tokens[child] >= 0, tree.children_of(node, size)))
-        for node in range(size)
+        list(takewhile(lambda child: request.tokens[child] >= 0, children))
+        for children in tree.trim(len(request.tokens)).children
     ]
 
 
 def expected_match(tree, request):
     """Accepted nodes and emitted tokens where the target's token is given."""
-    size = len(request.tokens)
-    children = [[] if request.mode == SKIP else tree.children_of(n, size) for n in range(size)]
+    children = tree.trim(1 if request.mode == SKIP else len(request.tokens)).children
     return match(lambda node, _: request.target_tokens[node], request.tokens, children)
 
 
@@ -309,16 +284,13 @@ KINDS = {"dense": dense, "sparse": sparse, "one-hot": one_hot, "underflowing": u
 def random_request(rng, tree, vocabulary, target=dense, draft=dense, size=None, seed=1):
     size = tree.size if size is None else size
     logits = np.stack([target(rng, vocabulary) for _ in range(size)])
-    draft_logits = np.stack([draft(rng, vocabulary) for _ in range(max(1, len(tree.inner)))])
+    draft_logits = np.stack([draft(rng, vocabulary) for _ in range(inner_nodes(tree))])
     request = Request([0] * size, logits.astype(np.float32), draft_logits.astype(np.float32))
     request.seed, request.position = seed, int(rng.integers(0, 1000))
     request.temperature = float(rng.choice([0.5, 1.0, 1.25]))
-    for node in range(size):
-        children = tree.children_of(node, size)
+    for row, children in zip(inner_rows(tree), tree.trim(size).children, strict=False):
         if children:
-            probabilities = draft_probabilities(
-                request.draft_logits[tree.inner.index(node)], request.temperature
-            )
+            probabilities = draft_probabilities(request.draft_logits[row], request.temperature)
             drawn = draw_without_replacement(
                 probabilities, len(children),
                 lambda rest: int(rng.choice(len(rest), p=rest / rest.sum())),

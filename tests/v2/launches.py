@@ -28,7 +28,6 @@ GLUE = "glue of ours"
 WORK = "kernels of ours"
 """Outside the models: drawing, verification, commit."""
 VERIFIER = "vLLM's, called by our verifier"
-VLLM = "vLLM's own"
 DRAFT = "draft model"
 TARGET = "target model"
 OTHERS = "others"
@@ -146,11 +145,10 @@ def _group_and_place(name: str) -> tuple[str, str]:
         return (DRAFT if drafts else TARGET), ""
     if name in _WORKING:
         return WORK, ""
-    if not frames:
-        return OTHERS, ""
     if nearest in _BEFORE_A_FORWARD or (ours and _is_ours(frames[0])):
         return GLUE, f"{nearest}: {ours[0].f_code.co_name}"
-    return (VERIFIER if nearest == "verifier.py" else VLLM), frames[0].f_code.co_name
+    group = VERIFIER if nearest == "verifier.py" else OTHERS
+    return group, frames[0].f_code.co_name if frames else ""
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -20,7 +20,7 @@ from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from tests.oracles.dflash import dflash_drafts, target_layers
 from tests.support.block_heads import save_dflash2, save_dspark, save_lilicorr
 from tests.support.calling import called_once
-from tests.support.engines import running, sequoia, whole_trees
+from tests.support.engines import chain_of, running, sequoia, whole_trees
 from tests.support.expert_layers import KINDS, save_experts
 from tests.support.generating import (
     SPEC_DECODE,
@@ -63,11 +63,6 @@ def mixed() -> list[Any]:
 
 def trees_of(head: str) -> dict[str, Any]:
     return whole_trees(size=12, depth=DEPTH, draft=head)
-
-
-def chain_of(head: str, depth: int = DEPTH, **keys: Any) -> dict[str, Any]:
-    tree = {"parents": list(range(-1, depth))}
-    return {**whole_trees(size=depth + 1, draft=head, **keys), "tree": tree}
 
 
 def check_chain(ours: dict[str, Any], vllms: dict[str, Any], least: int) -> None:
@@ -115,7 +110,7 @@ def generate_of(kind: str) -> dict[str, Any]:
         "vLLM's chain": generate_speculating(
             {"method": kind, "model": head, "num_speculative_tokens": DEPTH}, texts, params
         ),
-        "chain": generate(chain_of(head), texts, params),
+        "chain": generate(chain_of(head, DEPTH), texts, params),
         "twice": twice,
         "tiers": generate_in_tiers(head, texts),
         "special": generate(trees_of(head), *special, max_num_batched_tokens=64),
@@ -262,7 +257,7 @@ def generate_blocks(place: str) -> dict[str, Any]:
             vllms["model"] = save_dflash(Path(place) / "causal", target, dflash_config=own)
         found[name] = {
             "vLLM's": generate_speculating(vllms, *given, **options),
-            "ours": generate(chain_of(head), *given, **options),
+            "ours": generate(chain_of(head, DEPTH), *given, **options),
         }
     return found
 

@@ -1,14 +1,11 @@
 """Sampled output of trees on Model Runner V2: a seed's tokens, and the target's law."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
@@ -18,7 +15,7 @@ from tests.support import target_only
 from tests.support.block_heads import save_dflash2, save_dspark
 from tests.support.calling import called_once
 from tests.support.editing import SIBLINGS_FIRST, edited_params
-from tests.support.engines import generated, running, sequoia
+from tests.support.engines import generated, running, sequoia, tree_metrics
 from tests.support.expert_layers import save_experts
 from tests.support.generating import (
     TINY,
@@ -38,7 +35,12 @@ from tests.support.interpreted import call_on_gpu, call_on_v2
 from tests.support.latents import rehearse_on_gpus, save_latent_pair
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.memory_checks import VARIABLE
-from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
+from tests.support.models import (
+    next_probabilities,
+    save_broken,
+    save_llama,
+    save_word_tokenizer,
+)
 from tests.support.recurrent import rehearse_in_float32
 from tests.support.rehearsing import generate_with_trees as rehearse
 from tests.support.rehearsing import rehearsing
@@ -68,7 +70,7 @@ def generate_seeded(models: str) -> dict[str, Any]:
     """Answers of plain V2, of trees, and of trees by a broken draft: two more without a seed."""
     target, draft = save_related_pair(Path(models))
     tiny = random_prompts([12, 30, 5, 41, 8, 20]), seeded_params(6, 16)
-    broken = save_broken(Path(models) / "broken", draft)
+    broken = save_broken(Path(models) / "broken", draft, slice(None, None, 16))
     unseeded = [SamplingParams(max_tokens=16, ignore_eos=True, detokenize=False)] * 2
     mixed = [*tiny[0], *tiny[0][:2]], [*tiny[1], *unseeded]
     return {
@@ -76,15 +78,6 @@ def generate_seeded(models: str) -> dict[str, Any]:
         "trees": generate_with_trees(draft, *tiny, model=target, **TINY),
         "broken": generate_with_trees(broken, *mixed, model=target, **TINY),
     }
-
-
-def save_broken(path: Path, draft: str) -> str:
-    """Saves that draft so that NaN comes out once it has read one of some tokens."""
-    shutil.copytree(draft, path, dirs_exist_ok=True)
-    weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][::16] = torch.nan
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return str(path)
 
 
 def generate_with_a_tiny_pair(models: str) -> dict[str, Any]:
@@ -244,13 +237,7 @@ def generate_from_itself(models: str) -> dict[str, Any]:
         llm.generate(requests, params, use_tqdm=False)
         # A step that was scheduled before the last requests' ends is reported by the next.
         llm.generate(requests[0], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-        trees = {
-            "/".join([m.name, *(m.labels[key] for key in ("depth", "child") if key in m.labels)]):
-                m.value
-            for m in llm.get_metrics()
-            if m.name.startswith("sequoia:")
-        }  # fmt: skip
-        return {**counted(llm), "metrics": trees}
+        return {**counted(llm), "metrics": tree_metrics(llm)}
 
 
 @pytest.fixture(scope="module")
@@ -271,19 +258,19 @@ def test_all_that_the_target_drafts_itself_is_accepted(from_itself):
 def test_metrics_show_what_the_worker_counted(from_itself):
     """Less the trees that were scheduled before a request's end was seen, as vLLM does."""
     shown = from_itself["metrics"]
-    assert shown["sequoia:drafted_nodes"] == 0  # for the last request, which has one token
-    assert shown["sequoia:trees"] == from_itself["drafts"]
-    behind_ends = from_itself["tree_steps"] - shown["sequoia:trees"]
+    assert shown["drafted_nodes"] == 0  # for the last request, which has one token
+    assert shown["trees"] == from_itself["drafts"]
+    behind_ends = from_itself["tree_steps"] - shown["trees"]
     assert 0 <= behind_ends <= len(TEMPERATURES)
-    depths = [shown[f"sequoia:accepted_depth/{d}"] for d in range(len(from_itself["depth_counts"]))]
-    assert sum(depths) == shown["sequoia:trees"]
-    assert sum(d * trees for d, trees in enumerate(depths, 1)) == shown["sequoia:emitted_tokens"]
+    depths = [shown[f"accepted_depth/{d}"] for d in range(len(from_itself["depth_counts"]))]
+    assert sum(depths) == shown["trees"]
+    assert sum(d * trees for d, trees in enumerate(depths, 1)) == shown["emitted_tokens"]
     for counted_trees, shown_trees in zip(from_itself["depth_counts"], depths, strict=True):
         assert 0 <= counted_trees - shown_trees <= behind_ends
     for name in ("offered", "accepted"):
         for depth, children in enumerate(from_itself[name], start=1):
             for child, value in enumerate(children, start=1):
-                seen = shown.get(f"sequoia:{name}_children/{depth}/{child}", 0)
+                seen = shown.get(f"{name}_children/{depth}/{child}", 0)
                 assert 0 <= value - seen <= behind_ends
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
-from tests.support.serving import FRESH, Server
+from tests.support.serving import Server
 from tests.support.soak.random_requests import RandomRequest
 
 # A request that takes longer than this hangs; an idle machine answers the longest in a second.
@@ -43,11 +43,8 @@ class Endpoint:
     def __init__(self, server: Server) -> None:
         self.model = server.model
         self._client = openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1",
-            api_key="none",
-            max_retries=0,
+            **server.openai_options,
             timeout=HANGS_AFTER,
-            default_headers=FRESH,
             http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
         )
 
