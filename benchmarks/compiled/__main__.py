@@ -2,9 +2,7 @@
 
 import argparse
 import importlib.metadata
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks.compiled
@@ -16,11 +14,10 @@ from benchmarks.compiled.variants import Task, all_tasks, sample_tasks
 
 
 def main() -> None:
-    """Prints the table, and writes it where the arguments say."""
+    """Prints the table, or records it."""
     parser = argparse.ArgumentParser(
         description=benchmarks.compiled.__doc__, prog="python -m benchmarks.compiled"
     )
-    parser.add_argument("--json", type=Path, help="file to write the table to")
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="regular expression for variants' names")
@@ -37,9 +34,7 @@ def main() -> None:
     tasks = all_tasks(arguments.capabilities, arguments.only)
     if arguments.sample:
         tasks = sample_tasks()
-    table = list(_compile_and_print(tasks, arguments.processes))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(row) for row in table], indent=1) + "\n")
+    _compile_and_print(tasks, arguments.processes)
 
 
 def _record(folder: Path, everything: bool, processes: int) -> None:
@@ -53,10 +48,12 @@ def _record(folder: Path, everything: bool, processes: int) -> None:
     Page(page.triton_version, rows, sources).write(folder)
 
 
-def _compile_and_print(tasks: Sequence[Task], processes: int) -> Iterator[Resources]:
+def _compile_and_print(tasks: Sequence[Task], processes: int) -> list[Resources]:
+    table = []
     for row in compile_all(tasks, processes):
         print(line(row), flush=True)
-        yield row
+        table.append(row)
+    return table
 
 
 if __name__ == "__main__":

@@ -38,15 +38,10 @@ class Page:
         return Page(triton_version, tuple(table), dict(_SOURCE.findall(text)))
 
     def write(self, folder: Path) -> None:
-        """To the Triton's page in ``folder``."""
-        path = folder / f"triton-{self.triton_version}.md"
-        path.write_text(self.text(), encoding="utf-8")
-
-    def text(self) -> str:
-        """The page as Markdown."""
+        """To the Triton's page in ``folder``, as Markdown."""
         rows = "\n".join(map(line, self.table))
         sources = "\n".join(f"{kernel:32} {digest}" for kernel, digest in self.sources.items())
-        return f"""# The GPU kernels, compiled with Triton {self.triton_version}
+        text = f"""# The GPU kernels, compiled with Triton {self.triton_version}
 
 Registers per thread, bytes spilled and shared memory per program, from
 `python -m benchmarks.compiled`: see [the other files here](README.md).
@@ -61,6 +56,8 @@ Compiled from these sources: a hash of each kernel's code and launches.
 {sources}
 ```
 """
+        path = folder / f"triton-{self.triton_version}.md"
+        path.write_text(text, encoding="utf-8")
 
     def stale(self, sources: Mapping[str, str]) -> list[str]:
         """The kernels that have changed, are new or are no more, by the present ``sources``."""

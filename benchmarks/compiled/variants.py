@@ -68,10 +68,10 @@ def all_tasks(capabilities: Sequence[int] = CAPABILITIES, pattern: str = "") -> 
 
 def sample_tasks() -> list[Task]:
     """Each kernel once, its first variant, for the capabilities turn about."""
-    tasks = []
-    for number, (first, *_) in enumerate(variants_by_kernel().values()):
-        tasks.append((first, first.capabilities[number % len(first.capabilities)]))
-    return tasks
+    return [
+        (first, first.capabilities[number % len(first.capabilities)])
+        for number, (first, *_) in enumerate(variants_by_kernel().values())
+    ]
 
 
 # -- drafting: what engines with large vocabularies compile ----------------------------

@@ -87,7 +87,7 @@ ITEMS = (
         {"kind": "dflash", "trees": "served", "cache_gib": 4.0, **_ONCE},
     ),
     Item(
-        "trees-8b-eagle3", "8B with an EAGLE-3 head: steps, mixed steps, changes, kernels' shares",
+        "trees-8b-eagle3", "8B with an EAGLE-3 head: steps, mixed steps, kernels' shares",
         TREES, 4, {"pair": "8b-eagle3"},
     ),
     Item(
@@ -103,7 +103,7 @@ ITEMS = (
         "benchmarks.gpu.serving:adapt", 4, {"pair": "8b-eagle3"},
     ),
     Item(
-        "trees-8b-1b", "8B with a 1B draft: steps, mixed steps, changes, kernels' shares",
+        "trees-8b-1b", "8B with a 1B draft: steps, mixed steps, kernels' shares",
         TREES, 4, {"pair": "8b-1b"}, is_tiny=False,
     ),
     Item(

@@ -15,15 +15,18 @@ from typing import Any
 import torch
 
 from benchmarks import DRAFT, TARGET
+from sequoia_vllm.bench import methods
+from sequoia_vllm.bench.engines import BenchEngine
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.hardware import graph_sizes
 from sequoia_vllm.hardware.graph_sizes import ContextRule
+from sequoia_vllm.measuring.step_recorder import EXTENSION
 
 TOKENS = 32
 # With graphs, unlike the tests' engines.
 _OPTIONS = {
     "enforce_eager": False, "max_model_len": 256, "max_num_seqs": 4, "gpu_memory_utilization": 0.02,
-    "kv_cache_memory_bytes": 256 << 20,
+    "kv_cache_memory_bytes": 256 << 20, "worker_extension_cls": EXTENSION,
 }  # fmt: skip
 _MODELS = Path(TARGET).parent
 Saved = tuple[str, dict[str, Any], dict[str, Any]]
@@ -83,7 +86,7 @@ KINDS: dict[str, Callable[[Path], Saved]] = {
 def compare_kind(kind: str, folder: Path) -> dict[str, Any]:
     """Greedy and seeded answers of trees and of plain vLLM."""
     from tests.support.engines import noting, running
-    from tests.support.generating import random_prompts
+    from tests.support.generating import random_prompts, speculated
 
     target, keys, options = KINDS[kind](folder)
     if image := options.pop("image", None):
@@ -104,15 +107,18 @@ def compare_kind(kind: str, folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = {"start_s": round(time.monotonic() - begun, 1)}
         replays.clear()
         ours = _all_answers(llm, requests)
-        found |= {"replays": len(replays), **_counts(llm)}
+        found |= {"replays": len(replays), **speculated(llm)}
     with running(None, **options) as llm:
         plain = _all_answers(llm, requests)
         for how, answers in plain.items():
             found[how] = [a == b for a, b in zip(ours[how], answers, strict=True)]
         if image is None:
+            engine = BenchEngine(methods.plain(), llm)
             for name, given in (("worst_gap", ours), ("worst_gap_of_plain", plain)):
-                pairs = zip(requests, given["greedy"], strict=True)
-                found[name] = [max(_gaps(llm, request, answer)) for request, answer in pairs]
+                found[name] = [
+                    round(max(engine.gaps_to_best(request["prompt_token_ids"], answer)), 4)
+                    for request, answer in zip(requests, given["greedy"], strict=True)
+                ]
     return found
 
 
@@ -128,26 +134,6 @@ def _all_answers(llm: Any, requests: list[Any]) -> dict[str, list[list[int]]]:
         "seeded": generated(llm, requests, SamplingParams(temperature=0.8, seed=3, **common)),
         "alone": generated(llm, requests[:1], greedy),
     }
-
-
-def _counts(llm: Any) -> dict[str, float]:
-    from tests.support.generating import SPEC_DECODE, speculated
-
-    trees, drafted, accepted = (speculated(llm)[name] for name in SPEC_DECODE)
-    return {"trees": trees, "drafted": drafted, "tokens_per_tree": 1 + accepted / max(1, trees)}
-
-
-def _gaps(llm: Any, request: dict[str, list[int]], answer: list[int]) -> list[float]:
-    """As `BenchEngine.gaps_to_best`."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-    prompt = request["prompt_token_ids"]
-    [output] = llm.generate([{"prompt_token_ids": [*prompt, *answer]}], params, use_tqdm=False)
-    return [
-        round(max(one.logprob for one in entry.values()) - entry[token].logprob, 4)
-        for token, entry in zip(answer, output.prompt_logprobs[len(prompt) :], strict=True)
-    ]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Step times inside one engine: by batch and drafts, with prompts, after changes, by kernels."""
+"""Step times inside one engine: by batch and drafts, with prompts, by kernels."""
 
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 from benchmarks.gpu.engine import Engine, sampling, started
@@ -9,6 +9,7 @@ from benchmarks.gpu.item_run import ItemRun
 from benchmarks.gpu.serving import measure_arrivals
 from benchmarks.gpu.step_parts import compact, steady, times_of
 from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware import graph_sizes
 from sequoia_vllm.hardware.graph_sizes import ContextRule
 
@@ -50,13 +51,13 @@ def time_trees(run: ItemRun, pair: str, ranks: str = "1", **keys: str) -> None:
         options["tensor_parallel_size"] = count
     speculative = speculation(sizes.batches, sizes.drafts, **keys)
     with started(run, pair, speculative, **options) as engine:
-        run.record("trees", published_trees(engine, sizes.drafts))
+        tree = SequoiaSettings.of(engine.vllm_config).tree
+        run.record("trees", {"parents": list(tree.parents)})
         for batch, number in product(sizes.batches, sizes.drafts):
             work = partial(time_steps, engine, batch, number, sizes.context)
             run.measure(f"batch {batch}, {number} drafts", work)
         for number in sizes.some_drafts:
             run.measure(f"prompts, {number} drafts", partial(time_mixed, engine, number))
-        run.measure("changes", partial(time_changes, engine))
         for number in sizes.some_drafts:
             run.measure(f"kernels, {number} drafts", partial(time_kernels, engine, number))
 
@@ -89,19 +90,6 @@ def time_contexts(run: ItemRun, pair: str, kernel: str) -> None:
             if batch * context <= sizes.most_context_tokens and number > 0:
                 work = partial(time_steps, engine, batch, number, context)
                 run.measure(f"batch {batch}, {number} drafts, context {context}", work)
-
-
-def published_trees(engine: Engine, drafts: tuple[int, ...]) -> dict[str, Any]:
-    """The engine's tree, and what its prefixes bring by published acceptance: nothing measured."""
-    from sequoia_vllm.engine.common.settings import SequoiaSettings
-    from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
-
-    tree = SequoiaSettings.of(engine.vllm_config).tree
-    tokens = {
-        str(number): round(tree.trim(number + 1).expected_tokens(REFERENCE_ACCEPTANCE), 3)
-        for number in drafts
-    }
-    return {"parents": list(tree.parents), "published_tokens_per_step": tokens}
 
 
 def time_steps(engine: Engine, batch: int, drafts: int, context: int) -> dict[str, Any]:
@@ -142,28 +130,6 @@ def time_mixed(engine: Engine, drafts: int) -> dict[str, Any]:
         "decoding": times_of(records, steady(batch, drafts + 1)),
         "mixed": times_of(records, lambda r: not r["decoding"] and r["requests"] > batch),
     }  # fmt: skip
-
-
-def time_changes(engine: Engine) -> dict[str, Any]:
-    """Steps right after the number of drafts changed, and all others with that number."""
-    sizes = engine.sizes
-    batch = sizes.beside
-    engine.limit(sizes.changing[0])
-    requests = _decoders(engine, batch, sizes.outputs)
-    for turn in range(sizes.turns):
-        engine.limit(sizes.changing[(turn + 1) % 2])
-        for _ in range(sizes.outputs // sizes.turns):
-            engine.step()
-    records = _ended(engine, requests)
-    changed = {id(now) for before, now in pairwise(records) if before["most"] != now["most"]}
-    found: dict[str, Any] = {"batch": batch}
-    for number in sizes.changing:
-        is_steady = steady(batch, number + 1)
-        found[f"{number} drafts"] = {
-            kind: times_of(records, lambda r: is_steady(r) and (id(r) in changed) == after)  # noqa: B023
-            for kind, after in (("after a change", True), ("else", False))
-        }
-    return found
 
 
 def time_kernels(engine: Engine, drafts: int) -> dict[str, Any]:

@@ -42,11 +42,10 @@ def _item(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if start := parts.get("start"):
         yield f"started in {start['seconds']} s, {start['device_gib']} GiB of the device in use"
         yield from (f"    {line}" for line in start["log"])
-    published = parts.get("trees", {}).get("published_tokens_per_step", {})
     yield from _table(
-        ("", "steps", *_SPAN_NAMES, "passes", "tokens/s if published acceptance held"),
+        ("", "steps", *_SPAN_NAMES, "passes"),
         [
-            (name, part["steps"], *_spans(part), part["passes"], _published(part, published))
+            (name, part["steps"], *_spans(part), part["passes"])
             for name, part in parts.items()
             if "records" in part
         ],
@@ -119,13 +118,9 @@ def _compared(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _timed(part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Kinds of steps that are timed within a part, and their times."""
-    for kind, values in part.items():
-        if isinstance(values, dict):
-            if "step_ms" in values:
-                yield kind, values
-            for inner, times in values.items():
-                if isinstance(times, dict) and "step_ms" in times:
-                    yield f"{kind}, {inner}", times
+    for kind, times in part.items():
+        if isinstance(times, dict) and "step_ms" in times:
+            yield kind, times
 
 
 def _alone(part: Mapping[str, Any]) -> list[str]:
@@ -136,14 +131,6 @@ def _alone(part: Mapping[str, Any]) -> list[str]:
 
 def _spans(times: Mapping[str, Any]) -> list[str]:
     return [f"{times[name]:.3f}" for name in _SPANS]
-
-
-def _published(part: Mapping[str, Any], published: Mapping[str, float]) -> str:
-    """Tokens per second if drafts were accepted as published: computed, not measured."""
-    tokens = published.get(str(part["drafts"]), 1.0 if part["drafts"] == 0 else None)
-    if tokens is None:
-        return ""
-    return f"{1e3 * part['batch'] * tokens / part['step_ms']:.0f}"
 
 
 def _table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

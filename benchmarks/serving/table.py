@@ -19,9 +19,8 @@ METRICS = {
 """Our name of each figure: its key in the JSON of ``vllm bench serve``."""
 _MEANS = {"tokens": "tokens/s", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
 _COLUMNS = (
-    "arrivals", "", "output tokens/s", "TTFT, ms; P99", "TPOT, ms; P99",
-    "E2E, ms; P99",
-    "tokens/s and E2E, of plain", "of the best",
+    "arrivals", "", "output tokens/s", "TTFT, ms; P99", "TPOT, ms; P99", "E2E, ms; P99",
+    "tokens/s and E2E, of plain",
 )  # fmt: skip
 _SHORT = {"plain": "plain vLLM", "chain": "vLLM's chain of 4", "sequoia": "Sequoia"}
 # vLLM's stochastic chain samples wrongly on CPU builds without Triton: vllm-project/vllm#55005.
@@ -43,9 +42,7 @@ def make_rows(results: Mapping[tuple[str, str], Rounds]) -> list[dict[str, Any]]
                 for (its, other), found in results.items()
                 if its == load
             }
-            best = max(speeds.values(), key=lambda speed: median(speed.values()))
             row[f"{name}_of_plain"] = _ratio(speeds[variant], speeds.get("plain", {}))
-            row[f"{name}_of_best"] = _ratio(speeds[variant], best)
         rows.append(row)
     return rows
 
@@ -104,10 +101,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     for name, digits in (("ttft", 0), ("tpot", 1), ("e2e", 0)):
         highest = row[f"{name}_p99"]["median"]
         cells.append(f"{_with_spread(row[name], digits)}; {highest:.{digits}f}")
-    for base in ("plain", "best"):
-        ratios = [row[f"{name}_of_{base}"] for name in ("tokens", "e2e")]
-        cells.append(", ".join("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios))
-    return cells
+    ratios = [row[f"{name}_of_plain"] for name in ("tokens", "e2e")]
+    return [*cells, ", ".join("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)]
 
 
 def _with_spread(value: Mapping[str, float], digits: int) -> str:

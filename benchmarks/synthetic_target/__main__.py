@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.synthetic_target.write import DTYPES, write_synthetic_target
+from benchmarks.synthetic_target.write import Dtype, write_synthetic_target
 from sequoia_vllm.cli.common import console, fail, friendly_errors, progress_bar
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -33,10 +33,7 @@ def synthetic_target(
         int | None,
         typer.Option(min=1, help="Hidden size, a multiple of the source's; heads grow as much."),
     ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(help="Type of its weights: auto (the source's), float32, bfloat16, float16."),
-    ] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Type of its weights; auto: the source's.")] = "auto",
 ) -> None:
     """Write a larger model that computes exactly what a small trained one does.
 
@@ -48,8 +45,6 @@ def synthetic_target(
         fail("--params chooses layers and width: leave out --layers and --width")
     if params is layers is width is hidden is None:
         fail("give --params, or some of --layers, --width and --hidden")
-    if dtype not in DTYPES:
-        fail(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
     count = None
     if params is not None:
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBG]?)", params.strip().upper())

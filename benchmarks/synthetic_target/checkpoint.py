@@ -96,10 +96,7 @@ def copy_tokenizer(origin: Path, folder: Path) -> None:
     """Copies a model's tokenizer, chat template and generation config."""
     for pattern in _TOKENIZER_FILES:
         for path in origin.glob(pattern):
-            if path.is_file():
-                shutil.copy(path, folder / path.name)
-            else:
-                shutil.copytree(path, folder / path.name)
+            shutil.copy(path, folder / path.name)
 
 
 def write_checkpoint(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

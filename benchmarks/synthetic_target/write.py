@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,7 +29,7 @@ from benchmarks.synthetic_target.tensors import Growth, is_of_width
 from sequoia_vllm.measuring.provenance import CONFIG_KEY
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Report = Callable[[str, int, int], None]
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 # MLP widths are multiples of this: matrix kernels and tensor parallelism like them.
@@ -121,8 +121,8 @@ class SyntheticTarget:
 
 def write_synthetic_target(
     source: str, folder: Path, *, parameters: float | None = None, layers: int | None = None,
-    width: int | None = None, hidden: int | None = None, dtype: str = "auto",
-    report: Report | None = None,
+    width: int | None = None, hidden: int | None = None, dtype: Dtype = "auto",
+    report: Report = lambda what, done, total: None,
 ) -> SyntheticTarget:  # fmt: skip
     """Writes a larger copy of a model that computes the same logits, to a new or empty folder.
 
@@ -208,7 +208,7 @@ def _tensors(
     own: SourceShape,
     shape: SyntheticShape,
     dtype: str,
-    report: Report | None,
+    report: Report,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     kind = getattr(torch, dtype)
     growth = Growth(shape.hidden // own.hidden, shape.width)
@@ -220,8 +220,7 @@ def _tensors(
         elif not layer[2].endswith("inv_freq"):
             in_layers.setdefault(int(layer[1]), {})[layer[2]] = name
     for number in range(shape.layers):
-        if report is not None:
-            report("layers", number, shape.layers)
+        report("layers", number, shape.layers)
         parts = in_layers[min(number, own.layers - 1)]
         for part, name in parts.items():
             if number < own.layers:

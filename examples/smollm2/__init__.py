@@ -12,10 +12,6 @@ class ModelError(Exception):
     """The model could not be had; the message says why, and what to do."""
 
 
-class OfflineError(ModelError):
-    """Nothing answers where the model would come from."""
-
-
 def cached_folder() -> Path:
     """Where the model lies: ``~/.cache/sequoia-vllm/smollm2-135m-instruct`` on Linux."""
     cache = platformdirs.user_cache_dir("sequoia-vllm", appauthor=False)

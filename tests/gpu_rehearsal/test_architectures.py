@@ -75,7 +75,7 @@ def test_windows_lie_in_cache_groups_of_their_own(generated):
 
 
 def generate_from_fp8(models: str, backend: str) -> dict[str, Any]:
-    """Answers of plain vLLM and of trees, with scales that are not 1, and with a whole cache."""
+    """Answers of plain vLLM and of trees, with scales that are not 1."""
     target, draft = save_related_pair(Path(models))
     options = {"model": target, "kv_cache_dtype": "fp8", "attention_backend": backend}
     requests, trees = random_prompts([9, 40, 13]), sequoia(size=8, depth=3, draft=draft)
@@ -92,8 +92,6 @@ def generate_from_fp8(models: str, backend: str) -> dict[str, Any]:
             run = generate if config is None else generate_with_trees
             answers[name] = run(llm, requests, params)
             answers[f"{name}: bytes"] = runner_of(llm).kv_caches[0].element_size()
-    with rehearsing(None, model=target) as llm:
-        answers["whole"] = generate(llm, requests, params)
     return answers
 
 
@@ -117,7 +115,3 @@ def test_tokens_are_those_of_plain_vllm_with_the_same_cache(of_fp8, request):
     assert of_fp8["trees"]["counts"]["tokens_per_tree"] > 1.2
     assert of_fp8["trees"]["eager growth"] == []
     assert (of_fp8["plain: bytes"], of_fp8["trees: bytes"]) == (1, 1)
-
-
-def test_the_cache_is_quantized(of_fp8):
-    assert of_fp8["plain"]["tokens"] != of_fp8["whole"]["tokens"]

@@ -5,7 +5,6 @@ rehearsal rests on of its graphs, where no mistake shows it.
 """
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.patched import patched
-from tests.support.calling import called_once
 from tests.support.engines import sequoia
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.interpreted import call_on_gpu
@@ -24,11 +22,6 @@ pytestmark = pytest.mark.slow
 
 
 # Each takes the method in whose place it is.
-
-
-def waits_for_the_device(grow: Any, growth: Any, num_reqs: int, *args: Any) -> None:
-    assert int(growth._batch.roots[0]) >= 0
-    grow(growth, num_reqs, *args)
 
 
 def takes_positions_from_the_host(grow: Any, growth: Any, num_reqs: int, *args: Any) -> None:
@@ -57,14 +50,15 @@ def run(models: str) -> dict[str, Any]:
     from sequoia_vllm.drafting.draft_batch import DraftBatch
     from sequoia_vllm.drafting.growth import TreeGrowth
 
-    grown = partial(with_mistake, TreeGrowth, "grow")
-    begun = partial(with_mistake, DraftBatch, "begin")
     target, _ = save_related_pair(Path(models))
     return {
         "unchanged": counts(target),
-        "host value": counts(target, grown(takes_positions_from_the_host), begun(notes_positions)),
-        "moved buffer": counts(target, begun(moves_its_buffers)),
-        "wait": error_of(target, grown(waits_for_the_device)),
+        "host value": counts(
+            target,
+            with_mistake(TreeGrowth, "grow", takes_positions_from_the_host),
+            with_mistake(DraftBatch, "begin", notes_positions),
+        ),
+        "moved buffer": counts(target, with_mistake(DraftBatch, "begin", moves_its_buffers)),
     }
 
 
@@ -84,28 +78,17 @@ def counts(target: str, *mistakes: Any) -> dict[str, Any]:
     }
 
 
-def error_of(target: str, mistake: Any) -> str:
-    from gpu_stand_in.graphs import CaptureError
-
-    with pytest.raises(CaptureError) as error:
-        counts(target, mistake)
-    return str(error.value)
-
-
-answers = called_once(call_on_gpu, run)
-
-
 @pytest.mark.engine
 @pytest.mark.nightly
-def test_what_a_graph_froze_shows_in_rejected_drafts_and_waiting_is_refused(answers):
+def test_what_a_graph_froze_shows_in_rejected_drafts(tmp_path):
     """All that the target drafts itself is accepted."""
+    answers = call_on_gpu(run, tmp_path, models=str(tmp_path))
     unchanged = answers["unchanged"]
     assert unchanged["accepted"] == unchanged["offered"] >= 8
     for name in ("unchanged", "host value", "moved buffer"):
         assert answers[name]["replayed"] >= 4, name
     for mistake in ("host value", "moved buffer"):
         assert answers[mistake]["accepted"] < answers[mistake]["offered"], mistake
-    assert "not permitted when stream is capturing" in answers["wait"]
 
 
 # -- The stand-in's graphs ----------------------------------------------------------------------
@@ -163,7 +146,7 @@ def memory_that_nothing_filled_is_poison() -> None:
 def waiting_for_the_device_is_refused() -> None:
     values = torch.arange(4)
     _raises(lambda: values[0].item(), "_local_scalar_dense")
-    _raises(lambda: int(values.sum()), "_local_scalar_dense")
+    _raises(lambda: int(values.sum()), "not permitted when stream is capturing: .*_local_scalar")
     _raises(lambda: bool(values[0]), "")
     _raises(lambda: values.nonzero(), "nonzero")
     _raises(lambda: values[values > 1], "")

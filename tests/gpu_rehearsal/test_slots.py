@@ -3,9 +3,8 @@
 Nothing is written past a request's blocks, though few are reserved where little is drafted.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tests.support.generating import (
 from tests.support.heads import save_dflash
 from tests.support.interpreted import call_on_gpu
 from tests.support.models import save_llama
-from tests.support.rehearsing import generate, rehearsing
+from tests.support.rehearsing import generate, recording_versions, rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
@@ -282,41 +281,6 @@ def watching_logits() -> Iterator[tuple[list[int], list[int]]]:
         noting(TreeRunner, "sample", scored_rows) as scored,
     ):
         yield scored, profiled
-
-
-@contextmanager
-def recording_versions() -> Iterator[set[tuple[str, str]]]:
-    """Versions of our kernels that an H100 would compile for what is launched or captured within.
-
-    A kernel's name, and what Triton compiles it by: constants, types, alignment, options.
-    """
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction, create_function_from_signature
-
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    found: set[tuple[str, str]] = set()
-    original = InterpretedFunction.run
-
-    @cache
-    def binder_of(kernel: Any) -> tuple[list[str], Callable]:
-        compiled = JITFunction(kernel.fn, **kernel.kwargs)
-        constants = [param.name for param in compiled.params if param.is_constexpr]
-        return constants, create_function_from_signature(
-            compiled.signature, compiled.params, backend
-        )
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if self.fn.__module__.startswith("sequoia_vllm"):
-            constants, bind = binder_of(self)
-            bound, specialization, options = bind(*args, **kwargs)
-            key = [(name, bound[name]) for name in constants]
-            found.add((self.fn.__name__, repr((key, specialization, sorted(options.items())))))
-        return original(self, *args, grid=grid, warmup=warmup, **kwargs)
-
-    with patched(InterpretedFunction, "run", run):
-        yield found
 
 
 def test_a_head_that_drafts_blocks_limits_no_requests(tmp_path):

@@ -7,7 +7,6 @@ set.
 """
 
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -19,8 +18,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402 (after the import may skip)
 
-from benchmarks.compiled.compiling import Resources  # noqa: E402
-from benchmarks.compiled.pages import Page  # noqa: E402
+from benchmarks.compiled.pages import Page, line  # noqa: E402
 from benchmarks.compiled.sources import source_hash, source_hashes  # noqa: E402
 from benchmarks.compiled.variant import (  # noqa: E402
     CAPABILITIES,
@@ -57,19 +55,16 @@ def test_the_sample_has_every_kernel_and_every_device():
 
 @pytest.mark.slow
 def test_kernels_compile_to_what_their_page_has(tmp_path):
-    file = tmp_path / "report.json"
     # Nothing that was compiled before is taken: here it is to be compiled.
-    variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "benchmarks.compiled", "--sample", "--processes", "1"]
     done = subprocess.run(
-        [*command, "--json", file], cwd=ROOT, env=variables, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = [Resources(**row) for row in json.loads(file.read_text())]
-    assert [(row.name, row.capability) for row in found] == names(sample_tasks())
-    recorded = Page.read(PAGES, VERSION).table
-    assert [row for row in found if row not in recorded] == []
+    recorded = {(row.name, row.capability): row for row in Page.read(PAGES, VERSION).table}
+    expected = [line(recorded[name]) for name in names(sample_tasks())]
+    assert done.stdout.splitlines() == expected
 
 
 # -- the page ------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -95,20 +96,37 @@ def flash_reads(rows: int, product: int) -> Iterator[None]:
 
 
 @contextmanager
-def recording_kernels() -> Iterator[set[tuple[str, ...]]]:
-    """Our kernels that are launched within the block: name, then its tensors' dtypes."""
-    from triton.runtime.interpreter import GridExecutor
+def recording_versions() -> Iterator[set[tuple[str, str]]]:
+    """Versions of our kernels that an H100 would compile for what is launched or captured within.
 
-    original: Any = GridExecutor.__call__
-    found: set[tuple[str, ...]] = set()
+    A kernel's name, and what Triton compiles it by: constants, types, alignment, options.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction, create_function_from_signature
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    found: set[tuple[str, str]] = set()
+    original = InterpretedFunction.run
+
+    @cache
+    def binder_of(kernel: Any) -> tuple[list[str], Callable]:
+        compiled = JITFunction(kernel.fn, **kernel.kwargs)
+        constants = [param.name for param in compiled.params if param.is_constexpr]
+        return constants, create_function_from_signature(
+            compiled.signature, compiled.params, backend
+        )
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if self.fn.__module__.startswith("sequoia_vllm"):
-            dtypes = [str(arg.dtype) for arg in args if hasattr(arg, "dtype")]
-            found.add((self.fn.__name__, *dtypes))
-        original(self, *args, **kwargs)
+            constants, bind = binder_of(self)
+            bound, specialization, options = bind(*args, **kwargs)
+            key = [(name, bound[name]) for name in constants]
+            found.add((self.fn.__name__, repr((key, specialization, sorted(options.items())))))
+        return original(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    with patched(GridExecutor, "__call__", call):
+    with patched(InterpretedFunction, "run", run):
         yield found
 
 

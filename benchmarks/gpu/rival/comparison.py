@@ -21,6 +21,7 @@ from sequoia_vllm.bench.engines import BenchEngine, check_runner, speculative_co
 from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.methods import BenchError, Method
 from sequoia_vllm.bench.report import run_bench
+from sequoia_vllm.cli.bench import print_report
 from sequoia_vllm.measuring.engines import EngineSpec, open_engine
 from sequoia_vllm.measuring.interrupts import engines_end_here
 
@@ -66,8 +67,7 @@ def _compare(settings: BenchSettings, engines: dict[str, Any], file: Path) -> No
     described = {"max_tokens": settings.max_tokens, "rounds": settings.rounds}
     report = run_bench(settings, described, _report, lambda *ignored: nullcontext(engines))
     _keep(file, report.to_dict())
-    for row in report.results:
-        print(_line(row), flush=True)
+    print_report(report)
 
 
 def _keep(file: Path, found: dict[str, Any]) -> None:
@@ -88,17 +88,6 @@ def _attempt(what: str, failed: list[str]) -> Iterator[None]:
 
 def _report(what: str, done: int, total: int) -> None:
     print(f"{what} ({done} of {total})", flush=True)
-
-
-def _line(row: Any) -> str:
-    spread = row.speedup
-    parts = {key: round(1e3 * value, 2) for key, value in row.split.model_dump().items()}
-    return (
-        f"RESULT T={row.temperature:g} batch {row.batch_size} {row.method}: "
-        f"{row.tokens_per_second.median:.1f} tokens/s, {spread.median:.3f}x "
-        f"({spread.low:.3f} to {spread.high:.3f}), {row.tokens_per_step:.3f} tokens/step, "
-        f"{1e3 * row.step_seconds:.2f} ms {parts}"
-    )
 
 
 # -- engines -------------------------------------------------------------------------

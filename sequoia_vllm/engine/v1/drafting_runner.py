@@ -16,9 +16,9 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings, without_speculation
 from sequoia_vllm.engine.common.step_messages import is_loaded

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,6 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-@dataclass
 class CUDAGraph:
     """Replaces `torch.cuda.CUDAGraph`.
 
@@ -151,18 +150,18 @@ class CUDAGraph:
         kind: Name of the class that captured it.
     """
 
-    kind: str = field(default="", init=False)
-    # What a replay calls: operators, and kernels, Triton's or a library's.
-    _record: list[Callable[[], object]] = field(default_factory=list, init=False, repr=False)
-    # Memory that only this graph and others of its pool know, by address.
-    _private: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
-    # What a capture wrote elsewhere, as it was before: (memory, copy).
-    _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
-    _pool: Any = field(default=None, init=False)
-    _is_captured: bool = field(default=False, init=False)
-    _is_poisoned: bool = field(default=False, init=False)
+    def __init__(self) -> None:
+        self.kind, self._pool = "", None
+        # What a capture wrote elsewhere, as it was before: (memory, copy).
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.reset()
 
-    __hash__ = object.__hash__
+    def reset(self) -> None:
+        # What a replay calls: operators, and kernels, Triton's or a library's.
+        self._record: list[Callable[[], object]] = []
+        # Memory that only this graph and others of its pool know, by address.
+        self._private: dict[int, Tensor] = {}
+        self._is_captured = self._is_poisoned = False
 
     # -- capture -----------------------------------------------------------------------
 
@@ -245,10 +244,6 @@ class CUDAGraph:
                 memory.fill_(float("nan"))
             elif tensor.dtype != torch.bool:
                 memory.fill_(_POISON)
-
-    def reset(self) -> None:
-        self._record, self._private, self._is_captured = [], {}, False
-        self._is_poisoned = False
 
     def pool(self) -> Any:
         return self._pool

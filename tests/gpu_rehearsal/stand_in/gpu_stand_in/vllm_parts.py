@@ -7,6 +7,7 @@ import inspect
 import os
 import textwrap
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,18 @@ def async_tensor_h2d(
     else:
         copy = torch.tensor(data, dtype=dtype or (out.dtype if out is not None else None))
     return copy if out is None else out.copy_(copy)
+
+
+def _once_made(owner: type, change: Callable[[Any], object]) -> None:
+    """Changes each object of a class as soon as it is made."""
+    start = owner.__init__
+
+    @functools.wraps(start)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        change(self)
+
+    owner.__init__ = make
 
 
 @functools.cache
@@ -160,13 +173,7 @@ def _embed_without_the_fused_operator() -> None:
     """With several ranks vLLM takes one that only the GPU build has."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    start = VocabParallelEmbedding.__init__
-
-    def unfused(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        self.use_fused_embedding = False
-
-    VocabParallelEmbedding.__init__ = unfused
+    _once_made(VocabParallelEmbedding, lambda one: setattr(one, "use_fused_embedding", False))
 
 
 def _loosen_attention() -> None:
@@ -194,26 +201,14 @@ def _offload_as_on_gpus() -> None:
     exec(textwrap.dedent(source).replace(condition, ""), vars(uva))
     uva.UVAOffloader._maybe_offload_to_cpu = vars(uva).pop(offload.__name__)
     uva.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
-    start = prefetch.PrefetchOffloader.__init__
-
-    def copying_late(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        self.copy_stream.make_late()
-
-    prefetch.PrefetchOffloader.__init__ = copying_late
+    _once_made(prefetch.PrefetchOffloader, lambda one: one.copy_stream.make_late())
 
 
 def _change_the_plugin() -> None:
     """The plugin asks where a tensor lies in one place: the answer is the GPU's."""
-    from sequoia_vllm.engine.v2 import path_copies
+    from sequoia_vllm.engine.v2.path_copies import PathCopies
 
-    start = path_copies.PathCopies.__init__
-
-    def on_gpu(self: Any, device: torch.device) -> None:
-        start(self, device)
-        self._on_gpu = True
-
-    path_copies.PathCopies.__init__ = on_gpu
+    _once_made(PathCopies, lambda one: setattr(one, "_on_gpu", True))
 
 
 def _check_memory() -> None:
@@ -261,16 +256,13 @@ def _start_quickly_where_asked() -> None:
     import vllm.v1.worker.gpu_worker as worker
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    warm_up, estimate = worker.warmup_kernels, GPUModelRunner.profile_cudagraph_memory
+    def skippable(function: Callable[..., Any], instead: Any = None) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return instead if QUICK_START in os.environ else function(*args, **kwargs)
 
-    @functools.wraps(warm_up)
-    def warmup_kernels(*args: Any, **kwargs: Any) -> None:
-        if QUICK_START not in os.environ:
-            warm_up(*args, **kwargs)
+        return call
 
-    @functools.wraps(estimate)
-    def profile_cudagraph_memory(self: Any) -> int:
-        return 0 if QUICK_START in os.environ else estimate(self)
-
-    worker.warmup_kernels = warmup_kernels
-    GPUModelRunner.profile_cudagraph_memory = profile_cudagraph_memory
+    worker.warmup_kernels = skippable(worker.warmup_kernels)
+    estimate = skippable(GPUModelRunner.profile_cudagraph_memory, instead=0)
+    GPUModelRunner.profile_cudagraph_memory = estimate
