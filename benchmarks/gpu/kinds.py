@@ -113,7 +113,7 @@ def compare_kind(kind: str, folder: Path) -> dict[str, Any]:
         for how, answers in plain.items():
             found[how] = [a == b for a, b in zip(ours[how], answers, strict=True)]
         if image is None:
-            engine = BenchEngine(methods.plain(), llm)
+            engine = BenchEngine(methods.PLAIN, llm)
             for name, given in (("worst_gap", ours), ("worst_gap_of_plain", plain)):
                 found[name] = [
                     round(max(engine.gaps_to_best(request["prompt_token_ids"], answer)), 4)

@@ -195,7 +195,7 @@ def test_tests_that_start_engines_say_so():
 
 
 # At most so many lines; the aims are 32,000 and 80,000. Lower a ceiling to what is reached.
-CEILINGS = {"the package": 32_161, "all": 81_046}
+CEILINGS = {"the package": 31_939, "all": 79_581}
 
 
 def test_there_is_no_more_python_than_before():
