@@ -18,7 +18,9 @@ from sequoia_vllm.engine.frontend.drafts import DraftReader
 from sequoia_vllm.engine.runner import cpu_linear
 from sequoia_vllm.engine.worker.worker_base import AgreeingWorker
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.library.selection import Selection
+from sequoia_vllm.library.tree_library import TreeLibrary
+from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
 from tests.support.engines import configured, sequoia
 from tests.support.models import DRAFT, TARGET, save_random_draft
 from tests.support.plans import chosen
@@ -145,8 +147,9 @@ def test_shapes_are_read_only_where_the_tree_depends_on_them(monkeypatch):
 
 def declining(pair, monkeypatch):
     """Makes the library answer: do not speculate."""
-    none = tree_choice.TreeChoice(TokenTree((-1,)), "too slow here", [(1, 256, 0)])
-    monkeypatch.setattr(tree_choice, "_of_library", lambda pair, found: none)
+    nothing = {"tree": TokenTree((-1,)), "schedule": [(1, 256, 0)]}
+    entry = TreeLibrary().entry("h200/8b-1b/shipped").model_copy(update=nothing)
+    monkeypatch.setattr(TreeLibrary, "select", lambda *_: Selection(entry, "too slow here"))
 
 
 def test_auto_may_answer_no_speculation(monkeypatch):
