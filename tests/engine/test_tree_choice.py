@@ -206,15 +206,22 @@ def scheduled(config) -> list[tuple[int, int, int]]:
     return [tuple(entry) for entry in ranges]
 
 
-def test_default_limits_have_room_for_prompts(caplog):
+@pytest.fixture
+def log(caplog, monkeypatch) -> pytest.LogCaptureFixture:
+    """What schedules log: by another logger, as vLLM's hands nothing on once it is configured."""
+    monkeypatch.setattr(draft_schedule, "logger", logging.getLogger("schedules"))
+    caplog.set_level(logging.INFO, "schedules")
+    return caplog
+
+
+def test_default_limits_have_room_for_prompts(log):
     """2,048 tokens per step and 128 requests here; whole trees would take all with 32."""
-    caplog.set_level(logging.INFO, "vllm.sequoia")
     config = limited()
     assert config.scheduler_config.max_num_batched_tokens == 2048
     ranges = [(1, 16, 63), (17, 32, 31), (33, 64, 15), (65, 128, 7)]
     assert scheduled(config) == ranges
     assert config.speculative_config.num_speculative_tokens == 63
-    [line] = [m for m in caplog.messages if "drafts by batch size" in m]
+    [line] = [m for m in log.messages if "drafts by batch size" in m]
     assert "max_num_batched_tokens=2048: 1 to 16: 63, 17 to 32: 31" in line
 
 
@@ -226,16 +233,16 @@ def test_schedules_of_the_library_are_fitted_too(monkeypatch):
     assert scheduled(limited(max_num_seqs=32, max_num_batched_tokens=256)) == fitted
 
 
-def test_given_schedules_are_kept_with_a_warning(caplog):
+def test_given_schedules_are_kept_with_a_warning(log):
     keys = {"num_speculative_tokens_per_batch_size": [[1, 64, 63]]}
     config = limited(keys=keys, max_num_seqs=64)
     assert scheduled(config) == [(1, 64, 63)]
-    [line] = [m for m in caplog.messages if "given schedule" in m]
+    [line] = [m for m in log.messages if "given schedule" in m]
     assert "at batch size 32 the given schedule takes 2080 tokens" in line
     assert "max_num_batched_tokens=2048" in line
-    caplog.clear()
+    log.clear()
     limited(keys=keys, max_num_seqs=31)
-    assert not any("given schedule" in m for m in caplog.messages)
+    assert not any("given schedule" in m for m in log.messages)
 
 
 def test_trees_may_be_larger_where_steps_wait_for_weights(monkeypatch):
@@ -245,9 +252,8 @@ def test_trees_may_be_larger_where_steps_wait_for_weights(monkeypatch):
     assert scheduled(limited(**limits, cpu_offload_gb=1)) == [(1, 1, 63)]
 
 
-def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch, caplog):
+def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch, log):
     """Model Runner V2's graphs. Here vLLM takes the sizes away after that: CPUs have no graphs."""
-    caplog.set_level(logging.INFO, "vllm.sequoia")
     planned, plan_schedule = [], draft_schedule.plan_schedule
 
     def plan(vllm_config, keep_schedule):
@@ -264,11 +270,11 @@ def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch, caplog):
     assert [sizes and sizes[-1] for sizes in planned] == [1024, 256, 64, None]
     assert 960 in planned[0]
     assert planned[2] == [1, 2, 64]
-    assert not any("without CUDA graphs" in m for m in caplog.messages)
+    assert not any("without CUDA graphs" in m for m in log.messages)
     keys = {"num_speculative_tokens_per_batch_size": [[1, 32, 63]]}
     limited(keys=keys, max_num_seqs=32, enforce_eager=True)
-    assert not any("without CUDA graphs" in m for m in caplog.messages)
+    assert not any("without CUDA graphs" in m for m in log.messages)
     limited(keys=keys, max_num_seqs=32)
-    [line] = [m for m in caplog.messages if "without CUDA graphs" in m]
+    [line] = [m for m in log.messages if "without CUDA graphs" in m]
     assert "from 17 requests on" in line
     assert "more than 1024 tokens" in line
