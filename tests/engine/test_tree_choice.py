@@ -20,7 +20,7 @@ from sequoia_vllm.engine.worker.worker_base import AgreeingWorker
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.selection import Selection
 from sequoia_vllm.library.tree_library import TreeLibrary
-from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
+from sequoia_vllm.tree import TokenTree
 from tests.support.engines import configured, sequoia
 from tests.support.models import DRAFT, TARGET, save_random_draft
 from tests.support.plans import chosen
