@@ -193,6 +193,23 @@ def algorithm_2(
             return accepted, emitted
 
 
+def chance_after_rejection(
+    mass: Number, chance_of_path: Number, remaining: Distribution, token: int
+) -> Number:
+    """What traversal passes on to a node's later children, and to the node itself.
+
+    Args:
+        mass: What is left of P, scaled by the chance of the path, once Q is taken off.
+        chance_of_path: As it was when the rejected child was drawn.
+        remaining: What Q was then.
+        token: The rejected child's. Neither matters: they are for wrong rules.
+    """
+    if mass:
+        return mass / (mass + 1 - chance_of_path)
+    # Impossible; or still certain, after a child that Q cannot have drawn.
+    return chance_of_path * (chance_of_path >= 1)
+
+
 def traversal(
     target: Callable[[int], Weights],
     draft: Callable[[int], Weights],
@@ -226,10 +243,9 @@ def traversal(
             if found is not None:
                 return [child, *found[0]], [token, *found[1]]
             left = np.maximum(chance_of_path * residual - remaining, 0)
-            if mass := left.sum():
-                residual, chance_of_path = left / mass, mass / (mass + 1 - chance_of_path)
-            else:  # impossible; or still certain, after a child that Q cannot have drawn
-                chance_of_path = chance_of_path * (chance_of_path >= 1)
+            mass = left.sum()
+            residual = left / mass if mass else residual
+            chance_of_path = chance_after_rejection(mass, chance_of_path, remaining, token)
             rejected.append(token)
             remaining = without(remaining, rejected)
         if node > 0 and not chance.accepts(chance_of_path, 1, node):

@@ -13,6 +13,7 @@ from itertools import product
 import pytest
 import torch
 
+from sequoia_vllm.verification import replaced
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.replaced import verify_replaced
 from sequoia_vllm.verification.topology import VerifyResult
@@ -166,6 +167,21 @@ def like_draws(rule, target, parents):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_replaced_token_is_no_draw(method, shape):
     assert error(*laws(method, shape, like_draws)) > 0.005
+
+
+@both_methods
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_drawn_token_was_a_draw(method, shape, monkeypatch):
+    """Leaving it out of the tree gives others than it the chance that it had."""
+    subtrees = replaced._subtrees
+
+    def forgetful(roots, parents, is_replaced, depth):
+        nodes = torch.arange(parents.shape[1])
+        forgotten = is_replaced & (nodes != roots[:, None])
+        return subtrees(roots, parents.masked_fill(forgotten, -2), is_replaced, depth)
+
+    monkeypatch.setattr(replaced, "_subtrees", forgetful)
+    assert error(*laws(method, shape)) > 0.005
 
 
 @both_methods

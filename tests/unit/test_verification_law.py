@@ -42,6 +42,19 @@ def test_traversal_is_lossless_with_four_tokens(kind):
     assert found == expected
 
 
+@pytest.mark.parametrize("tree", ["chain", "binary"])
+def test_a_wrong_update_is_not_lossless(tree, monkeypatch):
+    monkeypatch.setattr(verification, "chance_after_rejection", divided_by_what_the_draft_has_left)
+    found, expected = laws(verification.traversal, TREES[tree], "dense")
+    assert sum(abs(found[tokens] - expected[tokens]) for tokens in expected) > 0.005
+
+
+def divided_by_what_the_draft_has_left(mass, chance_of_path, remaining, token):
+    """Found in a public implementation."""
+    left = 1 - remaining[token]
+    return min(mass / left, 1) if left else 0 * mass
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tree", TREES)
 def test_traversal_accepts_no_fewer_tokens(tree, kind):
