@@ -208,7 +208,7 @@ def scheduled(config) -> list[tuple[int, int, int]]:
 
 @pytest.fixture
 def log(caplog, monkeypatch) -> pytest.LogCaptureFixture:
-    """What schedules log: by another logger, as vLLM's hands nothing on once it is configured."""
+    """What schedules log: by another logger, as the first configuration sets vLLM's up anew."""
     monkeypatch.setattr(draft_schedule, "logger", logging.getLogger("schedules"))
     caplog.set_level(logging.INFO, "schedules")
     return caplog
