@@ -30,15 +30,15 @@ def takes_positions_from_the_host(grow: Any, growth: Any, num_reqs: int, *args: 
     grow(growth, num_reqs, *args)
 
 
-def notes_positions(begin: Any, batch: Any, **arguments: Any) -> None:
-    begin(batch, **arguments)
+def notes_positions(begin: Any, batch: Any, *args: Any, **named: Any) -> None:
+    begin(batch, *args, **named)
     batch.known_roots = batch.roots.tolist()
 
 
-def moves_its_buffers(begin: Any, batch: Any, **arguments: Any) -> None:
+def moves_its_buffers(begin: Any, batch: Any, *args: Any, **named: Any) -> None:
     for name in ("starts", "counts", "roots"):
         setattr(batch, name, getattr(batch, name).clone())
-    begin(batch, **arguments)
+    begin(batch, *args, **named)
 
 
 def with_mistake(owner: Any, name: str, mistake: Any) -> Any:
