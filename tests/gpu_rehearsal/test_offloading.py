@@ -1,6 +1,7 @@
 """vLLM's offloaders with trees: of weights to host memory, and of prefixes by its connector."""
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,26 @@ def start_and_generate(models: str) -> dict[str, Any]:
                 "log": kept.output, "together": generate_with_trees(llm, requests, params),
                 "alone": generate_with_trees(llm, requests[:1], params), **offloaded(llm),
             }  # fmt: skip
+    for name, options in (("prefetch", PREFETCH), ("uva", UVA)):
+        answers[f"mutant, {name}"] = with_the_draft_offloaded(config, {**engine, **options})
     answers["mutant, no wait"] = without_waiting_before_replays(config, requests, params, engine)
     nowhere = {**PREFETCH, "offload_params": {"no_such_weight"}}
     with logged() as kept, rehearsing(config, enforce_eager=True, **{**engine, **nowhere}):
         answers["nothing matches"] = kept.output
     return answers
+
+
+def with_the_draft_offloaded(config: dict, options: dict) -> Any:
+    """What the draft has offloaded, or how the engine fails to start."""
+    from sequoia_vllm.engine.v2.drafting import drafter
+
+    options = {**options, "enforce_eager": True}
+    with patched(drafter, "nothing_offloaded", nullcontext):
+        try:
+            with rehearsing(config, **options) as llm:
+                return offloaded(llm)["draft"]
+        except AssertionError as error:
+            return str(error)
 
 
 def without_waiting_before_replays(config: dict, requests: list, params: Any, engine: dict) -> Any:
@@ -117,8 +133,13 @@ def test_the_log_says_how_much_and_warns_where_nothing_is(generated):
     assert "--offload-params" in nothing
 
 
-def test_graphs_that_do_not_wait_for_copies_are_found(generated):
-    """A prompt's step, without a graph, has begun to copy what the next one's begins with."""
+def test_mistakes_are_found(generated):
+    """A draft under the engine's offloader; and a graph that does not wait for copies.
+
+    A prompt's step, without a graph, has begun to copy what the next one's begins with.
+    """
+    assert "wrap_modules should only be called once" in generated["mutant, prefetch"]
+    assert generated["mutant, uva"] != []
     assert generated["mutant, no wait"] != generated["plain"]
 
 
