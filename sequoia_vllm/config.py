@@ -128,10 +128,10 @@ class SequoiaConfig(_Strict):
     """With "lookup": draft what the target's logits said of each token before, in any request.
     False: requests learn nothing of each other, and only their own texts tell what to draft."""
     dynamic_tree: bool | None = None
-    """On CPUs with a draft model: greedy requests and those with a seed score the nodes that are
-    likeliest by what the draft says in this step, instead of a fixed topology: as many nodes, and
-    no more levels. Other requests have the tree, as all have on GPUs. None: true where it can
-    be."""
+    """Greedy requests score the nodes that are likeliest by what the draft says in this step,
+    instead of a fixed topology: as many nodes, and no more levels. On CPUs requests with a seed do,
+    too; on GPUs nobody does while others sample. None: true on CPUs with a draft model
+    (docs/trees.md)."""
     verification: MethodName | None = None
     """How sampled trees are verified; output has the target's law by either. With "sequoia" by the
     paper's Algorithm 2, one decision after another. With "traversal" whole paths at once (arXiv

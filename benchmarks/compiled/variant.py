@@ -46,7 +46,7 @@ _NAMES = {
         first first_node has_statistics ids_stride layer_rows length longest mask_token
         max_children max_len max_nodes max_positions max_requests max_trees most_nodes
         num_blocks num_invalid num_nodes_launched num_parts num_requests num_rows
-        num_state_rows num_states num_visits offsets_stride path_columns row_tiles
+        num_state_rows num_states num_visits of_all offsets_stride path_columns row_tiles
         rows_per_tree sampled_stride scored_stride slot_rows splits state_offset
         stats_inner_stride stats_state_stride steps table_stride texts_stride told_columns
         tree_size trees walks_sampled wave width window words_stride

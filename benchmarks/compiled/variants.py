@@ -10,12 +10,14 @@ import triton.language as tl
 
 from benchmarks.compiled.attention_variants import attention_variants
 from benchmarks.compiled.variant import CAPABILITIES, Variant
-from sequoia_vllm.drafting import drafted_trees
+from sequoia_vllm.drafting import drafted_trees, dynamic_levels
+from sequoia_vllm.drafting.dynamic_trees import MOST_NODES
 from sequoia_vllm.kernels import (
     begin_drafting,
     children_kernels,
     commit,
     draft_inputs,
+    dynamic_trees,
     path_edits,
     recurrent_heads,
     recurrent_tree,
@@ -40,7 +42,7 @@ def all_variants() -> tuple[Variant, ...]:
     variants = (
         *attention_variants(), *_children(), *_commit(), *_path_edits(), *_target_statistics(),
         *_verify(), *_traversal(), *_begin_drafting(), *_truncation(), *_draft_inputs(),
-        *_target_states(), *_scoring_inputs(), *_continuations(), *_recurrent(),
+        *_target_states(), *_scoring_inputs(), *_continuations(), *_dynamic_trees(), *_recurrent(),
     )  # fmt: skip
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
@@ -266,6 +268,36 @@ def _commit() -> list[Variant]:
         Variant("commit bf16, head 128", commit.commit_kernel, signature, usual),
         Variant("commit fp8, head 36", commit.commit_kernel, odd, small),
     ]
+
+
+def _dynamic_trees() -> list[Variant]:
+    """The choice of trees from drafts of 151,936 tokens, and their tables; the largest, too."""
+    kernels, (_, blocks) = dynamic_trees, drafted_trees._blocks(151936, dynamic_levels.CHILDREN)
+    read = {
+        **dict.fromkeys(("nodes", "next_nodes", "node_at", "tree_parents", "given"), "*i32"),
+        **dict.fromkeys(("next_parents", "drafted"), "*i64"), "values": "*fp32",
+        **dict.fromkeys(("num_words", "num_nodes", "num_candidates", "first_column"), "i32"),
+        **dict.fromkeys(("next_width", "inner", "drafted_stride", "parents_stride"), "i32"),
+        "branch": "i32",
+    }  # fmt: skip
+    chosen = {"CHILDREN": dynamic_levels.CHILDREN, "BLOCKS": triton.next_power_of_2(blocks)}
+    variants = []
+    for nodes in (64, MOST_NODES):
+        best = dynamic_levels.best_constants(nodes * dynamic_levels.CHILDREN)
+        words, warps = nodes // 32, best.pop("num_warps")
+        tables = {"WIDTH": nodes, "NODES": triton.next_power_of_2(nodes)}
+        variants += [
+            Variant(
+                f"choose nodes of {nodes}", kernels.choose_nodes_kernel,
+                {**read, "logits": "*bf16"}, {**chosen, "LANES": 64, "WORDS": words},
+            ),
+            Variant(f"best {nodes} nodes", kernels.best_nodes_kernel, read, best, warps),
+            Variant(
+                f"tables of {nodes} nodes", kernels.write_trees_kernel, read, tables,
+                dynamic_levels.TABLE_WARPS,
+            ),
+        ]  # fmt: skip
+    return variants
 
 
 # -- recurrent layers, in bfloat16 -------------------------------------------------------

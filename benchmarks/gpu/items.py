@@ -80,6 +80,11 @@ ITEMS = (
         is_tiny=False,
     ),
     Item(
+        "rival-dynamic", "trees over the same head, greedy: static and dynamic",
+        RIVALS, 3, {"chains": "", "trees": "served,dynamic", "temperatures": "0", "rates": ""},
+        is_tiny=False,
+    ),
+    Item(
         # The enlarged head drafts what the embedded one does: 1.8 tokens a step in chains of 4.
         # It has 2 layers, published ones have 5.
         "rival-dflash", "a DFlash head at 8B's cost: plain, vLLM's chain, trees",

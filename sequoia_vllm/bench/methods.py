@@ -18,12 +18,14 @@ from sequoia_vllm.library.tree_library import find_tree, is_tree_file
 AUTO = "auto"
 SERVED = "served"
 """The tree of ``--speculative-config sequoia``: of all its options only the draft is given."""
-DRAWN, LOOKUP, TRAVERSAL = "drawn", "lookup", "traversal"
-"""`SERVED` without retrieval, without a draft model, and with another verification."""
+DRAWN, LOOKUP, TRAVERSAL, DYNAMIC = "drawn", "lookup", "traversal", "dynamic"
+"""`SERVED` without retrieval, without a draft model, with another verification, and with dynamic
+trees, which CPUs have by default."""
 _AS_SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     SERVED: ("Sequoia", {}), DRAWN: ("Sequoia, no retrieval", {"retrieval": False}),
     LOOKUP: ("Sequoia, lookup", {"drafter": LOOKUP}),
     TRAVERSAL: ("Sequoia, traversal", {"verification": TRAVERSAL}),
+    DYNAMIC: ("Sequoia, dynamic trees", {"dynamic_tree": True}),
 }  # fmt: skip
 _NGRAM: dict[str, Any] = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 _SHAPE = re.compile(r"(\d+)x(\d+)")
@@ -128,9 +130,10 @@ def _ngram_chain(drafts: int) -> Method:
 
 
 def sequoia(draft: str, tree: str) -> Method:
-    """Sequoia with a tree: `SERVED`; `DRAWN`; `LOOKUP`; `TRAVERSAL`; "auto"; ``16x4`` (16 nodes,
-    root included, at most 4 deep); a tree file (``.json``); or a name in the library. Raises
-    TreeError, LibraryError or BenchError if there is no such tree, or a shape is too small."""
+    """Sequoia with a tree: `SERVED`; `DRAWN`; `LOOKUP`; `TRAVERSAL`; `DYNAMIC`; "auto"; ``16x4``
+    (16 nodes, root included, at most 4 deep); a tree file (``.json``); or a name in the library.
+    Raises TreeError, LibraryError or BenchError if there is no such tree, or a shape is too
+    small."""
     config: dict[str, Any] = {"method": "sequoia", **draft_option(draft)}
     if tree in _AS_SERVED:
         name, keys = _AS_SERVED[tree]

@@ -33,8 +33,8 @@ def bench(
         typer.Option(
             help="Sequoia's trees: served (as a server with --speculative-config sequoia runs: "
             "its tree, adapting), drawn (without retrieval), lookup (without a draft), traversal "
-            "(verified by it), auto (may choose none), 16x4 (16 nodes, at most 4 deep), a name in "
-            "the library, or a tree file."
+            "(verified by it), dynamic (dynamic trees), auto (may choose none), 16x4 (16 nodes, at "
+            "most 4 deep), a name in the library, or a tree file."
         ),
     ] = "served",
     chain: Annotated[

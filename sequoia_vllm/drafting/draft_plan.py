@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.hardware.graph_sizes import half_octaves, last_with
 from sequoia_vllm.tree import TokenTree
 
@@ -30,6 +31,7 @@ class DraftPlan:
         others: Other numbers of drafts that batches may change over to.
         least_rows: Rows that every request has in some pass, however small its tree.
         most_by_batch: At most so many drafts to change over to; none: as ``drafts_by_batch``.
+        dynamic: Whether trees may be dynamic, which have as many rows of logits.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class DraftPlan:
         others: Sequence[int] = (),
         least_rows: int = 1,
         most_by_batch: Sequence[int] = (),
+        dynamic: bool = False,
     ) -> None:
         self._tree, self._inner_rows = tree, inner_rows(tree)
-        self._least_rows, self._most_rows = least_rows, most_rows
+        self._least_rows, self._most_rows, self._dynamic = least_rows, most_rows, dynamic
         self._largest_batch = len(drafts_by_batch)
         self._most_requests: dict[int, int] = {}  # asked in every step
         self._batches: dict[int, tuple[int, int]] = {}  # the smallest and the largest
@@ -74,7 +77,7 @@ class DraftPlan:
     @property
     def widest_level(self) -> int:
         """Most nodes whose logits are computed at once, over all requests; at least 1."""
-        widths = {drafts: max(level_widths(self._trimmed(drafts))) for drafts in self.drafts}
+        widths = {drafts: max(self._widths(drafts)) for drafts in self.drafts}
         return max((self.most_requests(each) * width for each, width in widths.items()), default=1)
 
     @property
@@ -85,8 +88,7 @@ class DraftPlan:
 
     def rows_per_request(self, drafts: int) -> int:
         """Rows of a request in the widest pass: a level's nodes, or a path that is read."""
-        tree = self._trimmed(drafts)
-        return max(self._least_rows, tree.depth + 1, *level_widths(tree))
+        return max(self._least_rows, self._trimmed(drafts).depth + 1, *self._widths(drafts))
 
     def graph_sizes(self, drafts: int) -> list[int]:
         """Requests of the CUDA graphs that grow trees of this number of drafts, ascending.
@@ -130,6 +132,11 @@ class DraftPlan:
 
     def _rows_per_tree(self, drafts: int) -> int:
         return rows_per_tree(self._trimmed(drafts), self._inner_rows)
+
+    def _widths(self, drafts: int) -> list[int]:
+        tree = self._trimmed(drafts)
+        widths = level_widths(tree)
+        return [*widths, inner_width(tree.size, tree.depth)] if self._dynamic else widths
 
     def _trimmed(self, drafts: int) -> TokenTree:
         return self._tree.trim(drafts + 1)

@@ -68,8 +68,9 @@ class DraftedTrees:
         )
 
     def draw(
-        self, batch: DraftBatch, num_reqs: int, levels: DraftLevels, level: Level, logits: Tensor
-    ) -> None:
+        self, batch: DraftBatch, num_reqs: int, levels: DraftLevels, level: Level, logits: Tensor,
+        with_statistics: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Draws the children of one level's m nodes, and keeps the Q that they are drawn from.
 
         By mode (`sequoia_vllm.kernels.modes`): GREEDY, the largest logits in order; SAMPLED, draws
@@ -83,6 +84,11 @@ class DraftedTrees:
             num_reqs: R: its first R requests have trees.
             logits: ``[R * m, V]``, float32, bfloat16 or float16, contiguous in its rows: the
                 draft's at these nodes, request after request.
+            with_statistics: Whether greedy rows need what is returned; else sampled rows have it.
+
+        Returns:
+            float32 ``[R * m, blocks, 2]``, until the next draw: of each block of the vocabulary the
+            largest logit (by temperature, where sampled), and the sum of exp(logit - largest).
 
         Raises:
             ValueError: If shapes or dtypes do not fit together, or a node has more than V children.
@@ -105,7 +111,7 @@ class DraftedTrees:
         row_statistics_kernel[(rows, num_blocks)](
             logits, logits.stride(0), lowest, batch.temperature, modes, slots, slot_rows,
             level.width, vocabulary, partials, *kept, len(self.logits), state_rows, level.rows,
-            BLOCK=block, num_warps=4,
+            int(with_statistics), BLOCK=block, num_warps=4,
         )  # fmt: skip
         block_best_kernel[(rows, num_blocks)](
             logits, logits.stride(0), lowest, batch.temperature, batch.seeds, modes, batch.roots,
@@ -120,6 +126,7 @@ class DraftedTrees:
             num_blocks, candidates, self.tokens, self.tokens.stride(0), BLOCKS=blocks,
             BRANCH=branch, num_warps=_merge_warps(blocks * branch),
         )  # fmt: skip
+        return partials.view(rows, num_blocks, 2)
 
     def _check(self, num_reqs: int, level: Level, logits: Tensor) -> None:
         (rows, vocabulary), max_children = logits.shape, level.columns.shape[-1]

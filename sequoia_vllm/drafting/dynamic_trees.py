@@ -14,14 +14,19 @@ MOST_CHILDREN = 12
 """Children of a node to choose among. With 8 or more nothing is lost at 16 and 32 nodes."""
 
 
-def inner_width(nodes: int, depth: int) -> int:
+MOST_NODES = 128
+"""Nodes of the largest tree on GPUs, where a program holds all of what it chooses from."""
+
+
+def inner_width(nodes: int, depth: int, children: int = MOST_CHILDREN) -> int:
     """Nodes of each level that get children in trees of this size, root included, and depth.
 
-    0: there is too little to choose from, and such trees stay static. Without the root, the draft
-    reads fewer nodes than the tree has: they fit in its cache slots.
+    Of each, so many ``children`` can be chosen. 0: there is too little to choose from, and such
+    trees stay static. Without the root, the draft reads fewer nodes than the tree has: they fit in
+    its cache slots.
     """
-    width = min((nodes - 1) // max(depth - 1, 1), MOST_CHILDREN)
-    candidates = min(MOST_CHILDREN, nodes - 1) * (1 + (depth - 1) * width)
+    width = min((nodes - 1) // max(depth - 1, 1), children)
+    candidates = min(children, nodes - 1) * (1 + (depth - 1) * width)
     return width if depth > 1 and candidates >= nodes - 1 else 0
 
 

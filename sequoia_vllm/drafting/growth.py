@@ -14,9 +14,11 @@ from torch import Tensor
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
+from sequoia_vllm.drafting.dynamic_levels import DynamicLevels
 from sequoia_vllm.drafting.tree_tables import DraftLevels, Level, picked
 from sequoia_vllm.kernels.begin_drafting import find_continuations
 from sequoia_vllm.kernels.draft_inputs import DraftInputs
+from sequoia_vllm.kernels.node_masks import NodeMask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class NodeQueries:
     width: int  # most queries of a request, one for each node from ``first`` on
     ancestors: Tensor  # bool ``[I, I]`` or ``[S, I, I]``: which of the tree's nodes each sees
     max_keys: int  # bound on the keys of a request
+    mask: NodeMask | None = None
+    """By request slot, in place of ``ancestors`` where trees change from step to step."""
     max_slots: int | None = None
     """Bound on the slots of a request. Nodes behind it have none, and no query sees them. None: all
     that have a block have a slot. The keys of the others are undefined."""
@@ -156,7 +160,7 @@ class TreeGrowth:
         return self._forward(
             self._batch.starts[:num_reqs], num_rows, 0, most,
             path if most <= len(path) else longest, max_keys,
-            self.combined_states(num_rows, target_states), self._batch.first_rows,
+            self.combined_states(num_rows, target_states), first_rows=self._batch.first_rows,
         )  # fmt: skip
 
     def keep_roots(self, states: DraftStates, num_reqs: int) -> None:
@@ -206,7 +210,7 @@ class TreeGrowth:
         """Draws the children of the roots, whose states are R rows, then of each level below."""
         states = roots
         logits = self._model.compute_logits(states.hidden)
-        self._drafted.draw(self._batch, num_reqs, levels, levels.levels[0], logits)
+        self._draw(num_reqs, levels, levels.levels[0], logits)
         for level in levels.levels[1:]:
             recurrent_states = states.below(self._batch.slots[:num_reqs], level.parents)
             states = self.grow_level(num_reqs, levels, level, max_keys, recurrent_states)
@@ -228,14 +232,21 @@ class TreeGrowth:
         """
         # The scheduler always trims a node past the model's length. Here it must only not write
         # outside the request's blocks.
-        self._inputs.read_level(self._batch, num_reqs, level, self._drafted.tokens)
+        tokens = levels.tokens if isinstance(levels, DynamicLevels) else self._drafted.tokens
+        self._inputs.read_level(self._batch, num_reqs, level, tokens)
         states = self._forward(
             self._batch.contexts[:num_reqs], num_reqs * level.width, level.first, level.width,
-            levels.ancestors, max_keys, recurrent_states,
+            levels.ancestors, max_keys, recurrent_states, levels.mask,
         )  # fmt: skip
         logits = self._model.compute_logits(states.hidden)
-        self._drafted.draw(self._batch, num_reqs, levels, level, logits)
+        self._draw(num_reqs, levels, level, logits)
         return states
+
+    def _draw(self, num_reqs: int, levels: DraftLevels, level: Level, logits: Tensor) -> None:
+        if isinstance(levels, DynamicLevels):
+            levels.draw(self._drafted, self._batch, num_reqs, level, logits)
+        else:
+            self._drafted.draw(self._batch, num_reqs, levels, level, logits)
 
     def _forward(
         self,
@@ -246,6 +257,7 @@ class TreeGrowth:
         ancestors: Tensor,
         max_keys: int,
         recurrent_states: Tensor | None,
+        mask: NodeMask | None = None,
         first_rows: Tensor | None = None,
     ) -> DraftStates:
         """The states of the rows that `_inputs` holds, ``width`` of each request.
@@ -261,6 +273,7 @@ class TreeGrowth:
             first=first,
             width=width,
             ancestors=ancestors,
+            mask=mask,
             max_keys=min(max_keys + first + width, inputs.max_len),
             max_slots=inputs.max_len,
             token_ids=inputs.token_ids[:rows],

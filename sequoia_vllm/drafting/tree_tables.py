@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.drafting.draft_plan import inner_rows, rows_per_tree
+from sequoia_vllm.kernels.node_masks import NodeMask
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.topology import Topology
 
@@ -37,11 +38,16 @@ class Level:
 class DraftLevels:
     """The levels of a tree, in the form in which the draft grows them.
 
+    Attributes:
+        mask: What each inner node sees, where that changes from step to step; None: ``ancestors``.
+
     Args:
         tree: The engine's tree, or a prefix of it.
         rows: Where the Q of each node of the engine's whole tree is kept.
         device: Where they go.
     """
+
+    mask: NodeMask | None = None
 
     def __init__(self, tree: TokenTree, rows: Sequence[int], device: torch.device) -> None:
         self.tree = tree
@@ -81,6 +87,8 @@ class DraftLevels:
 
 class TreeTables:
     """The engine's tree, of N nodes; requests draft it or a prefix of it."""
+
+    mask: NodeMask | None = None  # of ``ancestors``, where they change from step to step
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         self.tree = tree

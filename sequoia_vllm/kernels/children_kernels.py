@@ -140,7 +140,7 @@ _ANYWHERE = [
 ]  # fmt: skip
 _NUMBERS = [
     "width", "depth", "num_state_rows", "num_blocks", "max_children", "stats_state_stride",
-    "stats_inner_stride", "tokens_stride", "slot_rows", "told_columns",
+    "stats_inner_stride", "tokens_stride", "slot_rows", "told_columns", "of_all",
 ]  # fmt: skip
 
 
@@ -148,22 +148,26 @@ _NUMBERS = [
 def row_statistics_kernel(
     logits, logits_stride, lowest, temperature, modes, slots, slot_rows, width, vocabulary,
     partials, draft_logits, draft_state_stride, draft_inner_stride, num_state_rows, state_rows,
-    inner_rows, BLOCK: tl.constexpr,
+    inner_rows, of_all, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes maximum and sum of each block of sampled rows, and copies their logits of Q."""
+    """Writes maximum and sum of each block of sampled rows, and copies their logits of Q.
+
+    Unless ``of_all`` is 0, it does so for greedy rows, too, at temperature 1; it copies nothing.
+    """
     row = tl.program_id(0)
     block = tl.program_id(1)
     request = row // width
-    if tl.load(modes + request) == _SAMPLED:
+    is_sampled = tl.load(modes + request) == _SAMPLED
+    if is_sampled | (of_all != 0):
         token = block * BLOCK + tl.arange(0, BLOCK)
         exists = token < vocabulary
         raw = tl.load(
             logits + row.to(tl.int64) * logits_stride + token, mask=exists, other=float("-inf")
         )
-        own_temperature = tl.load(temperature + request)
+        own_temperature = tl.where(is_sampled, tl.load(temperature + request), 1.0)
         raw = lower_outside(raw, tl.load(lowest + row), own_temperature)
         state_row = tl.load(state_rows + request).to(tl.int64)
-        if (state_row >= 0) & (state_row < num_state_rows):
+        if is_sampled & (state_row >= 0) & (state_row < num_state_rows):
             place = shape_row(slots, request, slot_rows) + row % width
             inner_row = tl.load(inner_rows + place).to(tl.int64)
             kept = draft_logits + state_row * draft_state_stride + inner_row * draft_inner_stride

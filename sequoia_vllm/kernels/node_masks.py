@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sequoia_vllm.attention.tree_attention import within_window
 
-_WORD_BITS = 32
+WORD_BITS = 32
 
 
 def pack_ancestors(ancestors: Tensor) -> Tensor:
@@ -30,12 +30,18 @@ def pack_ancestors(ancestors: Tensor) -> Tensor:
 
 def _pack(ancestors: Tensor) -> Tensor:
     nodes = len(ancestors)
-    words = -(-nodes // _WORD_BITS)
-    bits = torch.zeros(nodes, words * _WORD_BITS, dtype=torch.int64, device=ancestors.device)
+    words = -(-nodes // WORD_BITS)
+    bits = torch.zeros(nodes, words * WORD_BITS, dtype=torch.int64, device=ancestors.device)
     bits[:, :nodes] = ancestors
-    weights = 1 << torch.arange(_WORD_BITS, device=ancestors.device)
-    packed = (bits.view(nodes, words, _WORD_BITS) * weights).sum(dim=2)
+    weights = 1 << torch.arange(WORD_BITS, device=ancestors.device)
+    packed = (bits.view(nodes, words, WORD_BITS) * weights).sum(dim=2)
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def unpack_ancestors(words: Tensor) -> Tensor:
+    """The ancestor matrices bool ``[..., N, 32 * n]`` of words int32 ``[..., N, n]``."""
+    bits = torch.arange(WORD_BITS, device=words.device)
+    return (words[..., None] >> bits & 1).bool().flatten(-2)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 # A tile of 128 rows, where four query heads share a key head.
 _LEAST_ROWS = 32
-TREE, CHAIN = 0, 1
-"""Slots of the two masks of `with_chain`."""
+TREE = 0
+"""Slot of the tree's mask in `with_chain`; a chain's is the last, as of changing trees."""
 
 
 def with_chain(ancestors: Tensor) -> Tensor:

@@ -10,7 +10,10 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
+from sequoia_vllm.engine.v2.drafting import request_modes
+from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
 from sequoia_vllm.tree import TokenTree
 from tests.support.engines import runner_of, running, sequoia
 from tests.support.models import prompts
@@ -73,6 +76,23 @@ def test_counts_are_those_of_each_kind(served):
     assert counts.accepted_nodes.sum() + counts.accepted.sum() + static == counts.tokens
     assert (counts.accepted_nodes <= counts.scored_nodes).all()
     assert counts.accepted_nodes[1] > counts.accepted_nodes[2:].max()  # the likeliest node
+
+
+def test_on_gpus_they_are_for_batches_of_greedy_requests_alone(monkeypatch):
+    """A request that never drafts is in nobody's way; sampling and grammars are."""
+
+    def on_host(count, dtype):
+        return SimpleNamespace(np=np.zeros(count, dtype=np.int32))
+
+    monkeypatch.setattr(request_modes, "UvaBackedTensor", on_host)
+    modes = RequestModes(len(KINDS) + 1, thinks_first=False, longest=99)
+    undrafted = {"temperature": 0.9, "extra_args": {MOST_DRAFTS: 0}}
+    for slot, options in enumerate([*KINDS.values(), undrafted]):
+        modes.start(slot, SamplingParams(max_tokens=9, **options), prompt_tokens=4)
+    chosen = {name for slot, name in enumerate(KINDS) if modes.can_choose(np.array([slot]))}
+    assert chosen == {"greedy", "greedy, penalties"}
+    assert modes.can_choose(np.array([0, 3, len(KINDS)]))
+    assert not modes.can_choose(np.array([0, 3, len(KINDS) - 1]))
 
 
 @pytest.mark.parametrize(("every", "static"), [(16, 2), (float("inf"), 0)])

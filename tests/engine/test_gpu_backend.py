@@ -14,7 +14,6 @@ from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v2.attention.attention_gpu import other_chains
 from sequoia_vllm.engine.v2.attention.scoring import OtherRows, TreeScoring
 from sequoia_vllm.tree import TokenTree
-from tests.support.own_trees import TreeShapes
 
 pytestmark = pytest.mark.engine
 
@@ -62,11 +61,9 @@ def test_prompts_run_in_graphs_where_our_kernel_has_all_rows():
     from sequoia_vllm.engine.v2.attention.mla_layers import MLATreeImpl
 
     flash, triton, latent = map(object.__new__, (FlashTreeImpl, TritonTreeImpl, MLATreeImpl))
-    tree, shapes = TABLES.ancestors, TreeShapes(TREE, CPU, 2).ancestors
-    assert takes_chains([flash, triton], tree)
-    assert not takes_chains([flash, latent], tree)
-    assert not takes_chains([flash, None], tree)  # recurrent
-    assert not takes_chains([flash], shapes)
+    assert takes_chains([flash, triton])
+    assert not takes_chains([flash, latent])
+    assert not takes_chains([flash, None])  # recurrent
 
 
 @pytest.mark.parametrize(("changed", "leaves"), [
@@ -98,13 +95,20 @@ def test_graphs_are_captured_for_the_longest_requests(backend):
     assert backend.scoring_queries(captured, metadata).max_keys == 131072
 
 
-def test_attention_on_cpus_takes_one_tree():
-    from sequoia_vllm.engine.v2.attention.backend_cpu import CPUTreeBackend
+@pytest.mark.parametrize(("window", "refused"), [(32, True), (33, False), (None, False)])
+def test_dynamic_trees_need_longer_windows_than_they_have_nodes(window, refused):
+    from sequoia_vllm.engine.v2.attention.attention_gpu import TritonTreeImpl
+    from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 
-    CPUTreeBackend(TABLES.ancestors)
-    own = TreeShapes(TREE, CPU, 4)
-    with pytest.raises(ValueError, match="attention on CPUs needs one tree for all requests"):
-        CPUTreeBackend(own.ancestors)
+    impl = object.__new__(TritonTreeImpl)
+    impl.sliding_window, impl.head_size = (-1 if window is None else window - 1, 0), 64
+    for trees, is_refused in (
+        (torch.zeros(3, 32, 32, dtype=torch.bool), refused),
+        (TABLES.ancestors, False),
+    ):
+        reason = GPUTreeBackend(trees).unsupported_attention("layer", impl)
+        assert (reason is not None) is is_refused
+        assert not is_refused or 'a window of 32 tokens and "dynamic_tree": true' in reason
 
 
 @dataclass

@@ -249,12 +249,17 @@ def test_shared_keys_of_two_sizes_on_cpus(monkeypatch):
 
 def test_dynamic_trees_on_gpus(monkeypatch):
     config = engine_config()
-    settings = replace(SequoiaSettings.of(config), dynamic_tree=True)
-    settings.store(config.speculative_config)
-    only(refusals._tree_reasons(config))
+    settings = replace(SequoiaSettings.of(config), dynamic_tree=True, verification="traversal")
+    large = replace(settings, verification="sequoia", tree=TokenTree.chain(128))
+    for each in (settings, large):
+        each.store(config.speculative_config)
+        only(refusals._tree_reasons(config))
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    fix = 'Model Runner V1, which CPUs use: leave "dynamic_tree" out'
-    only(refusals._tree_reasons(config), fix)
+    only(refusals._tree_reasons(config), "have at most 128 nodes", "or give a smaller tree")
+    settings.store(config.speculative_config)
+    only(refusals._tree_reasons(config), "one tree for all requests", 'leave "dynamic_tree" out')
+    replace(settings, drafter="dflash", verification="sequoia").store(config.speculative_config)
+    only(refusals._tree_reasons(config), "a DFlash head drafts static trees only")
 
 
 def test_options_that_trees_do_not_follow():

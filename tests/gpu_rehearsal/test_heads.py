@@ -39,7 +39,7 @@ def start_and_generate(head: str) -> dict[str, Any]:
     with rehearsing(None, **options) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, texts, greedy(20))}
     allocator = sleeping.install()
-    config = sequoia(size=8, depth=DEPTH, draft=head)
+    config = sequoia(size=8, depth=DEPTH, draft=head, dynamic_tree=head == EAGLE3)
     with rehearsing(config, **options, enable_sleep_mode=True) as llm:
         leave_nan(llm)
         answers["lost"] = lost_of_ours(llm, allocator)

@@ -50,15 +50,21 @@ def perturb_second_rank(worker: Any) -> None:
     if worker.rank == 0:
         return
     model, proposer = worker.model_runner.model, worker.model_runner.speculator
-    replay = proposer._growth_graphs.replay
 
-    def other_drafts(num_trees: int, drafts: int) -> bool:
-        ran = replay(num_trees, drafts)
-        proposer.drafted.tokens.add_(1).remainder_(VOCAB)
-        return ran
+    def disturbed(replay: Any) -> Any:
+        def other_drafts(num_trees: int, drafts: int) -> bool:
+            ran = replay(num_trees, drafts)
+            proposer.drafted.tokens.add_(1).remainder_(VOCAB)
+            if proposer._dynamic is not None:
+                proposer._dynamic.parents.copy_(proposer.tables.static_parents)
+            return ran
+
+        return other_drafts
 
     model.compute_logits = with_noise(model.compute_logits)
-    proposer._growth_graphs.replay = other_drafts
+    for graphs in (proposer._growth_graphs, proposer._dynamic_graphs):
+        if graphs is not None:
+            graphs.replay = disturbed(graphs.replay)
 
 
 def generate_on_ranks(target: str, draft: str, kept: list[int] | None = None) -> dict[str, Any]:
@@ -69,7 +75,9 @@ def generate_on_ranks(target: str, draft: str, kept: list[int] | None = None) ->
         SamplingParams(temperature=1, seed=5, **common),
         SamplingParams(temperature=1, **common),
     ]
-    config = sequoia(size=6, depth=2, draft=draft, draft_vocabulary=kept)
+    config = sequoia(
+        size=6, depth=2, draft=draft, draft_vocabulary=kept, dynamic_tree=kept is not None
+    )
     answers = {}
     for name, options in (
         ("one rank", {}),
@@ -79,8 +87,9 @@ def generate_on_ranks(target: str, draft: str, kept: list[int] | None = None) ->
             answers[name] = completions(llm.generate(PROMPTS, params, use_tqdm=False))
             if options:
                 llm.collective_rpc(perturb_second_rank)
-                disturbed = completions(llm.generate(PROMPTS[:2], params[:2], use_tqdm=False))
-                answers["disturbed"] = disturbed
+                for some in (slice(2), slice(1)):  # static trees, and dynamic ones
+                    found = llm.generate(PROMPTS[some], params[some], use_tqdm=False)
+                    answers[f"disturbed {some.stop}"] = completions(found)
             answers["counts"] = llm.collective_rpc("sequoia_stats")
             answers["graphs"] = llm.collective_rpc(graphs_of)
     return answers
@@ -107,7 +116,8 @@ def test_two_ranks_replay_graphs_and_give_the_tokens_of_one(drafter, tmp_path, m
 def check_ranks(found: dict[str, Any]) -> None:
     """One rank's tokens, from graphs of both, which count the same; the second's do not matter."""
     assert found["two ranks"] == found["one rank"]
-    assert found["disturbed"] == found["one rank"][:2]
+    for count in (1, 2):
+        assert found[f"disturbed {count}"] == found["one rank"][:count]
     first, second = [
         (rank["tree_steps"], rank["tokens"], rank["depth_counts"]) for rank in found["counts"]
     ]

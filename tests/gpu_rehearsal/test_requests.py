@@ -59,9 +59,10 @@ def run(models: str) -> dict[str, Any]:
     ) as llm:
         scheduler_of(llm).end_adaptation()  # decided on below
         answers["tiers"] = generate_with_trees(llm, requests, params())
-        answers["any"] = decide_often(llm, requests, most=[7] * 5)
+        answers["any"] = decide_often(llm, requests, most=[7] * 5, params=params())
         scheduled = scheduler_of(llm).dynamic_sd_lookup
-        answers["fewer"] = decide_often(llm, requests[:3], scheduled)  # of four, nobody drafts
+        # Of four, nobody drafts.
+        answers["fewer"] = decide_often(llm, requests[:3], scheduled, params()[:3])
         answers["joining"] = join_and_abort(llm, requests, params(), ABORTED)
         answers["long"] = join_and_abort(llm, long, params(LONG), ABORTED)
         answers["least token"] = int(runner_of(llm).speculator.drafted.tokens.min())
@@ -100,7 +101,9 @@ def rows_of(output: Any) -> Counter[str]:
     return rows
 
 
-def decide_often(llm: Any, requests: list[Any], most: list[int]) -> dict[str, Any]:
+def decide_often(
+    llm: Any, requests: list[Any], most: list[int], params: list[Any]
+) -> dict[str, Any]:
     """Decides like an engine that adapts: other numbers of drafts, bounded by batch size."""
     from gpu_stand_in import graphs
 
@@ -113,7 +116,7 @@ def decide_often(llm: Any, requests: list[Any], most: list[int]) -> dict[str, An
 
     before = graphs.report()
     with counting_eager() as eager:
-        tokens = joined(llm, requests, params()[: len(requests)], every=0, before_step=decide)
+        tokens = joined(llm, requests, params, every=0, before_step=decide)
     lookup[:] = configured
     return {"tokens": tokens, "graphs": since(before)["replayed"], **eager}
 

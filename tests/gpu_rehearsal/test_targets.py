@@ -93,7 +93,8 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
     plain = {"attention_config": {"backend": "TRITON_MLA"}} if name == "DeepseekV3" else {}
     with rehearsing(None, **options, **plain) as llm:
         answers = {"plain": generate(llm, texts, params())}
-    with rehearsing(sequoia(8, 3, draft=pair[1]), as_users_start=True, **options) as llm:
+    config = sequoia(8, 3, draft=pair[1], dynamic_tree=name in ("Qwen3Next", "DeepseekV3"))
+    with rehearsing(config, as_users_start=True, **options) as llm:
         answers["trees"] = generate_with_trees(llm, texts[:3], params()[:3])
         answers["alone"] = generate_with_trees(llm, texts[:1], params()[:1])
         answers["joining"] = join_and_abort(llm, texts, params(), ABORTED)

@@ -15,6 +15,7 @@ from sequoia_vllm.kernels import children_kernels
 from sequoia_vllm.kernels.begin_drafting import find_continuations
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SKIP
+from sequoia_vllm.kernels.node_masks import unpack_ancestors
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import retrieval
 from sequoia_vllm.verification.retrieval import continuations
@@ -55,7 +56,10 @@ class PathModel(DraftModel):
             if slot < 0:
                 assert token == 0
                 continue
-            own = queries.ancestors if queries.ancestors.ndim == 2 else queries.ancestors[slot]
+            own = queries.ancestors
+            if queries.mask is not None:
+                own = unpack_ancestors(queries.mask.words)
+            own = own if own.ndim == 2 else own[slot]
             seen = own[queries.first + place].nonzero().flatten().tolist()
             root = int(queries.context_lens[request])
             path = [self.tokens[request * LONGEST + root + node] for node in seen if node > 0]
@@ -69,10 +73,10 @@ class PathModel(DraftModel):
         return hidden
 
 
-def grown(shapes, mode):
+def grown(shapes, mode, texts=None, levels_of=None):
     """The batch's `DraftedTrees`, and the levels that it was grown by."""
     requests, levels = len(SLOTS), shapes.levels
-    batch = DraftBatch(requests, CPU)
+    batch = DraftBatch(requests, CPU, depth=0 if texts is None else DEPTH)
     batch.slots.copy_(torch.tensor(SLOTS))
     batch.roots.copy_(torch.tensor(CONTEXTS))
     batch.modes.copy_(torch.tensor([SKIP if slot < 0 else mode for slot in SLOTS]))
@@ -82,6 +86,8 @@ def grown(shapes, mode):
     drafted = DraftedTrees.empty(
         requests, requests * inner, inner, size, VOCABULARY, torch.float32, CPU
     )
+    if levels_of is not None:
+        levels = levels_of(drafted)
     blocks = torch.arange(requests * 2, dtype=torch.int32).view(requests, 2)
     growth = TreeGrowth(
         batch=batch,
@@ -89,8 +95,8 @@ def grown(shapes, mode):
         model=PathModel(),
         inputs=DraftInputs.empty(
             PagedTables.of([blocks], [LONGEST // 2]),
-            rows=16,
-            all_token_ids=torch.zeros(4, LONGEST, dtype=torch.int32),
+            rows=32,
+            all_token_ids=torch.zeros(4, LONGEST, dtype=torch.int32) if texts is None else texts,
             longest=LONGEST,
         ),
         depth=DEPTH,

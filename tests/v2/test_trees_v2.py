@@ -65,7 +65,8 @@ def generate_greedy() -> dict[str, Any]:
         [stats] = llm.collective_rpc("sequoia_stats")
         prompt = list(alone[0].prompt_token_ids)
         answers["alone"] = {"tokens": completions(alone), "prompt": prompt, "stats": stats}
-    with running(whole_trees(size=8, depth=3), async_scheduling=False) as llm:
+    dynamic = whole_trees(size=8, depth=3, dynamic_tree=True)
+    with running(dynamic, async_scheduling=False) as llm:
         answers["synchronous"] = generate_on(llm, texts[2:], params[2:])
         with failing_draft(at=4) as said:
             answers["failed, synchronous"] = generate_on(llm, texts, params) | {"said": said}
@@ -112,7 +113,9 @@ def test_greedy_tokens_do_not_depend_on_the_batch(greedy):
 def test_greedy_tokens_without_asynchronous_scheduling(greedy):
     assert greedy["synchronous"]["scheduler"] == "TreeScheduling"
     assert greedy["synchronous"]["tokens"] == greedy["plain"][2:]
-    assert greedy["synchronous"]["counts"]["tokens_per_tree"] > 1.5
+    counts = greedy["synchronous"]["counts"]
+    assert counts["tokens_per_tree"] > 1.5
+    assert counts["offered"][0][0] == 0  # trees are dynamic
 
 
 # -- requests that trees cannot serve, and logprobs --------------------------------------

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.metadata import entry_points
+from math import inf
 from typing import Any
 
 from sequoia_vllm.drafters.registry import DrafterKind
@@ -45,6 +46,15 @@ class SequoiaSettings:
     draft_tokens: list[int] | None = None
     """The target's tokens that the draft computes logits of; None: all."""
     keeps: bool = True  # whether it can write in the user's directory for its next start
+
+    @property
+    def static_every(self) -> float:
+        """One step in so many grows static trees where trees are dynamic.
+
+        An engine that adapts learns acceptance by child from static trees alone. The next start
+        chooses its tree by that. It costs 1/16 of what dynamic ones gain.
+        """
+        return inf if self.adapts_as is None else 16
 
     @staticmethod
     def enabled(vllm_config: Any) -> bool:

@@ -8,6 +8,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters.registry import DRAFTERS, drafter
+from sequoia_vllm.drafting.dynamic_trees import MOST_NODES
 from sequoia_vllm.engine.common.cluster import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import offloading_backend
@@ -21,6 +22,7 @@ from sequoia_vllm.hardware.support import (
     has_only_attention,
     kinds_of,
 )
+from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 _FP8_CAPABILITY = 89  # our kernel converts it there
 _PIPELINE_V1 = (
@@ -153,11 +155,15 @@ def _tree_reasons(vllm_config: Any) -> dict[str, Any]:
     kind, fix = drafter(settings.drafter), 'leave "dynamic_tree" out, and trees are static'
     if not settings.dynamic_tree:
         return {}
+    on_v2 = vllm_config.use_v2_model_runner
     return {
-        f"dynamic trees need vLLM's Model Runner V1, which CPUs use: {fix}": (
-            vllm_config.use_v2_model_runner
+        f"{kind.name} drafts static trees only: {fix}": kind.in_one_pass or not kind.has_weights,
+        f"verification by {settings.verification} needs one tree for all requests: {fix}": (
+            on_v2 and settings.verification != DEFAULT_METHOD
         ),
-        f"{kind.name} drafts static trees only: {fix}": not kind.has_weights,
+        f"on GPUs dynamic trees have at most {MOST_NODES} nodes: {fix}, or give a smaller tree": (
+            on_v2 and settings.tree.size > MOST_NODES
+        ),
     }
 
 

@@ -2,7 +2,6 @@
 
 import time
 from functools import cached_property
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -36,10 +35,6 @@ from sequoia_vllm.metrics.counts import StepStats
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
-# An engine that adapts learns acceptance by child from static trees alone. The next start chooses
-# its tree by that. So one step in so many grows static trees, at 1/16 of what dynamic ones gain.
-_STATIC_EVERY = 16
-
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
     """Calls vLLM's `build_logitsprocs` as for an engine without speculation."""
@@ -65,7 +60,7 @@ class DraftingRunner(CPUModelRunner):
         self.drafter = TreeProposerV1(vllm_config, device, self)
         has_model = drafter(settings.drafter).has_weights
         self._has_dynamic_trees = has_model and settings.dynamic_tree is not False
-        self._static_every = inf if settings.adapts_as is None else _STATIC_EVERY
+        self._static_every = settings.static_every
         self._grown = 0  # steps that grew trees
         self.stats = StepStats(self.tree)
         self._thinks = thinks_first(vllm_config)

@@ -13,27 +13,28 @@ class PathCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._under_way: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._under_way: deque[tuple[Tensor, torch.cuda.Event | None, bool]] = deque()
 
-    def start(self, paths: Tensor) -> None:
+    def start(self, paths: Tensor, is_dynamic: bool) -> None:
         """Begins to copy one step's trees.
 
         Args:
             paths: int32 ``[R, 1 + D]``: nodes scored, root included (less than 2: no
                 tree), then the accepted ones by depth, -1 padded; not written any more.
+            is_dynamic: Whether they have topologies of their own.
         """
         if not self._on_gpu:
-            self._under_way.append((paths, None))
+            self._under_way.append((paths, None, is_dynamic))
             return
         host = torch.empty_like(paths, device="cpu", pin_memory=True)
         host.copy_(paths, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._under_way.append((host, event))
+        self._under_way.append((host, event, is_dynamic))
 
     def wait(self) -> None:
         """Waits for the copies under way."""
-        for _, event in self._under_way:
+        for _, event, _ in self._under_way:
             if event is not None:
                 event.synchronize()
 
@@ -41,12 +42,14 @@ class PathCopies:
         """Takes the paths (see `metrics.paths_of`) of steps whose copies are done, in order."""
         found = []
         while self._under_way:
-            paths, event = self._under_way[0]
+            paths, event, is_dynamic = self._under_way[0]
             if event is not None and not event.query():
                 break
             self._under_way.popleft()
             array = paths.numpy()
-            found.append(array[array[:, 0] > 1])
+            trees = array[array[:, 0] > 1]  # a copy
+            trees[:, 0] *= -1 if is_dynamic else 1
+            found.append(trees)
         return found
 
 

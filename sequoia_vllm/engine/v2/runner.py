@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.drafting.dynamic_levels import SlotTables
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.cluster import as_alone
 from sequoia_vllm.engine.common.patched import patched
@@ -35,7 +36,6 @@ from sequoia_vllm.engine.v2.path_copies import DraftingClock, PathCopies
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
 from sequoia_vllm.engine.v2.verification.path_edits import along_paths
 from sequoia_vllm.engine.v2.verification.verifier import TreeVerifierV2
-from sequoia_vllm.kernels.tree_shapes import only_shape
 from sequoia_vllm.metrics.counts import StepStats
 
 
@@ -56,7 +56,11 @@ class TreeRunner(GPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
-        self._tables = tables = TreeTables(self.tree, device)
+        self._tables = tables = (
+            SlotTables(self.tree, device, vllm_config.scheduler_config.max_num_seqs)
+            if settings.dynamic_tree
+            else TreeTables(self.tree, device)
+        )
         self.tree_backend = self.backend_class(tables.ancestors)
         ours = partial(new_proposer, tables, self.tree_backend)
         # The runner's constructor builds the speculator with it, by method.
@@ -218,15 +222,13 @@ class TreeRunner(GPUModelRunner):
 
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
         """Calls vLLM's with our verifier as rejection sampler, then commits the accepted paths."""
-        if grammar_output is not None:  # the scheduler makes masks for the engine's tree
-            only_shape(self._tables.parents, 1, "a step with grammar masks")
         output = super().sample(hidden_states, input_batch, grammar_output)
         self.speculator.accepted = None
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
             paths = self.rejection_sampler.paths[: trees.num_requests]
             self.tree_backend.commit(self._target_caches, self._metadata, trees, paths[:, 1:])
             self.speculator.accepted = paths[:, 1:]
-            self._paths.start(paths)
+            self._paths.start(paths, self.speculator.grew_dynamic)
         else:
             take_from_rank0(output[0].sampled_token_ids)
         self.drafting_clock.begin()

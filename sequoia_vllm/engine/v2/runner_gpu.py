@@ -56,21 +56,23 @@ class SequoiaGPUModelRunner(TreeRunner):
     def set_up_trees(self) -> None:
         """See `TreeRunner.set_up_trees`. Then makes `MixedSteps`, if this engine can have them."""
         super().set_up_trees()
-        config, tree = self.vllm_config, self._tables.ancestors
+        config = self.vllm_config
         layers = self.compilation_config.static_forward_context
         impls: list[Any] = [getattr(layers[name], "impl", None) for name in self._target_layers]
         if any(getattr(impl, "attends_to_contexts", False) for impl in impls):
             rule = SequoiaSettings.of(config).context_rule
             self._rule = rule and ContextRule(*rule)
         if (
-            takes_chains(impls, tree)
+            takes_chains(impls)
             and config.parallel_config.data_parallel_size == 1
             # In Python, which a graph leaves out: images change how some models compute, and
             # connectors move keys and values between layers.
             and not self.uses_inputs_embeds
             and config.kv_transfer_config is None
         ):
-            self._mixed_steps = MixedSteps(self.tree_backend, tree, impls, self.max_num_reqs)
+            self._mixed_steps = MixedSteps(
+                self.tree_backend, self._tables, impls, self.max_num_reqs
+            )
 
     # Until: vLLM gives its manager of graphs the contexts of a step.
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
 from sequoia_vllm.engine.v2.attention.scoring import OtherRows, ScoringTreesV2
-from sequoia_vllm.kernels.node_masks import NodeMasks
+from sequoia_vllm.kernels.node_masks import NodeMask, NodeMasks
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 
 
@@ -86,6 +86,12 @@ class GPUTreeQueries(NodeQueries):
         """True if every row of the batch is a tree node."""
         return self.others is None
 
+    def mask_for(self, window: int | None = None) -> NodeMask:
+        """What nodes see in layers with this window; one of changing trees is longer than them."""
+        if self.mask is None:
+            return self.masks.of(self.ancestors, window)
+        return replace(self.mask, window=window)
+
 
 @dataclass(frozen=True)
 class DraftMetadata:
@@ -127,7 +133,7 @@ class GPUTreeForward(TreeForward):
             keys,
             values,
             tree,
-            tree.masks.of(tree.ancestors, window_of(self)),
+            tree.mask_for(window_of(self)),
             scale=self.scale,
             key_scale=key_scale,
             value_scale=layer._v_scale,

@@ -21,14 +21,13 @@ from sequoia_vllm.engine.runner.cpu_attention import (
 )
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend
-from sequoia_vllm.kernels.tree_shapes import only_shape
+from sequoia_vllm.kernels.node_masks import unpack_ancestors
 
 
 class CPUTreeBackend(TreeBackend):
     """Tree attention in the compiled CPU kernel."""
 
     def __init__(self, ancestors: Tensor) -> None:
-        only_shape(ancestors, 2, "attention on CPUs")
         self._caches = TargetCaches()
 
     def replace_attention(self) -> AbstractContextManager[None]:
@@ -47,7 +46,7 @@ class CPUTreeBackend(TreeBackend):
             block_table=metadata.block_table[: trees.num_requests],
             context_lens=trees.context_lens.long(),
             num_nodes=trees.query_start_loc.diff().long(),
-            ancestors=trees.ancestors[: trees.width, : trees.width],
+            ancestors=_seen(trees)[..., : trees.width, : trees.width],
             max_keys=trees.max_keys,
             only_trees=trees.others is None,
         )
@@ -65,7 +64,7 @@ class CPUTreeBackend(TreeBackend):
             block_table=block_table,
             context_lens=queries.context_lens.long(),
             num_nodes=torch.minimum(slots_left, queries.first + lengths).long(),
-            ancestors=queries.ancestors[queries.first : nodes, :nodes],
+            ancestors=_seen(queries)[..., queries.first : nodes, :nodes],
             max_keys=queries.max_keys,
             only_trees=True,
         )
@@ -77,6 +76,13 @@ class CPUTreeBackend(TreeBackend):
     ) -> None:  # fmt: skip
         """Moves keys and values in compiled code, at once for layers that share a slot mapping."""
         self._caches.commit(caches, metadata, trees.query_start_loc[:-1], accepted)
+
+
+def _seen(nodes: NodeQueries) -> Tensor:
+    """bool ``[I, I]``, or ``[R, I, I]`` by request: which nodes each sees."""
+    if nodes.mask is None:
+        return nodes.ancestors
+    return unpack_ancestors(nodes.mask.words[nodes.request_slots.clamp(min=0)])
 
 
 def _rows_of(nodes: NodeQueries) -> Tensor:

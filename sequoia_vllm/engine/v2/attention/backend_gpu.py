@@ -86,7 +86,9 @@ class GPUTreeBackend(TreeBackend):
     def __init__(self, ancestors: Tensor) -> None:
         self._ancestors = ancestors
         self.masks = NodeMasks()
-        self.masks.of(ancestors)  # here, not in a step: making one waits for the device
+        self._has_own_trees = ancestors.ndim == 3
+        if not self._has_own_trees:
+            self.masks.of(ancestors)  # here, not in a step: making one waits for the device
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
         self._states: NodeStates | None = None
@@ -109,12 +111,18 @@ class GPUTreeBackend(TreeBackend):
                 self.attends_without_trees = True
                 self.masks.of(self._chain)  # here, not in a step: see __init__
             return reason_of(layer_name, impl.unsupported_features)
+        window, longest, is_short = None, self._ancestors.shape[-1], False
         if isinstance(impl, GPUTreeForward):
-            self.masks.of(self._ancestors, window_of(impl))  # here, not in a step: see __init__
+            window = window_of(impl)
+            is_short = self._has_own_trees and window is not None and window <= longest
+            if not self._has_own_trees:
+                self.masks.of(self._ancestors, window)  # here, not in a step: see __init__
         head_size = getattr(impl, "head_size", 0)
         features = {
             **unmaskable_features(impl),
             f"heads of {head_size}": head_size > _LARGEST_HEAD,
+            f'a window of {window} tokens and "dynamic_tree": true, which needs more than '
+            f"{longest}": is_short,
             f"{type(impl).__name__} (use --attention-backend FLASH_ATTN or TRITON_ATTN)": (
                 not isinstance(impl, GPUTreeForward)
             ),

@@ -12,22 +12,22 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sequoia_vllm.drafting.growth import NodeQueries
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.runner.attention_layers import window_of
 from sequoia_vllm.engine.v2.attention.attention_gpu import GPUTreeForward
 from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import shared_metadata
 from sequoia_vllm.hardware.graph_sizes import MIXED_TOKENS
-from sequoia_vllm.kernels.segments import CHAIN, TREE, cut_rows, most_segments, with_chain
+from sequoia_vllm.kernels.segments import TREE, cut_rows, most_segments, with_chain
 
 
-def takes_chains(impls: Iterable[Any], ancestors: Tensor) -> bool:
+def takes_chains(impls: Iterable[Any]) -> bool:
     """Whether our kernel can attend to all rows of a step.
 
     Args:
         impls: Attention of the target's layers; None: a layer has states instead.
-        ancestors: bool ``[N, N]``: the engine's tree; or ``[S, N, N]``, by slot.
     """
-    return ancestors.ndim == 2 and all(isinstance(impl, GPUTreeForward) for impl in impls)
+    return all(isinstance(impl, GPUTreeForward) for impl in impls)
 
 
 class MixedSteps:
@@ -37,7 +37,7 @@ class MixedSteps:
     replay, and waits for nothing on the device.
 
     Args:
-        ancestors: bool ``[N, N]``: the engine's tree.
+        tables: The engine's tree, or each slot's.
         impls: The target's attention.
         max_num_reqs: Requests of the largest step.
     """
@@ -45,17 +45,19 @@ class MixedSteps:
     def __init__(
         self,
         backend: GPUTreeBackend,
-        ancestors: Tensor,
+        tables: TreeTables,
         impls: Iterable[GPUTreeForward],
         max_num_reqs: int,
     ) -> None:
         self._backend = backend
-        self._ancestors = with_chain(ancestors)
-        self._width = self._ancestors.shape[-1]
-        for impl in impls:  # here, not in a step: making a mask waits for the device
-            backend.masks.of(self._ancestors, window_of(impl))
+        self._mask, self._ancestors = tables.mask, tables.ancestors
+        if self._mask is None:
+            self._ancestors = with_chain(tables.ancestors)
+            for impl in impls:  # here, not in a step: making a mask waits for the device
+                backend.masks.of(self._ancestors, window_of(impl))
+        self._chain, self._width = len(self._ancestors) - 1, self._ancestors.shape[-1]
         most = most_segments(max_num_reqs, MIXED_TOKENS, self._width)
-        device = ancestors.device
+        device = tables.ancestors.device
         # Requests and masks' slots; the first rows, then the end.
         self._requests, self._slots = self._segments = torch.zeros(
             2, most, dtype=torch.int64, device=device
@@ -79,6 +81,7 @@ class MixedSteps:
             first=0,
             width=self._width,
             ancestors=self._ancestors,
+            mask=self._mask,
             max_keys=max_keys,
         )
         for group, table in zip(groups, self._tables, strict=True):
@@ -91,7 +94,8 @@ class MixedSteps:
         requests, starts = cut_rows(batch.num_scheduled_tokens, has_tree, self._width)
         live = len(requests)
         segments = np.zeros(self._segments.shape, dtype=np.int64)
-        segments[:, :live] = requests, np.where(has_tree, TREE, CHAIN)[requests]
+        trees = TREE if self._mask is None else batch.idx_mapping_np
+        segments[:, :live] = requests, np.where(has_tree, trees, self._chain)[requests]
         ends = np.full(len(self._starts), batch.num_tokens, dtype=np.int32)
         ends[:live] = starts
         async_tensor_h2d(segments, out=self._segments)

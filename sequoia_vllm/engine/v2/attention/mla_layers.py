@@ -109,7 +109,7 @@ class MLATreeImpl(TritonMLAImpl):
                 keys,
                 keys[..., : self.kv_lora_rank],
                 tree,
-                tree.masks.of(tree.ancestors),
+                tree.mask_for(),
                 scale=self.scale,
                 key_scale=layer._k_scale,
                 value_scale=layer._k_scale,

@@ -99,6 +99,7 @@ class TreeScoring:
             first=0,
             width=nodes,
             ancestors=self._tables.ancestors,
+            mask=self._tables.mask,
             parents=self._tables.parents,
             depth=self._tables.tree.depth,
             max_keys=max_keys,

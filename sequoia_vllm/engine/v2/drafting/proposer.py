@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
 from sequoia_vllm.drafting.draft_plan import MOST_RAGGED_ROWS, DraftPlan, depths_by_drafts
+from sequoia_vllm.drafting.dynamic_levels import DynamicLevels, DynamicTrees, SlotTables
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -41,6 +42,7 @@ from sequoia_vllm.engine.v2.drafting.tree_memory import (
     take_logits_memory,
 )
 from sequoia_vllm.hardware.graph_sizes import powers_of_two
+from sequoia_vllm.kernels.modes import SKIP
 
 
 class TreeProposerV2(DraftModelSpeculator):
@@ -52,6 +54,10 @@ class TreeProposerV2(DraftModelSpeculator):
     _last_width = 0
     _target_states: TargetStates | None = None
     _growth_graphs: DraftGraphs | None = None
+    _dynamic_graphs: DraftGraphs | None = None
+    _dynamic: DynamicTrees | None = None  # None: trees are static
+    grew_dynamic = False  # whether the trees for the next step are dynamic
+    _steps_grown = 0
 
     def __init__(self, drafter: TreeDrafter, req_states: RequestState, tables: TreeTables) -> None:
         vllm_config, device = drafter.chains.vllm_config, drafter.chains.device
@@ -71,11 +77,11 @@ class TreeProposerV2(DraftModelSpeculator):
         self.req_states = req_states
         self.longest = min(self.draft_model_config.max_model_len, self.max_model_len) - 1
         self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config), self.longest)
-        most = most_drafts(vllm_config)
+        most, settings = most_drafts(vllm_config), SequoiaSettings.of(vllm_config)
         self.most_scored = most_scored(most, tree.size, self.max_num_tokens)
         self.plan = DraftPlan(
             tree, scheduled_drafts(vllm_config), self.max_num_tokens, fewer_drafts(vllm_config),
-            drafter.least_rows, most,
+            drafter.least_rows, most, isinstance(tables, SlotTables),
         )  # fmt: skip
         depths = depths_by_drafts(tree)
         if drafter.reads_states:
@@ -87,8 +93,9 @@ class TreeProposerV2(DraftModelSpeculator):
         # A head reads a token together with the target's state at the position before it.
         self.batch = DraftBatch(
             self.max_num_reqs, device, int(drafter.reads_states),
-            tree.depth if SequoiaSettings.of(vllm_config).retrieval else 0,
+            tree.depth if settings.retrieval else 0,
         )  # fmt: skip
+        self._static_every = settings.static_every
 
     # -- model and cache ---------------------------------------------------------------
 
@@ -109,6 +116,8 @@ class TreeProposerV2(DraftModelSpeculator):
             self.plan, self.tree, self.max_num_reqs, self.drafter.vocab_size,
             self.draft_model_config.head_dtype, self.device,
         )  # fmt: skip
+        if isinstance(self.tables, SlotTables):
+            self._dynamic = DynamicTrees(self.tables, self.drafted)
         self.num_query_per_req = self.drafter.queries_per_request
         self._target_is_capped = has_soft_cap(target_model)
         self.drafter.allocate(target_model)
@@ -158,6 +167,12 @@ class TreeProposerV2(DraftModelSpeculator):
             lambda requests, drafts, _: growth.grow(requests, levels_of(drafts), longest),
             "Capturing tree growth", growth_sizes,
         )  # fmt: skip
+        if (dynamic := self._dynamic) is not None:
+            levels = {n: found for n in growth_sizes if (found := dynamic.levels_of(n))}
+            self._dynamic_graphs = graphs_of(
+                lambda requests, drafts, _: growth.grow(requests, levels[drafts], longest),
+                "Capturing growth of dynamic trees", {n: growth_sizes[n] for n in levels},
+            )  # fmt: skip
         if self.drafter.reads_states:  # one token of each request, where nothing is drafted
             self._reader.key_graphs = graphs_of(
                 lambda requests, *_: self._reader.store_keys(requests, longest),
@@ -166,9 +181,11 @@ class TreeProposerV2(DraftModelSpeculator):
 
     def capture(self) -> None:
         """Replaces vLLM's: captures passes that read, and passes that grow trees."""
-        every = [self._reader.graphs, self._growth_graphs, self._reader.key_graphs]
+        growth = [self._growth_graphs, self._dynamic_graphs]
+        every = [self._reader.graphs, *growth, self._reader.key_graphs]
         if found := [graphs for graphs in every if graphs is not None]:
             self.batch.slots.fill_(-1)
+            self.batch.modes.fill_(SKIP)
             self.untried_bytes = capture_drafting(found, self.on_trial)
 
     # -- requests ----------------------------------------------------------------------
@@ -271,12 +288,29 @@ class TreeProposerV2(DraftModelSpeculator):
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
         readers = self._reader.readers(batch, reads, num_trees)
         bounds = self._begin(batch, num_sampled, reads[:readers], levels, num_trees)
-        self._has_trees, self._last_grown = True, levels
+        dynamic = self._dynamic_levels(batch.idx_mapping_np[:num_trees], drafts)
+        self._has_trees, self._last_grown = True, dynamic or levels
         if not isinstance(self.drafter, TextDrafter):
             self._last_width = -(-self._reader.read(batch, bounds, readers) // readers)
-        if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
-            self._growth.grow(num_trees, levels, max_keys(batch))
+        graphs = self._growth_graphs if dynamic is None else self._dynamic_graphs
+        if not (graphs and graphs.replay(num_trees, drafts)):
+            self._growth.grow(num_trees, dynamic or levels, max_keys(batch))
         take_from_rank0(self.drafted.tokens[:num_trees])
+        if self._dynamic is not None:
+            take_from_rank0(self._dynamic.parents[:num_trees])
+            self._dynamic.write(batch.idx_mapping[:num_trees], chosen=dynamic is not None)
+
+    def _dynamic_levels(self, slots: NDArray[np.intp], drafts: int) -> DynamicLevels | None:
+        """The levels of these requests' trees, if all of them can be dynamic."""
+        self.grew_dynamic = False
+        if self._dynamic is None:
+            return None
+        self._steps_grown += 1
+        if self._steps_grown % self._static_every == 0 or not self.modes.can_choose(slots):
+            return None
+        levels = self._dynamic.levels_of(drafts)
+        self.grew_dynamic = levels is not None
+        return levels
 
     def _begin(
         self,

@@ -29,6 +29,7 @@ class RequestModes:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_nodes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_committed = np.zeros(max_num_reqs, dtype=np.int32)
+        self._can_choose = np.zeros(max_num_reqs, dtype=bool)
         self.some_draft = True  # false if no request of this engine ever drafts
         self._thinks_first = thinks_first
         self._longest = longest
@@ -51,6 +52,13 @@ class RequestModes:
         """Which requests in these slots have drafts and sample without a seed."""
         return self._modes.np[slots] == SAMPLED
 
+    def can_choose(self, slots: NDArray[np.intp]) -> bool:
+        """Whether all of these slots' requests may have dynamic trees: greedy, without a grammar.
+
+        The scheduler makes grammars' masks for the engine's tree.
+        """
+        return bool(self._can_choose[slots].all())
+
     def has_drafts(self, slot: int) -> bool:
         """Whether the request in this slot ever drafts."""
         return int(self._modes.np[slot]) != SKIP
@@ -63,10 +71,12 @@ class RequestModes:
         """Notes a request that begins or resumes in this slot."""
         undrafted = not self.some_draft or never_drafts(sampling_params, self._thinks_first)
         self._modes.np[slot], self._most_committed[slot] = SKIP, 0
+        self._can_choose[slot] = True
         if not undrafted:
             drawn = SAMPLED if sampling_params.seed is None else SEEDED
             is_greedy = sampling_params.temperature < GREEDY_BELOW
             self._modes.np[slot] = GREEDY if is_greedy else drawn
+            self._can_choose[slot] = is_greedy and sampling_params.structured_outputs is None
             self._most_committed[slot] = most_committed(
                 sampling_params, self._thinks_first, prompt_tokens, self._longest
             )

@@ -1,0 +1,128 @@
+"""Dynamic trees of kernels: the likeliest paths, and tables that the target's pass reads."""
+
+import math
+
+import pytest
+import torch
+
+from sequoia_vllm.drafting.dynamic_levels import CHILDREN, DynamicTrees, SlotTables
+from sequoia_vllm.drafting.dynamic_trees import inner_width
+from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.kernels.modes import GREEDY
+from sequoia_vllm.kernels.node_masks import NodeMask
+from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification.retrieval import preferred
+from tests.kernels import test_growth_interpreted as growing
+from tests.kernels.test_growth_interpreted import CONTEXTS, CPU, DEPTH, LONGEST, SLOTS, logits_after
+
+TREE = TokenTree((-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 3, 5))
+# What requests' texts say comes next: nothing, or three tokens; 90 is none of the draft's.
+TOLD = [[5, 7, 90], [-1] * 3, [-1] * 3, [10, 2, 3]]
+
+
+def scores_after(path, told):
+    """float64 ``[V]``: logarithms of Q, by the texts, too."""
+    is_told = told[0] >= 0 and path == told[: len(path)]
+    given = torch.tensor([told[len(path)] if is_told else -1])
+    return preferred(logits_after(path)[None], given)[0].double().log_softmax(0)
+
+
+def likeliest(nodes, depth, told):
+    """Tokens of the tree's paths, the likeliest ones first."""
+    width, level, found = inner_width(nodes, depth, CHILDREN), {(): 0.0}, {}
+    for _ in range(depth):
+        below = {}
+        for path, value in level.items():
+            scores = scores_after(list(path), told).tolist()
+            best = sorted(range(len(scores)), key=lambda token: -scores[token])[:CHILDREN]
+            below |= {(*path, token): value + scores[token] for token in best}
+        found |= below
+        level = dict(sorted(below.items(), key=lambda item: -item[1])[:width])
+    return sorted(found, key=lambda path: -found[path])[: nodes - 1]
+
+
+def texts():
+    """int32 ``[S, L]``: two texts' last tokens, 90 and 91, are their first, too."""
+    every = torch.arange(100, 100 + 4 * LONGEST, dtype=torch.int32).view(4, LONGEST)
+    for request in (0, 3):
+        own, root = every[SLOTS[request]], CONTEXTS[request]
+        own[:5] = torch.tensor([90, 91, *TOLD[request]])
+        own[root - 1 : root + 1] = torch.tensor([90, 91])
+    return every
+
+
+def grown(drafts, retrieval=False):
+    """Tables, trees, and tokens ``[R, N]``."""
+    tables, made = SlotTables(TREE, CPU, len(SLOTS)), []
+
+    def levels_of(drafted):
+        made.append(DynamicTrees(tables, drafted))
+        return made[0].levels_of(drafts)
+
+    drafted, _ = growing.grown(tables, GREEDY, texts() if retrieval else None, levels_of)
+    return tables, made[0], drafted.tokens[:, : drafts + 1]
+
+
+def paths_of(tokens, parents):
+    found = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        found.append((*found[parent], token))
+    return found[1:]
+
+
+@pytest.mark.parametrize("drafts", [4, 7, 11])
+@pytest.mark.parametrize("retrieval", [False, True])
+def test_nodes_are_the_likeliest_ones(drafts, retrieval):
+    """In this order; requests and padding beside each other change nothing."""
+    _, trees, tokens = grown(drafts, retrieval)
+    depth = TREE.trim(drafts + 1).depth
+    for request, slot in enumerate(SLOTS):
+        if slot >= 0:
+            parents = trees.parents[request, : drafts + 1].tolist()
+            own = TOLD[request] if retrieval else [-1] * DEPTH
+            expected = likeliest(drafts + 1, depth, own)
+            assert paths_of(tokens[request].tolist(), parents) == expected
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_broken_draft_gives_trees_all_the_same(broken, monkeypatch):
+    def logits(path):
+        own = logits_after(path)
+        own[(slice(None) if len(path) > 1 else slice(None, None, 2)) if path else 3] = broken
+        return own
+
+    monkeypatch.setattr(growing, "logits_after", logits)
+    _, trees, tokens = grown(11)
+    for request in (0, 1, 3):
+        assert TokenTree(tuple(trees.parents[request, :12].tolist())).size == 12  # or it raises
+        assert all(0 <= token < growing.VOCABULARY for token in tokens[request, 1:].tolist())
+
+
+def test_each_slot_has_its_tables():
+    """Those of the batch their trees', the others the engine's; the last one has a chain."""
+    tables, trees, _ = grown(11, retrieval=True)
+    tables.write(torch.tensor(SLOTS, dtype=torch.int32), trees.parents)
+    width = tables.parents.shape[1]
+    assert width == 32
+    own = {slot: trees.parents[request, :12] for request, slot in enumerate(SLOTS) if slot >= 0}
+    own = {1: torch.tensor(TREE.parents), 4: torch.arange(-1, width - 1), **own}
+    assert len({tuple(parents.tolist()) for parents in own.values()}) > 3
+    for slot, parents in own.items():
+        tree, size = TreeTables(TokenTree(tuple(parents.tolist())), CPU), len(parents)
+        assert torch.equal(tables.parents[slot, :size], tree.parents)
+        assert torch.equal(tables.shifts[slot, :size], tree.shifts)
+        assert torch.equal(tables.ancestors[slot, :size, :size], tree.ancestors)
+        children = tables.children[slot, :size]
+        assert torch.equal(children[:, : tree.children.shape[1]], tree.children)
+        assert (children[:, tree.children.shape[1] :] == -1).all()
+        mask = NodeMask.of(tree.ancestors)
+        assert torch.equal(tables.mask.words[slot, :size], mask.words)
+        assert torch.equal(tables.mask.depths[slot, :size], mask.depths)
+    tables.write(torch.tensor(SLOTS), tables.static_parents)
+    assert (tables.parents[:4] == tables.static_parents).all()
+
+
+def test_too_small_trees_stay_static():
+    tables = SlotTables(TREE, CPU, 2)
+    drafted = growing.DraftedTrees.empty(2, 8, 4, 12, 11, torch.float32, CPU)
+    assert DynamicTrees(tables, drafted).levels_of(1) is None
