@@ -88,7 +88,10 @@ def test_on_gpus_they_are_for_batches_of_greedy_requests_alone(monkeypatch):
     modes = RequestModes(len(KINDS) + 1, thinks_first=False, longest=99)
     undrafted = {"temperature": 0.9, "extra_args": {MOST_DRAFTS: 0}}
     for slot, options in enumerate([*KINDS.values(), undrafted]):
-        modes.start(slot, SamplingParams(max_tokens=9, **options), prompt_tokens=4)
+        params = SamplingParams(max_tokens=40, **options)
+        if params.structured_outputs is not None:
+            params.structured_outputs._backend = "xgrammar"  # as the front end does
+        modes.start(slot, params, prompt_tokens=4)
     chosen = {name for slot, name in enumerate(KINDS) if modes.can_choose(np.array([slot]))}
     assert chosen == {"greedy", "greedy, penalties"}
     assert modes.can_choose(np.array([0, 3, len(KINDS)]))
