@@ -31,10 +31,8 @@ def check_kernels(run: ItemRun) -> None:
     from benchmarks.gpu.check.verification_times import time_verification
 
     kernels = KernelRun(run)
-    check_attention(kernels)
-    check_sampling(kernels)
-    time_verification(kernels)
-    time_attention(kernels)
+    for check in (check_attention, check_sampling, time_verification, time_attention):
+        check(kernels)
 
 
 _TINY_GROWTH: dict[str, Any] = {"width": 832, "times": 2}
@@ -57,8 +55,6 @@ def compare_methods(run: ItemRun, kind: str = "eagle3", **options: Any) -> None:
 
     if run.tiny:
         options |= {name: x for name, x in _TINY_COMPARISON.items() if options.get(name) != ""}
-        if kind == "eagle3":  # vLLM captures its chain with equal slots, which the stand-in refuses
-            options["chains"] = ""
     folder = make_rivals(run.folder, kind, run.tiny)
     found = folder / "found" / run.name
     rmtree(found, ignore_errors=True)

@@ -3,6 +3,7 @@ to its last line, with `bench` in it, `tune` and `benchmarks.gpu.kinds`.
 """
 
 import io
+import json
 import os
 import sys
 from contextlib import redirect_stdout
@@ -28,6 +29,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 # `tests/gpu_check` runs the kernels' check.
 REHEARSED = [item for item in ITEMS if item.name != KERNELS and item.is_tiny]
+# What vLLM captures the chains of `RIVALS` with.
+CHAIN_GRAPHS = {"rival": "SpeculatorCudaGraphManager", "rival-dflash": "DFlashCudaGraphManager"}
 WITH_ENGINES = [item.name for item in REHEARSED if item.needs_gpus == 1 and item.measure != RIVALS]
 
 
@@ -123,23 +126,26 @@ def test_two_gpus_are_timed(tmp_path):
     assert item.parts[f"kernels, {TINY.drafts[-1]} drafts"]["kernels"]
 
 
-@pytest.mark.parametrize("name", ["rival", "rival-dflash"])
-def test_heads_are_compared_in_trees_and_in_vllms_chain(tmp_path, name):
+@pytest.mark.parametrize("name", CHAIN_GRAPHS)
+def test_heads_are_compared_in_trees_and_in_vllms_chain(tmp_path, name, monkeypatch):
     out = tmp_path / "out"
+    monkeypatch.setenv("GPU_STAND_IN_REPORT", str(tmp_path / "graphs"))
     with script_modules():  # what trains does not run beside the stand-in
         make_rivals(out, "eagle3" if name == "rival" else "dflash", tiny=True)
     found = call_on_gpu(run_all, tmp_path, folder=str(out), names=[name])
     item = Results(out / FILE).of(name)
     assert (found["first"], item.state, item.errors) == (0, "done", {})
     greedy, sampled = item.parts["bench"]["lines"]
-    chains = ["chain of 3, probabilistic, block"] if name == "rival-dflash" else []
-    names = ["plain vLLM", *chains, "Sequoia 6x2"]
+    names = ["plain vLLM", "chain of 3, probabilistic, block", "Sequoia 6x2"]
     assert [row["method"] for row in greedy["results"]] == names
     assert greedy["greedy"]["identical"] == greedy["greedy"]["compared"] > 0
     splits = [row["split"] for row in greedy["results"]]
     assert all(split["target"] > 0 for split in splits)
     assert all(split["draft"] > 0 for split in splits[1:])
     assert {row["temperature"] for row in sampled["results"]} == {0.6}
+    replayed = [json.loads(file.read_text())["replayed"] for file in tmp_path.glob("graphs.*")]
+    [chain] = [graphs for graphs in replayed if CHAIN_GRAPHS[name] in graphs]
+    assert chain[CHAIN_GRAPHS[name]] >= chain["ModelCudaGraphManager"] > 16
     if name == "rival":
         assert [line["method"] for line in item.parts["arrivals"]["lines"]] == names
     else:  # its head has learned for longer than a second

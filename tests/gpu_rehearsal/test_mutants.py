@@ -91,7 +91,7 @@ def test_what_a_graph_froze_shows_in_rejected_drafts(tmp_path):
         assert answers[mistake]["accepted"] < answers[mistake]["offered"], mistake
 
 
-# -- The stand-in's graphs ----------------------------------------------------------------------
+# -- The stand-in -------------------------------------------------------------------------------
 
 
 def check_all() -> None:
@@ -103,6 +103,7 @@ def check_all() -> None:
     results_are_destroyed_by_other_graphs_of_the_pool()
     memory_that_nothing_filled_is_poison()
     waiting_for_the_device_is_refused()
+    rows_that_write_one_slot_are_refused()
 
 
 def _captured(work: Any) -> Any:
@@ -154,6 +155,23 @@ def waiting_for_the_device_is_refused() -> None:
     _raises(torch.cuda.synchronize, "cuda.synchronize")
     _raises(lambda: torch.cuda.Event().query(), "Event.query")
     _raises(lambda: torch.cuda.mem_get_info(), "free memory")
+
+
+def rows_that_write_one_slot_are_refused() -> None:
+    from gpu_stand_in.flash_attention import reshape_and_cache_flash
+
+    rows, caches, slots = torch.ones(2, 1, 4), torch.zeros(2, 2, 16, 1, 4), torch.tensor([17, -1])
+
+    def write() -> None:
+        reshape_and_cache_flash(rows, rows, *caches, slots, "auto", rows[0], rows[0])
+
+    graph = _captured(write)
+    graph.replay()
+    assert caches.sum() == 2 * 4
+    slots.fill_(17)
+    for step in (write, graph.replay):
+        with pytest.raises(AssertionError, match="two rows write the same slot"):
+            step()
 
 
 def test_stand_in(tmp_path):

@@ -44,7 +44,6 @@ def start_and_generate(models: str) -> dict[str, Any]:
                 "log": kept.output, "together": generate_with_trees(llm, requests, params),
                 "alone": generate_with_trees(llm, requests[:1], params), **offloaded(llm),
             }  # fmt: skip
-    for name, options in (("prefetch", PREFETCH), ("uva", UVA)):
         answers[f"mutant, {name}"] = with_the_draft_offloaded(config, {**engine, **options})
     answers["mutant, no wait"] = without_waiting_before_replays(config, requests, params, engine)
     nowhere = {**PREFETCH, "offload_params": {"no_such_weight"}}

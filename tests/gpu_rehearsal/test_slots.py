@@ -242,17 +242,11 @@ def start(models: str) -> dict[str, Any]:
     config = sequoia(
         size=NODES, depth=3, draft=draft, num_speculative_tokens_per_batch_size=schedule
     )
+    limits = {"max_num_seqs": 32, "dtype": "float16", "max_model_len": 64}
     with (
         watching_logits() as (scored, profiled),
         recording_versions() as versions,
-        rehearsing(
-            config,
-            as_users_start=True,
-            model=target,
-            max_num_seqs=32,
-            dtype="float16",
-            max_model_len=64,
-        ) as llm,
+        rehearsing(config, as_users_start=True, model=target, **limits) as llm,
     ):
         slots = runner_of(llm).scheduler_config.max_num_seqs
         found = {"scored": list(scored), "profiled": profiled, "slots": slots}

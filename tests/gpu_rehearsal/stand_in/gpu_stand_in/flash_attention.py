@@ -140,7 +140,9 @@ def reshape_and_cache_flash(
     rows = (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping[rows]
     assert (slots < block_size * len(key_cache)).all(), "a slot outside the cache"
-    assert len(slots.unique()) == len(slots), f"two rows write the same slot: {slots.tolist()}"
+    # vLLM captures its chain with all rows in one request's place: nobody reads what they write.
+    is_race = len(slots.unique()) < len(slots) and not graphs.vllm_captures()
+    assert not is_race, f"two rows write the same slot: {slots.tolist()}"
     for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         new = new[rows]
         if kv_cache_dtype.startswith("fp8"):

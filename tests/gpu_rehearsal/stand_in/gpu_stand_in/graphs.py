@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -70,9 +71,9 @@ def report() -> dict[str, dict[str, int]]:
 
 
 def _write_report() -> None:
-    """For tests that run the engine in another process, which may be killed at its end."""
+    """For tests that run engines in other processes, which may be killed at their end."""
     if path := os.environ.get("GPU_STAND_IN_REPORT"):
-        Path(path).write_text(json.dumps(report()))
+        Path(f"{path}.{os.getpid()}").write_text(json.dumps(report()))
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -260,13 +261,19 @@ def _capturing_class() -> str:
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         owner = frame.f_locals.get("self")
         if isinstance(owner, CUDAGraphWrapper | CudaGraphManager):
             return type(owner).__name__
-        frame = frame.f_back
     return "unknown"
+
+
+def vllm_captures() -> bool:
+    """Whether vLLM captures graphs now, or runs what it captures next, with made-up batches."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    capture = inspect.unwrap(CudaGraphManager.capture).__code__
+    return any(frame.f_code is capture for frame, _ in traceback.walk_stack(sys._getframe()))
 
 
 @contextmanager

@@ -140,13 +140,11 @@ class _StreamContext:
 
     def __enter__(self) -> _StreamContext:
         self._outer = current_stream()
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
+        torch.cuda.set_stream(self._stream or self._outer)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._stream is not None:
-            torch.cuda.set_stream(self._outer)
+        torch.cuda.set_stream(self._outer)
 
 
 _late_streams: weakref.WeakSet[Stream] = weakref.WeakSet()

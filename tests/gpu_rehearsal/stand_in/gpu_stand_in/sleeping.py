@@ -8,7 +8,7 @@ mapped there when the engine wakes may hold anything.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,11 +61,8 @@ class Allocator:
         self._pools.append(pool)
         self._open.append(pool)
         try:
-            if len(self._open) > 1:
+            with _Taking(self) if len(self._open) == 1 else nullcontext():
                 yield
-            else:
-                with _Taking(self):
-                    yield
         finally:
             self._open.remove(pool)
 

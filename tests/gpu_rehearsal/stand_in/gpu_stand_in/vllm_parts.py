@@ -8,6 +8,7 @@ import os
 import textwrap
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -139,16 +140,9 @@ def _count_on_the_host() -> None:
     """Replicas' numbers of tokens are the host's, which no graph holds, and nothing waits for."""
     from vllm import forward_context
 
-    def of_host(function: Any) -> Any:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():
-                return function(*args, **kwargs)
-
-        return call
-
-    forward_context.DPMetadata.make = staticmethod(of_host(forward_context.DPMetadata.make))
-    forward_context._compute_sp_num_tokens = of_host(forward_context._compute_sp_num_tokens)
+    on_host = _disable_current_modes()
+    forward_context.DPMetadata.make = staticmethod(on_host(forward_context.DPMetadata.make))
+    forward_context._compute_sp_num_tokens = on_host(forward_context._compute_sp_num_tokens)
 
 
 def _change_the_worker() -> None:
@@ -182,10 +176,7 @@ def _loosen_attention() -> None:
     from vllm.v1.attention.backends import triton_attn
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-    FlashAttentionBackend.supported_dtypes = [
-        *FlashAttentionBackend.supported_dtypes,
-        torch.float32,
-    ]
+    FlashAttentionBackend.supported_dtypes.append(torch.float32)
     triton_attn.MIN_LAUNCH_GRID_SIZE_2D = 0
     tl.debug_barrier = lambda *_, **__: None
 
@@ -239,9 +230,8 @@ def _watch_copies() -> None:
         # The rank whose outputs the engine takes alone waits, and for the others.
         if get_tensor_model_parallel_rank() > 0 or not get_pp_group().is_last_rank:
             copies.watches_buffers = False
-        if scheduler_output.total_num_scheduled_tokens > 0:
-            return execute_model(self, scheduler_output, *args, **kwargs)
-        with copies.buffers_unwatched():  # of a step without requests the device reads nothing
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0  # the device reads nothing
+        with copies.buffers_unwatched() if is_idle else nullcontext():
             return execute_model(self, scheduler_output, *args, **kwargs)
 
     GPUModelRunner.execute_model = watched
