@@ -54,18 +54,6 @@ def test_contexts_are_split_for_the_longest_request_with_a_tree(backend):
     assert backend.scoring_queries(alone, metadata).max_keys == 300
 
 
-def test_prompts_run_in_graphs_where_our_kernel_has_all_rows():
-    """Not beside latent attention and recurrent layers."""
-    from sequoia_vllm.engine.v2.attention.attention_gpu import FlashTreeImpl, TritonTreeImpl
-    from sequoia_vllm.engine.v2.attention.mixed_steps import takes_chains
-    from sequoia_vllm.engine.v2.attention.mla_layers import MLATreeImpl
-
-    flash, triton, latent = map(object.__new__, (FlashTreeImpl, TritonTreeImpl, MLATreeImpl))
-    assert takes_chains([flash, triton])
-    assert not takes_chains([flash, latent])
-    assert not takes_chains([flash, None])  # recurrent
-
-
 @pytest.mark.parametrize(("changed", "leaves"), [
     ({}, True),
     ({"vllm_flash_attn_version": 2}, True),

@@ -8,6 +8,7 @@ import torch
 from sequoia_vllm.drafting.dynamic_levels import CHILDREN, DynamicTrees, SlotTables
 from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.kernels import dynamic_trees as kernels
 from sequoia_vllm.kernels.modes import GREEDY
 from sequoia_vllm.kernels.node_masks import NodeMask
 from sequoia_vllm.tree import TokenTree
@@ -82,6 +83,14 @@ def test_nodes_are_the_likeliest_ones(drafts, retrieval):
             own = TOLD[request] if retrieval else [-1] * DEPTH
             expected = likeliest(drafts + 1, depth, own)
             assert paths_of(tokens[request].tolist(), parents) == expected
+
+
+def test_a_choice_that_ignores_what_texts_say_is_caught(monkeypatch):
+    monkeypatch.setattr(
+        kernels, "_raise_told", lambda raw, _, maximum, total: (raw, maximum, total)
+    )
+    with pytest.raises(AssertionError):
+        test_nodes_are_the_likeliest_ones(11, True)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])

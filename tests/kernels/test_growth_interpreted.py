@@ -11,7 +11,6 @@ from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.kernels import begin_drafting as kernels
-from sequoia_vllm.kernels import children_kernels
 from sequoia_vllm.kernels.begin_drafting import find_continuations
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SKIP
@@ -19,9 +18,10 @@ from sequoia_vllm.kernels.node_masks import unpack_ancestors
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import retrieval
 from sequoia_vllm.verification.retrieval import continuations
-from tests.support.own_trees import OWN_TREES, TreeShapes, row_of_the_first
 
 CPU = torch.device("cpu")
+# One, two and one nodes with children at depths 0, 1 and 2.
+TREE = TokenTree((-1, 0, 0, 1, 1, 2, 3))
 VOCABULARY, LONGEST, DEPTH = 11, 32, 3
 # Request slots of a batch; the third request is a graph's padding.
 SLOTS, CONTEXTS = [2, 0, -1, 3], [5, 9, 0, 14]
@@ -58,8 +58,7 @@ class PathModel(DraftModel):
                 continue
             own = queries.ancestors
             if queries.mask is not None:
-                own = unpack_ancestors(queries.mask.words)
-            own = own if own.ndim == 2 else own[slot]
+                own = unpack_ancestors(queries.mask.words[slot])
             seen = own[queries.first + place].nonzero().flatten().tolist()
             root = int(queries.context_lens[request])
             path = [self.tokens[request * LONGEST + root + node] for node in seen if node > 0]
@@ -110,16 +109,11 @@ def grown(shapes, mode, texts=None, levels_of=None):
 
 
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("per_request", [False, True])
-def test_each_request_grows_its_own_tree(per_request, mode):
-    trees = OWN_TREES if per_request else OWN_TREES[:1] * 4
-    shapes = TreeShapes(OWN_TREES[0], CPU, 4) if per_request else TreeTables(OWN_TREES[0], CPU)
-    for slot, tree in enumerate(OWN_TREES if per_request else []):
-        shapes.set(slot, tree)
-    drafted, levels = grown(shapes, mode)
+def test_each_request_grows_the_tree(mode):
+    drafted, levels = grown(TreeTables(TREE, CPU), mode)
     for request, slot in enumerate(SLOTS):
         if slot >= 0:
-            check_tree(trees[slot], request, drafted, levels, mode)
+            check_tree(TREE, request, drafted, levels, mode)
 
 
 def check_tree(tree, request, drafted, levels, mode):
@@ -135,12 +129,6 @@ def check_tree(tree, request, drafted, levels, mode):
             assert len(set(drawn)) == len(drawn)
             row = request * levels.rows_per_tree + inner_rows(tree)[node]
             assert torch.equal(drafted.logits[row, 0], logits), (request, node)
-
-
-def test_draws_by_the_first_requests_tree_are_caught(monkeypatch):
-    monkeypatch.setattr(children_kernels, "shape_row", row_of_the_first)
-    with pytest.raises(AssertionError):
-        test_each_request_grows_its_own_tree(True, GREEDY)
 
 
 # -- Where a batch keeps the Q of its nodes: there the verifier looks ------------------------

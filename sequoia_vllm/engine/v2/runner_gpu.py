@@ -13,8 +13,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import report_offloading
+from sequoia_vllm.engine.v2.attention.attention_gpu import GPUTreeForward
 from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
-from sequoia_vllm.engine.v2.attention.mixed_steps import MixedSteps, takes_chains
+from sequoia_vllm.engine.v2.attention.mixed_steps import MixedSteps
 from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
 from sequoia_vllm.engine.v2.runner import TreeRunner
 from sequoia_vllm.hardware.graph_sizes import ContextRule
@@ -63,7 +64,7 @@ class SequoiaGPUModelRunner(TreeRunner):
             rule = SequoiaSettings.of(config).context_rule
             self._rule = rule and ContextRule(*rule)
         if (
-            takes_chains(impls)
+            all(isinstance(impl, GPUTreeForward) for impl in impls)  # our kernel takes all rows
             and config.parallel_config.data_parallel_size == 1
             # In Python, which a graph leaves out: images change how some models compute, and
             # connectors move keys and values between layers.

@@ -21,15 +21,6 @@ from sequoia_vllm.hardware.graph_sizes import MIXED_TOKENS
 from sequoia_vllm.kernels.segments import TREE, cut_rows, most_segments, with_chain
 
 
-def takes_chains(impls: Iterable[Any]) -> bool:
-    """Whether our kernel can attend to all rows of a step.
-
-    Args:
-        impls: Attention of the target's layers; None: a layer has states instead.
-    """
-    return all(isinstance(impl, GPUTreeForward) for impl in impls)
-
-
 class MixedSteps:
     """Where a captured forward finds the segments of any step: see `sequoia_vllm.kernels.segments`.
 
