@@ -41,7 +41,10 @@ NIGHTLY = pytest.mark.nightly
 LENGTHS = [5, 9, 20, 33, 14]
 TOKENS, ABORTED = 12, 1
 WITH_GRAMMAR = [2, 3]
-MTP = {"method": "sequoia", "drafter": "mtp", "tree": {"size": 8, "depth": 3}, "adapt": False}
+MTP = {
+    "method": "sequoia", "drafter": "mtp", "tree": {"size": 8, "depth": 3}, "adapt": False,
+    "dynamic_tree": True,
+}  # fmt: skip
 MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
 JOINED = ["Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", "DeepseekV3"]
 
