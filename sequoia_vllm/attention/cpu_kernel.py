@@ -10,8 +10,6 @@ the memory holds the keys *transposed*, ``[head_size, block_size]``, the second 
 and head size.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Sequence
@@ -128,10 +126,10 @@ class TreeQueries:
     ancestors: Tensor  # bool ``[Q, M]``, or ``[B, Q, M]`` by request: query q sees node j
     max_keys: int  # slots of the longest request
     only_trees: bool  # no row of the batch is anything but a tree node
-    _batches: dict[AttentionShape, TreeAttentionBatch] = field(default_factory=dict)
+    _batches: dict[AttentionShape, "TreeAttentionBatch"] = field(default_factory=dict)
     _masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)
 
-    def for_kernel(self, shape: AttentionShape) -> TreeAttentionBatch:
+    def for_kernel(self, shape: AttentionShape) -> "TreeAttentionBatch":
         """These queries for the compiled kernel; made once for all layers of a shape."""
         batch = self._batches.get(shape)
         if batch is None:

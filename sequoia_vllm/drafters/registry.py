@@ -4,8 +4,6 @@ A kind is one class in a folder of `sequoia_vllm.drafters`, or in a module of yo
 before vLLM starts. `register` checks that it has what the engine asks for.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping
@@ -189,7 +187,7 @@ class Drafter:
         """Levels of the deepest tree that it drafts; None: any number."""
         return None
 
-    def head_shape(self, config: Fields) -> HeadShape | None:
+    def head_shape(self, config: Fields) -> "HeadShape | None":
         """The parts of a head besides its layers; None for a draft model.
 
         Raises ShapeError if the configuration says too little.

@@ -1,7 +1,5 @@
 """Which tokens of two vocabularies mean the same, and how a draft reads all others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,11 +25,11 @@ class Matching:
     """int64 ``[E, 2]``: (a draft's token in ``drawn``, another that means the same)."""
 
     @classmethod
-    def of_same_numbers(cls, size: int) -> Matching:
+    def of_same_numbers(cls, size: int) -> "Matching":
         """The matching of two models whose tokens have the same numbers."""
         return cls(np.arange(size), None, np.empty((0, 2), dtype=np.int64))
 
-    def trimmed(self, tokens: list[int]) -> tuple[NDArray[np.int64], Matching]:
+    def trimmed(self, tokens: list[int]) -> tuple[NDArray[np.int64], "Matching"]:
         """The matching with a draft that computes only some rows of its logits.
 
         Of the target's tokens only ``tokens`` may still be drafted. Returns the rows int64 ``[n]``

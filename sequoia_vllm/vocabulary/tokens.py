@@ -4,8 +4,6 @@ Byte-level BPE writes every byte as one visible character ("Ġ" is a space). Sen
 what follows it, writes text, "▁" for a space, and "<0x0A>" for a byte that no other token has.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping
@@ -36,7 +34,7 @@ class Vocabulary:
     unknown: int | None = None
     """Numbers of the tokens that end and begin a sequence, and stand for what cannot be spelled."""
 
-    def within(self, size: int) -> Vocabulary:
+    def within(self, size: int) -> "Vocabulary":
         """Without the tokens from this number on: the model has no rows for them."""
 
         roles = (self.end, self.begin, self.unknown)

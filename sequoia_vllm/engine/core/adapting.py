@@ -3,8 +3,6 @@
 In the engine core, which learns of every step's trees and schedules the drafts of the next.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -39,7 +37,7 @@ _GROWTH = 2
 _MOST_OPEN = 64  # steps whose drafting has not ended; two are usual
 
 
-def new_adapter(vllm_config: Any, lookup: list[int] | None) -> SchedulerAdapter | None:
+def new_adapter(vllm_config: Any, lookup: list[int] | None) -> "SchedulerAdapter | None":
     """What decides how much an engine drafts, by vLLM's ``lookup``; None: it does not adapt."""
     settings = SequoiaSettings.of(vllm_config)
     if lookup is None or settings.adapts_as is None:

@@ -7,8 +7,6 @@ On Model Runner V1 a forbidden draft is replaced where little is allowed (`Stand
 verifier knows both tokens (`verification.replaced`): docs/requests.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -42,7 +40,7 @@ class StandIns:
     length_of: Callable[[int], int]  # length of a token's text
 
     @classmethod
-    def of(cls, manager: Any) -> StandIns:
+    def of(cls, manager: Any) -> "StandIns":
         """Stand-ins for the engine of vLLM's `StructuredOutputManager`."""
         tokenizer = manager.tokenizer
 

@@ -11,8 +11,6 @@ Until: vLLM offloads weights on CPUs.
 May import: compat.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -228,7 +226,7 @@ def offloaded_layers(arguments: Any) -> OffloadedLayers | None:
 
 
 def offloaded_bytes(
-    model: torch.nn.Module, offloader: Any, device: torch.device
+    model: "torch.nn.Module", offloader: Any, device: "torch.device"
 ) -> tuple[int, int, int]:
     """Where one device's share of a loaded model's weights lies, whatever was asked for.
 
@@ -253,7 +251,7 @@ def offloaded_bytes(
 
 
 def report_offloading(
-    model: torch.nn.Module, offloader: Any, device: torch.device, offload_config: Any
+    model: "torch.nn.Module", offloader: Any, device: "torch.device", offload_config: Any
 ) -> None:
     """Logs how much of the target vLLM has offloaded; a warning where that brings nothing."""
     backend = offloading_backend(offload_config)

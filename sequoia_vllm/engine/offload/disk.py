@@ -1,7 +1,5 @@
 """vLLM's offloader for weights on a disk: CPUs have none of vLLM's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -280,7 +278,7 @@ def _activations(values: tuple[Any, ...]) -> torch.Tensor:
 def _needs_weights_in_memory(name: str) -> Callable[..., Any]:
     """A method of vLLM's worker that is refused, by its name, while weights are on a disk."""
 
-    def method(self: OffloadingCPUWorker, *args: Any, **kwargs: Any) -> Any:
+    def method(self: "OffloadingCPUWorker", *args: Any, **kwargs: Any) -> Any:
         if self._offloader is not None:
             raise OffloadError(
                 f"{name} reads or writes all of the target's weights, and offload keeps them on a "

@@ -1,7 +1,5 @@
 """Compares tokens of target and draft: do equal numbers mean the same, and what is shared?"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,7 +43,7 @@ class TokensOf:
     is_readable: bool = True  # whether it may be loaded, the usual way
 
     @classmethod
-    def target(cls, config: Any) -> TokensOf:
+    def target(cls, config: Any) -> "TokensOf":
         """Tokens of a target, by vLLM's configuration of it."""
         reads = not config.skip_tokenizer_init and config.tokenizer_mode in ("auto", "hf", "slow")
         return cls(
@@ -54,7 +52,7 @@ class TokensOf:
         )  # fmt: skip
 
     @classmethod
-    def draft(cls, config: Any) -> TokensOf:
+    def draft(cls, config: Any) -> "TokensOf":
         """Tokens of a draft, by vLLM's configuration of it."""
         return cls(config.model, config.get_vocab_size(), config.revision, config.trust_remote_code)
 

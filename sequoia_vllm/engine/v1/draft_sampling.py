@@ -1,7 +1,5 @@
 """Draws each node's children from the draft's distribution, as the request's sampling asks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from functools import cache
@@ -63,7 +61,7 @@ class DraftSampling:
         self.sampled = (~is_seeded & ~greedy).nonzero().squeeze(1)
 
     @classmethod
-    def greedy(cls, batch: int) -> DraftSampling:
+    def greedy(cls, batch: int) -> "DraftSampling":
         """Sampling of a batch in which every request is greedy."""
         seeds, is_seeded = torch.zeros(batch, 0), torch.zeros(batch, dtype=torch.bool)
         return cls(torch.zeros(batch), seeds, is_seeded, Truncation())
@@ -76,7 +74,7 @@ class DraftSampling:
         generators: Mapping[int, torch.Generator],
         truncation: Truncation,
         depth: int,
-    ) -> DraftSampling:
+    ) -> "DraftSampling":
         """Sampling that these requests of a batch ask for."""
         if metadata.temperature is None:
             return cls.greedy(len(requests))
