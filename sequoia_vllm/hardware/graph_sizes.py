@@ -10,11 +10,12 @@ the rest: docs/internals.md says why.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sequoia_vllm.hardware.budget import in_ranges
 
 MOST_TOKENS = 1024  # tokens of the largest captured step: larger ones outlast their launches
 
@@ -46,13 +47,10 @@ def decode_shapes(
     """
     most_requests = min(len(tokens_by_batch), most_tokens)
     shapes = {(1, requests) for requests in powers_of_two(most_requests)}
-    first = 1
-    for tokens, group in groupby(tokens_by_batch):
-        last = first + len(list(group)) - 1
+    for first, last, tokens in in_ranges(tokens_by_batch):
         most = min(last, most_tokens // tokens)
         grid = _plain_grid(most) if tokens == 1 else _tree_grid(most, tokens)
         shapes |= {(tokens, requests) for requests in grid if requests >= (first + 1) // 2}
-        first = last + 1
     for tokens in others:
         last = last_with(tokens, most_by_batch or tokens_by_batch)
         most = min(last, most_tokens // tokens)

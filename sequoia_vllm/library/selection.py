@@ -96,6 +96,7 @@ def size_class(profile: Profile) -> str:
 
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
+_log_once = cache(logger.info)
 
 IsPair = Callable[[str | None, str | None], bool]
 """Whether a target and a draft, by their names in the library, are the pair of an engine."""
@@ -119,13 +120,8 @@ def selection(entry: TreeEntry, reasons: list[str]) -> Selection:
         f"{estimate.speedup:.2f}x plain decoding at batch size {estimate.batch_size} "
         f"({HOW_TIMED[entry.profile.source]}); " + "; ".join(reasons)
     )
-    _log_once(reason)
+    _log_once("Sequoia: %s", reason)
     return Selection(entry, reason)
-
-
-@cache
-def _log_once(line: str) -> None:
-    logger.info("Sequoia: %s", line)
 
 
 def runs_as_here(

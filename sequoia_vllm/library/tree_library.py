@@ -120,10 +120,12 @@ class TreeLibrary:
         return (path, UserTree.load(path).entry) if path is not None and found else None
 
     def save_user_tree(self, pair: PairKey, entry: TreeEntry) -> Path:
-        """Stores a tuned tree so that `select` prefers it from now on. Raises LibraryError, which
-        names the fix, if it cannot be."""
+        """Stores a tree tuned by `measurements` so that `select` prefers it from now on. Raises
+        LibraryError, which names the fix, if it cannot be."""
         keys = ("target", "draft", "dtype", "tensor_parallel_size")
+        file = str(self.measurements(pair).profile.relative_to(self.user))
         own = {"name": f"user/{pair.file_name}", **{key: getattr(pair, key) for key in keys}}
+        own["profile"] = entry.profile.model_copy(update={"file": file})
         make_writable(self.user)
         path = self.user / f"{pair.file_name}.json"
         UserTree(device=pair.device, entry=entry.model_copy(update=own)).save(path)
@@ -132,7 +134,8 @@ class TreeLibrary:
     def measurements(self, pair: PairKey) -> TunedFiles:
         """Where the tune command keeps what it measured for this key, if it did. Raises
         LibraryError if this user has no directory."""
-        return TunedFiles(self.user / "measurements" / pair.file_name)
+        directory = self.user / "measurements" / pair.file_name
+        return TunedFiles(directory, directory / "acceptance.json", directory / "profile.json")
 
     def tuned(self, pair: PairKey) -> Selection | None:
         """The user's own tree for exactly this pair and way of running; None: there is none."""

@@ -7,8 +7,8 @@ the disk is read-only. It then runs without such files.
 import datetime
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 
@@ -89,21 +89,12 @@ def learned_acceptance(path: Path, pair: PairKey) -> AcceptanceFile | None:
     )
 
 
-@dataclass(frozen=True)
-class TunedFiles:
+class TunedFiles(NamedTuple):
     """The files that a user's own tree was made from."""
 
     directory: Path
-
-    @property
-    def acceptance(self) -> Path:
-        """`AcceptanceFile`: how often drafts are accepted."""
-        return self.directory / "acceptance.json"
-
-    @property
-    def profile(self) -> Path:
-        """`Profile`: how long each part of a step takes."""
-        return self.directory / "profile.json"
+    acceptance: Path  # `AcceptanceFile`: how often drafts are accepted
+    profile: Path  # `Profile`: how long each part of a step takes
 
 
 def reason_not_to_keep() -> str | None:

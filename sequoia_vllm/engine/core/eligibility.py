@@ -5,7 +5,6 @@ Options of a request for speculation are in ``extra_args``, which HTTP clients c
 
 import difflib
 from collections.abc import Sequence
-from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -90,12 +89,8 @@ def is_longer_than_draft(vllm_config: Any, prompt: Sequence[int] | None) -> bool
 
 def has_custom_processors(vllm_config: Any) -> bool:
     """Whether an engine has logits processors of its user's, which may look at a path's tokens."""
-    return bool(vllm_config.model_config.logits_processors) or _has_installed_processors()
-
-
-@cache  # asked in every request
-def _has_installed_processors() -> bool:
-    return bool(entry_points(group=LOGITSPROCS_GROUP))
+    named = vllm_config.model_config.logits_processors
+    return bool(named or entry_points(group=LOGITSPROCS_GROUP))
 
 
 def never_drafts(sampling_params: Any, thinks_first: bool) -> bool:

@@ -37,10 +37,12 @@ class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
         if self.nobody_drafts or len(undrafted) == len(scheduled):
             scheduler_output.num_spec_tokens_to_schedule = 0
         super()._update_after_schedule(scheduler_output)
-        if self.nobody_drafts or not undrafted or self._is_padded(undrafted, len(scheduled)):
-            return
-        for request_id in undrafted:
-            self.requests[request_id].spec_token_ids = []
+        few = len(undrafted) <= max(1, len(scheduled) * _MOST_PADDED)
+        others_draft = len(scheduled) > len(undrafted)
+        is_padded = few and others_draft and all(self.without_drafts[name] for name in undrafted)
+        if not (self.nobody_drafts or is_padded):
+            for request_id in undrafted:
+                self.requests[request_id].spec_token_ids = []
 
     def _remember(self, scheduler_output: Any) -> None:
         """Notes new requests that never draft; sampling parameters do not change later."""
@@ -50,8 +52,3 @@ class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
             self.without_drafts.pop(new.req_id, None)
             if never_drafts(new.sampling_params, self.thinks):
                 self.without_drafts[new.req_id] = may_carry_placeholders(new.sampling_params)
-
-    def _is_padded(self, undrafted: set[str], scheduled: int) -> bool:
-        few = len(undrafted) <= max(1, scheduled * _MOST_PADDED)
-        others_draft = scheduled > len(undrafted)
-        return few and others_draft and all(self.without_drafts[name] for name in undrafted)

@@ -40,7 +40,9 @@ class LayerRing:
         self._file = file
         self._regions = list(regions)
         length = max(region.length for region in regions)
-        self._memory = [_huge_pages(length) for _ in range(min(buffers, len(regions)))]
+        self.buffers = min(buffers, len(regions))
+        self._memory = [_huge_pages(length) for _ in range(self.buffers)]
+        self.memory = self.buffers * length
         self._tensors = [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._memory]
         self._threads = futures.ThreadPoolExecutor(THREADS, "sequoia-weights", _use_every_core)
         self._ends = False
@@ -57,16 +59,6 @@ class LayerRing:
     def bytes_of(self, layer: int) -> torch.Tensor:
         """``[region.length]`` uint8: where a layer's weights are while it is computed."""
         return self._tensors[layer % self.buffers][: self._regions[layer].length]
-
-    @property
-    def memory(self) -> int:
-        """Bytes of all buffers."""
-        return sum(len(memory) for memory in self._memory)
-
-    @property
-    def buffers(self) -> int:
-        """Number of buffers."""
-        return len(self._memory)
 
     def start(self) -> None:
         """Begins to read into all buffers that are free."""

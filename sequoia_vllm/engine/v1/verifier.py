@@ -50,11 +50,6 @@ class TargetDistribution:
     temperature: Tensor | None  # float32 ``[requests]``, or None if all are greedy
     truncation: Truncation  # what each request excludes
 
-    def is_greedy(self, requests: Tensor) -> Tensor:
-        """Which of these requests are greedy, bool ``[A]``; needs a batch where some are not."""
-        assert self.temperature is not None
-        return self.temperature[requests] < GREEDY_BELOW
-
     def process(self, rows: Tensor, requests: Tensor) -> Tensor:
         """Logits of these rows after the sampling parameters of their requests.
 
@@ -113,7 +108,7 @@ class TreeVerifierV1:
         if target.temperature is None:
             everyone = torch.arange(len(trees.requests))
             return self._verify_greedy(trees, everyone, target)
-        greedy = target.is_greedy(trees.requests)
+        greedy = target.temperature[trees.requests] < GREEDY_BELOW
         seeded = torch.tensor([request in generators for request in trees.requests.tolist()])
         kinds = (
             (greedy, self._verify_greedy),
