@@ -14,7 +14,6 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogge
 from vllm.v1.metrics.stats import SchedulerStats
 
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings, is_tagged, without_speculation
 from sequoia_vllm.engine.common.step_messages import REPORT, StepReport
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
@@ -220,8 +219,12 @@ def check_budget(original: Callable[..., None], self: Any) -> None:
     if not SequoiaSettings.enabled(self):
         original(self)
         return
-    with patched(self.scheduler_config, "max_num_active_seqs", 1):
+    scheduler = self.scheduler_config
+    users, scheduler.max_num_active_seqs = scheduler.max_num_active_seqs, 1
+    try:
         original(self)
+    finally:
+        scheduler.max_num_active_seqs = users
 
 
 def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
