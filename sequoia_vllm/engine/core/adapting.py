@@ -51,12 +51,10 @@ def new_adapter(vllm_config: Any, lookup: list[int] | None) -> "SchedulerAdapter
 
 
 class SchedulerAdapter:
-    """One scheduler's controller, told of its steps.
+    """One scheduler's controller, whose table is the scheduler's, told of its steps.
 
-    Args:
-        controller: Its table is the scheduler's.
-        name: Name of the file that keeps what was learned, in the user's directory.
-        keeps: Whether the file can be written. If not, the front end has logged it.
+    What was learned is kept in a file of this name, in the user's directory. If it cannot be
+    written, ``keeps`` is false, and the front end has logged it.
     """
 
     def __init__(self, controller: DraftController, name: str, keeps: bool = True) -> None:
@@ -79,10 +77,8 @@ class SchedulerAdapter:
         self._restore()
 
     def before_step(self, now: float, reset: set[str]) -> None:
-        """Notes that a step is about to be scheduled, at ``now`` of ``time.perf_counter``.
-
-        ``reset``: requests that lost their KV cache since the step before because a user reset it.
-        """
+        """Notes that a step is about to be scheduled, at ``now`` of ``time.perf_counter``. Of these
+        requests a user has reset the KV cache since the step before."""
         self._reset |= reset
         if self._before is None:
             self._before = now

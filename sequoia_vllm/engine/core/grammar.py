@@ -123,13 +123,10 @@ class TreeGrammars:
         structured_output_request_ids: list[str],
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> NDArray[np.int32] | None:
-        """The manager's masks of the roots; then those of the other nodes.
+        """Masks of each of these requests, its root's, then its drafts', int32 ``[rows, V / 32]``.
 
-        The manager is asked for one request after another: its layout of several differs by
-        version.
-
-        Returns:
-            int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.
+        The manager fills the roots'. It is asked for one request after another: its layout of
+        several differs by version.
         """
         manager, names = self.manager, structured_output_request_ids
         if not names:
@@ -163,7 +160,8 @@ def fill_nodes(
     masks: NDArray[np.int32],
     stand_ins: StandIns | None = None,
 ) -> list[int]:
-    """Fills the masks of a tree's nodes, and leaves the grammar's state as it was.
+    """Fills the masks of a tree's nodes, and leaves the grammar's state as it was. Returns the
+    tokens to score: ``tokens``, some of them replaced.
 
     Args:
         grammar: vLLM's `StructuredOutputGrammar` of the request, at its root.
@@ -171,9 +169,6 @@ def fill_nodes(
         tokens: Tokens of nodes 1, 2, ...; -1: none.
         masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is filled.
             Nodes that the grammar forbids, and whatever is below, keep what is there.
-
-    Returns:
-        The tokens to score: ``tokens``, some of them replaced.
     """
     filled = torch.from_numpy(masks)
     scored = list(tokens)

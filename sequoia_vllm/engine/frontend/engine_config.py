@@ -57,11 +57,8 @@ logger = logging.getLogger("vllm.sequoia")
 def create_engine_config(
     original: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checks the contract, calls vLLM's, then refuses unsupported set-ups.
-
-    Raises:
-        SequoiaError: What we cannot do; in vLLM's own commands a line and exit code 2.
-    """
+    """Checks the contract, calls vLLM's, then refuses unsupported set-ups. Raises SequoiaError for
+    what we cannot do; in vLLM's own commands it is a line and exit code 2."""
     with short_in_commands():
         request = sequoia_request(self)
         if request is None:
@@ -180,9 +177,7 @@ def apply(
     planned: Plan, create: Callable[..., Any], args: EngineArgs, target: Any, parallel: Any
 ) -> Any:
     """Makes vLLM's configuration of a plan (None: no speculation), and changes its other objects.
-
-    ConfigError: vLLM cannot use the draft, or trees cannot.
-    """
+    Raises ConfigError if vLLM cannot use the draft, or trees cannot."""
     for level, line in planned.notes:
         logger.log(level, "Sequoia: %s", line)
     parallel.worker_cls = planned.worker_cls

@@ -53,13 +53,10 @@ class Plan:
 
 
 def plan(config: SequoiaConfig, facts: Facts) -> Plan:
-    """Chooses the tree of an engine, and all that depends on it.
-
-    Raises:
-        ConfigError: The tree is too deep for the draft, the schedule has more drafts than it,
-            the output layer of a head is to be trimmed, keys are about a draft's checkpoint where
-            there is none, or the user names another worker.
-    """
+    """Chooses the tree of an engine, and all that depends on it. Raises ConfigError if the tree is
+    too deep for the draft, the schedule has more drafts than it, the output layer of a head is to
+    be trimmed, keys are about a checkpoint of a draft that has none, or the user names another
+    worker."""
     kind, pair = facts.drafter, facts.pair
     if config.draft_vocabulary and kind.is_head:
         raise ConfigError(

@@ -72,10 +72,8 @@ class DiskOffloader(BaseOffloader):
     A layer's weights are mapped to a file as soon as vLLM has built the layer, so a checkpoint of
     any size is loaded. Weights that vLLM packs for its kernels go back there, module by module.
     `post_init` gives each weight its place in a ring of buffers. Layers wait with the operations of
-    vLLM's own prefetching, which compiled models keep in order.
-
-    Raises:
-        OffloadError: The directory cannot be used.
+    vLLM's own prefetching, which compiled models keep in order. Raises OffloadError if the
+    directory cannot be used.
     """
 
     def __init__(self, spec: OffloadSpec) -> None:
@@ -130,12 +128,9 @@ class DiskOffloader(BaseOffloader):
             layer.weights.append(_Weight(name, offset, mapped))
 
     def post_init(self) -> None:
-        """Seals the file, once weights are as kernels want them, and begins to read.
-
-        Raises:
-            OffloadError: There are no layers to offload, they share weights, or their weights
-                are elsewhere.
-        """
+        """Seals the file, once weights are as kernels want them, and begins to read. Raises
+        OffloadError if there are no layers to offload, they share weights, or these are
+        elsewhere."""
         if self._ring is not None:
             return
         _check_unshared(self._modules)

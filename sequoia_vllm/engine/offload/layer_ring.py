@@ -144,11 +144,9 @@ def _huge_pages(length: int) -> mmap.mmap:
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc keep memory that is freed from now on, instead of giving it back to the kernel.
-
-    It maps blocks of more than 32 MiB anew at each allocation, and the kernel clears their pages at
-    each first touch. Wide layers have such activations. False with another allocator or C library.
-    """
+    """Has glibc keep memory that is freed from now on, instead of giving it back to the kernel;
+    False with another allocator or C library. It maps blocks of more than 32 MiB, such as
+    activations of wide layers, anew each time, and the kernel clears their pages at first touch."""
     try:
         set_option = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
