@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, mark_loaded, outcome_of
 from sequoia_vllm.engine.core.adapting import new_adapter
@@ -72,16 +73,14 @@ class TreeScheduling(Scheduler):
             return super().schedule(*args, **kwargs)
         if self.adapter is not None:
             self.adapter.before_step(time.perf_counter(), self.reset_preempted_req_ids)
-        lookup, slots = self.dynamic_sd_lookup, self.num_lookahead_tokens
         most = self._most_drafts()
-        # Cut to the drafts that there are slots for, while a step is scheduled.
-        self.dynamic_sd_lookup = [min(drafts, most) for drafts in lookup]
-        # Slots for the drafts of a step's batch, while it is scheduled.
-        self.num_lookahead_tokens = self._slots_for(most)
-        try:
+        cut, slots = [min(each, most) for each in self.dynamic_sd_lookup], self._slots_for(most)
+        # Cut to the drafts that there are slots for, and these slots, while a step is scheduled.
+        with (
+            patched(self, "dynamic_sd_lookup", cut),
+            patched(self, "num_lookahead_tokens", slots),
+        ):
             scheduled = super().schedule(*args, **kwargs)
-        finally:
-            self.dynamic_sd_lookup, self.num_lookahead_tokens = lookup, slots
         if self.nobody_drafts or all(
             never_drafts(self.requests[request].sampling_params, self.thinks)
             for request in scheduled.num_scheduled_tokens
