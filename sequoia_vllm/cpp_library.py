@@ -10,8 +10,7 @@ logger = logging.getLogger("vllm.sequoia.cpp")  # shown by vLLM's own handler
 def load_library(source: Path, without: str) -> CDLL | None:
     """A source file's library, compiled if need be; None where it cannot be (logged).
 
-    It is compiled once per machine by the toolchain that torch.compile uses, and kept in
-    that one's cache.
+    It is compiled once per machine by torch.compile's toolchain, and kept in its cache.
 
     Args:
         source: A file that needs no other of ours.

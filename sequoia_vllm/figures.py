@@ -31,8 +31,7 @@ class FigureFormatError(SequoiaError, ValueError):
 
 
 def check_format(path: Path) -> None:
-    """Raises FigureFormatError, before any work is done, if a picture's ending is not of
-    `FORMATS`."""
+    """Raises FigureFormatError, before any work is done, if an ending is not of `FORMATS`."""
     if path.suffix.lower() not in FORMATS:
         raise FigureFormatError(f"cannot draw to {path}: name a file ending in .svg, .png or .pdf")
 

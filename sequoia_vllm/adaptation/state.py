@@ -86,8 +86,7 @@ class FadingAcceptance:
         self._dynamic = np.zeros((2, tree.size))  # of dynamic trees: scored and accepted nodes
 
     def add(self, counts: TreeCounts) -> float:
-        """Adds counts of the same tree; older ones fade, and keep the returned share of their
-        weight."""
+        """Adds counts of the same tree; older ones keep the returned share of their weight."""
         self._expected = None
         kept = 0.5 ** (counts.trees / HALF_LIFE)
         self.trees = kept * self.trees + counts.trees

@@ -118,8 +118,7 @@ class TreeQueries:
     """The rows of a batch that are tree nodes, and what they attend to."""
 
     rows: Tensor
-    """int64 ``[B, Q]``: row of each node in the batch's flat tokens; -1 for padding, which is
-    neither computed nor written."""
+    """int64 ``[B, Q]``: row of each node in the batch's flat tokens; -1: padding, left alone."""
     block_table: Tensor  # int32 ``[B, max_blocks]``: each request's cache blocks
     context_lens: Tensor  # int64 ``[B]``: committed tokens; node j is in slot ``context_lens + j``
     num_nodes: Tensor  # int64 ``[B]``: nodes of each request whose keys and values are in the cache

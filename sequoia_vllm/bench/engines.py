@@ -87,8 +87,7 @@ class BenchEngine:
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_tokens: int
     ) -> Generation:
-        """Completes a batch with exactly ``max_tokens`` tokens each; asks for more, so that no step
-        is cut short at the last token."""
+        """Completes a batch with ``max_tokens`` tokens each; asks for more, so no step is cut."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -180,9 +179,8 @@ def open_engines(
     Raises CalibrationError or BenchError if vLLM cannot start one, memory is too small for all of
     them, or vLLM would ignore part of a method."""
     check_memory(engine, len(methods))
-    # Sequoia's first, which matters for engines in this process: vLLM adds an extension to a worker
-    # class only if no base class has it yet. Trees that the engine chooses come after others, as it
-    # may turn out to be a plain engine.
+    # Sequoia's first, as vLLM adds an extension in this process to a worker class only if no base
+    # class has it yet. Trees that the engine chooses come later: it may be a plain engine.
     order = sorted(
         methods,
         key=lambda one: (

@@ -133,8 +133,7 @@ class Steady:
 
 def steady_part(arrivals: Sequence[Arrival]) -> Steady:
     """The steps after every request has its first token, up to the first completion, or BenchError.
-    The completing step counts with all its tokens, as steps with many tokens are the likeliest to
-    complete a request."""
+    The completing step counts with all its tokens: those with many are likeliest to complete."""
     received = [0] * len(arrivals[0].tokens) if arrivals else []
     start = None
     inside: list[Arrival] = []

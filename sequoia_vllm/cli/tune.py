@@ -241,8 +241,7 @@ def quick_engine(engine: EngineSpec) -> EngineSpec:
 def tuned_entry(
     vector: AcceptanceFile, profile: Profile, context_length: int, max_size: int
 ) -> TreeEntry:
-    """The fastest tree and schedule by these measurements, for `TreeLibrary.save_user_tree`; a tree
-    of size 1 means: do not speculate."""
+    """The fastest tree and schedule by these measurements; a tree of size 1: do not speculate."""
     largest_batch = max(curve.batch_size for curve in profile.target_forward)
     schedule = choose_schedule(
         vector.vector,

@@ -16,9 +16,7 @@ class Recognised:
     kind: DrafterKind | None  # none: trees do not draft with it
     name: str  # the drafter in words, with an article
     sign: str | None = None  # the sign of it; None: no sign that it is more than a model
-    method: str | None = None
-    """vLLM's own method for it, if trees do not draft with it; None: not every vLLM that we support
-    has one."""
+    method: str | None = None  # vLLM's own for it where trees do not draft with it, see `Sign`
 
 
 def recognise(config: Fields, read_as: Callable[[], str | None]) -> Recognised:

@@ -49,8 +49,7 @@ class Schedule:
     tree: TokenTree  # in value order; its largest prefix that any range uses
     ranges: Ranges
     """vLLM's ``num_speculative_tokens_per_batch_size``: (first, last, drafts), from batch size 1,
-    ascending, without gaps; the last one also stands for every larger batch. With 0 drafts it does
-    not speculate."""
+    ascending, without gaps; the last also stands for larger batches. 0 drafts: no speculation."""
     estimates: list[ScheduleEstimate]  # expectations at the powers of two
 
 

@@ -2,8 +2,7 @@
 
 A full graph is for a number of requests with a number of tokens each. Smaller batches are padded to
 it. Only steps that a schedule can reach are captured: the batches of each of its ranges, and some
-smaller ones. The smaller ones occur while requests finish, as drafts are then still those of a
-larger batch.
+smaller ones, which occur while requests finish: drafts are then still those of a larger batch.
 
 `ContextRule` says when vLLM's FlashAttention reads the contexts of a step's trees, and our kernel
 the rest: docs/internals.md says why.

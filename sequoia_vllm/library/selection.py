@@ -127,8 +127,7 @@ def selection(entry: TreeEntry, reasons: list[str]) -> Selection:
 def runs_as_here(
     entry: TreeEntry, file: LibraryFile, device: Device, pair: PairKey, shapes: PairShapes
 ) -> bool:
-    """Whether an entry is for models that run as here; else a computed tree is better, if there is
-    a datasheet to compute from."""
+    """Whether an entry is for models that run as here; else a computed tree is better, if any."""
     if file.datasheet is None:
         return True
     if pair.offloading is not None:
@@ -191,8 +190,7 @@ def nearest_in_size(
 
 
 def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | None, float | None]:
-    """Parameters of target and draft, by the shape or the name on the Hub, where a head's is its
-    target's; None: unknown."""
+    """Parameters of target and draft, by shape or name (of a head it is its target's), or None."""
 
     known = shapes or PairShapes(None, None)
 

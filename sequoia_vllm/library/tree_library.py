@@ -147,9 +147,8 @@ class TreeLibrary:
         that docs/trees.md lists, from the tuned ones on.
 
         Trees are for the acceptance measured on the pair, or the weakest published one. A name is
-        compared as it is; a directory by its files. ``shapes`` are what the models' configurations
-        say; None: nothing is known of them. Raises DeviceError if the device name is empty, and
-        LibraryError if there is no tree.
+        compared as it is; a directory by its files. ``shapes`` are what configurations say; None:
+        nothing. Raises DeviceError if the device name is empty, LibraryError if there is no tree.
         """
         if (own := self.tuned(pair)) is not None:
             return own

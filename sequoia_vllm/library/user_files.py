@@ -107,8 +107,7 @@ def reason_not_to_keep() -> str | None:
 
 
 def make_writable(directory: Path) -> None:
-    """Makes a directory of the user's that is to be written to. Raises LibraryError, which names
-    the fix, if it cannot be."""
+    """Makes a directory to write to; raises LibraryError, which names the fix, if it cannot."""
     check_writable(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -117,8 +116,7 @@ def make_writable(directory: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Raises LibraryError, which names the fix, unless files can be made in a directory, or it can
-    be made where there is none yet."""
+    """Raises LibraryError, which names the fix, unless files, or the directory, can be made."""
     nearest = directory
     try:
         while not nearest.exists():

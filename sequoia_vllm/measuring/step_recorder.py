@@ -136,9 +136,8 @@ class RecordingV1(Recording):
 class RecordingV2(Recording):
     """Wraps the methods of one V2 runner, and does not make it wait for the device.
 
-    On a GPU the parts are spans between CUDA events on the engine's stream, read only when steps
-    are taken. One CUDA graph grows all levels of a tree, so each draft pass gets an equal share of
-    its time.
+    On a GPU the parts are spans between CUDA events on the engine's stream, read when steps are
+    taken. One CUDA graph grows all levels of a tree: each draft pass gets an equal share of it.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -144,8 +144,7 @@ class _Solution:
 
     next: NDArray[np.int64]  # ``[S]``, the state of a node's children; S means "a leaf"
     gain: NDArray[np.float64]
-    """``[S + 1, size + 1]``, best value of exactly n nodes; -inf where the limits leave no room;
-    the last row is the leaf."""
+    """``[S + 1, size + 1]``, best value of exactly n nodes; -inf: no room; the last row: a leaf."""
     branch: NDArray[np.float64]  # ``[S, B, size - 1]``, p[s, b] * gain[next(s), m] at index m - 1
     forest: NDArray[np.float64]
     """``[S, B + 1, size]``, see the module; n nodes at index size - 1 - n, so that the sums below

@@ -169,9 +169,8 @@ class TokenTree:
     def sorted_by_value(self, acceptance: Acceptance) -> "TokenTree":
         """The same tree with its most valuable nodes first.
 
-        A node still comes after its parent and its previous sibling, so every
-        prefix is a tree; vLLM's scheduler trims drafts from the end, and what
-        it leaves is then the best part.
+        A node still comes after its parent and its previous sibling, so every prefix is a tree.
+        vLLM's scheduler trims drafts from the end: it leaves the best part.
         """
         import heapq
 

@@ -115,8 +115,7 @@ def by_merges(tokenizer: Any) -> list[int]:
 def _byte_level_alphabet() -> dict[int, str]:
     """What `str.translate` needs: each visible character to the one whose number is its byte.
 
-    Bytes that are visible in Latin-1 stand for themselves; the others got the characters from
-    256 on, in order.
+    Bytes visible in Latin-1 stand for themselves; others got the characters from 256 on, in order.
     """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]

@@ -129,8 +129,7 @@ class SchedulerAdapter:
     def _close_steps(self, outcome: StepOutcome) -> None:
         """Tells the controller of the steps whose drafting has ended, and of verified trees.
 
-        A GPU drafts after the outcome: the time between two outcomes has the former step's
-        drafting.
+        A GPU drafts after the outcome: the time between two has the former step's drafting.
         """
         self._paths += outcome.paths
         for drafting in (0.0,) if outcome.drafting is None else outcome.drafting:

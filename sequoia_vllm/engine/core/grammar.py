@@ -125,8 +125,7 @@ class TreeGrammars:
     ) -> NDArray[np.int32] | None:
         """Masks of each of these requests, its root's, then its drafts', int32 ``[rows, V / 32]``.
 
-        The manager fills the roots'. It is asked for one request after another: its layout of
-        several differs by version.
+        The manager fills the roots', one by one: its layout of several differs by version.
         """
         manager, names = self.manager, structured_output_request_ids
         if not names:

@@ -238,9 +238,8 @@ class TreeScheduling(Scheduler):
     def _handle_stopped_request(self, request: Any) -> bool:
         """Stops a request like vLLM; a session's next turn begins where plain vLLM's does.
 
-        The last step may have accepted tokens behind the turn's end, and vLLM would go on behind
-        them. Plain vLLM never computes the last token that it emits: the next turn begins in its
-        slot.
+        The last step may have accepted tokens behind the turn's end; vLLM would go on behind them.
+        Plain vLLM never computes the last token that it emits: the next turn begins in its slot.
         """
         if request.resumable:
             known = request.num_tokens - 1 + request.num_output_placeholders

@@ -7,8 +7,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from sequoia_vllm.engine.core.eligibility import may_carry_placeholders, never_drafts
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 
-# At most this share of a step's requests (or one request) carries placeholders instead of drafts:
-# scoring their rows is wasted work.
+# At most this share of a step's requests, or one, carries placeholders: rows scored in vain.
 _MOST_PADDED = 1 / 8
 
 
@@ -18,9 +17,8 @@ class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
     It runs a step ahead of the worker: vLLM gives every decoding request placeholders for the
     drafts that a step will grow. Our method takes them away from requests that never draft.
 
-    A full CUDA graph needs equal numbers of drafts, so one request without drafts would take the
-    graph from all others. While few requests are like it, they keep vLLM's placeholders: the worker
-    scores and rejects them.
+    A full CUDA graph needs equal numbers of drafts, so one request without drafts would take it
+    from all others. While they are few, they keep placeholders: the worker scores and rejects them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

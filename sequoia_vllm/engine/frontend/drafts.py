@@ -66,8 +66,7 @@ class DraftReader:
             overrides if callable(overrides) else None,
         )
         if isinstance(found, SpeculatorsConfig):
-            # vLLM keeps the fields that it needs. A DFlash head's number of levels is not among
-            # them.
+            # vLLM keeps the fields that it needs: not a DFlash head's number of levels.
             stated, _ = SpeculatorsConfig.get_config_dict(draft, revision=keys.get("revision"))
             found.block_size = stated.get("block_size")
         return found

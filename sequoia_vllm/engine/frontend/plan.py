@@ -54,9 +54,8 @@ class Plan:
 
 def plan(config: SequoiaConfig, facts: Facts) -> Plan:
     """Chooses the tree of an engine, and all that depends on it. Raises ConfigError if the tree is
-    too deep for the draft, the schedule has more drafts than it, the output layer of a head is to
-    be trimmed, keys are about a checkpoint of a draft that has none, or the user names another
-    worker."""
+    too deep for the draft, the schedule has more drafts than it, a head's output layer is to be
+    trimmed, keys are about a draft's checkpoint where there is none, or another worker is named."""
     kind, pair = facts.drafter, facts.pair
     if config.draft_vocabulary and kind.is_head:
         raise ConfigError(

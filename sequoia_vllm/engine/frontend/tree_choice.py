@@ -96,8 +96,7 @@ def choose_engine_tree(config: SequoiaConfig, facts: Facts) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
     A tree that we choose is no deeper than the draft's levels, has no more nodes than layers take,
-    and takes a quarter of the longest request at most. Raises ConfigError if the given schedule has
-    more drafts than the given tree.
+    and a quarter of the longest request at most. ConfigError: the given schedule exceeds the tree.
     """
     choice = _resolve(config, facts)
     if config.is_tree_chosen and facts.max_model_len is not None:

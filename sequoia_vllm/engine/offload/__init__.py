@@ -73,9 +73,8 @@ def with_offload(
 
 
 def choose_offloading(vllm_config: Any) -> None:
-    """Gives an engine with an ``offload`` the worker for it; others stay as they are. Raises
-    ConfigError, which names the fix, if it cannot offload, and OffloadError if there is no such
-    directory."""
+    """Gives an engine with an ``offload`` the worker for it; others stay as they are. ConfigError,
+    which names the fix: it cannot offload; OffloadError: there is no such directory."""
     # Commands import this module, and start without torch.
     from sequoia_vllm.engine.offload.weight_file import filesystem_of
 

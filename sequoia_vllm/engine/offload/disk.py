@@ -71,9 +71,8 @@ class DiskOffloader(BaseOffloader):
 
     A layer's weights are mapped to a file as soon as vLLM has built the layer, so a checkpoint of
     any size is loaded. Weights that vLLM packs for its kernels go back there, module by module.
-    `post_init` gives each weight its place in a ring of buffers. Layers wait with the operations of
-    vLLM's own prefetching, which compiled models keep in order. Raises OffloadError if the
-    directory cannot be used.
+    `post_init` gives each weight its place in a ring of buffers. Layers wait with vLLM's operations
+    for prefetching, which compiled models keep in order. OffloadError: the directory is of no use.
     """
 
     def __init__(self, spec: OffloadSpec) -> None:
@@ -128,9 +127,8 @@ class DiskOffloader(BaseOffloader):
             layer.weights.append(_Weight(name, offset, mapped))
 
     def post_init(self) -> None:
-        """Seals the file, once weights are as kernels want them, and begins to read. Raises
-        OffloadError if there are no layers to offload, they share weights, or these are
-        elsewhere."""
+        """Seals the file, once weights are as kernels want them, and begins to read. OffloadError:
+        there are no layers to offload, they share weights, or these are elsewhere."""
         if self._ring is not None:
             return
         _check_unshared(self._modules)
@@ -289,8 +287,7 @@ class OffloadingCPUWorker(CPUWorker):
 
     _offloader: DiskOffloader | None = None
 
-    # Refused by name where weights are on a disk: parameters of offloaded layers are buffers that
-    # layers share.
+    # Refused where weights are on a disk: offloaded layers' parameters are buffers that they share.
     reload_weights = _needs_weights_in_memory("reload_weights")
     reset_weights = _needs_weights_in_memory("reset_weights")
     compute_weight_checksums = _needs_weights_in_memory("compute_weight_checksums")

@@ -144,9 +144,8 @@ def reason_of(layer_name: str, features: Mapping[str, bool]) -> str | None:
 def supported_layers(
     vllm_config: VllmConfig, unsupported: Callable[[str, Any], str | None]
 ) -> list[str]:
-    """Names of a loaded engine's attention layers, the draft's included. Raises ValueError, naming
-    what the layer uses, if one is ``unsupported``: why a layer of a name and implementation has no
-    trees, or None."""
+    """Names of a loaded engine's attention layers, the draft's included. Raises ValueError with the
+    reason of the first that is ``unsupported``, by its name and implementation."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     for name, layer in layers.items():
         reason = unsupported(name, getattr(layer, "impl", layer))

@@ -17,8 +17,7 @@ class DraftBlocks:
     next request with that block would start on keys that were never written. So a new block counts
     as holding nothing of the draft's. It is *filled* when the draft has read the tokens of all of
     it. Blocks are known by their ids, which vLLM takes from one pool for all cache groups. A filled
-    block that is not known as such costs the draft a second reading; one that is wrongly taken for
-    filled would cost accepted drafts.
+    block that is not known costs a second reading; one wrongly taken for filled, accepted drafts.
 
     vLLM's null block, in place of those before a sliding window, counts as filled. ``block_sizes``
     are tokens per block of each cache group that has layers of the draft, by its index.

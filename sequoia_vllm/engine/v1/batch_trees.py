@@ -44,8 +44,7 @@ class Draft:
 class ScoringTreesV1:
     """The trees of one step's batch: their rows in it, and their drafts.
 
-    Attention, verifier and commit read it. B is the number of requests with drafts, and N the size
-    of their largest tree.
+    Attention, verifier and commit read it. B requests have drafts, their largest tree N nodes.
     """
 
     requests: Tensor  # int64 ``[B]``: index of each request in the batch
@@ -63,8 +62,7 @@ class ScoringTreesV1:
     node or its ancestor."""
     is_dynamic: NDArray[np.bool_]  # bool ``[B]``: has a topology of its own
     drafts: tuple[Draft | None, ...]
-    """Each request's draft, or None where the scheduled tokens are not ours (then no node is ever
-    accepted)."""
+    """Each request's draft; None: the scheduled tokens are not ours, and no node is accepted."""
     is_all: bool  # true if the step's logits are exactly these trees' rows, without padding
 
     @cached_property

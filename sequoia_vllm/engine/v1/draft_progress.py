@@ -33,9 +33,8 @@ class CommittedTokens:
 class DraftProgressV1:
     """Follows how many tokens of each request the draft model has read.
 
-    Before the target's forward, the runner calls `forget`, `start` and `extend`. After sampling,
-    and only if drafts are due, it calls `take` once, and `TreeProposerV1.advance` reads these
-    tokens.
+    Before the target's forward, the runner calls `forget`, `start` and `extend`. After sampling, if
+    drafts are due, it calls `take` once, and `TreeProposerV1.advance` reads these tokens.
 
     While the schedule asks for no drafts, the draft reads nothing; later the requests catch up. It
     never reads requests that can use no tree. If another shares their blocks, it reads these then.

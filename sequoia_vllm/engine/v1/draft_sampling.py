@@ -98,8 +98,7 @@ class DraftSampling:
         self._stored = 0
 
     def children(self, logits: Tensor, level: Level, given: Tensor) -> Tensor:
-        """Draws children of one level's nodes for every request, int64 ``[B, m, b]``, in draft
-        order.
+        """Draws children of a level's nodes for each request, int64 ``[B, m, b]``, in draft order.
 
         Args:
             logits: ``[B * m, V]``: draft logits at the nodes, request after request.
@@ -138,8 +137,7 @@ class DraftSampling:
         """What dynamic trees are chosen by, float32 ``[B, m, V]``: their softmax is a node's Q.
 
         Noise that decides the target's token, too, is no uncertainty: a seeded request's Q has it,
-        beside the draft's logits at temperature 1. Arguments as of `children`. No request is
-        sampled.
+        beside the draft's logits at temperature 1. Arguments as of `children`; none is sampled.
         """
         scores = preferred(logits.float(), given.flatten()).view(*given.shape, -1)
         if len(self.seeded):

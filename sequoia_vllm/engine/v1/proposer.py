@@ -160,8 +160,7 @@ class TreeProposerV1(DraftModelProposer):
         super().dummy_run(num_tokens, use_cudagraphs, True, slot_mappings)
 
     def advance(self, committed: CommittedTokens) -> Tensor:
-        """Runs the draft over committed tokens that it has not read. Returns its logits ``[R, V]``
-        after each request's last one."""
+        """Reads committed tokens; returns draft logits ``[R, V]`` after each request's last one."""
         requests, counts, last = committed.requests, committed.counts, committed.last
         if self._retrieves:
             self._look_back(committed)

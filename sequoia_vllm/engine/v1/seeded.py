@@ -51,8 +51,7 @@ class SessionSeeds:
 
 
 def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
-    """The noise that vLLM's CPU sampler adds to rows' logits, float32 ``[R, V]``, by their seeds,
-    int64 ``[R]``.
+    """Noise that vLLM's CPU sampler adds to logits, float32 ``[R, V]``, by seeds int64 ``[R]``.
 
     Drafting alone uses it: a wrong value would lower acceptance, but keep outputs correct.
     """

@@ -42,8 +42,7 @@ def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Tru
 class TargetDistribution:
     """Applies temperature, min-p, top-k and top-p as vLLM's sampler does, in its order.
 
-    The verifier asks only for rows that its walk reaches: `probabilities` where it samples,
-    `process` where a seed decides.
+    The verifier asks for rows that its walk reaches: `probabilities`, or `process` with a seed.
     """
 
     logits: Tensor  # ``[rows, V]``: the target's logits of this step, any float dtype
@@ -82,8 +81,7 @@ class TreeVerifierV1:
     """Applies the Sequoia verifier to the trees of one step.
 
     Greedy requests are matched against the target's argmax, seeded requests against the token that
-    their seed gives (see `seeded`). `method` verifies the others with the stored draft
-    distributions.
+    their seed gives (see `seeded`). `method` verifies the others with the stored Q.
     """
 
     greedy_argmax: Callable[[Tensor], Tensor]  # ``logits [R, V] -> tokens [R]``: the engine's
@@ -278,9 +276,8 @@ def _rows_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Finds the logits row behind each emitted token.
 
-    Returns each request's root row ``[requests]``, emitted tokens ``[requests, W]`` with -1 for
-    none, their rows ``[requests, W]``, where padding repeats the root's, and which requests have no
-    tree.
+    Returns each request's root row ``[requests]``, emitted tokens ``[requests, W]``, -1 padded,
+    their rows ``[requests, W]``, where padding repeats the root's, and which have no tree.
     """
     rows_of_request = torch.ones(num_reqs, dtype=torch.int64)
     rows_of_request[trees.requests] = trees.num_nodes
