@@ -146,7 +146,8 @@ class DraftController:
         return self._octaves[key]
 
     def _plan_trials(self, octave: Octave, step: Step, first: int) -> None:
-        """Plans trials, the likely fastest first: unknown sizes after ``first`` steps."""
+        """Plans trials, the likely fastest size first: of sizes not yet known after ``first``
+        steps, others later."""
         batch_size = step.batch_size
         others = [size for size in self._sizes_of(batch_size) if size != self.lookup[batch_size]]
         others.sort(key=lambda size: -self._known.likely(size, batch_size, step.workload))

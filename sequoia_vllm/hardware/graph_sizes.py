@@ -117,19 +117,17 @@ def _grid(last: int) -> Iterator[int]:
         yield last
 
 
-def _tree_grid(last: int, tokens: int) -> Iterator[int]:
+def _tree_grid(last: int, tokens: int) -> set[int]:
     """`_grid` of steps with so many tokens of each request, but `half_octaves` where few do."""
     few = _FEW_TOKENS // tokens
     coarse = {*range(1, 9), *half_octaves(few), last}
-    yield from (number for number in _grid(last) if number > few or number in coarse)
+    return {number for number in _grid(last) if number > few or number in coarse}
 
 
-def _plain_grid(last: int) -> Iterator[int]:
+def _plain_grid(last: int) -> set[int]:
     """vLLM's own: 1, 2, 4, multiples of 8 and from 256 on of 16; beyond it of 64; and ``last``."""
-    own = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, last, 64))
-    yield from (number for number in own if number < last)
-    if last > 0:
-        yield last
+    own = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, last, 64), last)
+    return {number for number in own if 0 < number <= last}
 
 
 class ContextRule(NamedTuple):

@@ -73,7 +73,10 @@ class TreeScheduling(Scheduler):
             return super().schedule(*args, **kwargs)
         if self.adapter is not None:
             self.adapter.before_step(time.perf_counter(), self.reset_preempted_req_ids)
-        most = self._most_drafts()
+        running, waiting = self.get_request_counts()
+        largest = min(running + waiting, self.max_num_running_reqs)
+        # Of any batch: of all running requests, with none to all waiting ones.
+        most = max(self.dynamic_sd_lookup[max(running, 1) : largest + 1], default=0)
         cut, slots = [min(each, most) for each in self.dynamic_sd_lookup], self._slots_for(most)
         # Cut to the drafts that there are slots for, and these slots, while a step is scheduled.
         with (
@@ -104,12 +107,6 @@ class TreeScheduling(Scheduler):
         """Calls vLLM's, and notes the request."""
         super()._update_waiting_for_remote_kv(request)
         self.loaded.add(request.request_id)
-
-    def _most_drafts(self) -> int:
-        """The most drafts of any batch: of all running requests, with none to all waiting ones."""
-        running, waiting = self.get_request_counts()
-        largest = min(running + waiting, self.max_num_running_reqs)
-        return max(self.dynamic_sd_lookup[max(running, 1) : largest + 1], default=0)
 
     def _slots_for(self, drafts: int) -> int:
         """Look-ahead slots of a step that grows trees of so many drafts."""

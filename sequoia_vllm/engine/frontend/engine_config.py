@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -96,12 +96,6 @@ def _sequoia_engine_config(
             choose_linear_layers(vllm_config)
     _choose_scheduler(scheduler)
     return vllm_config
-
-
-def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
-    """Keeps ``max_model_len``, which vLLM cuts to the draft's: our drafts are skipped beyond."""
-    if not SequoiaSettings.enabled(self):
-        original(self)
 
 
 def _choose_scheduler(config: Any) -> None:
