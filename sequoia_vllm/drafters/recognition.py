@@ -20,13 +20,8 @@ class Recognised:
 
 
 def recognise(config: Fields, read_as: Callable[[], str | None]) -> Recognised:
-    """Recognises a drafter by its architecture, then by its model type, then by a field.
-
-    Args:
-        config: Configuration of the checkpoint. Name and path do not matter.
-        read_as: Model type that vLLM reads the configuration as; called only where no
-            architecture tells.
-    """
+    """Recognises a drafter by its architecture, then by its model type, then by a field. The type
+    is what vLLM reads it as, by ``read_as``, which is called only where no architecture tells."""
     model_type = config.value("model_type")
     for name in config.value("architectures") or ():
         for kind, sign in _signs("architecture"):

@@ -25,11 +25,7 @@ class ShapeError(SequoiaError, ValueError):
 
 
 class Fields:
-    """The fields of one configuration.
-
-    Args:
-        config: An object or mapping with Hugging Face's names (``hidden_size``).
-    """
+    """The fields of one configuration, an object or mapping with Hugging Face's names."""
 
     def __init__(self, config: Any, name: str = "the draft") -> None:
         self.config = config

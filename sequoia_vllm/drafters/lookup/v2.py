@@ -38,14 +38,11 @@ class LookupGrowth(TreeGrowth):
 
 
 class LookupDrafter(TextDrafter):
-    """Keeps the table on the device.
-
-    Attributes:
-        first_rows: int64 ``[request slots]``: see `Successors.first_rows`; None: no adapters.
-    """
+    """Keeps the table on the device."""
 
     successors: Successors
     first_rows: Tensor | None = None
+    """int64 ``[request slots]``: see `Successors.first_rows`; None: no adapters."""
 
     def allocate(self, target_model: torch.nn.Module) -> None:
         """See `TreeDrafter.allocate`; the trees' Q is kept in the same dtype."""

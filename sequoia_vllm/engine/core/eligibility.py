@@ -55,10 +55,7 @@ def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | 
     """Why this request gets no drafts, or None if it gets trees.
 
     The features that are left here keep a state per request; others are applied by a node's path.
-
-    Args:
-        sampling_params: vLLM's `SamplingParams`, as the front end completed it.
-        thinks_first: Grammars hold only once a request has ended its reasoning, maybe amid a tree.
+    ``thinks_first``: grammars hold only once a request has ended its reasoning, maybe amid a tree.
     """
     p = sampling_params
     if p is None:

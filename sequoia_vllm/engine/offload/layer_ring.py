@@ -26,12 +26,9 @@ _NEVER = -1
 class LayerRing:
     """Reads layers in the order in which they are computed, over and over.
 
-    Layer i always lies in buffer ``i % buffers``, so that a weight's address never changes. Threads
-    read as far ahead as buffers are free. Used by one computing thread.
-
-    Args:
-        regions: Each layer's, in the order of computation, sealed.
-        buffers: How many layers are in memory at once, at least 2 (ValueError).
+    Layer i, in its sealed region, always lies in buffer ``i % buffers``, so that a weight's address
+    never changes. There are at least 2 (ValueError). Threads read as far ahead as buffers are free.
+    Used by one computing thread.
     """
 
     def __init__(self, file: WeightFile, regions: Sequence[Region], buffers: int = 3) -> None:

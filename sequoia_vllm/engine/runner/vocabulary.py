@@ -203,14 +203,11 @@ def _same_files(target: str, draft: str) -> bool:
 
 
 def trim_output(model: torch.nn.Module, rows: Tensor, config: Any) -> None:
-    """Has `compute_logits` of a draft give these rows of its logits only.
+    """Has `compute_logits` of a draft give these rows, int64 ``[n]``, of its logits only.
 
     The whole layer stays: tied models embed with it, and loaders write to it. Ranks of a
     tensor-parallel group share the rows that are kept evenly, whoever had them. Raises ConfigError
     if the layer is not one matrix with plain rows.
-
-    Args:
-        rows: int64 ``[n]``: the rows that logits ``[rows, n]`` are for, in this order.
     """
     calls: list[tuple[Any, ...]] = []
     processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]

@@ -50,14 +50,9 @@ class TargetDistribution:
     truncation: Truncation  # what each request excludes
 
     def process(self, rows: Tensor, requests: Tensor) -> Tensor:
-        """Logits of these rows after the sampling parameters of their requests, float32 ``[A, V]``,
-        a fresh tensor; excluded tokens are -inf. Greedy requests get temperature 1, and no
-        processing if the whole batch is greedy, as in vLLM's sampler.
-
-        Args:
-            rows: int64 ``[A]``: rows of ``logits``.
-            requests: int64 ``[A]``: the request of each row.
-        """
+        """Logits of rows int64 ``[A]`` after the sampling parameters of their requests, float32
+        ``[A, V]``, a fresh tensor; excluded tokens are -inf. Greedy requests get temperature 1, and
+        no processing if the whole batch is greedy, as in vLLM's sampler."""
         logits = self.logits[rows].to(torch.float32)
         if self.temperature is None:
             return logits
@@ -95,12 +90,8 @@ class TreeVerifierV1:
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
-        """Accepted nodes and emitted tokens of every tree, in the order of ``trees.requests``.
-
-        Args:
-            generators: Those of seeded requests, by request index; each advances by one draw per
-                emitted token.
-        """
+        """Accepted nodes and emitted tokens of every tree, in the order of ``trees.requests``. The
+        generators of seeded requests, by index, advance by one draw per emitted token."""
         if target.temperature is None:
             everyone = torch.arange(len(trees.requests))
             return self._verify_greedy(trees, everyone, target)
