@@ -152,8 +152,7 @@ class FadingAcceptance:
         )
 
     def restore(self, state: FadedCounts) -> None:
-        """Starts from an earlier engine's counts, at the weight of a few hundred trees. Raises
-        ValueError if their tree had another shape."""
+        """Starts from an earlier engine's counts, at less weight; ValueError: of another tree."""
         counts = np.array([state.offered, state.accepted])
         if counts.shape[1:] != self._offered.shape:
             raise ValueError(f"counts of shape {counts.shape[1:]} belong to another tree")

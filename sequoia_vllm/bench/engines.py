@@ -162,9 +162,8 @@ def part_seconds(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def in_this_process(methods: Sequence[Method]) -> AbstractContextManager[None]:
-    """Makes engines on CPUs start within this process, in two seconds instead of thirty. They keep
-    processes of their own on GPUs, where the environment says so, and with an n-gram chain: vLLM
-    starts no engine in a process that has one."""
+    """Makes engines on CPUs start within this process, in two seconds instead of thirty; but not
+    where the environment says so, nor beside an n-gram chain, whose process can start no other."""
     ngram = any((one.speculative_config or {}).get("method") == "ngram" for one in methods)
     if current_device() == "gpu" or ngram or _MULTIPROCESSING in os.environ:
         return nullcontext()
@@ -176,8 +175,7 @@ def open_engines(
     methods: Sequence[Method], engine: EngineSpec, options: dict[str, Any], progress: Progress
 ) -> Iterator[dict[str, BenchEngine]]:
     """Starts an engine for every method, all alive together; yields them by their methods' names.
-    Raises CalibrationError or BenchError if vLLM cannot start one, memory is too small for all of
-    them, or vLLM would ignore part of a method."""
+    CalibrationError or BenchError: memory is too small, or vLLM cannot run a method as it is."""
     check_memory(engine, len(methods))
     # Sequoia's first, as vLLM adds an extension in this process to a worker class only if no base
     # class has it yet. Trees that the engine chooses come later: it may be a plain engine.

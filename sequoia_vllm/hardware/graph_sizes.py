@@ -18,8 +18,7 @@ from sequoia_vllm.hardware.budget import in_ranges
 
 MOST_TOKENS = 1024  # tokens of the largest captured step: larger ones outlast their launches
 
-# By datasheets of the library's GPUs, arithmetic takes as long as reading weights in steps of 117
-# to 419 tokens. So far padding costs little.
+# So far padding costs little: by datasheets arithmetic outlasts reading from 117 to 419 tokens on.
 _FEW_TOKENS = 128
 
 MIXED_TOKENS = 512  # tokens of the largest step with prompts that is captured; vLLM's own limit

@@ -51,8 +51,7 @@ Content = TypeVar("Content")
 
 
 def shipped_directory() -> Path:
-    """Where the shipped trees lie: inside the package, or beside it in a checkout. Raises
-    LibraryError if they are in neither place."""
+    """Where the shipped trees lie: in the package, or beside it in a checkout (LibraryError)."""
     package = Path(__file__).parents[1]
     places = [package / "trees", package.parent / "trees"]
     if found := next((place for place in places if (place / "acceptance").is_dir()), None):
@@ -132,8 +131,7 @@ class TreeLibrary:
         return path
 
     def measurements(self, pair: PairKey) -> TunedFiles:
-        """Where the tune command keeps what it measured for this key, if it did. Raises
-        LibraryError if this user has no directory."""
+        """Where `tune` keeps what it measured for this key; LibraryError: there is no directory."""
         directory = self.user / "measurements" / pair.file_name
         return TunedFiles(directory, directory / "acceptance.json", directory / "profile.json")
 

@@ -200,8 +200,7 @@ def apply(
         settings = _with_vocabulary(settings, planned.config.draft_vocabulary, target, draft)
     settings.store(speculative_config)
     if args.enable_lora:
-        # vLLM wants a token budget for the whole tree at all loads then: it knows no schedule.
-        # `plan_schedule` puts the number back.
+        # vLLM wants a token budget for whole trees then. `plan_schedule` puts the number back.
         speculative_config.num_speculative_tokens = 1
     return speculative_config
 

@@ -78,9 +78,8 @@ class WeightFile:
             ) from None
 
     def region(self, length: int) -> tuple[Region, torch.Tensor]:
-        """A new region, of whole pages, with its space taken on the disk; OffloadError: there is no
-        room. Also returns its bytes: ``[region.length]`` uint8, zeros, mapped to the file. What is
-        written is kept when the region is sealed."""
+        """A new region, of whole pages, with its space taken on the disk (else OffloadError), and
+        its bytes: ``[region.length]`` uint8, zeros, mapped to the file until it is sealed."""
         region = Region(self._end, -(-length // _PAGE) * _PAGE)
         try:
             os.posix_fallocate(self._file.fileno(), region.offset, region.length)
