@@ -77,8 +77,8 @@ class SchedulerAdapter:
         self._restore()
 
     def before_step(self, now: float, reset: set[str]) -> None:
-        """Notes that a step is about to be scheduled, at ``now`` of ``time.perf_counter``. Of these
-        requests a user has reset the KV cache since the step before."""
+        """Notes that a step is about to be scheduled, at ``now`` of ``time.perf_counter``. A user
+        has reset the KV cache of the requests ``reset`` since the step before."""
         self._reset |= reset
         if self._before is None:
             self._before = now

@@ -72,7 +72,7 @@ class DiskOffloader(BaseOffloader):
     A layer's weights are mapped to a file as soon as vLLM has built the layer, so a checkpoint of
     any size is loaded. Weights that vLLM packs for its kernels go back there, module by module.
     `post_init` gives each weight its place in a ring of buffers. Layers wait with vLLM's operations
-    for prefetching, which compiled models keep in order. OffloadError: the directory is of no use.
+    for prefetching, which compiled models keep in order. OffloadError: the directory is unusable.
     """
 
     def __init__(self, spec: OffloadSpec) -> None:

@@ -37,9 +37,9 @@ class LayerRing:
         self._file = file
         self._regions = list(regions)
         length = max(region.length for region in regions)
-        self.buffers = min(buffers, len(regions))
+        self.buffers = min(buffers, len(regions))  # how many there are
         self._memory = [_huge_pages(length) for _ in range(self.buffers)]
-        self.memory = self.buffers * length
+        self.memory = self.buffers * length  # bytes of all buffers
         self._tensors = [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._memory]
         self._threads = futures.ThreadPoolExecutor(THREADS, "sequoia-weights", _use_every_core)
         self._ends = False

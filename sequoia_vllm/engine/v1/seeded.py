@@ -36,8 +36,8 @@ class SessionSeeds:
         self._emitted: dict[str, int] = {}  # tokens of all turns but the last
 
     def continue_session(self, state: CachedRequestState, num_computed_tokens: int) -> None:
-        """Resets the request's generator to its state after the tokens emitted so far, by its
-        ``state`` from the turn that has ended, and its computed tokens as the next begins."""
+        """Resets the request's generator to its state after the tokens emitted so far. ``state`` is
+        the request's from the turn that has ended; tokens are computed as the next one begins."""
         emitted = num_computed_tokens + 1 - state.num_prompt_tokens
         emitted += self._emitted.get(state.req_id, 0)
         self._emitted[state.req_id] = emitted
