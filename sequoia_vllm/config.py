@@ -190,9 +190,8 @@ class SequoiaConfig(_Strict):
             ) from None
 
     def loaded(self) -> Self:
-        """The same with the tree, the acceptance vector and the tokens that it names loaded. Raises
-        TreeError, AcceptanceError, LibraryError or ConfigError, which names what is wrong with
-        which."""
+        """The same with the tree, acceptance vector and tokens that it names loaded. Raises
+        TreeError, AcceptanceError, LibraryError or ConfigError, which says what is wrong."""
         tree, vector, tokens = self.tree, self.acceptance, self.draft_vocabulary
         if isinstance(tree, str) and tree != AUTO:
             # Metrics show what stands before a colon: no path of the server's.

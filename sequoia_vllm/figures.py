@@ -3,8 +3,6 @@
 matplotlib is an extra: servers draw nothing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -33,8 +31,7 @@ class FigureFormatError(SequoiaError, ValueError):
 
 
 def check_format(path: Path) -> None:
-    """Raises FigureFormatError, before any work is done, if a picture's ending is not of
-    `FORMATS`."""
+    """Raises FigureFormatError, before any work is done, if an ending is not of `FORMATS`."""
     if path.suffix.lower() not in FORMATS:
         raise FigureFormatError(f"cannot draw to {path}: name a file ending in .svg, .png or .pdf")
 
@@ -45,7 +42,7 @@ def require_matplotlib() -> None:
         raise FigureError("pictures need matplotlib: pip install matplotlib")
 
 
-def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+def new_figure(width: float, height: float, columns: int = 1) -> "tuple[Figure, list[Axes]]":
     """An empty figure of this size in inches, and its panels side by side, in our style. Raises
     FigureError if matplotlib is not installed."""
     require_matplotlib()
@@ -65,13 +62,13 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, l
     return figure, panels
 
 
-def save_figure(figure: Figure, path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     """Writes the picture; its ending says which format."""
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     figure.savefig(path, dpi=150, metadata=metadata)
 
 
-def draw_grid(axes: Axes, along: Literal["x", "y", "both"]) -> None:
+def draw_grid(axes: "Axes", along: Literal["x", "y", "both"]) -> None:
     """Pale lines behind what is drawn, at the ticks of these axes."""
     axes.grid(axis=along, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

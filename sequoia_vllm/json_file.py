@@ -37,8 +37,7 @@ class FileModel(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def save(self, path: Path) -> None:
-        """Writes a file that engines may share, with its folder: whole or not at all. Raises
-        OSError."""
+        """Writes a file that engines may share, with its folder: whole, or not at all (OSError)."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(dump_json(self.to_dict()), encoding="utf-8")

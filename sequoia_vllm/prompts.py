@@ -54,14 +54,10 @@ class Prompt(_Line):
 
 
 def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
-    """Reads the prompts of a file, or those that come with the package. Raises PromptError, which
-    names the line that is wrong, if the file cannot be used, or has too few.
-
-    Args:
-        path: ``.jsonl`` (a "prompt" or "messages" per line) or ``.txt`` (one prompt per line).
-            None: the built-in set, 64 questions, instructions, dialogues and pieces of code.
-        count: Take the first so many; None: all.
-    """
+    """Reads the first ``count`` prompts of a file (None: all), ``.jsonl`` (a "prompt" or "messages"
+    per line) or ``.txt`` (one per line), or of those that come with the package: 64 questions,
+    instructions, dialogues and pieces of code. Raises PromptError, which names the line that is
+    wrong, if the file cannot be used, or has too few."""
     if count is not None and count < 1:
         raise PromptError(f"{count} prompts asked for: at least one is needed")
     file = BUILTIN if path is None else path

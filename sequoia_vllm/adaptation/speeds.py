@@ -24,9 +24,8 @@ _MOST_PROMPTS = 0.9  # cap on the share of the time that prompts are estimated t
 
 
 class Speeds:
-    """Tokens per second of a request, from acceptance and step times. ``gain`` is the speed
-    relative to plain decoding in the last seconds, for the same tokens and prompts; None: not
-    known."""
+    """Tokens per second of a request, from acceptance and step times. ``gain`` is the speed over
+    plain decoding in the last seconds, for the same tokens and prompts; None: not known."""
 
     def __init__(self, tree: TokenTree) -> None:
         self.acceptance = {workload: FadingAcceptance(tree) for workload in WORKLOADS}
@@ -136,9 +135,8 @@ class Speeds:
     def ranges(
         self, batch_size: int, workload: Workload, sizes: Iterable[int]
     ) -> dict[int, tuple[float, float]]:
-        """Lowest and highest speed by number of drafts; equal where such steps were measured. Fewer
-        drafts never count as slower steps: such measurements were disturbed. Empty while too few
-        trees were verified."""
+        """Lowest and highest speed by number of drafts; equal where it was measured. Fewer drafts
+        never count as slower: they were disturbed. Empty while too few trees were verified."""
         if self.acceptance[workload].trees < _FEWEST_TREES:
             self.count()
         if self.acceptance[workload].trees < _FEWEST_TREES:

@@ -86,8 +86,7 @@ class FadingAcceptance:
         self._dynamic = np.zeros((2, tree.size))  # of dynamic trees: scored and accepted nodes
 
     def add(self, counts: TreeCounts) -> float:
-        """Adds counts of the same tree; older ones fade, and keep the returned share of their
-        weight."""
+        """Adds counts of the same tree; older ones keep the returned share of their weight."""
         self._expected = None
         kept = 0.5 ** (counts.trees / HALF_LIFE)
         self.trees = kept * self.trees + counts.trees
@@ -153,8 +152,7 @@ class FadingAcceptance:
         )
 
     def restore(self, state: FadedCounts) -> None:
-        """Starts from an earlier engine's counts, at the weight of a few hundred trees. Raises
-        ValueError if their tree had another shape."""
+        """Starts from an earlier engine's counts, at less weight; ValueError: of another tree."""
         counts = np.array([state.offered, state.accepted])
         if counts.shape[1:] != self._offered.shape:
             raise ValueError(f"counts of shape {counts.shape[1:]} belong to another tree")

@@ -33,9 +33,8 @@ class Step:
 
 @dataclass
 class Trial:
-    """A few steps with another number of drafts; ``before`` are the octave's own. If nothing was
-    drafted before, the draft first reads the requests' tokens: ``all_steps`` and ``seconds``
-    include it."""
+    """A few steps with another number of drafts; ``before`` are the octave's own. ``all_steps`` and
+    ``seconds`` include those in which the draft first reads what it missed."""
 
     drafts: int
     before: list[int]

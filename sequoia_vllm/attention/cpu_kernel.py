@@ -10,8 +10,6 @@ the memory holds the keys *transposed*, ``[head_size, block_size]``, the second 
 and head size.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Sequence
@@ -47,13 +45,8 @@ def keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gather_context(kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of whole requests, in slot order.
-
-    Args:
-        block_table: int ``[B, blocks]``: the blocks to read, per request.
-
-    Returns two ``[B, heads, blocks * block_size, head_size]`` copies.
-    """
+    """Keys and values of whole requests, in slot order: two copies, ``[B, heads, blocks *
+    block_size, head_size]``, of the blocks to read, int ``[B, blocks]``."""
     batch, num_blocks = block_table.shape
     blocks = block_table.reshape(-1).long()
 
@@ -66,12 +59,8 @@ def gather_context(kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tenso
 
 
 def move_tokens(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
-    """Copies tokens' keys and values between slots of one layer's cache, in place.
-
-    Args:
-        source_slots, target_slots: int64 ``[M]``; target slots are distinct.
-            A slot may be both source and target: all reads come first.
-    """
+    """Copies tokens' keys and values between slots of one layer's cache, int64 ``[M]``, in place.
+    Target slots are distinct. A slot may be both source and target: all reads come first."""
     block_size = kv_cache.shape[2]
     source_block, source_offset = source_slots // block_size, source_slots % block_size
     target_block, target_offset = target_slots // block_size, target_slots % block_size
@@ -120,18 +109,17 @@ class TreeQueries:
     """The rows of a batch that are tree nodes, and what they attend to."""
 
     rows: Tensor
-    """int64 ``[B, Q]``: row of each node in the batch's flat tokens; -1 for padding, which is
-    neither computed nor written."""
+    """int64 ``[B, Q]``: row of each node in the batch's flat tokens; -1: padding, left alone."""
     block_table: Tensor  # int32 ``[B, max_blocks]``: each request's cache blocks
     context_lens: Tensor  # int64 ``[B]``: committed tokens; node j is in slot ``context_lens + j``
     num_nodes: Tensor  # int64 ``[B]``: nodes of each request whose keys and values are in the cache
     ancestors: Tensor  # bool ``[Q, M]``, or ``[B, Q, M]`` by request: query q sees node j
     max_keys: int  # slots of the longest request
     only_trees: bool  # no row of the batch is anything but a tree node
-    _batches: dict[AttentionShape, TreeAttentionBatch] = field(default_factory=dict)
+    _batches: dict[AttentionShape, "TreeAttentionBatch"] = field(default_factory=dict)
     _masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)
 
-    def for_kernel(self, shape: AttentionShape) -> TreeAttentionBatch:
+    def for_kernel(self, shape: AttentionShape) -> "TreeAttentionBatch":
         """These queries for the compiled kernel; made once for all layers of a shape."""
         batch = self._batches.get(shape)
         if batch is None:
@@ -219,12 +207,8 @@ class TreeAttentionBatch:
 
 
 class CacheGroup:
-    """Caches of layers that move their tokens together.
-
-    Args:
-        kv_caches: One per layer, all of one shape and dtype, in the layout
-            above; or latents, ``[blocks, block_size, width]``.
-    """
+    """Caches of layers that move their tokens together, one per layer, all of one shape and dtype,
+    in the layout above; or latents, ``[blocks, block_size, width]``."""
 
     def __init__(self, kv_caches: Sequence[Tensor]) -> None:
         # By address: layers may share one cache, whose tokens must move once.

@@ -87,8 +87,7 @@ class BenchEngine:
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_tokens: int
     ) -> Generation:
-        """Completes a batch with exactly ``max_tokens`` tokens each; asks for more, so that no step
-        is cut short at the last token."""
+        """Completes a batch with ``max_tokens`` tokens each; asks for more, so no step is cut."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -163,9 +162,8 @@ def part_seconds(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def in_this_process(methods: Sequence[Method]) -> AbstractContextManager[None]:
-    """Makes engines on CPUs start within this process, in two seconds instead of thirty. They keep
-    processes of their own on GPUs, where the environment says so, and with an n-gram chain: vLLM
-    starts no engine in a process that has one."""
+    """Makes engines on CPUs start within this process, in two seconds instead of thirty; but not
+    where the environment says so, nor beside an n-gram chain, whose process can start no other."""
     ngram = any((one.speculative_config or {}).get("method") == "ngram" for one in methods)
     if current_device() == "gpu" or ngram or _MULTIPROCESSING in os.environ:
         return nullcontext()
@@ -177,12 +175,10 @@ def open_engines(
     methods: Sequence[Method], engine: EngineSpec, options: dict[str, Any], progress: Progress
 ) -> Iterator[dict[str, BenchEngine]]:
     """Starts an engine for every method, all alive together; yields them by their methods' names.
-    Raises CalibrationError or BenchError if vLLM cannot start one, memory is too small for all of
-    them, or vLLM would ignore part of a method."""
+    CalibrationError or BenchError: memory is too small, or vLLM cannot run a method as it is."""
     check_memory(engine, len(methods))
-    # Sequoia's first, which matters for engines in this process: vLLM adds an extension to a worker
-    # class only if no base class has it yet. Trees that the engine chooses come after others, as it
-    # may turn out to be a plain engine.
+    # Sequoia's first, as vLLM adds an extension in this process to a worker class only if no base
+    # class has it yet. Trees that the engine chooses come later: it may be a plain engine.
     order = sorted(
         methods,
         key=lambda one: (

@@ -88,18 +88,13 @@ class BenchSettings:
         return [one for one in self.methods if chains or one.kind is not Kind.CHAIN]
 
     @property
-    def most_drafts(self) -> int:
-        """The most drafts per request and step, over all methods."""
-        return max(method.most_drafts for method in self.methods)
-
-    @property
     def cases(self) -> list[EngineCase]:
         """Every temperature with every batch size."""
         return [EngineCase(b, t) for t in self.temperatures for b in self.batch_sizes]
 
     def engine_options(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` that give every engine room for every method."""
-        most = self.most_drafts
+        most = max(method.most_drafts for method in self.methods)
         # Completions may overshoot by a step's drafts, and need room for a whole tree then.
         longest = max(map(len, self.prompts)) + self.max_tokens + 1 + 2 * most
         return {
@@ -138,8 +133,7 @@ class Steady:
 
 def steady_part(arrivals: Sequence[Arrival]) -> Steady:
     """The steps after every request has its first token, up to the first completion, or BenchError.
-    The completing step counts with all its tokens, as steps with many tokens are the likeliest to
-    complete a request."""
+    The completing step counts with all its tokens: those with many are likeliest to complete."""
     received = [0] * len(arrivals[0].tokens) if arrivals else []
     start = None
     inside: list[Arrival] = []

@@ -202,8 +202,7 @@ def run_bench(
     progress: Progress | None = None,
     opener: Opener | None = None,
 ) -> BenchReport:
-    """Measures, and sums it up. Raises BenchError or CalibrationError if something cannot be
-    measured."""
+    """Measures, and sums it up; BenchError or CalibrationError: something cannot be measured."""
     engine = settings.engine
     found = measure(settings, progress, opener)
     stated = provenance(

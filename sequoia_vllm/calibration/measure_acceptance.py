@@ -55,9 +55,7 @@ def probing_tree(branch: int, depth: int = 1, tail: int = 0) -> TokenTree:
 
     A tree starts where the one before it ended. If trees ended with the counted levels, many would
     start within a stretch that is easy to draft. So ``tail`` more levels of two children follow.
-
-    Raises:
-        TreeError: A number is below 1, or ``tail`` below 0.
+    Raises TreeError if a number is below 1, or ``tail`` below 0.
     """
     parents = [-1]
     leading, second = 0, None

@@ -175,8 +175,7 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
         **draft_option(settings.engine.draft),
         "tree": {"parents": list(measuring_tree(largest).parents)},
         "dynamic_tree": False,
-        # vLLM captures CUDA graphs for the sizes in the schedule. Entries above the largest batch,
-        # which never comes, put each tree size into it.
+        # vLLM captures CUDA graphs for all sizes here, also of batches that never come.
         "num_speculative_tokens_per_batch_size": [
             (1, most_requests, largest - 1),
             *(

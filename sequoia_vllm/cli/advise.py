@@ -96,9 +96,8 @@ class Advice:
 def advise_pair(
     pair: PairKey, target: ModelShape, draft: ModelShape, batch_sizes: Sequence[int]
 ) -> Advice:
-    """Predicts a pair's speeds from what was measured of it, or else from the datasheet; on GPUs
-    with as many as its weights need. Raises SequoiaError if nothing is known of the pair on this
-    device."""
+    """Predicts a pair's speeds from what was measured of it, or else from the datasheet; on as many
+    GPUs as its weights need. Raises SequoiaError if nothing is known of it on this device."""
     library, device = TreeLibrary(), identify(pair.device)
     if device.id is None:
         known = ", ".join(known_devices())
@@ -223,8 +222,7 @@ def advise(
 
 
 def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: bool) -> None:
-    """Prints the command that serves a target without a known draft; ConfigError if it needs
-    one."""
+    """Prints the command for a target without a known draft; ConfigError if it needs one."""
     if {"multimodal", "mrope"} & shared.kinds_and_classes("target", model)[0]:
         raise ConfigError(
             f"no draft model is known for {model!r}, which reads more than text: name one with "

@@ -62,8 +62,7 @@ _OTHERWISE = (
 
 
 def chat_pair() -> DemoPair:
-    """SmolLM2, fetched at first use, and its draft, which lies in a checkout; ends the command
-    where one of them cannot be had."""
+    """SmolLM2, fetched once, and its draft in a checkout; ends the command if one cannot be had."""
     checkout = find_checkout()
     draft = None if checkout is None else checkout / "examples" / "models" / "smollm2-draft"
     if draft is None or not (draft / "config.json").is_file():

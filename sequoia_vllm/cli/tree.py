@@ -1,7 +1,5 @@
 """``sequoia-vllm tree``: build, list, look at and draw token trees."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -305,7 +303,7 @@ def _layout(tree: TokenTree) -> tuple[NDArray[np.float64], int]:
     return x, leaves
 
 
-def _levels_axis(axes: Axes, tree: TokenTree, values: NDArray[np.float64] | None) -> None:
+def _levels_axis(axes: "Axes", tree: TokenTree, values: NDArray[np.float64] | None) -> None:
     labels = []
     for depth, nodes in enumerate(tree.levels):
         count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"

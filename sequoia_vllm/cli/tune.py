@@ -184,7 +184,7 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
     times = time_steps(timing, [vector.vector], "2 of 2: ")
     times.save(files.profile)
     entry = tuned_entry(vector, times, context, largest)
-    path = save_tuned(library, pair, entry)
+    path = library.save_user_tree(pair, entry)
     picture, title = files.directory / "tree.svg", f"{pair.target} with {pair.draft}"
     picture.unlink(missing_ok=True)
     with suppress(FigureError):  # matplotlib is an extra
@@ -241,8 +241,7 @@ def quick_engine(engine: EngineSpec) -> EngineSpec:
 def tuned_entry(
     vector: AcceptanceFile, profile: Profile, context_length: int, max_size: int
 ) -> TreeEntry:
-    """The fastest tree and schedule by these measurements, for `TreeLibrary.save_user_tree`; a tree
-    of size 1 means: do not speculate."""
+    """The fastest tree and schedule by these measurements; a tree of size 1: do not speculate."""
     largest_batch = max(curve.batch_size for curve in profile.target_forward)
     schedule = choose_schedule(
         vector.vector,
@@ -262,13 +261,6 @@ def margins(entry: TreeEntry, vector: AcceptanceFile) -> list[float | None]:
     trials = np.atleast_2d(np.asarray(vector.trials)).tolist()
     trees = (entry.tree.trim(one.num_speculative_tokens + 1) for one in entry.estimates)
     return [tokens_margin(tree, vector.vector, trials) for tree in trees]
-
-
-def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:
-    """Stores the tree under the key that an engine with this pair looks up."""
-    file = library.measurements(pair).profile.relative_to(library.user)
-    reference = entry.profile.model_copy(update={"file": str(file)})
-    return library.save_user_tree(pair, entry.model_copy(update={"profile": reference}))
 
 
 def print_report(report: dict[str, Any]) -> None:

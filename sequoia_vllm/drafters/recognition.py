@@ -16,19 +16,12 @@ class Recognised:
     kind: DrafterKind | None  # none: trees do not draft with it
     name: str  # the drafter in words, with an article
     sign: str | None = None  # the sign of it; None: no sign that it is more than a model
-    method: str | None = None
-    """vLLM's own method for it, if trees do not draft with it; None: not every vLLM that we support
-    has one."""
+    method: str | None = None  # vLLM's own for it where trees do not draft with it, see `Sign`
 
 
 def recognise(config: Fields, read_as: Callable[[], str | None]) -> Recognised:
-    """Recognises a drafter by its architecture, then by its model type, then by a field.
-
-    Args:
-        config: Configuration of the checkpoint. Name and path do not matter.
-        read_as: Model type that vLLM reads the configuration as; called only where no
-            architecture tells.
-    """
+    """Recognises a drafter by its architecture, then by its model type, then by a field. The type
+    is what vLLM reads it as, by ``read_as``, which is called only where no architecture tells."""
     model_type = config.value("model_type")
     for name in config.value("architectures") or ():
         for kind, sign in _signs("architecture"):

@@ -4,8 +4,6 @@ A kind is one class in a folder of `sequoia_vllm.drafters`, or in a module of yo
 before vLLM starts. `register` checks that it has what the engine asks for.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping
@@ -23,17 +21,11 @@ from sequoia_vllm.json_file import FileModel
 
 
 class ShapeError(SequoiaError, ValueError):
-    """A configuration that says too little, or describes something that the cost model does not
-    cover.
-    """
+    """A configuration that says too little, or describes what the cost model does not cover."""
 
 
 class Fields:
-    """The fields of one configuration.
-
-    Args:
-        config: An object or mapping with Hugging Face's names (``hidden_size``).
-    """
+    """The fields of one configuration, an object or mapping with Hugging Face's names."""
 
     def __init__(self, config: Any, name: str = "the draft") -> None:
         self.config = config
@@ -95,9 +87,7 @@ class KnownDrafter:
     """A published drafter for a family of targets."""
 
     target: str  # pattern for the whole target name, case-insensitive
-    draft: str
-    """Name of the drafter; ``{0}`` is the folder that the target lies in, ``{1}`` the checkout of
-    this repository."""
+    draft: str  # its name; ``{0}`` is the target's folder, ``{1}`` the checkout of this repository
     note: str  # why this one; for a head, where its publisher or vLLM names it
     architecture: str | None = None
     """For a head: what vLLM loads its publisher's format as, by the name in its model registry."""
@@ -134,13 +124,11 @@ class Drafter:
     on_v2_by_architecture: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Other such classes, by the draft's architecture."""
     on_v1: ClassVar[str | None] = None
-    """Dotted path of the class that runs it on the V1 runner, a `DrafterV1`; None: it needs Model
-    Runner V2."""
+    """Dotted path of the class that runs it on the V1 runner, a `DrafterV1`; None: it needs V2."""
     signs: ClassVar[tuple[Sign, ...]] = ()  # how its configuration is recognised, in this order
     known: ClassVar[tuple[KnownDrafter, ...]] = ()  # published ones, preferred ones first
     is_head: ClassVar[bool] = True
-    """Whether it runs on its target's hidden states, embedding and tokens, and not alone. Heads
-    bring no tokenizer."""
+    """Whether it runs on its target's hidden states, embedding and tokens, without a tokenizer."""
     has_weights: ClassVar[bool] = True
     """Whether there is a checkpoint of it. If not, it drafts from text for any target
     (`TextDrafterV1`, `TextDrafter`), and is taken where no other is known."""
@@ -189,7 +177,7 @@ class Drafter:
         """Levels of the deepest tree that it drafts; None: any number."""
         return None
 
-    def head_shape(self, config: Fields) -> HeadShape | None:
+    def head_shape(self, config: Fields) -> "HeadShape | None":
         """The parts of a head besides its layers; None for a draft model.
 
         Raises ShapeError if the configuration says too little.
@@ -256,9 +244,8 @@ DrafterKind = Annotated[str, AfterValidator(lambda kind: drafter(kind).kind)]
 class HeadShape(FileModel):
     """Matrices of a head that a draft model does not have.
 
-    A matrix takes the target's hidden states to the head's width when committed tokens are read.
-    It is vLLM's ``fc``, which is on each device as a whole. MTP layers have none. The embedding
-    is the target's.
+    A matrix takes the target's hidden states to the head's width when committed tokens are read,
+    vLLM's ``fc``, whole on each device. MTP layers have none. The embedding is the target's.
     """
 
     kind: DrafterKind

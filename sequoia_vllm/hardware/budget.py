@@ -35,8 +35,7 @@ def fit_to_budget(
     budget: int,
     offloaded: bool = False,
 ) -> Ranges:
-    """A schedule whose trees leave room for prompts at every batch size: itself where all of it
-    fits.
+    """A schedule whose trees leave room for prompts at every batch size: itself where it all fits.
 
     Where a batch's trees take more than their share, each request drafts the largest smaller tree
     that fits and has a power of two of nodes: few batch sizes then need CUDA graphs of their own.
@@ -110,8 +109,7 @@ def drafts_by_batch(
     schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int
 ) -> list[int]:
     """Drafts of each request at batch sizes 1 to ``max_num_seqs``, of a tree with so many, as vLLM
-    reads a schedule of (first, last, drafts) in any order: gaps and what follows the last range go
-    on with the range before them."""
+    reads ranges of (first, last, drafts) in any order: each goes on until the next one begins."""
     ranges = sorted(schedule)
     found = []
     current = 0

@@ -22,7 +22,7 @@ MAX_DEPTH = 24
 _SAME = 1e-9
 # A schedule may give away this much speed to have fewer ranges, and so fewer
 # CUDA graphs and fewer switches under changing load.
-TOLERANCE = 0.01
+_TOLERANCE = 0.01
 # Trees made in one search; a few are enough unless wide draft levels are slow.
 _MOST_TREES = 256
 # Every size up to the first number is tried, and above it only multiples of the second. A few nodes
@@ -49,8 +49,7 @@ class Schedule:
     tree: TokenTree  # in value order; its largest prefix that any range uses
     ranges: Ranges
     """vLLM's ``num_speculative_tokens_per_batch_size``: (first, last, drafts), from batch size 1,
-    ascending, without gaps; the last one also stands for every larger batch. With 0 drafts it does
-    not speculate."""
+    ascending, without gaps; the last also stands for larger batches. 0 drafts: no speculation."""
     estimates: list[ScheduleEstimate]  # expectations at the powers of two
 
 
@@ -87,7 +86,6 @@ def choose_schedule(
     batch_sizes: Iterable[int] = range(1, 257),
     max_size: int = 128,
     context_length: int | None = None,
-    tolerance: float = TOLERANCE,
 ) -> Schedule:
     """One stored tree, and how many of its drafts to use at each batch size.
 
@@ -97,7 +95,6 @@ def choose_schedule(
 
     Args:
         batch_sizes: Those of the table; the largest also stands for all above it.
-        tolerance: Share of speed that may be given up for fewer ranges.
         acceptance, profile, max_size, context_length: See `choose_tree`, also for errors.
     """
     acceptance = Acceptance.of(acceptance)
@@ -113,7 +110,7 @@ def choose_schedule(
         key=lambda tree: (round(float(np.log(speeds[tree].max(axis=1)).mean()), 9), -tree.size),
     )
     speedups = _speedups(tree, acceptance, cost, sizes)
-    ranges = _ranges(speedups, sizes, tolerance)
+    ranges = _ranges(speedups, sizes)
     expected_tokens = Prefixes.of(tree, acceptance).expected_tokens
 
     def estimate(probe: int) -> ScheduleEstimate:
@@ -207,10 +204,10 @@ def _speedups(
     return rows
 
 
-def _ranges(speedups: NDArray[np.float64], batch_sizes: list[int], tolerance: float) -> Ranges:
-    """Fewest ranges in which one prefix is within ``tolerance`` of the best everywhere."""
+def _ranges(speedups: NDArray[np.float64], batch_sizes: list[int]) -> Ranges:
+    """Fewest ranges in which one prefix is within `_TOLERANCE` of the best everywhere."""
     best = speedups.max(axis=1, keepdims=True)
-    good = speedups >= best * (1 - tolerance)
+    good = speedups >= best * (1 - _TOLERANCE)
     # A prefix slower than plain decoding is never good enough.
     good[:, 1:] &= speedups[:, 1:] > 1 + _SAME
     begun: list[tuple[int, int]] = []  # (first batch size, drafts)

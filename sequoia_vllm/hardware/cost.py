@@ -15,8 +15,6 @@ before them. Below it only draws from its distributions:
     draft(1 + depth) + sum over deeper levels drawing(width)
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -102,12 +100,12 @@ class CostModel:
             self._plain_seconds[batch_size] = seconds
         return self._plain_seconds[batch_size]
 
-    def tree_seconds(self, prefixes: Prefixes, batch_size: int) -> float:
+    def tree_seconds(self, prefixes: "Prefixes", batch_size: int) -> float:
         """Time of a step with the whole tree: the last of `prefix_seconds`."""
         last = len(prefixes.expected_tokens) - 1
         return float(self.prefix_seconds(prefixes, batch_size, last)[0])
 
-    def prefix_seconds(self, prefixes: Prefixes, batch_size: int, start: int = 0) -> Floats:
+    def prefix_seconds(self, prefixes: "Prefixes", batch_size: int, start: int = 0) -> Floats:
         """Time of a step with each prefix of a tree from entry ``start`` on, ``[size - start]``.
         Entry 0, the root alone, is plain decoding."""
         sizes = np.arange(start + 1, len(prefixes.expected_tokens) + 1)
@@ -160,7 +158,7 @@ class Prefixes:
 
     @classmethod
     @lru_cache(maxsize=1024)
-    def of(cls, tree: TokenTree, acceptance: Acceptance) -> Prefixes:
+    def of(cls, tree: TokenTree, acceptance: Acceptance) -> "Prefixes":
         """The prefixes of this tree; cached, as the search looks at few trees often."""
         # Nodes are added one by one, in stored order.
         widths = np.zeros((tree.size, max(1, tree.depth)), dtype=np.int64)

@@ -145,8 +145,7 @@ def identify(name: str) -> Device:
 
 
 def current_cpu_name() -> str:
-    """The model name of this machine's CPU; "cpu" on an x86 machine that does not say, and the
-    architecture on others."""
+    """The model name of this machine's CPU; where it does not say, "cpu" on x86, or what it is."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -169,9 +168,8 @@ def this_device_name() -> str:
 
 
 def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:
-    """The candidate most like the device by operations per byte and bandwidth, as ratios, and why.
-    A device that is not known gets the one with the fewest operations per byte: the smallest,
-    safest trees."""
+    """The candidate most like the device by operations per byte and bandwidth, as ratios, and why;
+    of an unknown device the one with the fewest operations per byte: the smallest, safest trees."""
     if spec is None:
         cautious = min(candidates, key=lambda id_: (candidates[id_].ridge, id_))
         return cautious, (

@@ -2,24 +2,23 @@
 
 A full graph is for a number of requests with a number of tokens each. Smaller batches are padded to
 it. Only steps that a schedule can reach are captured: the batches of each of its ranges, and some
-smaller ones. The smaller ones occur while requests finish, as drafts are then still those of a
-larger batch.
+smaller ones, which occur while requests finish: drafts are then still those of a larger batch.
 
 `ContextRule` says when vLLM's FlashAttention reads the contexts of a step's trees, and our kernel
 the rest: docs/internals.md says why.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sequoia_vllm.hardware.budget import in_ranges
+
 MOST_TOKENS = 1024  # tokens of the largest captured step: larger ones outlast their launches
 
-# By datasheets of the library's GPUs, arithmetic takes as long as reading weights in steps of 117
-# to 419 tokens. So far padding costs little.
+# So far padding costs little: by datasheets arithmetic outlasts reading from 117 to 419 tokens on.
 _FEW_TOKENS = 128
 
 MIXED_TOKENS = 512  # tokens of the largest step with prompts that is captured; vLLM's own limit
@@ -46,13 +45,10 @@ def decode_shapes(
     """
     most_requests = min(len(tokens_by_batch), most_tokens)
     shapes = {(1, requests) for requests in powers_of_two(most_requests)}
-    first = 1
-    for tokens, group in groupby(tokens_by_batch):
-        last = first + len(list(group)) - 1
+    for first, last, tokens in in_ranges(tokens_by_batch):
         most = min(last, most_tokens // tokens)
         grid = _plain_grid(most) if tokens == 1 else _tree_grid(most, tokens)
         shapes |= {(tokens, requests) for requests in grid if requests >= (first + 1) // 2}
-        first = last + 1
     for tokens in others:
         last = last_with(tokens, most_by_batch or tokens_by_batch)
         most = min(last, most_tokens // tokens)
@@ -120,19 +116,17 @@ def _grid(last: int) -> Iterator[int]:
         yield last
 
 
-def _tree_grid(last: int, tokens: int) -> Iterator[int]:
+def _tree_grid(last: int, tokens: int) -> set[int]:
     """`_grid` of steps with so many tokens of each request, but `half_octaves` where few do."""
     few = _FEW_TOKENS // tokens
     coarse = {*range(1, 9), *half_octaves(few), last}
-    yield from (number for number in _grid(last) if number > few or number in coarse)
+    return {number for number in _grid(last) if number > few or number in coarse}
 
 
-def _plain_grid(last: int) -> Iterator[int]:
+def _plain_grid(last: int) -> set[int]:
     """vLLM's own: 1, 2, 4, multiples of 8 and from 256 on of 16; beyond it of 64; and ``last``."""
-    own = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, last, 64))
-    yield from (number for number in own if number < last)
-    if last > 0:
-        yield last
+    own = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, last, 64), last)
+    return {number for number in own if 0 < number <= last}
 
 
 class ContextRule(NamedTuple):

@@ -294,8 +294,7 @@ def every_class() -> dict[str, ModelClass]:
 
 
 def published_shape(name: str) -> ModelShape | None:
-    """The shape of a published model of our classes, or of its Instruct version, by its name on the
-    Hub, without a download; None: not there."""
+    """The shape of a published model of our classes, or its Instruct version, by name; or None."""
     shapes, _ = _catalogue()
     found = shapes.get(name) or shapes.get(name.removesuffix("-Instruct"))
     return found and found.model_copy(update={"name": name})

@@ -2,9 +2,8 @@
 
 Each forward pass is the sum of its matrix products, its attention, its kernel launches, its logits
 and, on several devices, its reductions. Products and attention take the root of the summed squares
-of moving their bytes and doing their arithmetic. Decoding is bound by bytes. So scoring a tree
-costs little more than one token until the device's operations per byte are half used up. This is
-why speculation pays.
+of moving their bytes and doing their arithmetic. Decoding is bound by bytes. So speculation pays:
+scoring a tree costs little more than one token until operations per byte are half used up.
 
 More devices divide products and attention. They do not divide launches and logits, and add
 reductions. The draft is split like the target, as vLLM requires. So a draft level becomes dearer
@@ -31,8 +30,7 @@ ROOFLINE_MAX_SIZE = 128
 # The paper's largest tree where weights are streamed, and the tokens to time up to it.
 STREAMED_MAX_SIZE = 768
 STREAMED_TOKENS = (*TOKENS, 160, 192, 256, 320, 384, 512, 640, STREAMED_MAX_SIZE)
-# Batches whose trees have more steps of tiles than this are timed without them: a step is then
-# a small part of a pass.
+# Batches whose trees have more steps of tiles are timed without them: each is a small part then.
 _MOST_TILES = 64
 BYTES_PER_VALUE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
 # A mesh has eight devices; a link of each leads to each of the seven others.
@@ -163,8 +161,7 @@ def largest_tree(profile: Profile) -> int:
 
 
 def bytes_per_value(dtype: str) -> float:
-    """Bytes of a weight or key of this type. Raises ValueError if it is not known, and lists those
-    that are."""
+    """Bytes of a weight or key of this type. Raises ValueError, with a list, if it is not known."""
     if dtype not in BYTES_PER_VALUE:
         raise ValueError(f"dtype {dtype!r}: known are {', '.join(BYTES_PER_VALUE)}")
     return BYTES_PER_VALUE[dtype]
@@ -197,8 +194,7 @@ class Interconnect:
     One-shot and two-shot are vLLM's own kernels, for two devices that can read each other's memory,
     and for more where each has a direct link to every other. All the rest gets the ring of NCCL or
     RCCL ("Custom allreduce is disabled because it's not supported on more than two PCIe-only
-    GPUs"). The model takes the cheapest way that is allowed. vLLM's thresholds by size aim at the
-    same.
+    GPUs"). The model takes the cheapest way that is allowed, as vLLM's thresholds by size aim to.
 
     docs/predictions.md says where the assumed figures come from, and what is not modelled.
     """

@@ -6,8 +6,7 @@ every tree size that was measured. The target's part is the time that neither th
 verification explain. Its share that does not grow with the tree is `tree_seconds`.
 
 Machines are shared and times are noisy, so everything is measured in rounds. A value is the median
-of its middle round: the quietest round would flatter a size that was lucky once. Its spread is the
-interquartile range of all rounds.
+of its middle round: the quietest would flatter a lucky size. Its spread: the interquartile range.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -38,14 +38,10 @@ class StreamedWeights(FileModel):
     tile; none: weights are copied once for all rows."""
     buffer_bytes: float = Field(default=0.0, ge=0)  # memory that they pass through, on each device
 
-    def read_seconds(self, rows: float) -> float:
-        """Seconds to read them for one pass over so many rows (tokens of all requests)."""
-        reads = 1 if self.tile_rows is None else math.ceil(rows / self.tile_rows)
-        return reads * self.bytes_per_pass / self.bytes_per_second
-
     def pass_seconds(self, rows: float, computing: float) -> float:
-        """Seconds of a pass over so many rows that takes ``computing`` seconds without reading."""
-        reading = self.read_seconds(rows)
+        """Seconds of a pass over so many tokens of all requests, ``computing`` without reading."""
+        reads = 1 if self.tile_rows is None else math.ceil(rows / self.tile_rows)
+        reading = reads * self.bytes_per_pass / self.bytes_per_second
         return max(reading, computing) if self.overlaps else reading + computing
 
 
@@ -84,8 +80,7 @@ def streamed_layers(
 
 
 def host_link(device: str) -> Link:
-    """The link between a device (its id, or the driver's name for it) and the host's memory; its
-    name says if it is a guess."""
+    """The link from the host's memory to a device, by its id or name; its name says if guessed."""
     known = known_devices().get(identify(device).id or "")
     if known is not None and known.host_link is not None:
         return LINKS[known.host_link]

@@ -16,8 +16,6 @@ waits for the device or depends on its values: CUDA graphs may hold a pass. All 
 inside, products of matrices by three of TF32 each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +91,7 @@ class KeptNodes:
     def empty(
         shape: RecurrentHeads | None, channels: int, layers: int, rows: int, dtype: torch.dtype,
         device: torch.device | str,
-    ) -> KeptNodes:  # fmt: skip
+    ) -> "KeptNodes":  # fmt: skip
         """Memory for ``rows`` nodes in each of these layers."""
         sizes: list[tuple[int, ...]] = [(0,)] * 3
         if shape is not None:
@@ -126,7 +124,7 @@ class RecurrentStates:
     @staticmethod
     def of(
         inputs: Sequence[Tensor], states: Sequence[Tensor], places: Sequence[int]
-    ) -> RecurrentStates:
+    ) -> "RecurrentStates":
         """Prepares the caches of one or more layers; waits for the device.
 
         Raises ValueError if there are none, or they differ in more than their contents.

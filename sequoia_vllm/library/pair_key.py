@@ -28,8 +28,7 @@ class PairKey:
     tensor_parallel_size: int = 1
     offloading: str | None = None
     """One word for how much of the target lies outside the devices' memory, and how it is read;
-    None: nothing does. Trees, times and learned acceptance with such weights are kept apart from
-    those without."""
+    None: nothing does. Trees, times and learned acceptance are kept for each apart."""
 
     @property
     def file_name(self) -> str:

@@ -96,6 +96,7 @@ def size_class(profile: Profile) -> str:
 
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
+_log_once = cache(logger.info)
 
 IsPair = Callable[[str | None, str | None], bool]
 """Whether a target and a draft, by their names in the library, are the pair of an engine."""
@@ -119,20 +120,14 @@ def selection(entry: TreeEntry, reasons: list[str]) -> Selection:
         f"{estimate.speedup:.2f}x plain decoding at batch size {estimate.batch_size} "
         f"({HOW_TIMED[entry.profile.source]}); " + "; ".join(reasons)
     )
-    _log_once(reason)
+    _log_once("Sequoia: %s", reason)
     return Selection(entry, reason)
-
-
-@cache
-def _log_once(line: str) -> None:
-    logger.info("Sequoia: %s", line)
 
 
 def runs_as_here(
     entry: TreeEntry, file: LibraryFile, device: Device, pair: PairKey, shapes: PairShapes
 ) -> bool:
-    """Whether an entry is for models that run as here; else a computed tree is better, if there is
-    a datasheet to compute from."""
+    """Whether an entry is for models that run as here; else a computed tree is better, if any."""
     if file.datasheet is None:
         return True
     if pair.offloading is not None:
@@ -195,8 +190,7 @@ def nearest_in_size(
 
 
 def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | None, float | None]:
-    """Parameters of target and draft, by the shape or the name on the Hub, where a head's is its
-    target's; None: unknown."""
+    """Parameters of target and draft, by shape or name (of a head it is its target's), or None."""
 
     known = shapes or PairShapes(None, None)
 

@@ -51,8 +51,7 @@ Content = TypeVar("Content")
 
 
 def shipped_directory() -> Path:
-    """Where the shipped trees lie: inside the package, or beside it in a checkout. Raises
-    LibraryError if they are in neither place."""
+    """Where the shipped trees lie: in the package, or beside it in a checkout (LibraryError)."""
     package = Path(__file__).parents[1]
     places = [package / "trees", package.parent / "trees"]
     if found := next((place for place in places if (place / "acceptance").is_dir()), None):
@@ -120,19 +119,21 @@ class TreeLibrary:
         return (path, UserTree.load(path).entry) if path is not None and found else None
 
     def save_user_tree(self, pair: PairKey, entry: TreeEntry) -> Path:
-        """Stores a tuned tree so that `select` prefers it from now on. Raises LibraryError, which
-        names the fix, if it cannot be."""
+        """Stores a tree tuned by `measurements` so that `select` prefers it from now on. Raises
+        LibraryError, which names the fix, if it cannot be."""
         keys = ("target", "draft", "dtype", "tensor_parallel_size")
+        file = str(self.measurements(pair).profile.relative_to(self.user))
         own = {"name": f"user/{pair.file_name}", **{key: getattr(pair, key) for key in keys}}
+        own["profile"] = entry.profile.model_copy(update={"file": file})
         make_writable(self.user)
         path = self.user / f"{pair.file_name}.json"
         UserTree(device=pair.device, entry=entry.model_copy(update=own)).save(path)
         return path
 
     def measurements(self, pair: PairKey) -> TunedFiles:
-        """Where the tune command keeps what it measured for this key, if it did. Raises
-        LibraryError if this user has no directory."""
-        return TunedFiles(self.user / "measurements" / pair.file_name)
+        """Where `tune` keeps what it measured for this key; LibraryError: there is no directory."""
+        directory = self.user / "measurements" / pair.file_name
+        return TunedFiles(directory, directory / "acceptance.json", directory / "profile.json")
 
     def tuned(self, pair: PairKey) -> Selection | None:
         """The user's own tree for exactly this pair and way of running; None: there is none."""
@@ -144,9 +145,8 @@ class TreeLibrary:
         that docs/trees.md lists, from the tuned ones on.
 
         Trees are for the acceptance measured on the pair, or the weakest published one. A name is
-        compared as it is; a directory by its files. ``shapes`` are what the models' configurations
-        say; None: nothing is known of them. Raises DeviceError if the device name is empty, and
-        LibraryError if there is no tree.
+        compared as it is; a directory by its files. ``shapes`` are what configurations say; None:
+        nothing. Raises DeviceError if the device name is empty, LibraryError if there is no tree.
         """
         if (own := self.tuned(pair)) is not None:
             return own

@@ -7,8 +7,8 @@ the disk is read-only. It then runs without such files.
 import datetime
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 
@@ -89,21 +89,12 @@ def learned_acceptance(path: Path, pair: PairKey) -> AcceptanceFile | None:
     )
 
 
-@dataclass(frozen=True)
-class TunedFiles:
+class TunedFiles(NamedTuple):
     """The files that a user's own tree was made from."""
 
     directory: Path
-
-    @property
-    def acceptance(self) -> Path:
-        """`AcceptanceFile`: how often drafts are accepted."""
-        return self.directory / "acceptance.json"
-
-    @property
-    def profile(self) -> Path:
-        """`Profile`: how long each part of a step takes."""
-        return self.directory / "profile.json"
+    acceptance: Path  # `AcceptanceFile`: how often drafts are accepted
+    profile: Path  # `Profile`: how long each part of a step takes
 
 
 def reason_not_to_keep() -> str | None:
@@ -116,8 +107,7 @@ def reason_not_to_keep() -> str | None:
 
 
 def make_writable(directory: Path) -> None:
-    """Makes a directory of the user's that is to be written to. Raises LibraryError, which names
-    the fix, if it cannot be."""
+    """Makes a directory to write to; raises LibraryError, which names the fix, if it cannot."""
     check_writable(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -126,8 +116,7 @@ def make_writable(directory: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Raises LibraryError, which names the fix, unless files can be made in a directory, or it can
-    be made where there is none yet."""
+    """Raises LibraryError, which names the fix, unless files, or the directory, can be made."""
     nearest = directory
     try:
         while not nearest.exists():

@@ -1,7 +1,5 @@
 """Engines for measuring, facts about their models, and prompts of a wanted length."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +132,7 @@ def count_parameters(model: str) -> float:
     return float(sum(parameter.numel() for parameter in built.parameters()))
 
 
-def compare_models(target: str, draft: str) -> Comparison:
+def compare_models(target: str, draft: str) -> "Comparison":
     """Compares two models' vocabularies, like an engine with both. Raises SequoiaError if the draft
     cannot serve this target, or a model is missing."""
     from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies

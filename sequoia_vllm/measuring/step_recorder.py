@@ -62,11 +62,8 @@ class Recording:
         self._steps[-1]["spans"].append((part, start, self._mark()))
 
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
-        """The steps since the last call: fields of `StepRecord`.
-
-        Args:
-            decoding: Only steps in which so many requests decoded, and none read its prompt.
-        """
+        """The steps since the last call, as fields of `StepRecord`; with ``decoding`` only those in
+        which so many requests decoded, and none read its prompt."""
         steps, self._steps = self._steps, []
         if decoding is not None:
             steps = [one for one in steps if one["decoding"] and one["requests"] == decoding]
@@ -139,9 +136,8 @@ class RecordingV1(Recording):
 class RecordingV2(Recording):
     """Wraps the methods of one V2 runner, and does not make it wait for the device.
 
-    On a GPU the parts are spans between CUDA events on the engine's stream, read only when steps
-    are taken. One CUDA graph grows all levels of a tree, so each draft pass gets an equal share of
-    its time.
+    On a GPU the parts are spans between CUDA events on the engine's stream, read when steps are
+    taken. One CUDA graph grows all levels of a tree: each draft pass gets an equal share of it.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -208,6 +204,5 @@ class StepRecorder:
         self._sequoia_recording = RecordingV2(runner) if runs_v2 else RecordingV1(runner)
 
     def sequoia_take_steps(self, decoding: int | None = None) -> list[dict[str, Any]]:
-        """Steps recorded since the last call, as fields of `hardware.step_curves.StepRecord`; only
-        those in which ``decoding`` requests decoded and none read its prompt, if given."""
+        """Takes the recorded steps, see `Recording.take`."""
         return self._sequoia_recording.take(decoding)

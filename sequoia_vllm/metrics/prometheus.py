@@ -33,8 +33,7 @@ class PrometheusKinds:
         self._made: list[Counter | Gauge] = []
 
     def make(self, is_gauge: bool, *described: Any) -> Any:
-        """A counter or gauge, from name, documentation and labels: has ``labels(*values)`` with
-        ``inc(amount)`` or ``set(value)``."""
+        """A counter or gauge of prometheus_client's form, from name, documentation and labels."""
         more = {"multiprocess_mode": "mostrecent"} if is_gauge else {}
         kind: Any = Gauge if is_gauge else Counter
         self._made.append(kind(*described, registry=self._registry, **more))

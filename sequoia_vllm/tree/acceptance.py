@@ -1,7 +1,5 @@
 """The acceptance vector: how likely the verifier is to take a node's k-th child."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,7 @@ class Acceptance:
     use the last row."""
 
     @classmethod
-    def of(cls, values: Acceptance | ArrayLike) -> Acceptance:
+    def of(cls, values: "Acceptance | ArrayLike") -> "Acceptance":
         """Checks ``p[k]`` or ``p[d][k]``; entry 0 is the first child.
 
         Raises AcceptanceError if it is empty, ragged, negative, NaN or not of numbers, or a row
@@ -87,7 +85,7 @@ class Acceptance:
         return rows[0] if len(rows) == 1 else rows
 
     @classmethod
-    def load(cls, path: Path | str) -> Acceptance:
+    def load(cls, path: Path | str) -> "Acceptance":
         """Reads ``{"acceptance": [...]}`` or a bare list; AcceptanceError if there is none."""
         data: Any = read_json(Path(path), "acceptance", AcceptanceError)
         if isinstance(data, dict):

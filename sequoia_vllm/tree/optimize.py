@@ -15,8 +15,6 @@ need only smaller n, so one NumPy (max, +) step does them together.
 Sizes count the root; depths count edges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -80,7 +78,7 @@ class Frontier:
     """float64, shape ``[max_size + 1, max_depth + 1]``: ``G[n, d]`` is the best expectation of a
     tree of at most n nodes, root included, and at most d edges deep. Row 0 is 0 (no tree); ``G[n,
     0]`` is 1 (root only)."""
-    _solution: _Solution
+    _solution: "_Solution"
     _roots: list[int]  # states that a whole tree may start in, by depth from 1 on
     _made: dict[tuple[int, int], TokenTree] = field(default_factory=dict)
 
@@ -91,7 +89,7 @@ class Frontier:
         max_size: int,
         max_depth: int,
         max_branch: int | None = None,
-    ) -> Frontier:
+    ) -> "Frontier":
         """Runs the DP; arguments and errors are as in `optimize_tree`."""
         acceptance = Acceptance.of(acceptance)
         _check_limits(max_size=max_size, max_depth=max_depth, max_branch=max_branch)
@@ -146,8 +144,7 @@ class _Solution:
 
     next: NDArray[np.int64]  # ``[S]``, the state of a node's children; S means "a leaf"
     gain: NDArray[np.float64]
-    """``[S + 1, size + 1]``, best value of exactly n nodes; -inf where the limits leave no room;
-    the last row is the leaf."""
+    """``[S + 1, size + 1]``, best value of exactly n nodes; -inf: no room; the last row: a leaf."""
     branch: NDArray[np.float64]  # ``[S, B, size - 1]``, p[s, b] * gain[next(s), m] at index m - 1
     forest: NDArray[np.float64]
     """``[S, B + 1, size]``, see the module; n nodes at index size - 1 - n, so that the sums below
@@ -160,7 +157,7 @@ class _Solution:
         following: NDArray[np.int64],
         size: int,
         progress: Progress | None = None,
-    ) -> _Solution:
+    ) -> "_Solution":
         """Runs the DP; ``p`` is ``[S, B]``, the acceptance of a node's children in each state."""
         count, branches = p.shape
         if count * branches * size > _MAX_CELLS:

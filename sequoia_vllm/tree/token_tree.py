@@ -5,8 +5,6 @@ tree of ``size`` nodes drafts ``size - 1`` tokens. Depth counts edges (the
 root's depth is 0); the paper's (128, 10) is ``size=128, depth=9`` here.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from dataclasses import dataclass
@@ -62,7 +60,7 @@ class TokenTree:
         object.__setattr__(self, "parents", tuple(map(int, self.parents)))
 
     @classmethod
-    def chain(cls, num_tokens: int) -> TokenTree:
+    def chain(cls, num_tokens: int) -> "TokenTree":
         """A chain of ``num_tokens`` drafts: plain speculative decoding's shape."""
         return cls(tuple(range(-1, num_tokens)))
 
@@ -168,12 +166,11 @@ class TokenTree:
 
     # -- stored order ----------------------------------------------------------
 
-    def sorted_by_value(self, acceptance: Acceptance) -> TokenTree:
+    def sorted_by_value(self, acceptance: Acceptance) -> "TokenTree":
         """The same tree with its most valuable nodes first.
 
-        A node still comes after its parent and its previous sibling, so every
-        prefix is a tree; vLLM's scheduler trims drafts from the end, and what
-        it leaves is then the best part.
+        A node still comes after its parent and its previous sibling, so every prefix is a tree.
+        vLLM's scheduler trims drafts from the end: it leaves the best part.
         """
         import heapq
 
@@ -192,7 +189,7 @@ class TokenTree:
         new_index = {node: index for index, node in enumerate(order)}
         return TokenTree((-1, *(new_index[self.parents[node]] for node in order[1:])))
 
-    def trim(self, size: int) -> TokenTree:
+    def trim(self, size: int) -> "TokenTree":
         """The tree of the first ``size`` nodes, root included; TreeError if ``size`` is below 1."""
         if size < 1:
             raise TreeError(f"cannot trim a tree to {size} nodes: the root always stays")
@@ -206,7 +203,7 @@ class TokenTree:
         return {"schema": SCHEMA, **sizes, "parents": list(self.parents)}
 
     @classmethod
-    def from_dict(cls, data: Any) -> TokenTree:
+    def from_dict(cls, data: Any) -> "TokenTree":
         """Reads what `to_dict` wrote, or its ``parents`` alone; other keys are ignored.
 
         Raises TreeError if the object is not a token tree of this schema.
@@ -235,7 +232,7 @@ class TokenTree:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path | str) -> TokenTree:
+    def load(cls, path: Path | str) -> "TokenTree":
         """Reads a tree file.
 
         Raises TreeError if the file is missing, is not JSON, or is not a tree.

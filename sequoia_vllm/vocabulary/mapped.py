@@ -22,8 +22,7 @@ class SharedVocabulary:
 class MappedVocabulary(SharedVocabulary):
     """The draft has tokens of its own (token-level intersection, arXiv 2502.05202).
 
-    Nothing here waits for the device, and shapes depend on those of arguments alone: a CUDA
-    graph may hold it.
+    Nothing waits for the device, and shapes depend on arguments' alone: a CUDA graph may hold it.
     """
 
     def __init__(self, matching: Matching, device: torch.device) -> None:

@@ -4,8 +4,6 @@ Byte-level BPE writes every byte as one visible character ("Ġ" is a space). Sen
 what follows it, writes text, "▁" for a space, and "<0x0A>" for a byte that no other token has.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping
@@ -36,7 +34,7 @@ class Vocabulary:
     unknown: int | None = None
     """Numbers of the tokens that end and begin a sequence, and stand for what cannot be spelled."""
 
-    def within(self, size: int) -> Vocabulary:
+    def within(self, size: int) -> "Vocabulary":
         """Without the tokens from this number on: the model has no rows for them."""
 
         roles = (self.end, self.begin, self.unknown)
@@ -117,8 +115,7 @@ def by_merges(tokenizer: Any) -> list[int]:
 def _byte_level_alphabet() -> dict[int, str]:
     """What `str.translate` needs: each visible character to the one whose number is its byte.
 
-    Bytes that are visible in Latin-1 stand for themselves; the others got the characters from
-    256 on, in order.
+    Bytes visible in Latin-1 stand for themselves; others got the characters from 256 on, in order.
     """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]

@@ -205,9 +205,7 @@ def test_engines_that_think_first(parser, in_reasoning, expected):
 def test_nobody_drafts_beside_custom_processors(how, scheduler, monkeypatch):
     if how == "installed":  # vLLM's workers take what packages register
         monkeypatch.setattr(eligibility, "entry_points", lambda group: [group])
-        eligibility._has_installed_processors.cache_clear()
     ours = TreeSchedulingAhead(processors=["some.Processor"] if how == "given" else None)
-    eligibility._has_installed_processors.cache_clear()
     assert step(ours, {"a": GREEDY, "b": UNDRAFTED}) == {"a": 0, "b": 0}
 
 

@@ -252,7 +252,7 @@ def test_the_expected_gain_is_of_the_choice(tmp_path):
     assert found.source == "roofline, not measured"
     assert gain(tree="h200/70b-1b/shipped").speedup > 1
     assert gain(EPYC, tree="h200/70b-1b/shipped") == ExpectedGain(made_for="h200")
-    assert gain(EPYC).pays is False  # and 16 nodes are drafted all the same
+    assert gain(EPYC).speedup <= 1  # and 16 nodes are drafted all the same
     assert gain(tree={"size": 16}).tokens > 2
     assert gain(tree={"parents": [-1, 0]}) == ExpectedGain()
     path = tmp_path / "chain.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sequoia_vllm.cli.advise import _measured_times
-from sequoia_vllm.cli.tune import quick_engine, save_tuned, tuned_entry
+from sequoia_vllm.cli.tune import quick_engine, tuned_entry
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import CostModel
@@ -80,7 +80,7 @@ def test_the_entry_is_the_best_schedule_of_the_context():
 
 def test_auto_picks_the_tuned_tree(library):
     entry = tuned_entry(vector(), PAYS, 256, 32)
-    path = save_tuned(library, HERE, entry)
+    path = library.save_user_tree(HERE, entry)
     choice = auto()
     assert choice.tree == entry.tree
     assert f"tuned here ({path})" in choice.source
@@ -94,7 +94,7 @@ def test_a_tree_tuned_for_drafts_from_text_is_picked_and_no_other(library):
     timed = PAYS.model_copy(update={"draft": "lookup", "draft_parameters": 0})
     entry = tuned_entry(vector(draft="lookup"), timed, 256, 32)
     assert entry.model_class == "4m-lookup"
-    save_tuned(library, pair, entry)
+    library.save_user_tree(pair, entry)
     choice = chosen(config, pair)
     assert choice.tree == entry.tree
     assert "tuned here" in choice.source
@@ -104,13 +104,13 @@ def test_no_speculation_is_an_answer(library):
     entry = tuned_entry(vector(), DOES_NOT_PAY, 256, 32)
     assert entry.tree.size == 1
     assert entry.schedule == [(1, 8, 0)]
-    save_tuned(library, HERE, entry)
+    library.save_user_tree(HERE, entry)
     assert auto().tree.size == 1
     assert auto(tree=None).tree.size == 16  # without "auto" some tree is always used
 
 
 def test_a_directory_is_one_model_however_it_is_written(library, monkeypatch):
-    save_tuned(library, HERE, tuned_entry(vector(), PAYS, 256, 32))
+    library.save_user_tree(HERE, tuned_entry(vector(), PAYS, 256, 32))
     monkeypatch.chdir(Path(TARGET).parent)
     for target in ("target", "./target/", str(Path("..") / Path(TARGET).parent.name / "target")):
         assert "tuned here" in auto(target, os.path.relpath(DRAFT)).source
@@ -122,7 +122,7 @@ def test_a_directory_is_one_model_however_it_is_written(library, monkeypatch):
 def test_times_of_a_tuned_tree_are_found_until_they_are_gone(library):
     path = library.measurements(HERE).profile
     PAYS.save(path)
-    save_tuned(library, HERE, tuned_entry(vector(), PAYS, 256, 32))
+    library.save_user_tree(HERE, tuned_entry(vector(), PAYS, 256, 32))
     [entry] = (entry for entry in library.entries() if entry.name.startswith("user/"))
     assert _measured_times(library, entry) == PAYS
     path.unlink()

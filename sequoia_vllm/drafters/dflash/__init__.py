@@ -1,7 +1,6 @@
 """DFlash heads and their kin: one pass over a block drafts all levels.
 
-The kin are DFlash2, LiLiCorr, and JetSpec (arXiv 2606.18394), whose positions see only those before
-them.
+The kin are DFlash2, LiLiCorr, and JetSpec (arXiv 2606.18394), whose positions see no later ones.
 """
 
 from types import MappingProxyType

@@ -13,8 +13,7 @@ SUCCESSORS = 8
 """Tokens kept of each token's successors."""
 MOST_LEARNED = 256
 """Rows of logits that a step learns from; of more rows it takes every second, third, ..."""
-# Logits of the successors by rank, and of all other tokens. They are exact in bfloat16: Q must be
-# what children are drawn from.
+# Logits of other tokens, and of successors by rank. Exact in bfloat16, as Q is what is drawn from.
 OTHERS = -30.0
 BY_RANK = (0.0, -1.25, -1.75, -2.0, -2.25, -2.5, -3.0, -3.0)
 

@@ -1,7 +1,5 @@
 """Lookup on Model Runner V2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from sequoia_vllm.engine.v2.drafting.drafter import TextDrafter
 class LookupGrowth(TreeGrowth):
     """Grows trees from the table."""
 
-    _model: LookupDrafter
+    _model: "LookupDrafter"
 
     def grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
         """See `TreeGrowth.grow`."""
@@ -40,14 +38,11 @@ class LookupGrowth(TreeGrowth):
 
 
 class LookupDrafter(TextDrafter):
-    """Keeps the table on the device.
-
-    Attributes:
-        first_rows: int64 ``[request slots]``: see `Successors.first_rows`; None: no adapters.
-    """
+    """Keeps the table on the device."""
 
     successors: Successors
     first_rows: Tensor | None = None
+    """int64 ``[request slots]``: see `Successors.first_rows`; None: no adapters."""
 
     def allocate(self, target_model: torch.nn.Module) -> None:
         """See `TreeDrafter.allocate`; the trees' Q is kept in the same dtype."""

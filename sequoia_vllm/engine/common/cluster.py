@@ -45,14 +45,8 @@ def check_versions(front_end: Mapping[str, str], here: Mapping[str, str], node: 
 
 
 def check_devices(group: Sequence[str], chosen_for: str | None) -> None:
-    """Raises unless a tensor-parallel group has one type of device, the tree's if it has one.
-
-    Args:
-        chosen_for: The device that the tree was chosen for; None: the user gave the tree.
-
-    Raises:
-        ConfigError: Naming the devices and the fix.
-    """
+    """Raises ConfigError, naming the fix, unless a tensor-parallel group has one type of device:
+    the one that the tree was ``chosen_for``, if it was (None: the user gave the tree)."""
     types = sorted(set(group))
     if len(types) > 1:
         raise ConfigError(

@@ -28,9 +28,7 @@ class StepOutcome:
     """What a worker says of a step."""
 
     paths: bytes = b""  # verified trees, for `TreeCounts.from_bytes`
-    limit: int | None = None
-    """Most drafts to schedule per request while a measuring tool, or a draft that failed, limits
-    them."""
+    limit: int | None = None  # most drafts per request, by a measuring tool or a draft that failed
     has_failed: bool = False  # whether the draft has
     drafts: Any = None  # vLLM's `DraftTokenIds` of the step; None: the engine core must ask
     drafting: tuple[float, ...] | None = None

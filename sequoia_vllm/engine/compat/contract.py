@@ -58,11 +58,8 @@ def differences(expectations: Iterable[Expected]) -> list[str]:
 
 @cache
 def check_contract(v2: bool = False) -> None:
-    """Checks once per process; on a CPU only the worker knows whether Model Runner V2 runs.
-
-    Raises:
-        ContractError: One message with every difference and the versions we support.
-    """
+    """Checks once per process; on a CPU only the worker knows whether Model Runner V2 runs. Raises
+    ContractError, with every difference and the versions we support."""
     device = current_device()
     found = differences(contract(device, v2))
     if found:

@@ -18,8 +18,7 @@ SUPPORTED_VERSIONS: dict[Device, tuple[str, ...]] = {
 _MASKS = "vllm.v1.worker.gpu.structured_outputs"
 _ATTENTION = "vllm.v1.attention.backends"
 CHANGED: tuple[Expected, ...] = (
-    # No signature tells how the masks of several requests lie. It changed with these: read the
-    # sources anew for a version that has others.
+    # How the masks of several requests lie changed with these: for others read the sources anew.
     expected(
         f"{_MASKS}:StructuredOutputsWorker",
         "max_num_logits, vocab_size, device, mask_stride",

@@ -3,8 +3,6 @@
 In the engine core, which learns of every step's trees and schedules the drafts of the next.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -39,7 +37,7 @@ _GROWTH = 2
 _MOST_OPEN = 64  # steps whose drafting has not ended; two are usual
 
 
-def new_adapter(vllm_config: Any, lookup: list[int] | None) -> SchedulerAdapter | None:
+def new_adapter(vllm_config: Any, lookup: list[int] | None) -> "SchedulerAdapter | None":
     """What decides how much an engine drafts, by vLLM's ``lookup``; None: it does not adapt."""
     settings = SequoiaSettings.of(vllm_config)
     if lookup is None or settings.adapts_as is None:
@@ -53,12 +51,10 @@ def new_adapter(vllm_config: Any, lookup: list[int] | None) -> SchedulerAdapter 
 
 
 class SchedulerAdapter:
-    """One scheduler's controller, told of its steps.
+    """One scheduler's controller, whose table is the scheduler's, told of its steps.
 
-    Args:
-        controller: Its table is the scheduler's.
-        name: Name of the file that keeps what was learned, in the user's directory.
-        keeps: Whether the file can be written. If not, the front end has logged it.
+    What was learned is kept in a file of this name, in the user's directory. If it cannot be
+    written, ``keeps`` is false, and the front end has logged it.
     """
 
     def __init__(self, controller: DraftController, name: str, keeps: bool = True) -> None:
@@ -81,10 +77,8 @@ class SchedulerAdapter:
         self._restore()
 
     def before_step(self, now: float, reset: set[str]) -> None:
-        """Notes that a step is about to be scheduled, at ``now`` of ``time.perf_counter``.
-
-        ``reset``: requests that lost their KV cache since the step before because a user reset it.
-        """
+        """Notes that a step is about to be scheduled, at ``now`` of ``time.perf_counter``. A user
+        has reset the KV cache of the requests ``reset`` since the step before."""
         self._reset |= reset
         if self._before is None:
             self._before = now
@@ -135,8 +129,7 @@ class SchedulerAdapter:
     def _close_steps(self, outcome: StepOutcome) -> None:
         """Tells the controller of the steps whose drafting has ended, and of verified trees.
 
-        A GPU drafts after the outcome: the time between two outcomes has the former step's
-        drafting.
+        A GPU drafts after the outcome: the time between two has the former step's drafting.
         """
         self._paths += outcome.paths
         for drafting in (0.0,) if outcome.drafting is None else outcome.drafting:

@@ -5,7 +5,6 @@ Options of a request for speculation are in ``extra_args``, which HTTP clients c
 
 import difflib
 from collections.abc import Sequence
-from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -56,10 +55,7 @@ def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | 
     """Why this request gets no drafts, or None if it gets trees.
 
     The features that are left here keep a state per request; others are applied by a node's path.
-
-    Args:
-        sampling_params: vLLM's `SamplingParams`, as the front end completed it.
-        thinks_first: Grammars hold only once a request has ended its reasoning, maybe amid a tree.
+    ``thinks_first``: grammars hold only once a request has ended its reasoning, maybe amid a tree.
     """
     p = sampling_params
     if p is None:
@@ -90,12 +86,8 @@ def is_longer_than_draft(vllm_config: Any, prompt: Sequence[int] | None) -> bool
 
 def has_custom_processors(vllm_config: Any) -> bool:
     """Whether an engine has logits processors of its user's, which may look at a path's tokens."""
-    return bool(vllm_config.model_config.logits_processors) or _has_installed_processors()
-
-
-@cache  # asked in every request
-def _has_installed_processors() -> bool:
-    return bool(entry_points(group=LOGITSPROCS_GROUP))
+    named = vllm_config.model_config.logits_processors
+    return bool(named or entry_points(group=LOGITSPROCS_GROUP))
 
 
 def never_drafts(sampling_params: Any, thinks_first: bool) -> bool:

@@ -7,8 +7,6 @@ On Model Runner V1 a forbidden draft is replaced where little is allowed (`Stand
 verifier knows both tokens (`verification.replaced`): docs/requests.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -42,7 +40,7 @@ class StandIns:
     length_of: Callable[[int], int]  # length of a token's text
 
     @classmethod
-    def of(cls, manager: Any) -> StandIns:
+    def of(cls, manager: Any) -> "StandIns":
         """Stand-ins for the engine of vLLM's `StructuredOutputManager`."""
         tokenizer = manager.tokenizer
 
@@ -125,13 +123,9 @@ class TreeGrammars:
         structured_output_request_ids: list[str],
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> NDArray[np.int32] | None:
-        """The manager's masks of the roots; then those of the other nodes.
+        """Masks of each of these requests, its root's, then its drafts', int32 ``[rows, V / 32]``.
 
-        The manager is asked for one request after another: its layout of several differs by
-        version.
-
-        Returns:
-            int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.
+        The manager fills the roots', one by one: its layout of several differs by version.
         """
         manager, names = self.manager, structured_output_request_ids
         if not names:
@@ -165,7 +159,8 @@ def fill_nodes(
     masks: NDArray[np.int32],
     stand_ins: StandIns | None = None,
 ) -> list[int]:
-    """Fills the masks of a tree's nodes, and leaves the grammar's state as it was.
+    """Fills the masks of a tree's nodes, and leaves the grammar's state as it was. Returns the
+    tokens to score: ``tokens``, some of them replaced.
 
     Args:
         grammar: vLLM's `StructuredOutputGrammar` of the request, at its root.
@@ -173,9 +168,6 @@ def fill_nodes(
         tokens: Tokens of nodes 1, 2, ...; -1: none.
         masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is filled.
             Nodes that the grammar forbids, and whatever is below, keep what is there.
-
-    Returns:
-        The tokens to score: ``tokens``, some of them replaced.
     """
     filled = torch.from_numpy(masks)
     scored = list(tokens)

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, mark_loaded, outcome_of
 from sequoia_vllm.engine.core.adapting import new_adapter
@@ -72,16 +73,17 @@ class TreeScheduling(Scheduler):
             return super().schedule(*args, **kwargs)
         if self.adapter is not None:
             self.adapter.before_step(time.perf_counter(), self.reset_preempted_req_ids)
-        lookup, slots = self.dynamic_sd_lookup, self.num_lookahead_tokens
-        most = self._most_drafts()
-        # Cut to the drafts that there are slots for, while a step is scheduled.
-        self.dynamic_sd_lookup = [min(drafts, most) for drafts in lookup]
-        # Slots for the drafts of a step's batch, while it is scheduled.
-        self.num_lookahead_tokens = self._slots_for(most)
-        try:
+        running, waiting = self.get_request_counts()
+        largest = min(running + waiting, self.max_num_running_reqs)
+        # Of any batch: of all running requests, with none to all waiting ones.
+        most = max(self.dynamic_sd_lookup[max(running, 1) : largest + 1], default=0)
+        cut, slots = [min(each, most) for each in self.dynamic_sd_lookup], self._slots_for(most)
+        # Cut to the drafts that there are slots for, and these slots, while a step is scheduled.
+        with (
+            patched(self, "dynamic_sd_lookup", cut),
+            patched(self, "num_lookahead_tokens", slots),
+        ):
             scheduled = super().schedule(*args, **kwargs)
-        finally:
-            self.dynamic_sd_lookup, self.num_lookahead_tokens = lookup, slots
         if self.nobody_drafts or all(
             never_drafts(self.requests[request].sampling_params, self.thinks)
             for request in scheduled.num_scheduled_tokens
@@ -105,12 +107,6 @@ class TreeScheduling(Scheduler):
         """Calls vLLM's, and notes the request."""
         super()._update_waiting_for_remote_kv(request)
         self.loaded.add(request.request_id)
-
-    def _most_drafts(self) -> int:
-        """The most drafts of any batch: of all running requests, with none to all waiting ones."""
-        running, waiting = self.get_request_counts()
-        largest = min(running + waiting, self.max_num_running_reqs)
-        return max(self.dynamic_sd_lookup[max(running, 1) : largest + 1], default=0)
 
     def _slots_for(self, drafts: int) -> int:
         """Look-ahead slots of a step that grows trees of so many drafts."""
@@ -239,9 +235,8 @@ class TreeScheduling(Scheduler):
     def _handle_stopped_request(self, request: Any) -> bool:
         """Stops a request like vLLM; a session's next turn begins where plain vLLM's does.
 
-        The last step may have accepted tokens behind the turn's end, and vLLM would go on behind
-        them. Plain vLLM never computes the last token that it emits: the next turn begins in its
-        slot.
+        The last step may have accepted tokens behind the turn's end; vLLM would go on behind them.
+        Plain vLLM never computes the last token that it emits: the next turn begins in its slot.
         """
         if request.resumable:
             known = request.num_tokens - 1 + request.num_output_placeholders

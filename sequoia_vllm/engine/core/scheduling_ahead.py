@@ -7,8 +7,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from sequoia_vllm.engine.core.eligibility import may_carry_placeholders, never_drafts
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 
-# At most this share of a step's requests (or one request) carries placeholders instead of drafts:
-# scoring their rows is wasted work.
+# At most this share of a step's requests, or one, carries placeholders: rows scored in vain.
 _MOST_PADDED = 1 / 8
 
 
@@ -18,9 +17,8 @@ class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
     It runs a step ahead of the worker: vLLM gives every decoding request placeholders for the
     drafts that a step will grow. Our method takes them away from requests that never draft.
 
-    A full CUDA graph needs equal numbers of drafts, so one request without drafts would take the
-    graph from all others. While few requests are like it, they keep vLLM's placeholders: the worker
-    scores and rejects them.
+    A full CUDA graph needs equal numbers of drafts, so one request without drafts would take it
+    from all others. While they are few, they keep placeholders: the worker scores and rejects them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,10 +35,12 @@ class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
         if self.nobody_drafts or len(undrafted) == len(scheduled):
             scheduler_output.num_spec_tokens_to_schedule = 0
         super()._update_after_schedule(scheduler_output)
-        if self.nobody_drafts or not undrafted or self._is_padded(undrafted, len(scheduled)):
-            return
-        for request_id in undrafted:
-            self.requests[request_id].spec_token_ids = []
+        few = len(undrafted) <= max(1, len(scheduled) * _MOST_PADDED)
+        others_draft = len(scheduled) > len(undrafted)
+        is_padded = few and others_draft and all(self.without_drafts[name] for name in undrafted)
+        if not (self.nobody_drafts or is_padded):
+            for request_id in undrafted:
+                self.requests[request_id].spec_token_ids = []
 
     def _remember(self, scheduler_output: Any) -> None:
         """Notes new requests that never draft; sampling parameters do not change later."""
@@ -50,8 +50,3 @@ class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
             self.without_drafts.pop(new.req_id, None)
             if never_drafts(new.sampling_params, self.thinks):
                 self.without_drafts[new.req_id] = may_carry_placeholders(new.sampling_params)
-
-    def _is_padded(self, undrafted: set[str], scheduled: int) -> bool:
-        few = len(undrafted) <= max(1, scheduled * _MOST_PADDED)
-        others_draft = scheduled > len(undrafted)
-        return few and others_draft and all(self.without_drafts[name] for name in undrafted)

@@ -66,19 +66,14 @@ class DraftReader:
             overrides if callable(overrides) else None,
         )
         if isinstance(found, SpeculatorsConfig):
-            # vLLM keeps the fields that it needs. A DFlash head's number of levels is not among
-            # them.
+            # vLLM keeps the fields that it needs: not a DFlash head's number of levels.
             stated, _ = SpeculatorsConfig.get_config_dict(draft, revision=keys.get("revision"))
             found.block_size = stated.get("block_size")
         return found
 
     def kind(self, draft: str) -> Drafter:
-        """The kind of a checkpoint; its path does not matter.
-
-        Raises:
-            ConfigError: Trees do not draft with it, or ``"drafter"`` says another, or it is another
-                target's head.
-        """
+        """The kind of a checkpoint; its path does not matter. Raises ConfigError if trees do not
+        draft with it, or ``"drafter"`` says another, or it is another target's head."""
         given = None if self.config.drafter is None else drafter(self.config.drafter)
         if given is not None and given.is_targets_own:
             layers = SpeculativeConfig.hf_config_override(deepcopy(self.target.hf_config))

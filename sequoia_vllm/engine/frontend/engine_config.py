@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -57,11 +57,8 @@ logger = logging.getLogger("vllm.sequoia")
 def create_engine_config(
     original: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checks the contract, calls vLLM's, then refuses unsupported set-ups.
-
-    Raises:
-        SequoiaError: What we cannot do; in vLLM's own commands a line and exit code 2.
-    """
+    """Checks the contract, calls vLLM's, then refuses unsupported set-ups. Raises SequoiaError for
+    what we cannot do; in vLLM's own commands it is a line and exit code 2."""
     with short_in_commands():
         request = sequoia_request(self)
         if request is None:
@@ -99,12 +96,6 @@ def _sequoia_engine_config(
             choose_linear_layers(vllm_config)
     _choose_scheduler(scheduler)
     return vllm_config
-
-
-def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
-    """Keeps ``max_model_len``, which vLLM cuts to the draft's: our drafts are skipped beyond."""
-    if not SequoiaSettings.enabled(self):
-        original(self)
 
 
 def _choose_scheduler(config: Any) -> None:
@@ -180,9 +171,7 @@ def apply(
     planned: Plan, create: Callable[..., Any], args: EngineArgs, target: Any, parallel: Any
 ) -> Any:
     """Makes vLLM's configuration of a plan (None: no speculation), and changes its other objects.
-
-    ConfigError: vLLM cannot use the draft, or trees cannot.
-    """
+    Raises ConfigError if vLLM cannot use the draft, or trees cannot."""
     for level, line in planned.notes:
         logger.log(level, "Sequoia: %s", line)
     parallel.worker_cls = planned.worker_cls
@@ -211,8 +200,7 @@ def apply(
         settings = _with_vocabulary(settings, planned.config.draft_vocabulary, target, draft)
     settings.store(speculative_config)
     if args.enable_lora:
-        # vLLM wants a token budget for the whole tree at all loads then: it knows no schedule.
-        # `plan_schedule` puts the number back.
+        # vLLM wants a token budget for whole trees then. `plan_schedule` puts the number back.
         speculative_config.num_speculative_tokens = 1
     return speculative_config
 

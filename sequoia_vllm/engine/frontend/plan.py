@@ -53,13 +53,9 @@ class Plan:
 
 
 def plan(config: SequoiaConfig, facts: Facts) -> Plan:
-    """Chooses the tree of an engine, and all that depends on it.
-
-    Raises:
-        ConfigError: The tree is too deep for the draft, the schedule has more drafts than it,
-            the output layer of a head is to be trimmed, keys are about a draft's checkpoint where
-            there is none, or the user names another worker.
-    """
+    """Chooses the tree of an engine, and all that depends on it. Raises ConfigError if the tree is
+    too deep for the draft, the schedule has more drafts than it, a head's output layer is to be
+    trimmed, keys are about a draft's checkpoint where there is none, or another worker is named."""
     kind, pair = facts.drafter, facts.pair
     if config.draft_vocabulary and kind.is_head:
         raise ConfigError(
@@ -74,10 +70,16 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
                 f"draft's: leave {'it' if len(given) == 1 else 'them'} out"
             )
     choice = choose_engine_tree(config, facts)
-    _check_depth(choice, facts)
+    tree, levels = choice.tree, facts.levels
+    if levels is not None and tree.depth > levels:
+        raise ConfigError(
+            f"the tree has {tree.depth} levels, and the {kind.short_name} {pair.draft!r} drafts "
+            f"{levels} at most, one for each position of its block that predicts: choose a tree of "
+            f'depth {levels} or less, such as "tree": {{"size": {tree.size}, "depth": {levels}}}'
+        )
     rule = graph_sizes.usual_rule(facts.on_cpu)
     settings = SequoiaSettings(
-        tree=choice.tree,
+        tree=tree,
         tree_source=choice.source,
         chosen_for=choice.device,
         versions=dict(facts.versions),
@@ -91,22 +93,10 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         drafter=kind.kind,
         keeps=facts.not_kept is None,
     )
-    worker_cls = _worker(facts, choice.tree.num_speculative_tokens > 0)
+    worker_cls = _worker(facts, tree.num_speculative_tokens > 0)
     chain = _as_chain(config, pair, kind, choice)
     notes = list(_notes(config, facts, choice))
     return Plan(config, pair.draft, kind, choice, settings, worker_cls, chain, notes)
-
-
-def _check_depth(choice: TreeChoice, facts: Facts) -> None:
-    """Refuses a tree that is deeper than the draft goes (ConfigError)."""
-    tree, levels = choice.tree, facts.levels
-    if levels is not None and tree.depth > levels:
-        raise ConfigError(
-            f"the tree has {tree.depth} levels, and the {facts.drafter.short_name} "
-            f"{facts.pair.draft!r} drafts {levels} at most, one for each position of its block "
-            f"that predicts: choose a tree of depth {levels} or less, such as "
-            f'"tree": {{"size": {tree.size}, "depth": {levels}}}'
-        )
 
 
 def _worker(facts: Facts, speculates: bool) -> str:

@@ -5,6 +5,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +23,25 @@ def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     parser = original(parser)
     for action in parser._actions:
         if action.dest == "speculative_config":
-            action.type = _json_or_shorthand(action.type)
+            action.type = partial(_json_or_shorthand, action.type)
         elif action.dest == "spec_method" and action.choices is not None:
             action.choices = [*action.choices, METHOD]
     return parser
 
 
-def _json_or_shorthand(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parsed(value: str) -> Any:
-        if value.strip() == METHOD:
-            return {"method": METHOD}
-        try:
-            found = parse(value)
-        except (ValueError, RecursionError, argparse.ArgumentTypeError) as error:
-            raise argparse.ArgumentTypeError(_not_a_config(value, error)) from error
-        try:
-            if isinstance(found, dict) and names_sequoia(found):
-                SequoiaConfig.parse(found)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-        return found
-
-    return parsed
+def _json_or_shorthand(parse: Callable[[str], Any], value: str) -> Any:
+    if value.strip() == METHOD:
+        return {"method": METHOD}
+    try:
+        found = parse(value)
+    except (ValueError, RecursionError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(_not_a_config(value, error)) from error
+    try:
+        if isinstance(found, dict) and names_sequoia(found):
+            SequoiaConfig.parse(found)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return found
 
 
 def _not_a_config(value: str, error: Exception) -> str:

@@ -39,11 +39,6 @@ class ExpectedGain:
     made_for: str | None = None
     """Another device that the tree was made for; None: it was made for this one, or for none."""
 
-    @property
-    def pays(self) -> bool | None:
-        """Whether drafting is expected to be faster than not; None: not known."""
-        return None if self.speedup is None else self.speedup > 1
-
 
 @dataclass(frozen=True)
 class TreeChoice:
@@ -101,10 +96,7 @@ def choose_engine_tree(config: SequoiaConfig, facts: Facts) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
     A tree that we choose is no deeper than the draft's levels, has no more nodes than layers take,
-    and takes a quarter of the longest request at most.
-
-    Raises:
-        ConfigError: The given schedule has more drafts than the given tree.
+    and a quarter of the longest request at most. ConfigError: the given schedule exceeds the tree.
     """
     choice = _resolve(config, facts)
     if config.is_tree_chosen and facts.max_model_len is not None:
@@ -218,7 +210,13 @@ def gain_line(
 
     WARNING: the user forces drafts that may well not pay. ``draft`` is what it is, and its name.
     """
-    doubt = _doubt(gain, size, on_cpu)
+    doubt = None
+    if gain.speedup is not None and gain.speedup <= 1:
+        doubt = "expected not to pay here"
+    elif gain.made_for is not None:
+        doubt = f"made for {gain.made_for}, and may not pay here"
+    elif on_cpu and size > _MOST_ON_CPUS and gain.speedup is None:
+        doubt = f"more drafts than usually pay on CPUs, {_MOST_ON_CPUS - 1}"
     if doubt is not None:
         words = doubt
     elif gain.speedup is not None:
@@ -233,13 +231,3 @@ def gain_line(
     if doubt is None:
         return logging.INFO, line
     return logging.WARNING, f'{line}; it drafts all the same, as "adapt" or a schedule fixes that'
-
-
-def _doubt(gain: ExpectedGain, size: int, on_cpu: bool) -> str | None:
-    if gain.pays is False:
-        return "expected not to pay here"
-    if gain.made_for is not None:
-        return f"made for {gain.made_for}, and may not pay here"
-    if on_cpu and size > _MOST_ON_CPUS and gain.pays is None:
-        return f"more drafts than usually pay on CPUs, {_MOST_ON_CPUS - 1}"
-    return None

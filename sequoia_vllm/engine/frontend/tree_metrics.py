@@ -1,7 +1,5 @@
 """Shows what became of trees, in the front end, and what vLLM counts and shows of our engines."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math
@@ -54,7 +52,7 @@ def init_stat_logger_manager(
     self.stat_loggers.append(TreeStatLogger(settings.tree, engines, _shown, logs, aggregate))
 
 
-def _own_kinds(stat_loggers: Sequence[Any] | None) -> LoggerKinds | None:
+def _own_kinds(stat_loggers: Sequence[Any] | None) -> "LoggerKinds | None":
     """Metric classes of a logger that shows vLLM's metrics elsewhere, like Ray Serve's; or None."""
     for factory in stat_loggers or ():
         is_shown = isinstance(factory, type) and issubclass(factory, PrometheusStatLogger)

@@ -22,7 +22,7 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
 from sequoia_vllm.engine.common import draft_schedule
-from sequoia_vllm.engine.common.settings import is_or_will_be_tagged, is_tagged
+from sequoia_vllm.engine.common.settings import SequoiaSettings, is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.common.step_messages import add_report_field
 from sequoia_vllm.engine.compat.versions import counts_blocks_as_rows, cuts_length_to_draft
 from sequoia_vllm.engine.core.eligibility import check_options
@@ -54,10 +54,11 @@ def install() -> None:
     logging.getLogger("vllm.config.scheduler").addFilter(tree_metrics.is_not_about_ours)
     # vLLM's log would name the method draft_model.
     _wrap(SpeculativeConfig, "__repr__", tree_metrics.describe)
+    without_check = _left_out(is_or_will_be_tagged)
     # Refuses drafts with another vocabulary size, whenever a configuration is made or copied; ours
     # are mapped, where vLLM's use_heterogeneous_vocab is greedy and for V1. Until: vLLM's
     # heterogeneous vocabularies draw at any temperature, on V2 too.
-    _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)
+    _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", without_check)
     # Takes schedules from data-parallel engines, whose replicas would run unequal numbers of
     # drafting passes; with trees replicas draft alone. Ours fits the schedule and CUDA graph sizes
     # to the engine's limits, which are known by then. Until: vLLM asks whether the replicas draft
@@ -66,7 +67,7 @@ def install() -> None:
     if cuts_length_to_draft():
         # Cuts the engine's length to the draft's; ours gives requests beyond it no drafts. Until:
         # vLLM asks the speculative method whether it can stop drafting for a request.
-        _wrap(VllmConfig, "_limit_max_model_len_to_draft", engine_config.limit_length)
+        _wrap(VllmConfig, "_limit_max_model_len_to_draft", _left_out(SequoiaSettings.enabled))
     if counts_blocks_as_rows():
         # For block heads counts a row for each draft in the target's batch, too, which then has
         # room for fewer requests. Until: `counts_blocks_as_rows` is False of every version.
@@ -117,7 +118,6 @@ def _validate_spec_decode(
         original(self, speculative_config)
 
 
-def _verify_vocabulary_size(original: Callable[..., Any], self: SpeculativeConfig) -> None:
-    """Calls vLLM's, unless the engine is Sequoia's, which maps vocabularies itself."""
-    if not is_or_will_be_tagged(self):
-        original(self)
+def _left_out(is_ours: Callable[[Any], bool]) -> Callable[..., None]:
+    """Replaces what vLLM does by nothing where the configuration is a Sequoia engine's."""
+    return lambda original, self: None if is_ours(self) else original(self)

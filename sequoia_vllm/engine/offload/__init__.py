@@ -11,8 +11,6 @@ Until: vLLM offloads weights on CPUs.
 May import: compat.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -75,12 +73,8 @@ def with_offload(
 
 
 def choose_offloading(vllm_config: Any) -> None:
-    """Gives an engine with an ``offload`` the worker for it; others stay as they are.
-
-    Raises:
-        ConfigError: It cannot offload; the message names the fix.
-        OffloadError: There is no such directory.
-    """
+    """Gives an engine with an ``offload`` the worker for it; others stay as they are. ConfigError,
+    which names the fix: it cannot offload; OffloadError: there is no such directory."""
     # Commands import this module, and start without torch.
     from sequoia_vllm.engine.offload.weight_file import filesystem_of
 
@@ -163,11 +157,8 @@ class OffloadedLayers:
     def streamed(
         self, target: ModelShape, dtype: str, device: str, devices: int
     ) -> StreamedWeights | None:
-        """The bytes of a pass and their rate; None: passes read only some parameters.
-
-        Raises:
-            ValueError: The type is not known.
-        """
+        """The bytes of a pass and their rate; None: passes read only some parameters. Raises
+        ValueError if the type is not known."""
         if self.parameters or (self.backend == "uva" and target.experts):
             return None
         value_bytes = bytes_per_value(dtype)
@@ -228,13 +219,10 @@ def offloaded_layers(arguments: Any) -> OffloadedLayers | None:
 
 
 def offloaded_bytes(
-    model: torch.nn.Module, offloader: Any, device: torch.device
+    model: "torch.nn.Module", offloader: Any, device: "torch.device"
 ) -> tuple[int, int, int]:
-    """Where one device's share of a loaded model's weights lies, whatever was asked for.
-
-    Returns:
-        Bytes of all weights, of those in host memory, and of their buffers on the device.
-    """
+    """Bytes of one device's share of a loaded model's weights, of those in host memory, and of
+    their buffers on the device, whatever was asked for."""
     parameters = list(model.parameters())
     total = sum(parameter.nbytes for parameter in parameters)
     # With the prefetch backend the model's parameters are the buffers on the device.
@@ -253,7 +241,7 @@ def offloaded_bytes(
 
 
 def report_offloading(
-    model: torch.nn.Module, offloader: Any, device: torch.device, offload_config: Any
+    model: "torch.nn.Module", offloader: Any, device: "torch.device", offload_config: Any
 ) -> None:
     """Logs how much of the target vLLM has offloaded; a warning where that brings nothing."""
     backend = offloading_backend(offload_config)

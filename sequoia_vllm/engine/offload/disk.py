@@ -1,7 +1,5 @@
 """vLLM's offloader for weights on a disk: CPUs have none of vLLM's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -73,11 +71,8 @@ class DiskOffloader(BaseOffloader):
 
     A layer's weights are mapped to a file as soon as vLLM has built the layer, so a checkpoint of
     any size is loaded. Weights that vLLM packs for its kernels go back there, module by module.
-    `post_init` gives each weight its place in a ring of buffers. Layers wait with the operations of
-    vLLM's own prefetching, which compiled models keep in order.
-
-    Raises:
-        OffloadError: The directory cannot be used.
+    `post_init` gives each weight its place in a ring of buffers. Layers wait with vLLM's operations
+    for prefetching, which compiled models keep in order. OffloadError: the directory is unusable.
     """
 
     def __init__(self, spec: OffloadSpec) -> None:
@@ -132,12 +127,8 @@ class DiskOffloader(BaseOffloader):
             layer.weights.append(_Weight(name, offset, mapped))
 
     def post_init(self) -> None:
-        """Seals the file, once weights are as kernels want them, and begins to read.
-
-        Raises:
-            OffloadError: There are no layers to offload, they share weights, or their weights
-                are elsewhere.
-        """
+        """Seals the file, once weights are as kernels want them, and begins to read. OffloadError:
+        there are no layers to offload, they share weights, or these are elsewhere."""
         if self._ring is not None:
             return
         _check_unshared(self._modules)
@@ -280,7 +271,7 @@ def _activations(values: tuple[Any, ...]) -> torch.Tensor:
 def _needs_weights_in_memory(name: str) -> Callable[..., Any]:
     """A method of vLLM's worker that is refused, by its name, while weights are on a disk."""
 
-    def method(self: OffloadingCPUWorker, *args: Any, **kwargs: Any) -> Any:
+    def method(self: "OffloadingCPUWorker", *args: Any, **kwargs: Any) -> Any:
         if self._offloader is not None:
             raise OffloadError(
                 f"{name} reads or writes all of the target's weights, and offload keeps them on a "
@@ -296,8 +287,7 @@ class OffloadingCPUWorker(CPUWorker):
 
     _offloader: DiskOffloader | None = None
 
-    # Refused by name where weights are on a disk: parameters of offloaded layers are buffers that
-    # layers share.
+    # Refused where weights are on a disk: offloaded layers' parameters are buffers that they share.
     reload_weights = _needs_weights_in_memory("reload_weights")
     reset_weights = _needs_weights_in_memory("reset_weights")
     compute_weight_checksums = _needs_weights_in_memory("compute_weight_checksums")

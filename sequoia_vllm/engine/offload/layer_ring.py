@@ -26,12 +26,9 @@ _NEVER = -1
 class LayerRing:
     """Reads layers in the order in which they are computed, over and over.
 
-    Layer i always lies in buffer ``i % buffers``, so that a weight's address never changes. Threads
-    read as far ahead as buffers are free. Used by one computing thread.
-
-    Args:
-        regions: Each layer's, in the order of computation, sealed.
-        buffers: How many layers are in memory at once, at least 2 (ValueError).
+    Layer i, in its sealed region, always lies in buffer ``i % buffers``, so that a weight's address
+    never changes. There are at least 2 (ValueError). Threads read as far ahead as buffers are free.
+    Used by one computing thread.
     """
 
     def __init__(self, file: WeightFile, regions: Sequence[Region], buffers: int = 3) -> None:
@@ -40,7 +37,9 @@ class LayerRing:
         self._file = file
         self._regions = list(regions)
         length = max(region.length for region in regions)
-        self._memory = [_huge_pages(length) for _ in range(min(buffers, len(regions)))]
+        self.buffers = min(buffers, len(regions))  # how many there are
+        self._memory = [_huge_pages(length) for _ in range(self.buffers)]
+        self.memory = self.buffers * length  # bytes of all buffers
         self._tensors = [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._memory]
         self._threads = futures.ThreadPoolExecutor(THREADS, "sequoia-weights", _use_every_core)
         self._ends = False
@@ -57,16 +56,6 @@ class LayerRing:
     def bytes_of(self, layer: int) -> torch.Tensor:
         """``[region.length]`` uint8: where a layer's weights are while it is computed."""
         return self._tensors[layer % self.buffers][: self._regions[layer].length]
-
-    @property
-    def memory(self) -> int:
-        """Bytes of all buffers."""
-        return sum(len(memory) for memory in self._memory)
-
-    @property
-    def buffers(self) -> int:
-        """Number of buffers."""
-        return len(self._memory)
 
     def start(self) -> None:
         """Begins to read into all buffers that are free."""
@@ -152,11 +141,9 @@ def _huge_pages(length: int) -> mmap.mmap:
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc keep memory that is freed from now on, instead of giving it back to the kernel.
-
-    It maps blocks of more than 32 MiB anew at each allocation, and the kernel clears their pages at
-    each first touch. Wide layers have such activations. False with another allocator or C library.
-    """
+    """Has glibc keep memory that is freed from now on, instead of giving it back to the kernel;
+    False with another allocator or C library. It maps blocks of more than 32 MiB, such as
+    activations of wide layers, anew each time, and the kernel clears their pages at first touch."""
     try:
         set_option = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

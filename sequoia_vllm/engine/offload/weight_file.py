@@ -48,11 +48,8 @@ class Region:
 
 
 class WeightFile:
-    """Regions that are written once, sealed, and read many times.
-
-    Args:
-        directory: Where it lies; on a disk, whose filesystem knows direct I/O (OffloadError).
-    """
+    """Regions that are written once, sealed, and read many times. Its directory lies on a disk
+    whose filesystem knows direct I/O (else OffloadError)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -81,12 +78,8 @@ class WeightFile:
             ) from None
 
     def region(self, length: int) -> tuple[Region, torch.Tensor]:
-        """A new region, with its space taken on the disk; OffloadError: there is no room.
-
-        Returns:
-            The region, of whole pages, and its bytes: ``[region.length]`` uint8, zeros, mapped to
-            the file. What is written is kept when the region is sealed.
-        """
+        """A new region, of whole pages, with its space taken on the disk (else OffloadError), and
+        its bytes: ``[region.length]`` uint8, zeros, mapped to the file until it is sealed."""
         region = Region(self._end, -(-length // _PAGE) * _PAGE)
         try:
             os.posix_fallocate(self._file.fileno(), region.offset, region.length)
@@ -122,12 +115,8 @@ class WeightFile:
             ) from None
 
     def read(self, region: Region, chunk: int, buffer: memoryview) -> None:
-        """Reads one chunk from the disk, from any thread; OffloadError: it gave less, or none.
-
-        Args:
-            chunk: Which of ``region.chunks``.
-            buffer: All of the region's bytes begin here, at a page.
-        """
+        """Reads one of ``region.chunks`` from the disk, from any thread; OffloadError: it gave
+        less, or none. All of the region's bytes begin at ``buffer``, at a page."""
         at, size = region.chunk(chunk)
         try:
             count = os.preadv(self._direct, [buffer[at : at + size]], region.offset + at)

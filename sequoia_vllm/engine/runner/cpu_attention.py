@@ -1,7 +1,5 @@
 """CPU attention backends: vLLM's own (MLA's, too), plus tree attention where a batch has trees."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -44,7 +42,7 @@ class CPUTreeAttentionMetadata(CPUAttentionMetadata):
     tree: TreeQueries | None = None
 
     @classmethod
-    def of_trees(cls, tree: TreeQueries, slots: Tensor) -> CPUTreeAttentionMetadata:
+    def of_trees(cls, tree: TreeQueries, slots: Tensor) -> "CPUTreeAttentionMetadata":
         """Metadata of a draft's pass, whose rows are all tree nodes, in slots int64 ``[rows]``."""
         return cls(
             num_actual_tokens=len(slots),

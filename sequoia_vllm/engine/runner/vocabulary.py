@@ -1,7 +1,5 @@
 """Compares tokens of target and draft: do equal numbers mean the same, and what is shared?"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,7 +43,7 @@ class TokensOf:
     is_readable: bool = True  # whether it may be loaded, the usual way
 
     @classmethod
-    def target(cls, config: Any) -> TokensOf:
+    def target(cls, config: Any) -> "TokensOf":
         """Tokens of a target, by vLLM's configuration of it."""
         reads = not config.skip_tokenizer_init and config.tokenizer_mode in ("auto", "hf", "slow")
         return cls(
@@ -54,7 +52,7 @@ class TokensOf:
         )  # fmt: skip
 
     @classmethod
-    def draft(cls, config: Any) -> TokensOf:
+    def draft(cls, config: Any) -> "TokensOf":
         """Tokens of a draft, by vLLM's configuration of it."""
         return cls(config.model, config.get_vocab_size(), config.revision, config.trust_remote_code)
 
@@ -120,11 +118,8 @@ def draft_vocabulary(
 ) -> SharedVocabulary:
     """Makes the mapping by which an engine's draft reads, and gives logits of, the target's tokens.
 
-    Args:
-        model: The draft. With `SequoiaConfig.draft_vocabulary` its output layer is trimmed.
-
-    Raises:
-        ConfigError: The worker reads other tokenizers, or the output layer cannot be trimmed.
+    With `SequoiaConfig.draft_vocabulary` the output layer of ``model``, the draft, is trimmed.
+    Raises ConfigError if that cannot be, or the worker reads other tokenizers.
     """
     settings = SequoiaSettings.of(vllm_config)
     if not settings.maps_vocabulary and settings.draft_tokens is None:
@@ -148,11 +143,8 @@ def draft_vocabulary(
 def tokens_to_draft(given: int | list[int], target: TokensOf) -> tuple[list[int], str]:
     """The target's tokens that a draft's output layer keeps, and a line on them for the log.
 
-    Args:
-        given: The tokens, or how many: then the first by the tokenizer's merges.
-
-    Raises:
-        ConfigError: The target has no such tokens, or no tokenizer that could be read.
+    ``given`` are the tokens, or how many: then the first by the tokenizer's merges. Raises
+    ConfigError if the target has no such tokens, or no tokenizer that could be read.
     """
     tokenizer = target.load()
     if isinstance(given, int):
@@ -175,10 +167,8 @@ def tokens_to_draft(given: int | list[int], target: TokensOf) -> tuple[list[int]
 
 
 def difference(target: Mapping[int, bytes], draft: Mapping[int, bytes]) -> tuple[str, float]:
-    """Compares the texts of two vocabularies' tokens, number by number.
-
-    Returns in words, and as a share of the larger one; "" and 0 where nothing differs.
-    """
+    """How the texts of two vocabularies' tokens differ, number by number: in words, and as a share
+    of the larger one; "" and 0 where nothing does."""
     numbers = target.keys() | draft.keys()
     wrong = [number for number in numbers if target.get(number) != draft.get(number)]
     if not wrong:
@@ -213,16 +203,11 @@ def _same_files(target: str, draft: str) -> bool:
 
 
 def trim_output(model: torch.nn.Module, rows: Tensor, config: Any) -> None:
-    """Has `compute_logits` of a draft give these rows of its logits only.
+    """Has `compute_logits` of a draft give these rows, int64 ``[n]``, of its logits only.
 
     The whole layer stays: tied models embed with it, and loaders write to it. Ranks of a
-    tensor-parallel group share the rows that are kept evenly, whoever had them.
-
-    Args:
-        rows: int64 ``[n]``: the rows that logits ``[rows, n]`` are for, in this order.
-
-    Raises:
-        ConfigError: The layer is not one matrix with plain rows.
+    tensor-parallel group share the rows that are kept evenly, whoever had them. Raises ConfigError
+    if the layer is not one matrix with plain rows.
     """
     calls: list[tuple[Any, ...]] = []
     processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]

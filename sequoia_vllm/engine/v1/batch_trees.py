@@ -44,8 +44,7 @@ class Draft:
 class ScoringTreesV1:
     """The trees of one step's batch: their rows in it, and their drafts.
 
-    Attention, verifier and commit read it. B is the number of requests with drafts, and N the size
-    of their largest tree.
+    Attention, verifier and commit read it. B requests have drafts, their largest tree N nodes.
     """
 
     requests: Tensor  # int64 ``[B]``: index of each request in the batch
@@ -63,8 +62,7 @@ class ScoringTreesV1:
     node or its ancestor."""
     is_dynamic: NDArray[np.bool_]  # bool ``[B]``: has a topology of its own
     drafts: tuple[Draft | None, ...]
-    """Each request's draft, or None where the scheduled tokens are not ours (then no node is ever
-    accepted)."""
+    """Each request's draft; None: the scheduled tokens are not ours, and no node is accepted."""
     is_all: bool  # true if the step's logits are exactly these trees' rows, without padding
 
     @cached_property
@@ -100,7 +98,8 @@ def schedule_trees(
     query_ends: np.ndarray,
     seq_lens: np.ndarray,
 ) -> ScoringTreesV1 | None:
-    """Matches the drafts that the scheduler sent back with the trees that were grown.
+    """Matches the drafts that the scheduler sent back with the trees that were grown; None: no
+    request has drafts.
 
     Args:
         tables: The engine's tree.
@@ -110,9 +109,6 @@ def schedule_trees(
         follows_grammar: Whether the drafts of a request may have been replaced.
         query_ends: int ``[requests]``: end of each request's rows in the batch.
         seq_lens: int ``[requests]``: tokens of each request after this step.
-
-    Returns:
-        None if no request has drafts.
     """
     entries = sorted(
         (request_index[name], name, tokens) for name, tokens in scheduled_drafts.items() if tokens

@@ -1,7 +1,5 @@
 """Draws each node's children from the draft's distribution, as the request's sampling asks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from functools import cache
@@ -63,7 +61,7 @@ class DraftSampling:
         self.sampled = (~is_seeded & ~greedy).nonzero().squeeze(1)
 
     @classmethod
-    def greedy(cls, batch: int) -> DraftSampling:
+    def greedy(cls, batch: int) -> "DraftSampling":
         """Sampling of a batch in which every request is greedy."""
         seeds, is_seeded = torch.zeros(batch, 0), torch.zeros(batch, dtype=torch.bool)
         return cls(torch.zeros(batch), seeds, is_seeded, Truncation())
@@ -76,7 +74,7 @@ class DraftSampling:
         generators: Mapping[int, torch.Generator],
         truncation: Truncation,
         depth: int,
-    ) -> DraftSampling:
+    ) -> "DraftSampling":
         """Sampling that these requests of a batch ask for."""
         if metadata.temperature is None:
             return cls.greedy(len(requests))
@@ -100,15 +98,12 @@ class DraftSampling:
         self._stored = 0
 
     def children(self, logits: Tensor, level: Level, given: Tensor) -> Tensor:
-        """Draws children of one level's nodes, for every request.
+        """Draws children of a level's nodes for each request, int64 ``[B, m, b]``, in draft order.
 
         Args:
             logits: ``[B * m, V]``: draft logits at the nodes, request after request.
             level: The level, whose nodes have at most b children each.
             given: int64 ``[B, m]``: tokens that Q prefers, see `preferred`; -1: none.
-
-        Returns:
-            int64 ``[B, m, b]``, in draft order.
         """
         width, branch = level.columns.shape
         batch = len(self.temperature)
@@ -142,8 +137,7 @@ class DraftSampling:
         """What dynamic trees are chosen by, float32 ``[B, m, V]``: their softmax is a node's Q.
 
         Noise that decides the target's token, too, is no uncertainty: a seeded request's Q has it,
-        beside the draft's logits at temperature 1. Arguments as of `children`. No request is
-        sampled.
+        beside the draft's logits at temperature 1. Arguments as of `children`; none is sampled.
         """
         scores = preferred(logits.float(), given.flatten()).view(*given.shape, -1)
         if len(self.seeded):

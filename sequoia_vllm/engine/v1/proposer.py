@@ -87,15 +87,12 @@ class DrafterV1(ABC):
 
     @abstractmethod
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
-        """Runs a pass in vLLM's forward context.
+        """Runs a pass in vLLM's forward context; returns logits ``[R, V]`` of the target's tokens.
 
         Args:
             tokens: int32 ``[T]``: ids of the target's.
             positions: int64 ``[T]``.
             rows: int64 ``[R]``: the rows whose logits are asked for; None: all.
-
-        Returns:
-            ``[R, V]``: logits over the target's vocabulary.
         """
 
 
@@ -163,11 +160,7 @@ class TreeProposerV1(DraftModelProposer):
         super().dummy_run(num_tokens, use_cudagraphs, True, slot_mappings)
 
     def advance(self, committed: CommittedTokens) -> Tensor:
-        """Runs the draft over committed tokens that it has not read.
-
-        Returns:
-            Draft logits ``[R, V]`` after each request's last committed token.
-        """
+        """Reads committed tokens; returns draft logits ``[R, V]`` after each request's last one."""
         requests, counts, last = committed.requests, committed.counts, committed.last
         if self._retrieves:
             self._look_back(committed)

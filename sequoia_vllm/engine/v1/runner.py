@@ -169,10 +169,9 @@ class SequoiaCPUModelRunner(DraftingRunner):
             scored = spec_decode_metadata.logits_indices if spec_decode_metadata else ends - 1
             self.drafter.learn(scored, logits)
         if self.input_batch.thinking_budget_state_holder is not None:
-            # The sampler gets one row per request, not one per draft.
-            # Requests with a budget have no drafts, and in a step without any the holder counts no
-            # rows for them: it forces the first request's tokens. Until: vLLM counts the rows that
-            # its sampler is given.
+            # The sampler gets one row per request, not one per draft. Requests with a budget have
+            # no drafts, and in a step without any the holder counts no rows for them: it forces the
+            # first request's tokens. Until: vLLM counts the rows that its sampler is given.
             self.input_batch.thinking_budget_state_holder.in_spec_mode = False
             forget_stale_budgets(self.input_batch.thinking_budget_state_holder, self._params())
         metadata = without_discarded(

@@ -36,12 +36,8 @@ class SessionSeeds:
         self._emitted: dict[str, int] = {}  # tokens of all turns but the last
 
     def continue_session(self, state: CachedRequestState, num_computed_tokens: int) -> None:
-        """Resets the request's generator to its state after the tokens emitted so far.
-
-        Args:
-            state: The request's state from the turn that has ended.
-            num_computed_tokens: Its computed tokens as the next turn begins.
-        """
+        """Resets the request's generator to its state after the tokens emitted so far. ``state`` is
+        the request's from the turn that has ended; tokens are computed as the next one begins."""
         emitted = num_computed_tokens + 1 - state.num_prompt_tokens
         emitted += self._emitted.get(state.req_id, 0)
         self._emitted[state.req_id] = emitted
@@ -55,12 +51,9 @@ class SessionSeeds:
 
 
 def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
-    """The noise that vLLM's CPU sampler adds to a row's logits, float32 ``[R, V]``.
+    """Noise that vLLM's CPU sampler adds to logits, float32 ``[R, V]``, by seeds int64 ``[R]``.
 
     Drafting alone uses it: a wrong value would lower acceptance, but keep outputs correct.
-
-    Args:
-        seeds: int64 ``[R]``.
     """
     token = torch.arange(1, vocab_size + 1)
     bits = _shift(_mix(_mix(seeds)[:, None] + token * _GAMMA), 11)

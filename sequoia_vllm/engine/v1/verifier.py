@@ -42,30 +42,17 @@ def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Tru
 class TargetDistribution:
     """Applies temperature, min-p, top-k and top-p as vLLM's sampler does, in its order.
 
-    The verifier asks only for rows that its walk reaches: `probabilities` where it samples,
-    `process` where a seed decides.
+    The verifier asks for rows that its walk reaches: `probabilities`, or `process` with a seed.
     """
 
     logits: Tensor  # ``[rows, V]``: the target's logits of this step, any float dtype
     temperature: Tensor | None  # float32 ``[requests]``, or None if all are greedy
     truncation: Truncation  # what each request excludes
 
-    def is_greedy(self, requests: Tensor) -> Tensor:
-        """Which of these requests are greedy, bool ``[A]``; needs a batch where some are not."""
-        assert self.temperature is not None
-        return self.temperature[requests] < GREEDY_BELOW
-
     def process(self, rows: Tensor, requests: Tensor) -> Tensor:
-        """Logits of these rows after the sampling parameters of their requests.
-
-        Args:
-            rows: int64 ``[A]``: rows of ``logits``.
-            requests: int64 ``[A]``: the request of each row.
-
-        Returns:
-            float32 ``[A, V]``, a fresh tensor; excluded tokens are -inf. Greedy requests get
-            temperature 1, and no processing if the whole batch is greedy, as in vLLM's sampler.
-        """
+        """Logits of rows int64 ``[A]`` after the sampling parameters of their requests, float32
+        ``[A, V]``, a fresh tensor; excluded tokens are -inf. Greedy requests get temperature 1, and
+        no processing if the whole batch is greedy, as in vLLM's sampler."""
         logits = self.logits[rows].to(torch.float32)
         if self.temperature is None:
             return logits
@@ -89,8 +76,7 @@ class TreeVerifierV1:
     """Applies the Sequoia verifier to the trees of one step.
 
     Greedy requests are matched against the target's argmax, seeded requests against the token that
-    their seed gives (see `seeded`). `method` verifies the others with the stored draft
-    distributions.
+    their seed gives (see `seeded`). `method` verifies the others with the stored Q.
     """
 
     greedy_argmax: Callable[[Tensor], Tensor]  # ``logits [R, V] -> tokens [R]``: the engine's
@@ -104,16 +90,12 @@ class TreeVerifierV1:
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
-        """Accepted nodes and emitted tokens of every tree, in the order of ``trees.requests``.
-
-        Args:
-            generators: Those of seeded requests, by request index; each advances by one draw per
-                emitted token.
-        """
+        """Accepted nodes and emitted tokens of every tree, in the order of ``trees.requests``. The
+        generators of seeded requests, by index, advance by one draw per emitted token."""
         if target.temperature is None:
             everyone = torch.arange(len(trees.requests))
             return self._verify_greedy(trees, everyone, target)
-        greedy = target.is_greedy(trees.requests)
+        greedy = target.temperature[trees.requests] < GREEDY_BELOW
         seeded = torch.tensor([request in generators for request in trees.requests.tolist()])
         kinds = (
             (greedy, self._verify_greedy),
@@ -245,16 +227,14 @@ def combine_outputs(
     metadata: SamplingMetadata,
     num_reqs: int,
 ) -> SamplerOutput:
-    """vLLM's sampler output for the whole batch: verified trees and sampled tokens.
+    """vLLM's sampler output for the whole batch, verified trees and sampled tokens: token ids int32
+    ``[requests, W]``, -1 padded, and logprobs if asked for (``requests * W`` rows, as vLLM's
+    rejection sampler returns them).
 
     Args:
         logits: ``[rows, V]``: the target's logits, unprocessed.
         target: The distributions that the trees were verified with.
         num_reqs: Requests in the batch, those without trees included.
-
-    Returns:
-        Token ids int32 ``[requests, W]``, -1 padded, and logprobs if asked for
-        (``requests * W`` rows, as vLLM's rejection sampler returns them).
     """
     all_have_trees = len(trees.requests) == num_reqs
     if all_have_trees and not wants_logprobs(metadata):
@@ -287,9 +267,8 @@ def _rows_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Finds the logits row behind each emitted token.
 
-    Returns each request's root row ``[requests]``, emitted tokens ``[requests, W]`` with -1 for
-    none, their rows ``[requests, W]``, where padding repeats the root's, and which requests have no
-    tree.
+    Returns each request's root row ``[requests]``, emitted tokens ``[requests, W]``, -1 padded,
+    their rows ``[requests, W]``, where padding repeats the root's, and which have no tree.
     """
     rows_of_request = torch.ones(num_reqs, dtype=torch.int64)
     rows_of_request[trees.requests] = trees.num_nodes
@@ -332,13 +311,10 @@ def _logprobs(
 
 
 def forget_stale_budgets(holder: ThinkingBudgetStateHolder, sampling_params: Sequence[Any]) -> None:
-    """Removes budgets from the rows of requests that have none.
+    """Removes budgets from the rows of requests, in batch order, that have none.
 
     vLLM keeps budgets by batch row. When a request ends, another one without a budget may move into
     its row, and the sampler would force the end of thinking on it and its neighbours with drafts.
-
-    Args:
-        sampling_params: Each request's `SamplingParams`, in batch order.
     """
     if not holder.has_tracked_requests():
         return

@@ -57,9 +57,8 @@ class _RunnerWith:
 def warm_up(original: Callable[..., None], runner: Any, *steps: Any) -> None:
     """Calls the worker's `warmup_kernels` once for each size of tree that needs its own kernel.
 
-    vLLM's warm-up gives every request the whole tree, when the KV cache has already taken the
-    memory left by profiling. We limit the requests: logits of more nodes than the schedule ever
-    scores may not fit.
+    vLLM's warm-up gives every request the whole tree, once the KV cache has taken the memory. We
+    limit the requests: logits of more nodes than the schedule ever scores may not fit.
     """
     limited = copy(runner.scheduler_config)
     fitting = max(1, runner.speculator.most_scored // runner.tree.size)
