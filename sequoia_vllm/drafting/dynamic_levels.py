@@ -96,17 +96,9 @@ class DynamicLevels(DraftLevels):
             begin = 1 + first * CHILDREN
             columns = torch.arange(begin, begin + nodes * CHILDREN, dtype=torch.int32)
             none = torch.zeros(slots, nodes, dtype=torch.int32, device=device)
-            self.levels.append(
-                Level(
-                    depth=level,
-                    first=first,
-                    nodes=none,
-                    parents=none.long(),
-                    counts=torch.full_like(none, CHILDREN),
-                    columns=columns.view(nodes, CHILDREN).to(device).repeat(slots, 1, 1),
-                    rows=torch.zeros_like(none),
-                )
-            )
+            columns = columns.view(nodes, CHILDREN).to(device).repeat(slots, 1, 1)
+            chosen, counts = torch.zeros_like(none), torch.full_like(none, CHILDREN)
+            self.levels.append(Level(level, first, chosen, none.long(), counts, columns, none))
             first += nodes
         self._inner = first
         self.depths = torch.arange(depth).repeat_interleave(torch.tensor(widths)).to(device)

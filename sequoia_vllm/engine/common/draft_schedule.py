@@ -1,8 +1,7 @@
 """How many drafts each batch size gets, once the engine's limits are known."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,7 +20,9 @@ MISLEADING = (
     "Dynamic speculative decoding changes the target verification",
 )
 # While an engine is configured: whether its schedule is the user's.
-_is_users: ContextVar[bool | None] = ContextVar("is_users", default=None)
+IS_USERS: ContextVar[bool | None] = ContextVar("is_users", default=None)
+"""Whether to keep the schedule where vLLM's check of a configuration calls `plan_schedule`; None:
+it does not."""
 
 
 def token_budget(scheduler_config: Any) -> int:
@@ -70,16 +71,6 @@ def most_drafts(vllm_config: Any) -> list[int]:
     return list(map(max, schedule, most))
 
 
-@contextmanager
-def planning_schedule(keep_schedule: bool) -> Iterator[None]:
-    """Within it vLLM's check of a configuration calls `plan_schedule`."""
-    token = _is_users.set(keep_schedule)
-    try:
-        yield
-    finally:
-        _is_users.reset(token)
-
-
 def check_schedule(original: Callable[..., None], self: Any) -> None:
     """Keeps schedules of trees with data parallelism, where vLLM's own check takes them away.
 
@@ -90,7 +81,7 @@ def check_schedule(original: Callable[..., None], self: Any) -> None:
         original(self)
         return
     logging.getLogger("vllm.config.vllm").addFilter(is_fitting)  # once, however often
-    if (is_users := _is_users.get()) is not None:
+    if (is_users := IS_USERS.get()) is not None:
         plan_schedule(self, keep_schedule=is_users)
 
 

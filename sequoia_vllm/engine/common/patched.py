@@ -1,7 +1,8 @@
-"""An attribute replaced for the length of one call."""
+"""Attributes and context variables replaced for the length of one call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 
@@ -15,3 +16,13 @@ def patched(owner: object, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+@contextmanager
+def known(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Within the block, and in what it calls, ``variable`` is ``value``."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

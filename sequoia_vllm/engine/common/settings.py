@@ -5,8 +5,7 @@ They are not in vLLM's ``additional_config``, by which vLLM keys its compiled co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, fields
@@ -21,7 +20,8 @@ from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 DECLINED = "sequoia_declined"
 _TAG = "_sequoia"  # set on the SpeculativeConfig of a Sequoia engine, to its `SequoiaSettings`
-_to_be_tagged: ContextVar[bool] = ContextVar("_to_be_tagged", default=False)
+TO_BE_TAGGED: ContextVar[bool] = ContextVar("to_be_tagged", default=False)
+"""Whether the speculative configuration that is being made gets a tag."""
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,9 @@ def is_tagged(speculative_config: Any) -> bool:
     return hasattr(speculative_config, _TAG)
 
 
-@contextmanager
-def to_be_tagged() -> Iterator[None]:
-    """Announces that the speculative configuration made within the block gets a tag."""
-    reset = _to_be_tagged.set(True)
-    try:
-        yield
-    finally:
-        _to_be_tagged.reset(reset)
-
-
 def is_or_will_be_tagged(speculative_config: Any) -> bool:
     """`is_tagged`, also while the configuration is still being made."""
-    return is_tagged(speculative_config) or _to_be_tagged.get()
+    return is_tagged(speculative_config) or TO_BE_TAGGED.get()
 
 
 def _received(data: dict[str, Any]) -> SequoiaSettings:

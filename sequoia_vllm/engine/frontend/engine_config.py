@@ -21,9 +21,9 @@ from sequoia_vllm.engine.common.cluster import (
     current_device_name,
     current_versions,
 )
-from sequoia_vllm.engine.common.draft_schedule import planning_schedule
-from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings, to_be_tagged
+from sequoia_vllm.engine.common.draft_schedule import IS_USERS
+from sequoia_vllm.engine.common.patched import known, patched
+from sequoia_vllm.engine.common.settings import DECLINED, TO_BE_TAGGED, SequoiaSettings
 from sequoia_vllm.engine.compat.contract import check_contract
 from sequoia_vllm.engine.core.scheduling import TreeScheduling, before_users
 from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
@@ -77,7 +77,7 @@ def _sequoia_engine_config(
     self.speculative_config = request
     self.spec_method = self.spec_model = self.spec_tokens = None
     is_users = request.get("num_speculative_tokens_per_batch_size") is not None
-    with planning_schedule(keep_schedule=is_users):
+    with known(IS_USERS, is_users):
         vllm_config = original(self, *args, **kwargs)
     if SequoiaSettings.declined(vllm_config):
         return vllm_config
@@ -186,7 +186,7 @@ def apply(
         translated.speculative_config.update(revisions)
         read_as = patched(SpeculativeConfig, "hf_config_override", staticmethod(_as_it_is))
     try:
-        with to_be_tagged(), read_as:
+        with known(TO_BE_TAGGED, True), read_as:
             speculative_config = create(translated, target, parallel)
     except (ValueError, OSError) as error:
         raise ConfigError(draft_problem(planned.draft, error)) from error
