@@ -25,7 +25,7 @@ from sequoia_vllm.engine.core.eligibility import (
     ends_with,
     most_committed,
     most_drafts,
-    never_drafts,
+    reason_without_drafts,
 )
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
@@ -108,9 +108,9 @@ def test_workers_hear_what_requests_begin_on_loaded_keys(scheduler, monkeypatch)
 
 def test_each_request_is_asked_once(scheduler, monkeypatch):
     asked = []
-    plain = scheduling.never_drafts
+    plain = scheduling.reason_without_drafts
     monkeypatch.setattr(
-        scheduling, "never_drafts", lambda p, *how: asked.append(p) or plain(p, *how)
+        scheduling, "reason_without_drafts", lambda p, *how: asked.append(p) or plain(p, *how)
     )
     requests = {"a": GREEDY, "b": GRAMMAR, "c": GREEDY}
     first = step(scheduler, requests)
@@ -151,9 +151,8 @@ def test_a_tree_needs_two_tokens_to_come():
 
     # With 11 tokens, after its first, a request of 3 has two to come.
     assert [most(1), most(2), most(3), most(4)] == [0, 0, 11, 12]
-    assert [never_drafts(SamplingParams(max_tokens=count), False) for count in (1, 2, 3)] == [
-        True, True, False,
-    ]  # fmt: skip
+    short = (SamplingParams(max_tokens=count) for count in (1, 2, 3))
+    assert [reason_without_drafts(p, False) for p in short] == ["max_tokens", "max_tokens", None]
     assert most(None) == most(200) == 99
     # The draft cannot read so far, not even in pieces.
     assert [most(50, longest=longest) for longest in (9, 10, 11)] == [0, 0, 11]
@@ -186,10 +185,10 @@ def test_zeros_that_ask_for_nothing_special_draft(scheduler):
 def test_a_grammar_of_a_backend_that_can_follows_trees():
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
     params.structured_outputs._backend = "xgrammar"  # as the front end decides
-    assert not never_drafts(params, thinks_first=False)
+    assert reason_without_drafts(params, thinks_first=False) is None
     # Where it begins to hold amid a tree, masks would be by path, too.
-    assert never_drafts(params, thinks_first=True)
-    assert never_drafts(GRAMMAR, thinks_first=False)
+    assert reason_without_drafts(params, thinks_first=True)
+    assert reason_without_drafts(GRAMMAR, thinks_first=False)
 
 
 @pytest.mark.parametrize(

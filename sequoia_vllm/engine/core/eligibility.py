@@ -90,11 +90,6 @@ def has_custom_processors(vllm_config: Any) -> bool:
     return bool(named or entry_points(group=LOGITSPROCS_GROUP))
 
 
-def never_drafts(sampling_params: Any, thinks_first: bool) -> bool:
-    """Whether this request gets no drafts; see `reason_without_drafts`."""
-    return reason_without_drafts(sampling_params, thinks_first) is not None
-
-
 def most_committed(
     sampling_params: Any, thinks_first: bool, prompt_tokens: int, longest: int
 ) -> int:
@@ -102,7 +97,7 @@ def most_committed(
 
     The draft reads a request only up to there. ``longest`` is the most of any request.
     """
-    if never_drafts(sampling_params, thinks_first):
+    if reason_without_drafts(sampling_params, thinks_first):
         return 0
     if sampling_params.max_tokens is not None:
         longest = min(longest, prompt_tokens + sampling_params.max_tokens - _LEAST_GAIN)

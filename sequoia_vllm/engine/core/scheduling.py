@@ -20,7 +20,6 @@ from sequoia_vllm.engine.core.adapting import new_adapter
 from sequoia_vllm.engine.core.eligibility import (
     has_custom_processors,
     is_longer_than_draft,
-    never_drafts,
     reason_without_drafts,
 )
 from sequoia_vllm.engine.core.grammar import TreeGrammars, thinks_first
@@ -85,7 +84,7 @@ class TreeScheduling(Scheduler):
         ):
             scheduled = super().schedule(*args, **kwargs)
         if self.nobody_drafts or all(
-            never_drafts(self.requests[request].sampling_params, self.thinks)
+            reason_without_drafts(self.requests[request].sampling_params, self.thinks)
             for request in scheduled.num_scheduled_tokens
         ):
             scheduled.num_spec_tokens_to_schedule = 0

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from sequoia_vllm.engine.core.eligibility import may_carry_placeholders, never_drafts
+from sequoia_vllm.engine.core.eligibility import may_carry_placeholders, reason_without_drafts
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 
 # At most this share of a step's requests, or one, carries placeholders: rows scored in vain.
@@ -48,5 +48,5 @@ class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
             self.without_drafts.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self.without_drafts.pop(new.req_id, None)
-            if never_drafts(new.sampling_params, self.thinks):
+            if reason_without_drafts(new.sampling_params, self.thinks):
                 self.without_drafts[new.req_id] = may_carry_placeholders(new.sampling_params)

@@ -8,7 +8,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
-from sequoia_vllm.engine.core.eligibility import most_committed, most_drafts, never_drafts
+from sequoia_vllm.engine.core.eligibility import (
+    most_committed,
+    most_drafts,
+    reason_without_drafts,
+)
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
@@ -69,10 +73,9 @@ class RequestModes:
 
     def start(self, slot: int, sampling_params: Any, prompt_tokens: int) -> None:
         """Notes a request that begins or resumes in this slot."""
-        undrafted = not self.some_draft or never_drafts(sampling_params, self._thinks_first)
         self._modes.np[slot], self._most_committed[slot] = SKIP, 0
         self._can_choose[slot] = True
-        if not undrafted:
+        if self.some_draft and not reason_without_drafts(sampling_params, self._thinks_first):
             drawn = SAMPLED if sampling_params.seed is None else SEEDED
             is_greedy = sampling_params.temperature < GREEDY_BELOW
             self._modes.np[slot] = GREEDY if is_greedy else drawn
