@@ -222,6 +222,7 @@ def test_connectors_that_take_committed_tokens(monkeypatch):
     for transfer in several("OffloadingConnector", "NixlConnector"), connector("NixlPushConnector"):
         config.kv_transfer_config = transfer
         only(refusals._feature_reasons(config))
+    only(refusals._feature_reasons(engine_config(kv_offloading_size=0.01)))
     monkeypatch.setattr(refusals, "kinds_in_vllm", lambda _: {"hybrid"})
     only(refusals._feature_reasons(config), "not tried with trees over recurrent layers")
 
