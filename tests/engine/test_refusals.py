@@ -71,21 +71,6 @@ MODELS = {
         ),
         "chooses the tokens that it attends to (sparse MLA",
     ),
-    "mamba": (
-        lambda: transformers.MambaConfig(
-            vocab_size=4096, hidden_size=64, num_hidden_layers=2,
-            architectures=["MambaForCausalLM"],
-        ),
-        "has recurrent",
-    ),
-    "encoder-decoder": (
-        lambda: transformers.WhisperConfig(
-            vocab_size=4096, d_model=64, encoder_layers=1, decoder_layers=1,
-            encoder_attention_heads=2, decoder_attention_heads=2,
-            max_target_positions=256, architectures=["WhisperForConditionalGeneration"],
-        ),
-        "is an encoder-decoder model",
-    ),
     "alibi": (
         lambda: transformers.BloomConfig(
             vocab_size=4096, hidden_size=64, n_layer=1, n_head=2, seq_length=256,

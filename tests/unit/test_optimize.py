@@ -254,15 +254,3 @@ class TestAcceptance:
         assert one == same
         assert hash(one) == hash(same)
         assert one not in (other, [0.5])
-
-    @given(acceptances(max_rows=3))
-    @settings(max_examples=50, deadline=None)
-    def test_file_round_trip(self, tmp_path_factory, acceptance):
-        directory = tmp_path_factory.mktemp("acceptance")
-        for name, data in (
-            ("bare", acceptance.to_list()),
-            ("ours", {"acceptance": acceptance.to_list(), "note": "x"}),
-        ):
-            path = directory / f"{name}.json"
-            path.write_text(json.dumps(data))
-            assert Acceptance.load(path) == acceptance
