@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm import _custom_ops as ops
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from sequoia_vllm.attention.cpu_kernel import TreeQueries, keys_and_values, move_tokens
 from sequoia_vllm.engine.runner import cpu_attention
@@ -183,13 +182,3 @@ def batch_metadata(requests, block_table, tree, dtype, heads, kv_heads, head_siz
             only_trees=bool(is_tree.all()),
         ),
     )
-
-
-def test_batches_without_trees_are_vllms_own(monkeypatch):
-    called = []
-    monkeypatch.setattr(CPUAttentionBackendImpl, "forward", lambda self, *a, **k: called.append(a))
-    impl = CPUTreeAttentionImpl.__new__(CPUTreeAttentionImpl)
-    metadata = SimpleNamespace(tree=None)
-    output = torch.zeros(1)
-    impl.forward(None, output, output, output, output, metadata, output=output)
-    assert len(called) == 1

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.smollm2 import cached_folder, is_cached
-from tests.support.engines import lookup_trees, metric, running, sequoia
+from tests.support.engines import lookup_trees, metric, running, scheduler_of, sequoia
 from tests.support.models import prompts
-from tests.support.soak.in_engine import answers, differences, kv_cache_usage
+from tests.support.soak.in_engine import answers, differences
 from tests.support.soak.random_requests import RandomRequest, random_requests
 from tests.support.train_drafter import script_modules
 
@@ -52,7 +52,7 @@ def test_random_requests(trees, requests):
     with running(trees, **OPTIONS) as llm:
         different = differences(llm, requests, plain)
         assert not different, "\n".join(map(str, different))
-        assert kv_cache_usage(llm) == 0.0
+        assert scheduler_of(llm).kv_cache_manager.usage == 0.0
         assert metric(llm, "vllm:num_preemptions") > 10
         assert metric(llm, "vllm:prefix_cache_hits") > 1000
         assert metric(llm, "sequoia:trees") > 1000

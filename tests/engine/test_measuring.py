@@ -17,10 +17,7 @@ from sequoia_vllm.bench.engines import open_engines
 from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.methods import PLAIN
 from sequoia_vllm.bench.report import CHAIN_SAMPLES_WRONGLY, BenchReport
-from sequoia_vllm.calibration.measure_acceptance import (
-    AcceptanceSettings,
-    measure_acceptance,
-)
+from sequoia_vllm.calibration.measure_acceptance import AcceptanceSettings, measure_acceptance
 from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_profile
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.drafters.registry import draft_option
@@ -189,10 +186,6 @@ def test_demo_with_a_synthetic_target(tmp_path):
 # -- calibration ---------------------------------------------------------------------------
 
 
-def measure(settings: AcceptanceSettings) -> AcceptanceFile:
-    return measure_acceptance(settings)
-
-
 # -- a pair whose vector is known exactly --------------------------------------------
 #
 # Attention and MLP contribute nothing and all embeddings are alike, so the next
@@ -281,7 +274,7 @@ def test_a_sampled_vector_that_is_known_exactly(constant_pair, tmp_path):
         constant_pair, tmp_path, branch=BRANCH, temperature=TEMPERATURE, top_p=TOP_P,
         max_tokens_total=8000,
     )  # fmt: skip
-    state = measure(settings).calibration
+    state = measure_acceptance(settings).calibration
     exact = exact_vector(NUCLEUS, leaning(DRAFT_LAW), BRANCH)
     assert state.offered[0] == [state.trees] * BRANCH
     assert state.offered[1][0] > 1000
@@ -300,7 +293,7 @@ def test_a_sampled_vector_that_is_known_exactly(constant_pair, tmp_path):
 def test_a_greedy_vector_that_is_known_exactly(constant_pair, tmp_path):
     # The target's likeliest token is the draft's fifth.
     settings = constant_settings(constant_pair, tmp_path, branch=6, max_tokens_total=600)
-    found = measure(settings)
+    found = measure_acceptance(settings)
     assert found.acceptance == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     # Only the first and the second child have children: there is no second row.
     assert found.calibration.offered[1] == [0] * 6

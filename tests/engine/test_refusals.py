@@ -71,21 +71,6 @@ MODELS = {
         ),
         "chooses the tokens that it attends to (sparse MLA",
     ),
-    "mamba": (
-        lambda: transformers.MambaConfig(
-            vocab_size=4096, hidden_size=64, num_hidden_layers=2,
-            architectures=["MambaForCausalLM"],
-        ),
-        "has recurrent",
-    ),
-    "encoder-decoder": (
-        lambda: transformers.WhisperConfig(
-            vocab_size=4096, d_model=64, encoder_layers=1, decoder_layers=1,
-            encoder_attention_heads=2, decoder_attention_heads=2,
-            max_target_positions=256, architectures=["WhisperForConditionalGeneration"],
-        ),
-        "is an encoder-decoder model",
-    ),
     "alibi": (
         lambda: transformers.BloomConfig(
             vocab_size=4096, hidden_size=64, n_layer=1, n_head=2, seq_length=256,
@@ -222,6 +207,7 @@ def test_connectors_that_take_committed_tokens(monkeypatch):
     for transfer in several("OffloadingConnector", "NixlConnector"), connector("NixlPushConnector"):
         config.kv_transfer_config = transfer
         only(refusals._feature_reasons(config))
+    only(refusals._feature_reasons(engine_config(kv_offloading_size=0.01)))
     monkeypatch.setattr(refusals, "kinds_in_vllm", lambda _: {"hybrid"})
     only(refusals._feature_reasons(config), "not tried with trees over recurrent layers")
 

@@ -34,14 +34,6 @@ def choose(pair: PairKey = H200, **keys):
     return chosen(SequoiaConfig.parse({"method": "sequoia", **keys}).loaded(), pair)
 
 
-def test_auto_takes_device_and_pair_from_the_library():
-    choice = choose(tree="auto")
-    assert choice.tree.size > 8
-    assert "h200/8b-1b" in choice.source
-    assert choice.schedule[0][0] == 1
-    assert max(drafts for _, _, drafts in choice.schedule) == choice.tree.num_speculative_tokens
-
-
 def test_trees_that_we_choose_leave_room_for_tokens():
     config = SequoiaConfig(tree="auto")
     whole = chosen(config, H200, max_model_len=4096)
@@ -150,13 +142,6 @@ def declining(pair, monkeypatch):
     nothing = {"tree": TokenTree((-1,)), "schedule": [(1, 256, 0)]}
     entry = TreeLibrary().entry("h200/8b-1b/shipped").model_copy(update=nothing)
     monkeypatch.setattr(TreeLibrary, "select", lambda *_: Selection(entry, "too slow here"))
-
-
-def test_auto_may_answer_no_speculation(monkeypatch):
-    declining(H200, monkeypatch)
-    assert choose(tree="auto").tree.size == 1
-    assert choose().tree.size > 1  # asked for without "auto": some tree
-    assert "too slow here" in choose().source
 
 
 def test_engine_without_speculation_is_plain_vllm(monkeypatch):

@@ -53,12 +53,6 @@ def test_every_order_of_dimensions_in_memory(order):
     check(caches, tables(6, 4, 25), CONTEXTS, PATHS)
 
 
-def test_keys_and_values_kept_apart():
-    torch.manual_seed(3)
-    both = torch.randn(2, 25, 2, 16, 8, dtype=torch.bfloat16)
-    check([both[0], both[1]], tables(6, 4, 25), CONTEXTS, PATHS)
-
-
 def test_random_paths():
     torch.manual_seed(4)
     requests, depth, nodes, slots = 24, 7, 30, 16

@@ -47,12 +47,16 @@ def test_states_along_paths(hidden, num_layers, accepted):
     assert (states[-1] == -99.0).all()
 
 
-def test_no_rows():
+def gather(layers, rows):
     gather_target_states(
-        [torch.ones(2, 4)], query_start_loc=torch.tensor([0, 2], dtype=torch.int32), accepted=None,
-        first_rows=torch.tensor([0, 0], dtype=torch.int32),
-        states=torch.empty(0, 4),
+        layers, query_start_loc=torch.tensor([0, 2], dtype=torch.int32), accepted=None,
+        first_rows=torch.tensor([0, rows], dtype=torch.int32),
+        states=torch.empty(rows, 4 * len(layers)),
     )  # fmt: skip
+
+
+def test_no_rows():
+    gather([torch.ones(2, 4)], rows=0)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +66,4 @@ def test_no_rows():
 )
 def test_layers_that_cannot_be_gathered(layers):
     with pytest.raises(ValueError, match="layers"):
-        gather_target_states(
-            layers, query_start_loc=torch.tensor([0, 2], dtype=torch.int32), accepted=None,
-            first_rows=torch.tensor([0, 1], dtype=torch.int32),
-            states=torch.empty(1, 4 * len(layers)),
-        )  # fmt: skip
+        gather(layers, rows=1)

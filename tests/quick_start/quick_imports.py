@@ -4,8 +4,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -61,23 +61,6 @@ def changing(loader: Loader, change: Callable[[ModuleType], None]) -> Loader:
     return loader
 
 
-def read_models_once(import_utils: ModuleType) -> None:
-    """transformers looks through the sources of all of its models, twice, for their `__all__`.
-
-    It cuts each into lines, and remembers fewer folders than there are.
-    """
-    find, look_through = import_utils.fetch__all__, import_utils.create_import_structure_from_path
-
-    def fetch__all__(source: str) -> list[str]:
-        """Reads like the original does: the last line that starts with it."""
-        return find(source[source.rfind("\n__all__") + 1 :])
-
-    import_utils.fetch__all__ = fetch__all__  # type: ignore[attr-defined]
-    import_utils.create_import_structure_from_path = lru_cache(None)(  # type: ignore[attr-defined]
-        look_through.__wrapped__
-    )
-
-
 def wait_asleep(shm_broadcast: ModuleType) -> None:
     """Ranks and their engine look for each other's messages a thousand times a second.
 
@@ -85,20 +68,6 @@ def wait_asleep(shm_broadcast: ModuleType) -> None:
     whoever is at work.
     """
     shm_broadcast.sched_yield = lambda: time.sleep(1e-3)  # type: ignore[attr-defined]
-
-
-def register_kernels_once(dispatcher: ModuleType) -> None:
-    """Each engine on a CPU has vLLM look through all modules for the kernels that it replaces.
-
-    From the second one of a process on that finds what the first has put there.
-    """
-    register = dispatcher.register_kernels
-
-    def register_kernels(overrides: Mapping[str, Callable[..., Any]]) -> None:
-        if not overrides.keys() <= dispatcher._registry.keys():
-            register(overrides)
-
-    dispatcher.register_kernels = register_kernels  # type: ignore[attr-defined]
 
 
 FORK_ENGINES = "TESTS_FORK_ENGINES"
@@ -160,9 +129,7 @@ LOADERS: dict[str, Callable[[Loader], Loader]] = {
     "scipy.signal": lazily,
     # The losses of transformers' detectors import this one.
     "scipy.optimize": partial(lazily, functions=("linear_sum_assignment",)),
-    "transformers.utils.import_utils": partial(changing, change=read_models_once),
     "vllm.model_executor.models.registry": partial(changing, change=inspect_models_here),
-    "vllm.triton_utils.dispatcher": partial(changing, change=register_kernels_once),
     "vllm.utils.system_utils": partial(changing, change=fork_engines),
     "vllm.distributed.device_communicators.shm_broadcast": partial(changing, change=wait_asleep),
 }

@@ -21,7 +21,6 @@ from tests.support.ending import wait_until
 from tests.support.serving import ROOT, Session, environment, free_port, wait_for_end
 
 SHIM = Path(__file__).parent / "shim"
-ACTOR = "ray::RayWorkerOnCpu"  # the shim's class: Ray names processes after what they run
 RAY = Path(sys.executable).with_name("ray")
 START_DEADLINE = 300.0  # seconds; an idle two-core machine needs 40
 END_DEADLINE = 60.0  # an idle one needs 2

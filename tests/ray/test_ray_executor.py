@@ -3,9 +3,7 @@
 A worker that is killed ends the engine as it ends plain vLLM, and nothing more is left.
 """
 
-import json
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,11 @@ import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.tree import TokenTree
-from tests.ray.cluster import ACTOR, footprint, left_behind
+from tests.ray.cluster import left_behind
 from tests.ray.engines import generate_then_kill_a_worker
 from tests.support.cores import needs_two_cores
 from tests.support.engines import plain_outputs
-from tests.support.models import DRAFT, TARGET, prompts
-from tests.support.serving import Server
+from tests.support.models import prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200), needs_two_cores]
 
@@ -73,33 +70,3 @@ def test_killed_worker_amid_a_generation(found):
     assert killed["error"].startswith(ENGINE_DEAD)
     assert running == []
     assert all(PLAIN_LEAVES.fullmatch(Path(file).name) for file in files), files
-
-
-@pytest.mark.nightly  # the executor above, behind a server as in `tests/server`
-def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(ray_cluster, monkeypatch, tmp_path):
-    [prompt] = prompts(1)
-    [expected] = plain_outputs([prompt], SamplingParams(**GREEDY))
-    config = {"method": "sequoia", "model": DRAFT, "tree": {"size": 7, "depth": 3}, "adapt": False}
-    with monkeypatch.context() as surroundings:
-        for name, value in ray_cluster.environment.items():
-            surroundings.setenv(name, value)
-        server = Server(
-            tmp_path / "server.log", "--distributed-executor-backend=ray",
-            "--tensor-parallel-size=2", f"--speculative-config={json.dumps(config)}",
-            model=TARGET,
-        )  # fmt: skip
-    with server:
-        answer = server.complete(prompt=prompt, **GREEDY, extra_body={"return_token_ids": True})
-        trees, tokens = (
-            sum(server.metric(f"sequoia:{name}_total")) for name in ("trees", "emitted_tokens")
-        )
-        workers = ray_cluster.named(ACTOR)
-        family = [*server.process.children(recursive=True), *workers]
-        found = footprint([server.process, *workers])
-        server.process.send_signal(signal.SIGTERM)
-        server.check_clean_end(family)
-    running, _ = left_behind(found)
-    assert answer.choices[0].token_ids == expected
-    assert len(workers) == 2
-    assert tokens > 1.2 * trees > 0
-    assert running == []

@@ -1,4 +1,4 @@
-"""``vllm serve`` as replicas, as nodes, with weights on a disk and with a store of keys.
+"""``vllm serve`` as replicas, as nodes and with weights on a disk.
 
 Tokens are those of plain vLLM each time.
 """
@@ -11,27 +11,21 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 from vllm import SamplingParams
 
-from tests import quick_start
-from tests.support import serving
 from tests.support.cores import needs_two_cores
-from tests.support.ending import wait_until
 from tests.support.engines import plain_outputs, sequoia
 from tests.support.models import prompts
 from tests.support.serving import (
     DRAFT,
-    ROOT,
     START_DEADLINE,
     Server,
     environment,
     free_port,
     wait_for_end,
 )
-from tests.support.stored_cache import CONNECTOR
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
@@ -151,51 +145,3 @@ def test_weights_on_a_disk_by_default(tmp_path, disk):
         assert "GiB of the target's weights (4 layers) are read from" in server.log
         server.stop(signal.SIGTERM)
     assert list(disk.iterdir()) == []
-
-
-# -- vLLM's OffloadingConnector: a later turn is loaded from its store -------------------
-
-TREES = {"method": "sequoia", "model": DRAFT, "tree": {"size": 8, "depth": 3}, "adapt": False}
-# The store is the tests' own, in host memory: vLLM's refuses devices other than GPUs. The option
-# for its size names connector and role itself.
-STORE = {"kv_connector_extra_config": CONNECTOR["kv_connector_extra_config"]}
-SMALL = [option for option in serving.OPTIONS if "host" not in option]
-TOKENS, BLOCK = 70, 32
-
-
-def test_a_later_turn_is_loaded_from_the_store(tmp_path):
-    """Between two turns the engine's own cache is emptied, and not the store.
-
-    A step's last blocks are stored in a later step, which another request brings. Until then they
-    are held, and vLLM does not empty its cache.
-    """
-    variables = environment(forks=True) | {
-        "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": f"{quick_start.FOLDER}:{ROOT}",
-    }  # fmt: skip
-    options = [
-        *SMALL, f"--block-size={BLOCK}", trees_of(TREES), "--kv-offloading-size=0.01",
-        f"--kv-transfer-config={json.dumps(STORE)}",
-    ]  # fmt: skip
-    params = SamplingParams(temperature=0, max_tokens=TOKENS)
-    with Server(tmp_path / "log", *options, variables=variables) as server:
-
-        def is_emptied() -> bool:
-            server.complete(prompt="another", max_tokens=1)
-            done = httpx.post(f"{server.url}/reset_prefix_cache", trust_env=False, timeout=60)
-            return done.json()["success"]
-
-        asked: Any = "\n".join(TEXTS[:2])
-        for _ in range(2):
-            [choice] = server.complete(
-                prompt=asked, temperature=0, max_tokens=TOKENS, extra_body=LONG["extra_body"]
-            ).choices
-            read = asked if isinstance(asked, str) else {"prompt_token_ids": asked}
-            assert [choice.token_ids] == plain_outputs([read], params)
-            wait_until(is_emptied, 60, "the end of storing")
-            asked = [*choice.prompt_token_ids, *choice.token_ids, 300, 301]
-        # Also blocks of the first answer, behind which trees wrote.
-        [loaded] = server.metric("vllm:external_prefix_cache_hits_total")
-        assert loaded % BLOCK == 0
-        assert loaded > TOKENS
-        [accepted] = server.metric("vllm:spec_decode_num_accepted_tokens_total")
-        assert accepted > 30

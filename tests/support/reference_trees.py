@@ -3,7 +3,6 @@
 import json
 from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -69,21 +68,6 @@ def brute_force(
         if allowed.any():
             best = max(best, float(values[allowed].sum(axis=1).max()))
     return best
-
-
-def simulate(tree: TokenTree, acceptance: Acceptance, steps: int, rng: Random) -> NDArray[np.int64]:
-    """Tokens of each of ``steps`` steps: at an accepted node at most one child is accepted."""
-    weights = [
-        [acceptance.probability(rank, int(depth)) for rank in range(len(children))]
-        for children, depth in zip(tree.children, tree.depths, strict=True)
-    ]
-
-    def tokens_from(node: int) -> int:
-        own = weights[node]
-        [child] = rng.choices([*tree.children[node], None], [*own, 1 - sum(own)])
-        return 1 if child is None else 1 + tokens_from(child)
-
-    return np.array([tokens_from(0) for _ in range(steps)])
 
 
 @st.composite

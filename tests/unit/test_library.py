@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.generate_trees import COMMAND, generate_library
-from sequoia_vllm.hardware.device import identify, known_devices
-from sequoia_vllm.hardware.models import every_class, model_classes
-from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.device import known_devices
+from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.library import tree_library as library_module
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
@@ -19,9 +18,9 @@ from sequoia_vllm.library.selection import OFFLOADED
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError
 from tests.support.reference_trees import drafts_at
-from tests.unit.test_tune import vector
+from tests.unit.test_tune import PAYS, vector
 
-SAMPLE = {"h200", "x86-cpu"}  # predicted and measured
+SAMPLE = {"h100-sxm", "x86-cpu"}  # predicted and measured
 
 
 @pytest.mark.slow
@@ -237,67 +236,9 @@ def test_user_tree_names():
     assert "/" not in long
 
 
-@pytest.fixture
-def inputs(tmp_path):
-    """Inputs of a library, without any generated file."""
-    shutil.copytree(shipped_directory() / "acceptance", tmp_path / "in" / "acceptance")
-    (tmp_path / "in" / "profiles").mkdir()
-    return tmp_path / "in"
-
-
-def made_up_profile(device: str, target: str, draft: str) -> Profile:
-    """Stands for a measurement, so that what reads one can be tested."""
-    shapes = model_classes()["7b-68m"]
-    predicted = roofline_profile(identify("NVIDIA L4").spec, shapes.target, shapes.draft)
-    return predicted.model_copy(
-        update={
-            "source": "measured", "device": device, "target": target, "draft": draft,
-            "target_parameters": 8.3e8, "draft_parameters": 1.1e6, "datasheet": None,
-            "target_shape": None, "draft_shape": None, "assumptions": None,
-        }
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_measured_files_add_entries(inputs, tmp_path):
-    pair = "made/up/target", "made/up/draft"
-    cpu, shapes = "Intel(R) Xeon(R) Processor", model_classes()["7b-68m"]
-    made_up_profile(cpu, *pair).save(inputs / "profiles" / "cpu.json")
-    on_l4 = made_up_profile("NVIDIA L4", shapes.target.name, shapes.draft.name)
-    on_l4.save(inputs / "profiles" / "l4.json")
-    greedy = vector(name="pair-greedy", target=pair[0], draft=pair[1])
-    by_depth = {"temperature": 1.0, "acceptance": [[0.7, 0.1], [0.6, 0.1]]}
-    sampled = greedy.model_copy(update={"name": "pair-sampled", **by_depth})
-    for one in (greedy, sampled):
-        one.save(inputs / "acceptance" / f"{one.name}.json")
-    files = generate_library(inputs, devices=["x86-cpu", "l4"])
-    assert sorted(files) == ["l4.json", "x86-cpu.json"]
-    for name, text in files.items():
-        (inputs / name).write_text(text)
-    library = TreeLibrary(inputs, tmp_path / "user")
-    names = [entry.name for entry in library.file("x86-cpu").entries]
-    assert names == [
-        "x86-cpu/830m-1.1m/appendix-e",
-        "x86-cpu/830m-1.1m/pair-greedy",
-        "x86-cpu/830m-1.1m/pair-sampled",
-        "x86-cpu/830m-1.1m/shipped",
-    ]
-    entry = library.entry("x86-cpu/830m-1.1m/pair-greedy")
-    assert entry.profile.source == "measured"
-    assert entry.profile.file == "profiles/cpu.json"
-    assert len(entry.profile.sha256) == 64
-    sources = {e.model_class: e.profile.source for e in library.file("l4").entries}
-    assert sources.pop("7b-68m") == "measured"  # and no roofline any more
-    assert set(sources.values()) == {"roofline"}
-    # No GPU has the measured pair's class, and its vector serves no other pair.
-    assert all("pair-" not in text for name, text in files.items() if name != "x86-cpu.json")
-    selection = library.select(PairKey(cpu, *pair, "bfloat16"))
-    assert selection.entry.acceptance_class == "pair-greedy"
-    assert selection.entry.profile.source == "measured"
-    assert "(measured)" in selection.reason
-
-
-def test_wrong_inputs(inputs, tmp_path):
+def test_wrong_inputs(tmp_path):
+    inputs = tmp_path / "in"
+    shutil.copytree(shipped_directory() / "acceptance", inputs / "acceptance")
     with pytest.raises(LibraryError, match="no acceptance vectors in"):
         generate_library(tmp_path / "nowhere")
 
@@ -305,11 +246,11 @@ def test_wrong_inputs(inputs, tmp_path):
         with pytest.raises(error, match=message):
             generate_library(inputs)
 
-    pair, profiles = ("a/t-1B", "a/d-1M"), inputs / "profiles"
-    made_up_profile("NVIDIA Z9000", *pair).save(profiles / "one.json")
+    profiles = inputs / "profiles"
+    PAYS.model_copy(update={"device": "NVIDIA Z9000"}).save(profiles / "one.json")
     refused(LibraryError, "'NVIDIA Z9000' is not in the device table")
     for name in ("one.json", "two.json"):
-        made_up_profile("cpu", *pair).save(profiles / name)
+        PAYS.model_copy(update={"device": "cpu"}).save(profiles / name)
     refused(LibraryError, r"two.json: profiles/one.json is already of x86-cpu")
     (profiles / "two.json").write_text("{}")
     refused(ProfileError, r"two.json")

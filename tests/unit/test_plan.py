@@ -30,13 +30,6 @@ def resolved(target=TARGET, device="NVIDIA H200", facts=None, **keys):
     return planned(config, pair, versions={"vLLM": "1"}, **(facts or {}))
 
 
-def test_a_known_target_needs_no_draft():
-    assert resolved().draft == "meta-llama/Llama-3.2-1B-Instruct"
-    assert resolved(model="another/draft").draft == "another/draft"
-    with pytest.raises(ConfigError, match='"model": "DRAFT"'):
-        resolved(target="nobody/knows-this")
-
-
 def test_recurrent_layers_bound_a_chosen_tree():
     """A larger one is refused, so none may be chosen."""
     whole = resolved(tree="auto").choice.tree
@@ -176,7 +169,8 @@ def test_a_plan_reads_no_file(monkeypatch):
 
 def test_what_vllm_is_asked_for():
     found = resolved(tree={"size": 4, "depth": 3}, max_model_len=99).speculative_config
-    assert (found["method"], found["model"]) == ("draft_model", resolved().draft)
+    known = "meta-llama/Llama-3.2-1B-Instruct"
+    assert (found["method"], found["model"]) == ("draft_model", known)
     assert (found["num_speculative_tokens"], found["max_model_len"]) == (3, 99)
     assert found["num_speculative_tokens_per_batch_size"] == [(1, 1, 3)]
     assert "model" not in planned(SequoiaConfig(drafter="mtp"), PAIR, "mtp").speculative_config

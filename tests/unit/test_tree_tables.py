@@ -48,24 +48,15 @@ def test_tables_of_a_tree():
     assert np.array_equal(tables.ancestors.numpy(), TREE.ancestor_mask)
 
 
-def test_a_prefix_keeps_the_rows_of_the_whole_tree():
-    #   0 - 1 - 4
-    #    \
-    #     2 - 3 - 5
-    tables = TreeTables(TokenTree((-1, 0, 0, 2, 1, 3)), CPU)
-    assert tables.inner_rows.tolist() == [0, 1, 2, 3, -1, -1]
-    prefix = tables.levels_of(3)  # 1 and 3 have lost their children
-    assert [level.nodes.tolist() for level in prefix.levels] == [[0], [2]]
-    assert [level.rows.tolist() for level in prefix.levels] == [[0], [2]]
-    assert len(prefix.depths) == 2
-    assert prefix.rows_per_tree == 3  # the next request's begin after it
-
-
 @given(TREES, st.data())
 def test_no_two_nodes_of_a_batch_share_a_row(tree, data):
-    tables = TreeTables(tree, CPU)
-    levels = tables.levels_of(data.draw(st.integers(1, tree.size - 1), "drafts"))
+    """A prefix keeps the rows of the whole tree, and has nodes that still have children."""
+    tables, drafts = TreeTables(tree, CPU), data.draw(st.integers(1, tree.size - 1), "drafts")
+    levels = tables.levels_of(drafts)
     rows = [row for level in levels.levels for row in level.rows.tolist()]
+    nodes = [node for level in levels.levels for node in level.nodes.tolist()]
+    assert rows == tables.inner_rows[nodes].tolist()
+    assert sorted(nodes) == [n for n, below in enumerate(tree.trim(drafts + 1).children) if below]
     of_batch = [request * levels.rows_per_tree + row for request in range(3) for row in rows]
     assert len(set(of_batch)) == len(of_batch) == 3 * len(levels.depths)
     assert levels.rows_per_tree <= tables.levels.rows_per_tree == len(tables.levels.depths)

@@ -8,7 +8,6 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
-from tests.support.engines import scheduler_of
 from tests.support.soak.random_requests import RandomRequest
 
 _SAME_LOGPROB = 1e-3
@@ -97,11 +96,6 @@ def differences(
         if not same(request, found.get(request.number), plain[request.number])
         and not same(request, answers(llm, [request]).get(request.number), plain[request.number])
     ]
-
-
-def kv_cache_usage(llm: LLM) -> float:
-    """Share of the KV cache's blocks that requests hold."""
-    return float(scheduler_of(llm).kv_cache_manager.usage)
 
 
 def _completion(output: Any) -> Completion:
