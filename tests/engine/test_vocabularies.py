@@ -9,7 +9,12 @@ from sequoia_vllm.engine.runner.vocabulary import TokensOf, tokens_to_draft
 from tests.engine.test_sampled import CUT, PLAIN, VOCAB, check_law
 from tests.support.engines import generated, metric, plain_outputs, runner_of, running, sequoia
 from tests.support.models import DRAFT, TARGET, prompts, save_llama, save_word_tokenizer
-from tests.support.vocabularies import save_other_draft, save_renumbered, save_words
+from tests.support.vocabularies import (
+    save_draft_of_another_tokenizer,
+    save_other_draft,
+    save_renumbered,
+    save_words,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
@@ -48,6 +53,14 @@ def test_greedy_tokens_are_those_of_plain_vllm(shared, least, tmp_path, monkeypa
     assert stats["tokens"] / stats["tree_steps"] > least
     [[_, words]] = [words for words in said if "has another vocabulary" in str(words)]
     assert f"of the target's 4,096 ({shared:.0%})" in words
+
+
+def test_greedy_tokens_with_a_draft_of_another_tokenizer(tmp_path):
+    """The draft's vocabulary is a fifth of the target's, of other text: much must be spelled."""
+    draft = save_draft_of_another_tokenizer(tmp_path / "draft", prompts(200)[100:], 800)
+    tokens, stats = greedy_with(draft)
+    assert tokens == plain_outputs(PROMPTS, GREEDY)
+    assert stats["tokens"] / stats["tree_steps"] > 1.7  # 1.99 measured
 
 
 def test_greedy_tokens_with_a_trimmed_output_layer(with_the_same_tokens):

@@ -1,6 +1,7 @@
 """Drafts with another vocabulary than their target: other numbers, other tokens."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,6 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sequoia_vllm.vocabulary.matching import Segments
+from sequoia_vllm.vocabulary.tokens import load_tokenizer, read_vocabulary
 from tests.support.models import DRAFT
 
 SIZE, _SPARE_ROWS = 4096, 40
@@ -56,6 +59,26 @@ def save_other_draft(path: Path, shared: float) -> Path:
     return save_renumbered(DRAFT, path, number_of, SIZE + _SPARE_ROWS)
 
 
+def save_draft_of_another_tokenizer(path: Path, texts: list[str], size: int) -> Path:
+    """The embedded draft with byte-level BPE of at most so many tokens, learned from these texts.
+
+    A token has the row of the draft's own token of this text, or the mean of those that spell it.
+    """
+    tokenizer = train_byte_level(texts, size)
+    tokenizer.save_pretrained(path)
+    old = read_vocabulary(load_tokenizer(DRAFT)).by_text()
+    new = read_vocabulary(tokenizer)
+    spelled = Segments(old)
+    spellings = {number: spelled.split(text) for number, text in new.texts.items()}
+    spellings |= {new.begin: [1], new.end: [2]}
+    size = len(tokenizer)
+
+    def take(rows: Tensor) -> Tensor:
+        return torch.stack([rows[spellings[number]].mean(dim=0) for number in range(size)])
+
+    return _save_with_rows(DRAFT, path, size, take, (new.begin, new.end))
+
+
 _CONTROLS = {"bos_token": "<begin>", "eos_token": "<end>"}
 
 
@@ -76,16 +99,36 @@ def train_byte_level(
 
 def save_renumbered(source: str | Path, path: Path, number_of: Tensor, size: int) -> Path:
     """A Llama whose token i becomes number ``number_of[i]`` of so many; others have zero rows."""
+
+    def take(rows: Tensor) -> Tensor:
+        taken = torch.zeros(size, rows.shape[1])
+        taken[number_of] = rows
+        return taken
+
+    config = json.loads((Path(source) / "config.json").read_text("utf-8"))
+    begin, end = number_of[[config["bos_token_id"], config["eos_token_id"]]].tolist()
+    return _save_with_rows(source, path, size, take, (begin, end))
+
+
+def _save_with_rows(
+    source: str | Path,
+    path: Path,
+    size: int,
+    take: Callable[[Tensor], Tensor],
+    roles: tuple[int, int],
+) -> Path:
+    """A Llama with other rows ``[size, H]``, taken from its own, at both ends.
+
+    `roles` are the numbers that begin and end a sequence.
+    """
     model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    rows = [end.weight.detach().clone() for end in ends]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    rows = [take(end.weight.detach()) for end in ends]
     model.resize_token_embeddings(size, mean_resizing=False)
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
     with torch.no_grad():
-        for end, own in zip(ends, rows, strict=True):
-            end.weight.zero_()
-            end.weight[number_of] = own
-    begin_and_end = number_of[[model.config.bos_token_id, model.config.eos_token_id]]
-    model.config.bos_token_id, model.config.eos_token_id = begin_and_end.tolist()
+        for end, taken in zip(ends, rows, strict=True):
+            end.weight.copy_(taken)
+    model.config.bos_token_id, model.config.eos_token_id = roles
     model.save_pretrained(path)
     return path
