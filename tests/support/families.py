@@ -1,6 +1,5 @@
 """Configurations of model families, and what vLLM makes of them."""
 
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -36,24 +35,68 @@ READ_IMAGES = {
 }
 """Configurations that trees serve as targets, and not as drafts."""
 
-CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "data" / "configurations.json").read_text(encoding="utf-8")
-)
-"""What tests read of published models' configurations, by name."""
-
-MIXTURES = {
-    name: (CONFIGURATIONS[name], parameters, active)
-    for name, parameters, active in (
-        ("Qwen3-30B-A3B", 30.5e9, 3.0e9),
-        ("Mixtral-8x7B", 46.7e9, 12.8e9),
-        ("gpt-oss-20b", 20.9e9, 3.6e9),
-        ("GLM-4.5-Air", 106.9e9, 12.8e9),
-        ("Qwen3-Next-80B-A3B", 79.6e9, 3.5e9),
-        ("DeepSeek-V2-Lite", 15.7e9, 2.45e9),
-        ("DeepSeek-V3", 671e9, 37e9),
-        ("ERNIE-4.5-21B-A3B", 21.8e9, 3.35e9),
-    )
-}
+MIXTURES: dict[str, tuple[dict[str, Any], float, float]] = {
+    "Qwen3-30B-A3B": ({
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "architectures": ["Qwen3MoeForCausalLM"],
+    }, 30.5e9, 3.0e9),
+    "Mixtral-8x7B": ({
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "architectures": ["MixtralForCausalLM"],
+    }, 46.7e9, 12.8e9),
+    "gpt-oss-20b": ({
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "architectures": ["GptOssForCausalLM"], "layer_types": ["full_attention"] * 24,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }, 20.9e9, 3.6e9),
+    "GLM-4.5-Air": ({
+        "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944,
+        "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 151552, "n_routed_experts": 128, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        "architectures": ["Glm4MoeForCausalLM"],
+    }, 106.9e9, 12.8e9),
+    "Qwen3-Next-80B-A3B": ({
+        "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "vocab_size": 151936, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "decoder_sparse_step": 1, "architectures": ["Qwen3NextForCausalLM"],
+    }, 79.6e9, 3.5e9),
+    "DeepSeek-V2-Lite": ({
+        "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "vocab_size": 102400, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        "architectures": ["DeepseekV2ForCausalLM"],
+    }, 15.7e9, 2.45e9),
+    "DeepSeek-V3": ({
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "vocab_size": 129280, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+        "architectures": ["DeepseekV3ForCausalLM"],
+    }, 671e9, 37e9),
+    "ERNIE-4.5-21B-A3B": ({
+        "model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288,
+        "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4,
+        "vocab_size": 103424, "tie_word_embeddings": True, "moe_num_experts": 64, "moe_k": 6,
+        "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "moe_layer_end_index": 27, "moe_layer_interval": 1,
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+    }, 21.8e9, 3.35e9),
+}  # fmt: skip
 """Mixtures of experts by name: configuration, all parameters, and those of a token (a pass's)."""
 
 ZAMBA_2_7B = {

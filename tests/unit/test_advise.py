@@ -15,7 +15,7 @@ from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.tree_library import shipped_directory
 from tests.support.commands import command, in_words
-from tests.support.families import CONFIGURATIONS, MIXTURES
+from tests.support.families import MIXTURES
 from tests.support.models import save_config
 
 ROOT = Path(__file__).parents[2]
@@ -39,14 +39,29 @@ def advice(*arguments: str):
 PREDICTIONS = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")
 
 
-GEMMAS = "google/gemma-3-27b-it", "google/gemma-3-270m-it"
+GEMMAS: dict[str, dict] = {
+    "google/gemma-3-27b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504,
+            "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+            "head_dim": 128, "vocab_size": 262208, "tie_word_embeddings": True,
+        },
+    },
+    "google/gemma-3-270m-it": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 640,
+        "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", [x for x in PREDICTIONS.splitlines() if "(predicted) |" in x])
 def test_recipes_are_predictions(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in GEMMAS:
-        save_config(Path(name), CONFIGURATIONS[name])
+    for name, config in GEMMAS.items():
+        save_config(Path(name), config)
     model, draft, hardware, gains, plain = row.strip("| ").split(" | ")
     found = advice(model, "--draft-model", draft, "--device", hardware.split()[1])["batches"]
     assert gains == ", ".join(f"{x['tree_speedup']:.2f}x" for x in found) + " (predicted)"
@@ -159,9 +174,21 @@ def test_without_a_known_draft_the_command_drafts_without_one(tmp_path):
     assert shown.endswith(f"{found['command']} {found['conclusion']}")
 
 
+QWEN_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 27},
+    "text_config": {
+        "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
+        "head_dim": 256, "vocab_size": 248320, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "mtp_num_hidden_layers": 1,
+    },
+}  # fmt: skip
+
+
 def test_a_targets_own_mtp_layer_is_taken_where_no_draft_is_known(tmp_path):
     """Recurrent layers take no larger trees."""
-    target = save_config(tmp_path / "Qwen3.8-27B", CONFIGURATIONS["Qwen3.8-27B"])
+    target = save_config(tmp_path / "Qwen3.8-27B", QWEN_27B)
     found = advice(target, "--device", "h100", "--batch-sizes", "1,32")
     one, many = found["batches"]
     assert one["plain_tokens_per_second"] == pytest.approx(3.35e12 / 54e9, rel=0.3)

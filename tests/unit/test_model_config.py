@@ -10,12 +10,24 @@ from sequoia_vllm.hardware.device import known_devices
 from sequoia_vllm.hardware.model_config import ShapeError, read_shape
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
-from tests.support.families import CONFIGURATIONS, MIXTURES, ZAMBA_2_7B
+from tests.support.families import MIXTURES, ZAMBA_2_7B
 from tests.support.models import MODELS
 
-LLAMA_3, QWEN_3, QWEN_2, NEMOTRON_3_NANO = map(
-    CONFIGURATIONS.get, ("Llama-3.1-8B", "Qwen3-0.6B", "Qwen2.5-0.5B", "Nemotron-3-Nano")
-)
+LLAMA_3 = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN_3 = {
+    "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN_2 = {
+    "model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def shape(config, **changes):
@@ -206,6 +218,17 @@ def test_mamba2_layers_are_counted_as_recurrent():
     assert 6.5e9 < found.layer_parameters + 1536 * 100352 < 7.5e9
     in_parallel = shape({**GRANITE_4_TINY, "layer_types": None})  # as of Falcon-H1
     assert (in_parallel.attention_layers, in_parallel.recurrent.layers) == (40, 40)
+
+
+NEMOTRON_3_NANO = {
+    "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 2688, "head_dim": 128,
+    "intermediate_size": 1856, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "vocab_size": 131072, "n_routed_experts": 128, "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+    "n_shared_experts": 1, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128,
+    "n_groups": 8,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+}  # fmt: skip
 
 
 def test_each_layer_of_nemotron_h_is_a_state_attention_an_mlp_or_experts():
