@@ -51,7 +51,7 @@ def test_the_program_checks_kernels_in_a_bare_checkout(tmp_path):
     assert results.of("kernels").state == "done"
     parts = results.of("kernels").parts
     names = " ".join(name for name, values in parts.items() if "limit" in values)
-    for part in ("tree attention", "drawing", "verification", "commit", "law"):
+    for part in ("tree attention", "drawing", "dynamic", "verification", "commit", "law"):
         assert part in names
     times = " ".join(name for name, values in parts.items() if "seconds" in values)
     for part in (verification_times.DRAWING, verification_times.REJECTED, "tree attention"):

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from benchmarks.gpu.check.stage import KernelRun
 from benchmarks.gpu.check.tree_batch import TreeBatch, best_tree
+from sequoia_vllm.drafting.dynamic_levels import DynamicTrees, SlotTables
+from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED
+from sequoia_vllm.kernels.node_masks import unpack_ancestors
 from sequoia_vllm.kernels.random import DRAW, VERIFY
 from sequoia_vllm.tree import TokenTree
 from tests.oracles.attention import commit_reference
@@ -47,6 +50,8 @@ def check_sampling(run: KernelRun) -> None:
             for mode in _MODES:
                 with run.attempt(f"drawing {mode} {dtype} {vocabulary}"):
                     _check_drawing(run, mode, dtype, vocabulary)
+    with run.attempt("dynamic trees"):
+        _check_dynamic_trees(run, vocabulary=300 if run.tiny else 128256)
     for vocabulary in (50,) if run.tiny else (32000, 128256):
         with run.attempt(f"verification {vocabulary}"):
             _check_walks(run, vocabulary)
@@ -92,6 +97,33 @@ def _check_drawing(run: KernelRun, mode: str, dtype: torch.dtype, vocabulary: in
     run.check(name, worst, 0.0 if mode == "greedy" else _SCORE_ERROR)
     if mode == "sampled":
         run.check(f"{name}: Q that is kept", _statistics_error(batch, level, logits), 1e-5)
+
+
+def _check_dynamic_trees(run: KernelRun, vocabulary: int) -> None:
+    """Trees that kernels choose, against the same choice in torch; and the tables of each."""
+    requests, tree = 2, best_tree(9, 3)
+    tables = SlotTables(tree, run.machine.device, requests)
+    batch = TreeBatch(tables, requests, vocabulary, torch.float32, GREEDY)
+    trees = DynamicTrees(tables, batch.drafted)
+    levels = trees.levels_of(tree.num_speculative_tokens)
+    assert levels is not None
+    plain = DynamicGrowth(torch.zeros(requests, dtype=torch.int64), tree.size, tree.depth)
+    for level in levels.levels:
+        logits = _random_logits(run, requests * level.width, vocabulary, level.depth)
+        levels.draw(batch.drafted, batch.requests, requests, level, logits)
+        if level.depth > 0:
+            plain.descend()
+        plain.add_children(logits.view(requests, level.width, vocabulary).cpu())
+    trees.write(batch.requests.slots, chosen=True)
+    tokens, parents = plain.best()
+    layouts, seen = TreeLayouts.of(parents, tree.depth), unpack_ancestors(tables.mask.words)
+    found = batch.drafted.tokens, tables.parents, tables.ancestors, seen, tables.mask.depths
+    expected = tokens, parents, layouts.ancestors, layouts.ancestors, layouts.depths
+    wrong = 0
+    for ours, plainly in zip(found, expected, strict=True):
+        nodes = ours[:requests, : tree.size].cpu()[..., : plainly.shape[-1]]
+        wrong += int((nodes != plainly)[:, 1:].sum())  # the root's token is not written
+    run.check("dynamic trees", float(wrong), 0.0)
 
 
 def _scores(

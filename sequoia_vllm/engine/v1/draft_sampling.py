@@ -133,21 +133,6 @@ class DraftSampling:
             drawn[self.seeded] = noisy.topk(branch, dim=-1).indices
         return drawn
 
-    def scores(self, logits: Tensor, depth: int, given: Tensor) -> Tensor:
-        """What dynamic trees are chosen by, float32 ``[B, m, V]``: their softmax is a node's Q.
-
-        Noise that decides the target's token, too, is no uncertainty: a seeded request's Q has it,
-        beside the draft's logits at temperature 1. Arguments as of `children`; none is sampled.
-        """
-        scores = preferred(logits.float(), given.flatten()).view(*given.shape, -1)
-        if len(self.seeded):
-            per_request = logits.view_as(scores)[self.seeded]
-            noisy = self._noisy(per_request, depth, given[self.seeded].flatten())
-            scores = scores.index_copy(
-                0, self.seeded, noisy * self.temperature[self.seeded, None, None]
-            )
-        return scores
-
     def finish(self, tokens: Tensor) -> DraftedTreesV1:
         """Joins tokens int64 ``[B, size]``, in stored order, with the stored Q."""
         return DraftedTreesV1(tokens, self._probs, self._probs_rows)

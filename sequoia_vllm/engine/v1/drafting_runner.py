@@ -148,10 +148,8 @@ class DraftingRunner(CPUModelRunner):
         chosen = np.flatnonzero(committed.complete & ~discarded)
         is_dynamic = self._have_dynamic_trees(committed.requests[chosen], levels.tree)
         truncation = truncation_of(sampling_metadata, self._params())
-        for grow, rows in (
-            (self.drafter.grow, chosen[~is_dynamic]),
-            (self.drafter.grow_dynamic, chosen[is_dynamic]),
-        ):
+        for dynamic in (False, True):
+            rows = chosen[is_dynamic == dynamic]
             if len(rows) == 0:
                 continue
             last, requests = committed.last[rows], committed.requests[rows]
@@ -161,11 +159,15 @@ class DraftingRunner(CPUModelRunner):
                 committed.positions[last],
                 logits if len(rows) == len(logits) else logits[rows],
             )
-            sampling = DraftSampling.of(
-                requests, sampling_metadata, self.input_batch.generators, truncation,
-                levels.tree.depth,
-            )  # fmt: skip
-            self._keep(grow(levels, roots, sampling), requests, drafts)
+            if dynamic:
+                grown = self.drafter.grow_dynamic(levels, roots)
+            else:
+                sampling = DraftSampling.of(
+                    requests, sampling_metadata, self.input_batch.generators, truncation,
+                    levels.tree.depth,
+                )  # fmt: skip
+                grown = self.drafter.grow(levels, roots, sampling)
+            self._keep(grown, requests, drafts)
         return drafts
 
     def _keep(
@@ -182,18 +184,15 @@ class DraftingRunner(CPUModelRunner):
     def _have_dynamic_trees(
         self, requests: NDArray[np.int64], tree: TokenTree
     ) -> NDArray[np.bool_]:
-        """bool ``[B]``: those that are verified by matching, with tokens that nothing replaces."""
+        """bool ``[B]``: the greedy ones, but for those whose tokens a grammar may replace."""
         self._grown += 1
         is_static = not self._has_dynamic_trees or self._grown % self._static_every == 0
         if is_static or inner_width(tree.size, tree.depth) == 0:
             return np.zeros(len(requests), dtype=bool)
-        params, seeds = self._params(), self.input_batch.generators
-        is_matched = [
-            (params[row].temperature < GREEDY_BELOW or row in seeds)
-            and params[row].structured_outputs is None
-            for row in requests.tolist()
-        ]
-        return np.array(is_matched, dtype=bool)
+        every = self._params()
+        params = [every[row] for row in requests.tolist()]
+        can_choose = [p.temperature < GREEDY_BELOW and p.structured_outputs is None for p in params]
+        return np.array(can_choose, dtype=bool)
 
     def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
         """Prompt chunks, roots and emitted tokens that the draft has yet to read."""

@@ -27,7 +27,7 @@ from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.verification.retrieval import continuations, following
+from sequoia_vllm.verification.retrieval import continuations, following, preferred
 
 
 class TextDrafterV1(ABC):
@@ -249,10 +249,8 @@ class TreeProposerV1(DraftModelProposer):
         take_from_rank0(tokens)
         return sampling.finish(tokens)
 
-    def grow_dynamic(
-        self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling
-    ) -> DraftedTreesV1:
-        """Grows dynamic trees, as large and deep as the static one, of requests not sampled."""
+    def grow_dynamic(self, levels: DraftLevels, roots: RootsV1) -> DraftedTreesV1:
+        """Grows dynamic trees, as large and deep as the static one, of greedy requests."""
         growth = DynamicGrowth(torch.from_numpy(roots.tokens), levels.tree.size, levels.tree.depth)
         inner = self._inner_nodes(growth.inner_depths, roots)
         logits, told = roots.logits, self._told[torch.from_numpy(roots.requests)]
@@ -264,7 +262,8 @@ class TreeProposerV1(DraftModelProposer):
                     growth.tokens, roots.requests, inner, growth.seen, first
                 )
             given = following(growth.tokens, told, depth)
-            growth.add_children(sampling.scores(logits, depth, given))
+            scores = preferred(logits.float(), given.flatten()).view(*given.shape, -1)
+            growth.add_children(scores)
         tokens, parents = growth.best()
         take_from_rank0(tokens)
         take_from_rank0(parents)
