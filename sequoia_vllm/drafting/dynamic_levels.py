@@ -34,6 +34,8 @@ class SlotTables(TreeTables):
     Trees are padded to W nodes, a multiple of 32. Slot S has a chain of W.
     """
 
+    mask: NodeMask
+
     def __init__(self, tree: TokenTree, device: torch.device, slots: int) -> None:
         super().__init__(tree, device)
         missing = -tree.size % WORD_BITS
@@ -62,7 +64,6 @@ class SlotTables(TreeTables):
                 padding; or ``[1, W]`` for all of them.
             depth: No tree is deeper; None: as the engine's.
         """
-        assert self.mask is not None
         width = self.parents.shape[1]
         write_trees_kernel[(len(slots),)](
             slots, parents, parents.stride(0) if len(parents) > 1 else 0,
