@@ -260,7 +260,7 @@ def test_the_last_trees_come_with_the_step_without_requests(monkeypatch):
     runner.stats, runner._paths = StepStats(TREE), PathCopies(torch.device("cpu"))
     # One request had a tree; the other read its prompt.
     paths = torch.tensor([[4, 1, -1], [1, -1, -1]], dtype=torch.int32)
-    runner._paths._under_way.append((paths, LateEvent()))
+    runner._paths._under_way.append((paths, LateEvent(), False))
     runner._observe_arrived()
     assert runner.stats.take_paths() == b""
 

@@ -109,8 +109,8 @@ class TreeRunner(GPUModelRunner):
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
         )
         kinds = map(type, self.sampler.logits_processors)
-        if any(not kind.__module__.startswith("vllm.") for kind in kinds):
-            self.speculator.modes.some_draft = False  # the user's own may read a path's tokens
+        if any(not kind.__module__.startswith("vllm.") for kind in kinds):  # the user's own
+            self.speculator.modes.give_no_drafts()
         # Penalties and bad words take the rows before a node for its history. Until: vLLM's sampler
         # is told each row's history.
         self.sampler.logits_processors = along_paths(

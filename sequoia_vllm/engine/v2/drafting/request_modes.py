@@ -34,7 +34,7 @@ class RequestModes:
         self._most_nodes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_committed = np.zeros(max_num_reqs, dtype=np.int32)
         self._can_choose = np.zeros(max_num_reqs, dtype=bool)
-        self.some_draft = True  # set to false where no request of this engine ever drafts
+        self.some_draft = True  # false if no request of this engine ever drafts
         self._thinks_first = thinks_first
         self._longest = longest
 
@@ -47,6 +47,10 @@ class RequestModes:
     def most_nodes(self) -> Tensor:
         """int32 ``[slots]``: the most nodes that each request may verify."""
         return self._most_nodes.gpu
+
+    def give_no_drafts(self) -> None:
+        """Stops all drafts, for processors of the user's, which may read a path's tokens."""
+        self.some_draft = False
 
     def sampled(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Which requests in these slots have drafts and sample without a seed."""
