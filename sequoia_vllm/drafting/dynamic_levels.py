@@ -91,8 +91,7 @@ class DynamicLevels(DraftLevels):
         slots, depth = len(trees.parents), self.tree.depth
         width = inner_width(self.tree.size, depth, CHILDREN)
         widths = [1] + [width] * (depth - 1)
-        self.levels = []
-        first = 0
+        self.levels, first = [], 0
         for level, nodes in enumerate(widths):
             begin = 1 + first * CHILDREN
             columns = torch.arange(begin, begin + nodes * CHILDREN, dtype=torch.int32)

@@ -294,10 +294,11 @@ class TreeProposerV2(DraftModelSpeculator):
             self._last_width = -(-self._reader.read(batch, bounds, readers) // readers)
         graphs = self._growth_graphs if dynamic is None else self._dynamic_graphs
         if not (graphs and graphs.replay(num_trees, drafts)):
-            self._growth.grow(num_trees, dynamic or levels, max_keys(batch))
+            self._growth.grow(num_trees, self._last_grown, max_keys(batch))
         take_from_rank0(self.drafted.tokens[:num_trees])
         if self._dynamic is not None:
-            take_from_rank0(self._dynamic.parents[:num_trees])
+            if dynamic is not None:
+                take_from_rank0(self._dynamic.parents[:num_trees])
             self._dynamic.write(batch.idx_mapping[:num_trees], chosen=dynamic is not None)
 
     def _dynamic_levels(self, slots: NDArray[np.intp], drafts: int) -> DynamicLevels | None:
