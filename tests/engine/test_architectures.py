@@ -45,7 +45,7 @@ LIKE_OTHERS = {"gemma3", "mixtral", "qwen3_moe"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in LIKE_OTHERS)) for n in CONFIGS]
+    "name", [pytest.param(n, marks=[pytest.mark.sharded] * (n in LIKE_OTHERS)) for n in CONFIGS]
 )
 def test_a_model_that_drafts_for_itself(folder, name):
     options = {"model": str(folder / name), **OPTIONS}
@@ -77,7 +77,7 @@ def test_layers_that_read_the_keys_of_others(folder):
         # vLLM gives the target's window to a draft without one.
         ("mistral", {"SlidingWindowSpec"}),
         ("gemma2", {"FullAttentionSpec"}),
-        pytest.param("gpt_oss", {"FullAttentionSpec"}, marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", {"FullAttentionSpec"}, marks=pytest.mark.sharded),
     ],
 )
 def test_windows_with_a_cache_too_small(folder, name, kinds):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 COUNT = int(os.environ.get("SEQUOIA_VLLM_SOAK", "150"))
 REQUESTS = random_requests(prompts(32), 2 * COUNT, seed=14, vocabulary=4096)
-NIGHTLY = pytest.mark.nightly
+SHARDED = pytest.mark.sharded
 TREES = [
     pytest.param(
         sequoia(verification="sequoia", retrieval=True, dynamic_tree=True),
@@ -32,9 +32,9 @@ TREES = [
     ),
     pytest.param(
         sequoia(verification="traversal", retrieval=True), REQUESTS[COUNT:],
-        id="traversal", marks=NIGHTLY,
+        id="traversal", marks=SHARDED,
     ),
-    pytest.param(lookup_trees(), REQUESTS[:COUNT], id="lookup", marks=NIGHTLY),
+    pytest.param(lookup_trees(), REQUESTS[:COUNT], id="lookup", marks=SHARDED),
 ]  # fmt: skip
 OPTIONS = {
     "kv_cache_memory_bytes": 8 << 20,  # some 50 and 100 preemptions
@@ -85,7 +85,7 @@ def chats() -> list[RandomRequest]:
     return random_requests(texts, 20, seed=5, vocabulary=49_152)
 
 
-@pytest.mark.nightly
+@pytest.mark.sharded
 @pytest.mark.skipif(not is_cached(cached_folder()), reason="run python -m examples.smollm2")
 def test_random_chats(tmp_path):
     """A real chat model, where somebody has fetched it; its draft is a copy of it with noise.

@@ -100,7 +100,7 @@ def test_beam_search():
         assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], 1e-4)
 
 
-@pytest.mark.nightly
+@pytest.mark.sharded
 def test_a_target_in_int8(tmp_path):
     """With the draft of the target as it was."""
     plain, trees = quantised(tmp_path, "int8", PARAMS)
@@ -135,7 +135,7 @@ def has_our_kernel(llm) -> bool:
     [
         pytest.param(None, "bfloat16", id="ours"),
         pytest.param(False, "bfloat16", id="vLLM's"),
-        pytest.param(False, "float16", id="vLLM's, float16", marks=pytest.mark.nightly),
+        pytest.param(False, "float16", id="vLLM's, float16", marks=pytest.mark.sharded),
     ],
 )
 def test_half_precision_and_its_linear_layers_for_few_rows(asked, dtype, monkeypatch):

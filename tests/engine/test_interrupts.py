@@ -13,7 +13,7 @@ import pytest
 from tests.support.ending import ENDED, in_the_background, still_there, wait_until
 from tests.support.serving import DRAFT, ROOT, TARGET, environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.sharded]
 
 OURS = str(Path(sys.executable).with_name("sequoia-vllm"))
 PAIR = "--model", TARGET, "--draft-model", DRAFT

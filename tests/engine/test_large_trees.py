@@ -11,7 +11,7 @@ from tests.support.generating import TINY, generate, generate_on, random_prompts
 from tests.support.interpreted import call_on_v2
 from tests.support.models import prompts
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 NODES, DEPTH, CHILDREN = 768, 18, 32
 # The first child is accepted often enough for paths of that depth.

@@ -53,7 +53,7 @@ def generate_both() -> dict[str, Any]:
 
 
 # The rehearsal has lookup on V2 each time, and `tests/v2` texts beside a draft.
-@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.sharded)])
 def found(request, tmp_path_factory):
     if request.param == "V2":
         return call_on_v2(generate_both, tmp_path_factory.mktemp("lookup"))

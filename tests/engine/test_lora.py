@@ -69,7 +69,7 @@ def test_adapters_and_none_in_one_batch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.sharded
 def test_adapters_and_none_in_one_batch_on_v2(tmp_path):
     given = {"folder": str(tmp_path), "max_tokens": 12, "lookup": lookup_trees()}
     check(call_on_v2(generate_with_adapters, tmp_path, **given), 12)

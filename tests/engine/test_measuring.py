@@ -40,7 +40,7 @@ from tests.support.models import DRAFT, MODELS, SMALL, TARGET, save_word_tokeniz
 from tests.support.plans import chosen
 from tests.support.quicker import look_past_what_is_imported
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.sharded]
 
 PROMPTS = MODELS / "prompts.jsonl"
 QUICK = {"dtype": "float32", "enforce_eager": True, "kv_cache_gib": 0.0625}

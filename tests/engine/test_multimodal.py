@@ -23,7 +23,7 @@ from tests.support.recurrent import run_in_float32
 HYBRID = "qwen3_5"
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 EACH = [
-    pytest.param(name, marks=[] if name == "qwen2_vl" else pytest.mark.nightly)
+    pytest.param(name, marks=[] if name == "qwen2_vl" else pytest.mark.sharded)
     for name in (*IMAGE, "qwen2_vl on V2")
 ]
 # The prompt of two images comes in three pieces, which end within them.
@@ -80,7 +80,7 @@ def test_drafts_are_accepted_and_images_found_in_the_cache(answers):
     assert trees["hits"] == (0 if answers["name"] == HYBRID else plain)
 
 
-@pytest.mark.nightly
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     ("name", "on_v2"), [("qwen2_vl", False), ("qwen3_vl", False), ("qwen2_vl", True)]
 )
@@ -98,7 +98,7 @@ def test_adapters_a_grammar_and_an_abort_beside_images(name, on_v2, tmp_path):
     assert trees["accepted"] > 5  # the draft has no adapter
 
 
-@pytest.mark.nightly
+@pytest.mark.sharded
 def test_a_head_reads_of_an_image_what_vllms_chain_gives_it(tmp_path):
     """Its tokens, and states: vLLM's EAGLE-3 classes take no embeddings of images."""
     found = call_with_images(answer_with_a_head, tmp_path, v2_environment(), folder=str(tmp_path))
@@ -107,7 +107,7 @@ def test_a_head_reads_of_an_image_what_vllms_chain_gives_it(tmp_path):
     assert found["tree"]["tokens"] == found["chain"]["tokens"] == found["plain"]["tokens"]
 
 
-@pytest.mark.nightly
+@pytest.mark.sharded
 def test_qwen3_5s_layer_reads_images_as_in_vllms_chain(tmp_path):
     """vLLM gives it their embeddings, and it would draft worse without them."""
     environment = v2_environment(gpu_attention=True)

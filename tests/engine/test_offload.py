@@ -19,7 +19,7 @@ from tests.support.engines import generated, metric, plain_outputs, runner_of, r
 from tests.support.models import DRAFT, TARGET, prompts
 from tests.support.quantised import QUANTISED, save_quantised
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.sharded]
 
 PROMPTS = prompts(4)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -136,7 +136,7 @@ CUT = [{"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.2, "top_k": 4, "min
         (3, EDITED, False, "sequoia", "model"),
         (3, GRAMMARS, False, "sequoia", "model"),
         # Each seed's own tokens are compared with plain vLLM's in `test_requests.py`.
-        pytest.param(3, PLAIN, True, "sequoia", "model", marks=pytest.mark.nightly),
+        pytest.param(3, PLAIN, True, "sequoia", "model", marks=pytest.mark.sharded),
         (4, PLAIN, False, "traversal", "model"),
         # From a table that changes while others of the batch are verified.
         (3, [*PLAIN, CUT[0]], False, "sequoia", "lookup"),

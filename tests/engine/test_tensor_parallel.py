@@ -38,7 +38,7 @@ def perturb_second_rank(worker: Any) -> None:
     "config",
     [
         sequoia(draft_vocabulary=3000, dynamic_tree=True),
-        pytest.param(lookup_trees(), marks=pytest.mark.nightly),
+        pytest.param(lookup_trees(), marks=pytest.mark.sharded),
     ],
     ids=["model", "lookup"],
 )

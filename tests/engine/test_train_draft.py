@@ -11,7 +11,7 @@ from tests.support.engines import metric, running, sequoia
 from tests.support.models import TARGET, next_probabilities
 from tests.support.train_drafter import run_here, script_modules
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.sharded]
 
 TEXTS, ANSWER = 32, 24
 OPENING, CLOSING = "# A question:\n", "\n# Its answer:\n"

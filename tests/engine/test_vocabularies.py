@@ -16,7 +16,7 @@ from tests.support.vocabularies import (
     save_words,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.sharded]
 
 PROMPTS = prompts(8)
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

@@ -62,7 +62,7 @@ def test_the_program_checks_kernels_in_a_bare_checkout(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.sharded
 def test_wrong_kernels_are_found(tmp_path):
     """Masks that ignore the tree, other random numbers, a commit that moves nothing."""
     code = f"""

@@ -1,10 +1,10 @@
 """The rehearsal over another version of vLLM: ``make rehearse VERSION=0.33.0``.
 
-    python -m tests.gpu_rehearsal.other_versions DIRECTORY VERSION [PYTEST OPTION...]
+    python -m tests.gpu_rehearsal.other_versions DIRECTORY VERSION [PYTEST OPTION OR FILE...]
 
 Lays the Python files of that version's GPU wheel (downloaded into DIRECTORY, as
 ``make contract`` does) beside the compiled libraries of the installed CPU build, and
-runs the tests in this folder with processes that import vLLM from there.
+runs the tests in this folder, or in these files of it, with processes that import vLLM from there.
 """
 
 import importlib.util
@@ -29,7 +29,8 @@ def main() -> int:
     directory, version, options = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     directory.mkdir(parents=True, exist_ok=True)
     overlay = lay_over(unpacked(directory, version)[1], directory, version)
-    command = [sys.executable, "-m", "pytest", str(FOLDER), *options]
+    folder = [] if any(option.endswith(".py") for option in options) else [str(FOLDER)]
+    command = [sys.executable, "-m", "pytest", *folder, *options]
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, OTHER_VLLM: str(overlay)}
     ).returncode

@@ -13,7 +13,7 @@ from tests.support.generating import random_prompts, save_related_pair
 from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, noting_modes, rehearsing
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.sharded]
 
 # Two have windows of 40 tokens, which end in prompts and in completions.
 LENGTHS = [9, 60]

@@ -25,7 +25,7 @@ from tests.support.memory_checks import VARIABLE
 from tests.support.models import save_word_tokenizer
 from tests.support.train_drafter import script_modules
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 # `tests/gpu_check` runs the kernels' check.
 REHEARSED = [item for item in ITEMS if item.name != KERNELS and item.is_tiny]

@@ -16,7 +16,7 @@ from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
 # CI follows grammars in `tests/v2/test_trees_v2.py`, and lays masks out in
 # `tests/engine/test_grammar_masks.py`.
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 REQUESTS = 4
 LARGEST = 8

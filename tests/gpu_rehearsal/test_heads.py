@@ -72,7 +72,7 @@ def pause(llm: Any, texts: list[Any]) -> dict[str, Any]:
 # Graphs of DFlash: `tests/v2/test_sampled_trees_v2.py` replays them in every run.
 HEADS = [
     pytest.param(EAGLE3, id="eagle3"),
-    pytest.param(DFLASH, id="dflash", marks=pytest.mark.nightly),
+    pytest.param(DFLASH, id="dflash", marks=pytest.mark.sharded),
 ]
 answers = called_once(call_on_gpu, start_and_generate, ("head", HEADS))
 

@@ -79,7 +79,7 @@ def counts(target: str, *mistakes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-@pytest.mark.nightly
+@pytest.mark.sharded
 def test_what_a_graph_froze_shows_in_rejected_drafts(tmp_path):
     """All that the target drafts itself is accepted."""
     answers = call_on_gpu(run, tmp_path, models=str(tmp_path))

@@ -19,7 +19,7 @@ from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 from tests.support.stored_cache import CONNECTOR, LENGTHS, converse_twice
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 LAYERS = 4
 # Of four layers the second and the last, which share one buffer on the device.

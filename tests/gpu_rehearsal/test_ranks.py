@@ -33,7 +33,7 @@ from tests.support.models import save_llama
 from tests.support.rehearsing import rehearsing
 from tests.support.serving import free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 PROMPTS = random_prompts([9, 14, 6])
 HEADS, TWO_LAYERS = {"num_attention_heads": 2, "num_key_value_heads": 2}, {"num_hidden_layers": 2}

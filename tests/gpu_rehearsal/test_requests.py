@@ -234,7 +234,7 @@ def beyond_the_limits(llm: Any, requests: list[Any]) -> list[bool]:
 mixed = called_once(call_on_gpu, run_mixed)
 
 
-@pytest.mark.nightly
+@pytest.mark.sharded
 @pytest.mark.parametrize("which", ["arriving", "pressed"])
 def test_tokens_are_those_of_plain_vllm_from_full_graphs(which, mixed):
     """Beside prompts, too, in chunks of up to 512 rows, and where trees are cut."""
@@ -245,7 +245,7 @@ def test_tokens_are_those_of_plain_vllm_from_full_graphs(which, mixed):
     assert found["modes"]["FULL beside prompts"] > 3
 
 
-@pytest.mark.nightly
+@pytest.mark.sharded
 def test_contexts_of_others_short_memory_and_long_prompts(mixed):
     """Long prompts and long requests stay with vLLM's attention."""
     assert mixed["hits"] >= SHARED - 16

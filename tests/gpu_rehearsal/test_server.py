@@ -10,7 +10,7 @@ from tests.support.generating import random_prompts, save_related_pair
 from tests.support.interpreted import gpu_environment
 from tests.support.serving import Server, environment
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 LENGTHS = [9, 18]
 TOKENS = 12

@@ -18,7 +18,7 @@ from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 from tests.support.sleeping import lost_of_ours, sleep_without_weights
 from tests.support.vocabularies import save_renumbered, save_words
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.sharded]
 
 # The second begins beyond the target's window of 40 tokens.
 LENGTHS = [9, 60, 21]

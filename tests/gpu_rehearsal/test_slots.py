@@ -28,7 +28,7 @@ from tests.support.interpreted import call_on_gpu
 from tests.support.models import save_llama
 from tests.support.rehearsing import generate, recording_versions, rehearsing
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 DEPTH = 4  # of heads' trees
 # Trees that take more than a block or two alone, and at four requests hardly anything.

@@ -37,7 +37,7 @@ from tests.support.rehearsing import (
 
 pytestmark = pytest.mark.engine
 
-NIGHTLY = pytest.mark.nightly
+SHARDED = pytest.mark.sharded
 LENGTHS = [5, 9, 20, 33, 14]
 TOKENS, ABORTED = 12, 1
 WITH_GRAMMAR = [2, 3]
@@ -108,7 +108,7 @@ OTHERS = ["MiMo", MTP_OF_QWEN, MADE_UP, *JOINED]
 
 
 @pytest.fixture(
-    scope="module", params=["lookup", *(pytest.param(name, marks=NIGHTLY) for name in OTHERS)]
+    scope="module", params=["lookup", *(pytest.param(name, marks=SHARDED) for name in OTHERS)]
 )
 def answers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     name, folder = request.param, tmp_path_factory.mktemp("targets")
@@ -159,7 +159,7 @@ def start_and_read(folder: str, name: str) -> dict[str, Any]:
         )  # fmt: skip
 
 
-@pytest.mark.nightly
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
 def test_images(name, tmp_path):
     given = {"folder": str(tmp_path), "name": name}

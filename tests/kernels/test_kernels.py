@@ -22,10 +22,10 @@ LONG = ["children", "tree_attention", "verify"]
 NAMES = {**{name: [name] for name in LONG}, "others": sorted(FILES.keys() - LONG)}
 
 
-@pytest.mark.parametrize("names", [*NAMES, pytest.param("nightly", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("names", [*NAMES, pytest.param("sharded", marks=pytest.mark.sharded)])
 def test_kernels_interpreted(names):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    marked = "nightly" if names == "nightly" else "not nightly"
+    marked = "sharded" if names == "sharded" else "not sharded"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked]
     done = subprocess.run(
         [*command, *(str(FILES[name]) for name in NAMES.get(names, FILES))],

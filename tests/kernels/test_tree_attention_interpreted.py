@@ -70,7 +70,7 @@ SCORES = [
 
 
 def cases():
-    """Batches, where they run, and how they attend; the names of those at night end with Z."""
+    """Batches, where they run, and how they attend; the names of those in shards end with Z."""
     # Query heads share key heads; on many processors with splits.
     for processors, *heads, block_size in (
         (1, 2, 2, 16),
@@ -86,17 +86,17 @@ def cases():
     for dtype, sizes in itertools.product([torch.bfloat16, torch.float16], [(12, 40), (5, 2)]):
         yield "half precision", ([70, 0], sizes), {"dtype": dtype}, 1, {}
     for first, context in itertools.product([1, 31, 32, 45], [0, 20, 64]):
-        options, night = {"first_node": first, "heads": (2, 1)}, first > 31 or context == 20
-        name = "levels after the first" + "Z" * night
+        options, later = {"first_node": first, "heads": (2, 1)}, first > 31 or context == 20
+        name = "levels after the first" + "Z" * later
         yield name, ([context, context + 3], [5, 2]), options, 1, {}
     for first in (1, 32, 70):
         options = {"first_node": first, "heads": (2, 1)}
         yield "levels, context read", ([50, 3], [5, 2]), options, 1, {"continued": True}
     # A split is 256 positions here, and the tree of 7 may lie across two.
     for context in (0, 1, 250, 255, 256, 257, 505, 511, 512, 513, 700):
-        options, night = {"heads": (2, 1), "spare_blocks": 45}, context in (0, 250, 505, 511, 700)
+        options, later = {"heads": (2, 1), "spare_blocks": 45}, context in (0, 250, 505, 511, 700)
         how = {"splits": range(3, 9)}
-        yield "ends of splits" + "Z" * night, ([context, 3], [7, 2]), options, 32, how
+        yield "ends of splits" + "Z" * later, ([context, 3], [7, 2]), options, 32, how
     for first, window in itertools.product([1, 32], [2, 20, 300]):
         options, name = {"first_node": first, "heads": (2, 1)}, "windows of levels"
         yield name + "Z" * (window == 20), ([500, 3], [5, 2]), options, 32, {"window": window}
@@ -134,7 +134,7 @@ def cases():
 
 
 CASES = [
-    pytest.param(*rest, id=f"{name}-{at}", marks=[pytest.mark.nightly] * name.endswith("Z"))
+    pytest.param(*rest, id=f"{name}-{at}", marks=[pytest.mark.sharded] * name.endswith("Z"))
     for at, (name, *rest) in enumerate(cases())
 ]
 

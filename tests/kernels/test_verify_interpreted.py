@@ -311,7 +311,7 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("name", ["apart", pytest.param("deeper", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["apart", pytest.param("deeper", marks=pytest.mark.sharded)])
 def test_emits_by_the_targets_law(lanes, name, monkeypatch):
     """The first two tokens against P(first) P(second), by chi-square.
 

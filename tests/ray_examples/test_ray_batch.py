@@ -10,7 +10,7 @@ from tests.ray_examples.cluster import ENGINE, ENGINE_OPTIONS, MAX_TOKENS, PROMP
 from tests.support.models import DRAFT, TARGET
 from tests.support.serving import Session
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 BUSY = "ray::Replica.answer"  # title of an actor that answers, its engine being ready
 LINES = 3 * PROMPTS  # seconds of work, so that a run can be killed before its end

@@ -13,7 +13,7 @@ from tests.ray_examples.cluster import ENGINE, ENGINE_OPTIONS, MAX_TOKENS, PROMP
 from tests.support.models import DRAFT, TARGET
 from tests.support.serving import Session, free_port, http_client
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 3, 6))
 DRAFTS = "ray_vllm_spec_decode_num_drafts_total"

@@ -14,7 +14,7 @@ from tests.support.models import prompts
 from tests.support.serving import DRAFT, OPTIONS, ROOT, Server, environment
 from tests.support.step_clock import VARIABLE, StepClock
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 PROMPTS = prompts(1)
 TIMED = "--scheduler-cls=tests.support.timed_scheduler.TimedScheduler"

@@ -27,7 +27,7 @@ from tests.support.serving import (
     wait_for_end,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 TEXTS = prompts(8)
 GREEDY = {"temperature": 0, "max_tokens": 48}

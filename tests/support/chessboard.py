@@ -1,4 +1,4 @@
-"""Slow combinations of parameters, half of which are left to the nights."""
+"""Slow combinations of parameters, half of which are left to the shards."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -15,7 +15,7 @@ def chessboard(*axes: Iterable[Any]) -> list[Any]:
     return [
         pytest.param(
             *(value for _, value in places),
-            marks=[pytest.mark.nightly] * (sum(place for place, _ in places) % 2),
+            marks=[pytest.mark.sharded] * (sum(place for place, _ in places) % 2),
         )
         for places in product(*map(enumerate, axes))
     ]

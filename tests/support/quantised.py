@@ -76,7 +76,7 @@ def save_quantised(path: Path, model: str, how: str) -> str:
     from vllm import _custom_ops  # noqa: F401 (loads the kernels)
 
     if how == "int4" and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        pytest.skip("vLLM's kernel for 4-bit weights needs AVX-512")
+        pytest.skip("needs AVX-512: vLLM's kernel for 4-bit weights")
     method = QUANTISED[how]
     shutil.copytree(model, path)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))

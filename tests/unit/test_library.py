@@ -25,7 +25,7 @@ SAMPLE = {"h100-sxm", "x86-cpu"}  # predicted and measured
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "devices", [SAMPLE, pytest.param(None, marks=pytest.mark.nightly)], ids=["some", "all"]
+    "devices", [SAMPLE, pytest.param(None, marks=pytest.mark.sharded)], ids=["some", "all"]
 )
 def test_generated_again_byte_for_byte(devices):
     generated = generate_library(shipped_directory(), devices=devices)

@@ -221,7 +221,7 @@ def trained(data, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.sharded
 class TestTrainDraft:
     def test_leaves_a_draft_that_learns_and_its_record(self, trained):
         metrics = json.loads((trained / "metrics.json").read_text("utf-8"))
@@ -290,7 +290,7 @@ class TestTrainDraft:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.sharded
 class TestTrainHead:
     def test_leaves_a_head_that_learnt_and_its_record(self, data, tmp_path):
         options = ["--mlp", "40", "--tokens", str(KEPT), "--steps", "20", "--validate-every", "10"]

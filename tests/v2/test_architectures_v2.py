@@ -19,7 +19,7 @@ from tests.support.engines import runner_of, running, sequoia
 from tests.support.generating import generate, generate_on, random_prompts
 from tests.support.interpreted import call_on_v2
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 LENGTHS = [37, 90]
 TOKENS = 16

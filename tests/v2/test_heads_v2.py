@@ -37,7 +37,7 @@ from tests.support.models import MODELS, prompts, save_llama
 from tests.support.recurrent import run_chains, run_in_float32
 from tests.support.train_drafter import script_modules
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 DEPTH, TOKENS = 4, 24
 HEADS = {"eagle3": EAGLE3, "dflash": DFLASH}

@@ -124,7 +124,7 @@ def generate_whole(models: str) -> dict[str, Any]:
     return {"plain": generate(None, *given, **options), "trees": trees}
 
 
-AGAIN = [pytest.param(name, marks=pytest.mark.nightly) for name in MAMBAS]
+AGAIN = [pytest.param(name, marks=pytest.mark.sharded) for name in MAMBAS]
 KINDS = ["Qwen3Next", LATENTS, *AGAIN]
 answers = called_once(call_on_v2, generate_all, ("name", KINDS), gpu_attention=True)
 
@@ -137,7 +137,7 @@ def test_tokens_are_those_of_plain_vllm(case, answers):
     assert found["counts"]["accepted_tokens"] > 20
 
 
-@pytest.mark.nightly  # `tests/kernels` has trees as large each time
+@pytest.mark.sharded  # `tests/kernels` has trees as large each time
 @pytest.mark.parametrize("function", [generate_large, generate_whole])
 def test_the_largest_trees_and_whole_keys_and_values(function, tmp_path):
     found = call_on_v2(function, tmp_path, gpu_attention=True, models=str(tmp_path))

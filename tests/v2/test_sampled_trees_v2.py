@@ -433,10 +433,10 @@ def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
     check_law(tmp_path, target, other, likely=drafts, skip_tokenizer_init=False)
 
 
-NIGHTLY, OF_ITS_KIND = pytest.mark.nightly, ("eagle3", "mtp", "dspark", "dflash2", "hybrid's mtp")
+SHARDED, OF_ITS_KIND = pytest.mark.sharded, ("eagle3", "mtp", "dspark", "dflash2", "hybrid's mtp")
 
 
-@pytest.mark.parametrize("kind", ["dflash", *(pytest.param(k, marks=NIGHTLY) for k in OF_ITS_KIND)])
+@pytest.mark.parametrize("kind", ["dflash", *(pytest.param(k, marks=SHARDED) for k in OF_ITS_KIND)])
 def test_a_head_leaves_the_law(kind, tmp_path):
     """Two draft a part of the vocabulary only; all nodes of a level of another have one Q.
 
@@ -459,7 +459,7 @@ def test_a_head_leaves_the_law(kind, tmp_path):
     check_law(tmp_path, target, head, drafts, states="deltas" if is_hybrid else "")
 
 
-@pytest.mark.nightly
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", ["GraniteMoeHybrid", "NemotronH", "Lfm2", "DeepseekV3"])
 def test_a_target_with_states_or_latents_keeps_its_law(name, tmp_path):
     has_latents = name == "DeepseekV3"
