@@ -174,8 +174,11 @@ class SequoiaConfig(_Strict):
 
     @classmethod
     def parse(cls, request: str | dict[str, Any]) -> Self:
-        """Reads ``"sequoia"`` or the JSON object; dashes in keys count as underscores. Raises
-        ConfigError, which names each wrong key or value."""
+        """Reads ``"sequoia"`` or the JSON object; dashes in keys count as underscores.
+
+        Raises:
+            ConfigError: A key or value is wrong; the message names each.
+        """
         data = {"method": request} if isinstance(request, str) else request
         keys = [str(key).replace("-", "_") for key in data]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
@@ -189,8 +192,11 @@ class SequoiaConfig(_Strict):
             ) from None
 
     def loaded(self) -> Self:
-        """The same with the tree, acceptance vector and tokens that it names loaded. Raises
-        TreeError, AcceptanceError, LibraryError or ConfigError, which says what is wrong."""
+        """The same with the tree, acceptance vector and tokens that it names loaded.
+
+        Raises:
+            TreeError, AcceptanceError, LibraryError, ConfigError: One of these cannot be used.
+        """
         tree, vector, tokens = self.tree, self.acceptance, self.draft_vocabulary
         if isinstance(tree, str) and tree != AUTO:
             # Metrics show what stands before a colon: no path of the server's.

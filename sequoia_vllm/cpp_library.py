@@ -8,10 +8,13 @@ logger = logging.getLogger("vllm.sequoia.cpp")  # shown by vLLM's own handler
 
 
 def load_library(source: Path, without: str) -> CDLL | None:
-    """The library of a source file that needs no other of ours; None where it cannot be compiled.
+    """The library of a source file; None where it cannot be compiled.
 
-    It is compiled once per machine by torch.compile's toolchain, and kept in its cache. Where there
-    is none, the log says what happens ``without``: a sentence, no period.
+    It is compiled once per machine by torch.compile's toolchain, and kept in its cache.
+
+    Args:
+        source: A file that needs no other of ours.
+        without: What happens where there is no compiler, for the log: a sentence, no period.
     """
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler

@@ -31,20 +31,20 @@ class FigureFormatError(SequoiaError, ValueError):
 
 
 def check_format(path: Path) -> None:
-    """Raises FigureFormatError, before any work is done, if an ending is not of `FORMATS`."""
+    """Refuses, before any work is done, a picture whose file's ending is not of `FORMATS`."""
     if path.suffix.lower() not in FORMATS:
         raise FigureFormatError(f"cannot draw to {path}: name a file ending in .svg, .png or .pdf")
 
 
 def require_matplotlib() -> None:
-    """Raises FigureError, which names the fix, if matplotlib is not installed."""
+    """Refuses to draw without matplotlib, and names the fix."""
     if importlib.util.find_spec("matplotlib") is None:
         raise FigureError("pictures need matplotlib: pip install matplotlib")
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> "tuple[Figure, list[Axes]]":
-    """An empty figure of this size in inches, and its panels side by side, in our style. Raises
-    FigureError if matplotlib is not installed."""
+    """An empty figure of this size in inches, and its panels side by side, in our style.
+    It refuses to draw without matplotlib, and names the fix."""
     require_matplotlib()
     from matplotlib import rcParams
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -28,7 +28,7 @@ class FileModel(BaseModel):
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Reads a file; raises ``refused``, naming every wrong field; see `read_json`."""
+        """Reads a file of this format; raises `refused`, naming every wrong field (`read_json`)."""
         data = read_json(Path(path), cls.described, cls.refused)
         return check_model(data, cls, f"{cls.described} file {path}", cls.refused)
 
@@ -37,7 +37,7 @@ class FileModel(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def save(self, path: Path) -> None:
-        """Writes a file that engines may share, with its folder: whole, or not at all (OSError)."""
+        """Writes a file that engines may share, with its folder: whole, or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(dump_json(self.to_dict()), encoding="utf-8")
@@ -48,7 +48,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def check_model(data: Any, model: type[Model], where: str, error: type[ValueError]) -> Model:
-    """``data`` as a ``model``; the message lists every wrong field, one per line."""
+    """``data`` as a ``model``, or raises ``error``, which lists every wrong field, one per line."""
     if not isinstance(data, dict):
         raise error(f"{where} must hold one JSON object")
     expected = model.model_fields.get("schema_")

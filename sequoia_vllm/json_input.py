@@ -12,8 +12,14 @@ MOST_PROBLEMS = 8  # problems of one file or configuration that a message lists,
 
 
 def read_json(path: Path, what: str, error: type[ValueError]) -> Any:
-    """The JSON value in ``path``, which should be ``what`` ("profile") for the message. Raises this
-    class of ValueError if the file is missing, larger than `MOST_MIB`, or is not JSON."""
+    """The JSON value of a file.
+
+    Args:
+        what: What the file should be ("profile"), for the message.
+
+    Raises:
+        ValueError: Of the class ``error``. It is missing, larger than `MOST_MIB`, or is not JSON.
+    """
     try:
         with expanded(path).open("rb") as file:  # pipes, too, whose size nobody knows
             text = file.read((MOST_MIB << 20) + 1)
@@ -38,8 +44,11 @@ def expanded(path: Path | str) -> Path:
 
 
 def parse_json(text: str) -> Any:
-    """The value of JSON text, as its standard has it: without NaN and Infinity. Raises ValueError
-    if it is not JSON, or nested deeper than Python follows."""
+    """The value of JSON text, as its standard has it: without NaN and Infinity.
+
+    Raises:
+        ValueError: It is not JSON, or nested deeper than Python follows.
+    """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:

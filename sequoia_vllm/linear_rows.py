@@ -47,15 +47,17 @@ def load_kernel() -> Callable[..., None] | None:
 
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer, as `torch.nn.functional.linear`, summed in float32: bfloat16 ``[..., N]``.
+    """A linear layer, as `torch.nn.functional.linear`, summed in float32.
 
-    It is also an operator, ``torch.ops.sequoia_vllm.linear_rows``, which torch.compile traces. With
-    fewer than 128 rows none depends on the others.
+    It is also an operator, ``torch.ops.sequoia_vllm.linear_rows``, which torch.compile traces.
 
     Args:
         x: bfloat16 ``[..., K]``.
         weight: bfloat16 ``[N, K]``, which `suits`.
         bias: bfloat16 ``[N]``, or None.
+
+    Returns:
+        bfloat16 ``[..., N]``. With fewer than 128 rows none depends on the others.
     """
     outputs, inner = weight.shape
     rows = x.reshape(-1, inner).contiguous()

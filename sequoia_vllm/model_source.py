@@ -10,8 +10,12 @@ _REFUSED, _UNKNOWN = (401, 403), 404  # HTTP status
 
 
 def folder_problem(role: str, model: str) -> str | None:
-    """Why a path gives no model to this role, and the fix; None: a model's folder, a GGUF file, or
-    a name on the Hub, which is not looked up. "~" is a folder like any other, as for vLLM."""
+    """Says why a path gives no model for a role ("target" or "draft").
+    Names on the Hub are not looked up. "~" is a folder like any other, as for vLLM.
+
+    Returns:
+        The problem and the fix; None: a model's folder, a GGUF file, or a name.
+    """
     path = Path(model)
     if not model or not path.exists():
         if model.startswith(("/", "~", "./", "../")) or not model:

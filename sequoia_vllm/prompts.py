@@ -54,10 +54,16 @@ class Prompt(_Line):
 
 
 def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
-    """Reads the first ``count`` prompts of a file (None: all), ``.jsonl`` (a "prompt" or "messages"
-    per line) or ``.txt`` (one per line), or of those that come with the package: 64 questions,
-    instructions, dialogues and pieces of code. Raises PromptError, which names the line that is
-    wrong, if the file cannot be used, or has too few."""
+    """Reads the prompts of a file, or those that come with the package.
+
+    Args:
+        path: ``.jsonl`` (a "prompt" or "messages" per line) or ``.txt`` (one prompt per line).
+            None: the built-in set, 64 questions, instructions, dialogues and pieces of code.
+        count: Take the first so many; None: all.
+
+    Raises:
+        PromptError: The file cannot be used, or has too few; the message names a wrong line.
+    """
     if count is not None and count < 1:
         raise PromptError(f"{count} prompts asked for: at least one is needed")
     file = BUILTIN if path is None else path
@@ -72,7 +78,7 @@ def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
 
 def numbered_prompts(file: Path, count: int | None = None) -> list[tuple[int, Prompt]]:
     """Reads the first ``count`` prompts of a file (None: all), with the numbers of their lines.
-    Raises PromptError, which names the line, if it is missing or has another format."""
+    It refuses a file that is missing or has another format, and names the line."""
     if file.suffix.lower() not in (".jsonl", ".txt"):
         raise PromptError(
             f"prompts {file}: give a .jsonl file with {_LINE_HELP} per line, or a .txt file with "
@@ -126,7 +132,11 @@ def _parse_json(line: str, where: str) -> Prompt:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Loads the tokenizer of a model, by name or path; raises PromptError if there is none."""
+    """Loads the tokenizer of a model, by name or path.
+
+    Raises:
+        PromptError: There is none; the message says why.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -140,9 +150,13 @@ def load_tokenizer(model: str) -> Any:
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: Any, *, raw: bool = False
 ) -> list[list[int]]:
-    """Encodes prompts, as a server would that gets them in requests. A bare prompt is the user's
-    turn of a conversation where the tokenizer has a chat template, unless ``raw``. Raises
-    PromptError if a conversation has no template or it refuses one, or a prompt has no tokens."""
+    """Encodes prompts, as a server would that gets them in requests.
+    A bare prompt is the user's turn of a conversation where the tokenizer has a chat template,
+    unless ``raw``.
+
+    Raises:
+        PromptError: A conversation has no template or it refuses one, or a prompt has no tokens.
+    """
     encoded = [_encode(prompt, tokenizer, raw) for prompt in prompts]
     for number, tokens in enumerate(encoded, start=1):
         if not tokens:

@@ -1,7 +1,7 @@
 """vLLM's CPU KV cache, and the compiled kernels for tree attention and commit in it.
 
-Where there is no C++ compiler for ``tree_attention.cpp`` `load_kernels` gives None, and callers use
-torch instead, which copies the context of every request for every layer.
+Where there is no C++ compiler for ``tree_attention.cpp`` `load_kernels` gives None. Callers then
+use torch, which copies the context of every request for every layer.
 
 The layout of the cache is that of the instruction sets "vec" and "vec16". One layer's cache is
 ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``. Within a block and head the first half of
@@ -45,8 +45,14 @@ def keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gather_context(kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of whole requests, in slot order: two copies, ``[B, heads, blocks *
-    block_size, head_size]``, of the blocks to read, int ``[B, blocks]``."""
+    """Keys and values of whole requests, in slot order.
+
+    Args:
+        block_table: int ``[B, blocks]``: the blocks to read, per request.
+
+    Returns:
+        Two copies, ``[B, heads, blocks * block_size, head_size]``.
+    """
     batch, num_blocks = block_table.shape
     blocks = block_table.reshape(-1).long()
 
@@ -59,8 +65,12 @@ def gather_context(kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tenso
 
 
 def move_tokens(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
-    """Copies tokens' keys and values between slots of one layer's cache, int64 ``[M]``, in place.
-    Target slots are distinct. A slot may be both source and target: all reads come first."""
+    """Copies tokens' keys and values between slots of one layer's cache, in place.
+
+    Args:
+        source_slots, target_slots: int64 ``[M]``; target slots are distinct. A slot may be both
+            source and target: all reads come first.
+    """
     block_size = kv_cache.shape[2]
     source_block, source_offset = source_slots // block_size, source_slots % block_size
     target_block, target_offset = target_slots // block_size, target_slots % block_size
@@ -207,8 +217,12 @@ class TreeAttentionBatch:
 
 
 class CacheGroup:
-    """Caches of layers that move their tokens together, one per layer, all of one shape and dtype,
-    in the layout above; or latents, ``[blocks, block_size, width]``."""
+    """Caches of layers that move their tokens together.
+
+    Args:
+        kv_caches: One per layer, contiguous, all of one shape and dtype, in the layout above; or
+            latents, ``[blocks, block_size, width]``.
+    """
 
     def __init__(self, kv_caches: Sequence[Tensor]) -> None:
         # By address: layers may share one cache, whose tokens must move once.

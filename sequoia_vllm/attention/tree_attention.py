@@ -21,7 +21,8 @@ def within_window(ancestors: Tensor, window: int) -> tuple[Tensor, Tensor]:
             it: a block whose nodes see one another, each a position after the one before it.
         window: Tokens that a query sees, itself included; of a block as many to both sides.
 
-    Returns ``(depths, seen)``: int64 ``[..., Q]``, 0 for a root; bool ``[..., Q, M]``.
+    Returns:
+        ``(depths, seen)``: int64 ``[..., Q]``, 0 for a root; bool ``[..., Q, M]``.
     """
     # In the order of nodes a query's ancestors lie in the order of their depths.
     depth_of_ancestor = ancestors.long().cumsum(dim=-1) - 1
@@ -48,7 +49,8 @@ def tree_attention_mask(
         dtype: Floating dtype of the queries.
         window: Tokens that a query sees, itself included; None: all before it.
 
-    Returns ``[B, 1, Q, L]`` in ``dtype``: 0 where attended, -inf elsewhere.
+    Returns:
+        ``[B, 1, Q, L]`` in ``dtype``: 0 where attended, -inf elsewhere.
     """
     slots = torch.arange(num_keys, device=context_lens.device)
     node_of_slot = (slots - context_lens[:, None])[:, None]  # [B, 1, L]
@@ -86,7 +88,8 @@ def tree_attention(
         sinks: float32 ``[num_heads]``: a score of each head that takes its share of the
             softmax and adds nothing to the output.
 
-    Returns ``[B, Q, num_heads, head_size]`` in the query's dtype.
+    Returns:
+        ``[B, Q, num_heads, head_size]`` in the query's dtype.
     """
     queries, group = query.transpose(1, 2), query.shape[2] // key.shape[1]
     if not soft_cap and sinks is None:

@@ -87,7 +87,8 @@ class BenchEngine:
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_tokens: int
     ) -> Generation:
-        """Completes a batch with ``max_tokens`` tokens each; asks for more, so no step is cut."""
+        """Completes a batch with exactly ``max_tokens`` tokens each.
+        It asks for more, so that no step is cut short at the last token."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -162,8 +163,9 @@ def part_seconds(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def in_this_process(methods: Sequence[Method]) -> AbstractContextManager[None]:
-    """Makes engines on CPUs start within this process, in two seconds instead of thirty; but not
-    where the environment says so, nor beside an n-gram chain, whose process can start no other."""
+    """Makes engines on CPUs start within this process, in two seconds instead of thirty.
+    They keep processes of their own where the environment has ``VLLM_ENABLE_V1_MULTIPROCESSING``,
+    and beside an n-gram chain: vLLM starts no other engine in a process that has one."""
     ngram = any((one.speculative_config or {}).get("method") == "ngram" for one in methods)
     if current_device() == "gpu" or ngram or _MULTIPROCESSING in os.environ:
         return nullcontext()
@@ -175,7 +177,11 @@ def open_engines(
     methods: Sequence[Method], engine: EngineSpec, options: dict[str, Any], progress: Progress
 ) -> Iterator[dict[str, BenchEngine]]:
     """Starts an engine for every method, all alive together; yields them by their methods' names.
-    CalibrationError or BenchError: memory is too small, or vLLM cannot run a method as it is."""
+
+    Raises:
+        BenchError: Memory is too small, or vLLM cannot run a method as it is.
+        CalibrationError: vLLM cannot start an engine.
+    """
     check_memory(engine, len(methods))
     # Sequoia's first, as vLLM adds an extension in this process to a worker class only if no base
     # class has it yet. Trees that the engine chooses come later: it may be a plain engine.
@@ -207,7 +213,7 @@ def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | N
 
 
 def check_runner(engine: BenchEngine) -> None:
-    """Raises BenchError if vLLM's runner would ignore the chain's sampling."""
+    """Refuses a chain whose sampling vLLM's runner would ignore."""
     if "block" in engine.method.sampling and not engine.uses_v2:
         raise BenchError(
             f"{engine.method.name}: vLLM's Model Runner V1 runs here, which has no block "
@@ -221,7 +227,7 @@ def most_engines(engine: EngineSpec) -> int:
 
 
 def check_memory(engine: EngineSpec, count: int) -> None:
-    """Checks that the machine has memory for so many engines; raises BenchError if it has not."""
+    """Refuses so many engines if the machine has no memory for them."""
     available, needed = _available_gib(), count * _needed_gib(engine)
     if needed > available:
         raise BenchError(

@@ -132,8 +132,9 @@ class Steady:
 
 
 def steady_part(arrivals: Sequence[Arrival]) -> Steady:
-    """The steps after every request has its first token, up to the first completion, or BenchError.
-    The completing step counts with all its tokens: those with many are likeliest to complete."""
+    """The steps from every request's first token to the first completion; there must be some.
+    The completing step counts with all its tokens: steps with many tokens are the likeliest to
+    complete a request."""
     received = [0] * len(arrivals[0].tokens) if arrivals else []
     start = None
     inside: list[Arrival] = []
@@ -229,8 +230,14 @@ def measure(
     opener: Opener | None = None,
     watch: Watch | None = None,
 ) -> BenchRuns:
-    """Measures every method in every case; ``opener`` starts the engines, None: `open_engines`.
-    Raises BenchError or CalibrationError if engines cannot start, or nothing is left to measure."""
+    """Measures every method in every case.
+
+    Args:
+        opener: Starts the engines; None: `open_engines`.
+
+    Raises:
+        BenchError, CalibrationError: Engines cannot start, or nothing is left to measure.
+    """
     report = progress or (lambda what, done, total: None)
     start = opener or open_engines
     cases = {case: settings.methods_in(case) for case in settings.cases}

@@ -79,9 +79,9 @@ PLAIN = Method("plain vLLM", Kind.PLAIN, None, 0)
 
 
 def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
-    """vLLM's own chain of ``drafts`` tokens, by a draft model or a head (a folder's ``config.json``
-    says which); without weights, what followed the last tokens before. Raises BenchError if the
-    file cannot be read."""
+    """vLLM's own chain of ``drafts`` tokens, by a draft model or a head.
+    A folder's ``config.json`` says which it is, and must be readable; without weights, what
+    followed the last tokens before is drafted."""
     if drafts_from_text(draft):
         return _ngram_chain(drafts)
     kind, path = None, Path(draft, "config.json")
@@ -97,8 +97,8 @@ def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
 
 
 def chain_of_words(draft: str, text: str) -> Method:
-    """Parses a chain: ``4``, ``4:probabilistic``, ``4:probabilistic:block``, or ``4:ngram``. Raises
-    BenchError if there is no such chain, or the installed vLLM lacks its sampling."""
+    """Parses a chain: ``4``, ``4:probabilistic``, ``4:probabilistic:block``, or ``4:ngram``.
+    It refuses one that there is not, or whose sampling the installed vLLM lacks."""
     length, *words = text.strip().split(":")
     sampling, is_ngram = tuple(word for word in _KEYS if word in words), words == ["ngram"]
     if not length.isdecimal() or int(length) < 1 or not (is_ngram or len(sampling) == len(words)):
@@ -116,8 +116,9 @@ def chain_of_words(draft: str, text: str) -> Method:
 
 
 def usual_chains(draft: str, temperatures: Sequence[float]) -> list[str]:
-    """vLLM's chains where none is named (`chain_of_words`). On GPUs they draw from the draft's
-    distribution if some requests are sampled, which accepts more than vLLM's default does."""
+    """vLLM's chains where none is named (`chain_of_words`).
+    On GPUs they draw from the draft's distribution if some requests are sampled, which accepts
+    more than vLLM's default does."""
     draws = max(temperatures) > 0 and current_device() == "gpu" and not drafts_from_text(draft)
     return [f"{drafts}:probabilistic" if draws else str(drafts) for drafts in (1, 2, 4)]
 
@@ -130,10 +131,12 @@ def _ngram_chain(drafts: int) -> Method:
 
 
 def sequoia(draft: str, tree: str) -> Method:
-    """Sequoia with a tree: `SERVED`; `DRAWN`; `LOOKUP`; `TRAVERSAL`; `DYNAMIC`; "auto"; ``16x4``
-    (16 nodes, root included, at most 4 deep); a tree file (``.json``); or a name in the library.
-    Raises TreeError, LibraryError or BenchError if there is no such tree, or a shape is too
-    small."""
+    """Sequoia with a tree; refuses one that there is not, or a shape that is too small.
+
+    Args:
+        tree: `SERVED`; `DRAWN`; `LOOKUP`; `TRAVERSAL`; `DYNAMIC`; "auto"; ``16x4`` (16 nodes, root
+            included, at most 4 deep); a tree file (``.json``); or a name in the library.
+    """
     config: dict[str, Any] = {"method": "sequoia", **draft_option(draft)}
     if tree in _AS_SERVED:
         name, keys = _AS_SERVED[tree]
@@ -155,8 +158,11 @@ def sequoia(draft: str, tree: str) -> Method:
 
 
 def methods(draft: str, chains: Sequence[str], trees: Sequence[str]) -> list[Method]:
-    """Plain decoding, then these chains (`chain_of_words`), then these trees (`sequoia`). Raises
-    BenchError, TreeError or LibraryError if one is not possible, or two are equal."""
+    """Plain decoding, then these chains (`chain_of_words`), then these trees (`sequoia`).
+
+    Raises:
+        BenchError, TreeError, LibraryError: One is not possible, or two are equal.
+    """
     found = [PLAIN, *(chain_of_words(draft, text) for text in chains)]
     found += [sequoia(draft, tree) for tree in trees]
     for place, method in enumerate(found):

@@ -202,7 +202,7 @@ def run_bench(
     progress: Progress | None = None,
     opener: Opener | None = None,
 ) -> BenchReport:
-    """Measures, and sums it up; BenchError or CalibrationError: something cannot be measured."""
+    """Measures, and sums it up; the report shows the settings as ``described``. See `measure`."""
     engine = settings.engine
     found = measure(settings, progress, opener)
     stated = provenance(

@@ -55,7 +55,6 @@ def probing_tree(branch: int, depth: int = 1, tail: int = 0) -> TokenTree:
 
     A tree starts where the one before it ended. If trees ended with the counted levels, many would
     start within a stretch that is easy to draft. So ``tail`` more levels of two children follow.
-    Raises TreeError if a number is below 1, or ``tail`` below 0.
     """
     parents = [-1]
     leading, second = 0, None
@@ -82,10 +81,15 @@ def wilson_interval(
 
 
 def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate:
-    """The acceptance vector of these counts (`StepStats.offered`, `StepStats.accepted`), or
-    CalibrationError if no tree was verified. Rows below the root with fewer than 100 trials are
-    dropped: the optimizer uses the last row for all deeper levels. Late children may have fewer, as
-    trees are trimmed from the end. A row's shares are scaled to 1 if they sum to more."""
+    """The acceptance vector of these counts (`StepStats.offered`, `StepStats.accepted`).
+
+    Rows below the root with fewer than 100 trials are dropped: the optimizer uses the last row for
+    all deeper levels. Late children may have fewer, as trees are trimmed from the end. A row's
+    shares are scaled to 1 if they sum to more.
+
+    Raises:
+        CalibrationError: No tree was verified.
+    """
     if not offered or not offered[0] or offered[0][0] == 0:
         raise CalibrationError("no tree was verified: give more prompts, or more tokens for each")
     enough = takewhile(lambda tried: tried[0] >= FEWEST_TRIALS, offered[1:])
@@ -99,9 +103,9 @@ def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate
 
 
 def precision(estimate: AcceptanceEstimate) -> float:
-    """How well the vector is known (`AcceptanceSettings.precision`): the largest product of an
-    entry's half-width (95 %) and the share of trees that reach its depth. So far the expected
-    accepted nodes of that depth may be wrong."""
+    """How well the vector is known: the number that `AcceptanceSettings.precision` bounds.
+    It is the largest product of an entry's half-width (95 %) and the share of trees that reach its
+    depth: the expected accepted nodes of that depth may be wrong by so much."""
     roots = estimate.trials[0][0]
     return max(
         (high - low) / 2 * trials[0] / roots
@@ -152,8 +156,11 @@ class AcceptanceSettings:
 def measure_acceptance(
     settings: AcceptanceSettings, progress: Progress | None = None
 ) -> AcceptanceFile:
-    """Runs the engine with a wide tree and counts accepted nodes. Raises PromptError,
-    CalibrationError or TreeError if prompts or models cannot be used, or no tree was verified."""
+    """Runs the engine with a wide tree and counts accepted nodes.
+
+    Raises:
+        PromptError, CalibrationError: Prompts or models cannot be used, or no tree was verified.
+    """
     from sequoia_vllm.engine.frontend.drafts import drafted_levels
 
     engine = settings.engine

@@ -74,9 +74,14 @@ class ProfileSettings:
 def measure_profile(
     settings: ProfileSettings, progress: Progress | None = None, vectors: Sequence[Acceptance] = ()
 ) -> Profile:
-    """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size, but
-    for sizes that cannot win with any of these acceptance vectors (empty: not known). Raises
-    PromptError, CalibrationError or ProfileError if settings, prompts or models cannot be used."""
+    """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size.
+
+    Args:
+        vectors: Sizes that cannot win with any of these are left out; empty: nothing is known.
+
+    Raises:
+        PromptError, CalibrationError, ProfileError: Settings, prompts or models cannot be used.
+    """
     from sequoia_vllm.engine.common.cluster import current_device_name
     from sequoia_vllm.engine.frontend.drafts import head_shape
 
@@ -133,7 +138,7 @@ def measure_profile(
 
 
 def checked(settings: ProfileSettings) -> ProfileSettings:
-    """The settings in order; raises CalibrationError or ProfileError if they cannot be used."""
+    """The settings in order; refuses those that cannot be used."""
     tokens = sorted(set(settings.tokens) | {1})
     if tokens[0] < 1 or tokens[-1] < _SMALLEST_TREE:
         raise CalibrationError(
@@ -271,8 +276,8 @@ def goes_on(frontiers: Sequence[Frontier], times: BatchTimes, size: int) -> bool
     """True if a tree larger than ``size``, which was just timed, might be the best.
 
     False if a step with this tree already takes as long as 12 plain steps: we assume that no
-    draft gets so many tokens accepted. If acceptance is known, by a frontier for each vector, also
-    False if no larger tree can be the fastest, even with its most tokens in its shortest step.
+    draft gets so many tokens accepted. With a frontier for each vector, also False if no larger
+    tree can be the fastest, even with its most tokens in its shortest step.
     """
 
     def typical(rounds: list[list[StepRecord]]) -> float:

@@ -96,8 +96,8 @@ class Advice:
 def advise_pair(
     pair: PairKey, target: ModelShape, draft: ModelShape, batch_sizes: Sequence[int]
 ) -> Advice:
-    """Predicts a pair's speeds from what was measured of it, or else from the datasheet; on as many
-    GPUs as its weights need. Raises SequoiaError if nothing is known of it on this device."""
+    """Predicts a pair's speeds from what was measured of it, or else from the datasheet, on as many
+    GPUs as its weights need; refuses a pair of which nothing is known on this device."""
     library, device = TreeLibrary(), identify(pair.device)
     if device.id is None:
         known = ", ".join(known_devices())
@@ -155,7 +155,7 @@ def advise_pair(
 
 
 def _devices_needed(spec: DeviceSpec, models: Sequence[ModelShape], dtype: str) -> int:
-    """The fewest devices that hold the weights of all models; raises LibraryError if none do."""
+    """The fewest devices that hold the weights of all models; refuses models that none hold."""
     needed = sum(model.weights_bytes(bytes_per_value(dtype)) for model in models)
     for devices in _DEVICES:
         fit = needed <= _MOST_WEIGHTS * devices * spec.memory_bytes
@@ -222,7 +222,7 @@ def advise(
 
 
 def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: bool) -> None:
-    """Prints the command for a target without a known draft; ConfigError if it needs one."""
+    """Prints the command for a target without a known draft; refuses one that needs a draft."""
     if {"multimodal", "mrope"} & shared.kinds_and_classes("target", model)[0]:
         raise ConfigError(
             f"no draft model is known for {model!r}, which reads more than text: name one with "
@@ -243,8 +243,8 @@ def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: boo
 
 
 def _check_support(role: Role, model: str, shown: bool = False) -> str:
-    """A model's row in the table of families, in words, printed first if `shown`. Raises
-    ConfigError, in the engine's words, if trees do not serve it."""
+    """A model's row in the table of families, in words, printed first if `shown`.
+    It refuses, in the engine's words, a model that trees do not serve."""
     kinds, classes = shared.kinds_and_classes(role, model)
     family = in_words(model, classes, kinds)
     if shown:
@@ -256,7 +256,7 @@ def _check_support(role: Role, model: str, shown: bool = False) -> str:
 
 def _read(role: Role, model: str, kind: DrafterKind | None = None) -> tuple[ModelShape, str]:
     """A model's shape, or that of its draft of a kind, and the dtype that vLLM uses by default.
-    Raises SequoiaError if the configuration cannot be had, or times cannot be computed from it."""
+    It refuses a configuration that cannot be had, or from which times cannot be computed."""
     if not Path(model).exists() and (shape := published_shape(model)):
         return shape, "bfloat16"
     config = without_format(shared.read_config(role, model))

@@ -121,8 +121,8 @@ def known_draft(target: str, heads: bool | None = None) -> str | None:
 
 
 def own_layer(target: str) -> Drafter | None:
-    """The kind of layers that draft by default in the target's own checkpoint; None: others come
-    first. Raises ConfigError if its configuration is not available."""
+    """The kind of layers that draft by default in the target's own checkpoint; None: others first.
+    It refuses a target whose configuration is not available."""
     by_default = any(kind.by_default for kind, _ in known_for(target))
     if by_default or (not Path(target).exists() and published_shape(target)):
         return None
@@ -131,8 +131,8 @@ def own_layer(target: str) -> Drafter | None:
 
 
 def check_models(target: str, draft: str) -> None:
-    """Raises SequoiaError, before any engine starts, unless both models exist and share enough
-    tokens; a draft without weights fits every target."""
+    """Refuses, before any engine starts, models that do not exist or share too few tokens.
+    A draft without weights fits every target."""
     has_weights = not drafts_from_text(draft)
     models = {"target": target} | ({"draft": draft} if has_weights else {})
     for role, model in models.items():
@@ -145,8 +145,8 @@ def check_models(target: str, draft: str) -> None:
 
 
 def check_name(role: str, model: str) -> None:
-    """Raises ConfigError unless a model is a folder here, or on the Hub, which it asks once without
-    retries, or in the Hub's cache."""
+    """Refuses a model that is neither a folder here nor on the Hub, nor in the Hub's cache.
+    The Hub is asked once, without retries."""
     if problem := folder_problem(role, model):
         raise ConfigError(problem)
     if Path(model).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
@@ -198,8 +198,8 @@ def check_output(option: str, path: Path | None) -> None:
 
 
 def read_config(role: Role, model: str) -> Mapping[str, Any]:
-    """A model's ``config.json``, in its folder or downloaded. Raises ConfigError, which names the
-    fix, if it is not available or not what it should be."""
+    """A model's ``config.json``, in its folder or downloaded.
+    It refuses one that is not available, or not what it should be."""
     check_name(role, model)
     file = Path(model, "config.json")
     if not Path(model).exists():
@@ -217,7 +217,7 @@ def read_config(role: Role, model: str) -> Mapping[str, Any]:
 
 def kinds_and_classes(role: Role, model: str) -> tuple[set[Kind], list[str]]:
     """The kinds of model that trees do not serve, and vLLM's classes of a model; of published
-    shapes none, without reading. Raises ConfigError if its configuration is not available."""
+    shapes none, without reading. It refuses a model whose configuration is not available."""
     if not Path(model).exists() and published_shape(model) is not None:
         return set(), []
     config = read_config(role, model)

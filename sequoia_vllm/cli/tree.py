@@ -252,8 +252,8 @@ def _bar(value: float) -> Text:
 
 
 def plot_tree(tree: TokenTree, acceptance: Acceptance | None, title: str, path: Path) -> None:
-    """Draws the tree, root on top; node colour and area show its value for this vector (None: all
-    alike). Raises FigureFormatError if the format is not one of `FORMATS`."""
+    """Draws the tree, root on top, and refuses a format that is not one of `FORMATS`.
+    Node colour and area show the node's value for this vector; None: all nodes alike."""
     check_format(path)
     values = np.ones(tree.size) if acceptance is None else tree.values(acceptance)
     x, leaves = _layout(tree)

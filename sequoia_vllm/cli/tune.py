@@ -214,8 +214,8 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
 
 
 def pair_here(engine: EngineSpec) -> PairKey:
-    """The key with which such an engine looks up its tree on this machine. Raises CalibrationError
-    if vLLM cannot read the target's configuration."""
+    """The key with which such an engine looks up its tree on this machine.
+    It refuses a target whose configuration vLLM cannot read."""
     from vllm.engine.arg_utils import EngineArgs
 
     from sequoia_vllm.engine.common.cluster import current_device_name
@@ -233,7 +233,7 @@ def pair_here(engine: EngineSpec) -> PairKey:
 
 def quick_engine(engine: EngineSpec) -> EngineSpec:
     """Turns compilation off on CPUs with a large target: it hardly changes such steps, which read
-    weights, and takes minutes. Raises CalibrationError if transformers does not know the target."""
+    weights, and takes minutes. It refuses a target that transformers does not know."""
     is_large = current_device() == "cpu" and count_parameters(engine.target) >= _LARGE_ON_CPU
     return replace(engine, enforce_eager=engine.enforce_eager or is_large)
 

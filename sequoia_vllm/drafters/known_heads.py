@@ -34,8 +34,8 @@ class Publisher(NamedTuple):
 def known_heads(
     publishers: Mapping[str, Publisher], heads: Mapping[str, list[str]]
 ) -> tuple[KnownDrafter, ...]:
-    """Known heads of one kind, by the pattern of their target, preferred ones first. Publishers are
-    named by a head's whole name, or else by the owner in it."""
+    """Known heads of one kind, by the pattern of their target's name, preferred heads first.
+    Publishers are named by a head's whole name, or else by the owner in it."""
     return tuple(
         KnownDrafter(target, head, *(publishers.get(head) or publishers[head.partition("/")[0]]))
         for target, names in heads.items()

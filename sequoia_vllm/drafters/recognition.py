@@ -20,8 +20,13 @@ class Recognised:
 
 
 def recognise(config: Fields, read_as: Callable[[], str | None]) -> Recognised:
-    """Recognises a drafter by its architecture, then by its model type, then by a field. The type
-    is what vLLM reads it as, by ``read_as``, which is called only where no architecture tells."""
+    """Recognises a drafter by its architecture, then by its model type, then by a field.
+
+    Args:
+        config: Configuration of the checkpoint. Name and path do not matter.
+        read_as: Returns the model type that vLLM reads the configuration as. It is called only
+            where no architecture tells.
+    """
     model_type = config.value("model_type")
     for name in config.value("architectures") or ():
         for kind, sign in _signs("architecture"):
@@ -59,7 +64,8 @@ def _recognised(kind: Drafter, sign: Sign, said: str, config: Fields) -> Recogni
 def target_differences(head: Fields, target: Fields) -> list[str]:
     """Lists how a head's configuration describes its target differently from this target.
 
-    Returns each in words; empty if the head may have been made for it.
+    Returns:
+        The differences in words; empty if the head may have been made for it.
     """
     width = head.value("target_hidden_size")
     compared = (

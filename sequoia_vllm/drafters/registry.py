@@ -25,7 +25,12 @@ class ShapeError(SequoiaError, ValueError):
 
 
 class Fields:
-    """The fields of one configuration, an object or mapping with Hugging Face's names."""
+    """The fields of one configuration.
+
+    Args:
+        config: An object or mapping with Hugging Face's names (``hidden_size``).
+        name: Whose it is, in messages.
+    """
 
     def __init__(self, config: Any, name: str = "the draft") -> None:
         self.config = config
@@ -42,7 +47,8 @@ class Fields:
     def count(self, key: str, default: int | None = None) -> int:
         """A positive number.
 
-        Raises ShapeError: the field is missing and has no default, or is something else.
+        Raises:
+            ShapeError: The field is missing and has no default, or is something else.
         """
         found = self.value(key)
         found = default if found is None else found
@@ -180,7 +186,8 @@ class Drafter:
     def head_shape(self, config: Fields) -> "HeadShape | None":
         """The parts of a head besides its layers; None for a draft model.
 
-        Raises ShapeError if the configuration says too little.
+        Raises:
+            ShapeError: The configuration says too little.
         """
         return None
 
@@ -203,7 +210,8 @@ AnyDrafter = TypeVar("AnyDrafter", bound=type[Drafter])
 def register(found: AnyDrafter) -> AnyDrafter:
     """Adds a kind of drafters; a decorator of its class.
 
-    Raises TypeError if the class does not have what the engine asks for: what is missing or wrong.
+    Raises:
+        TypeError: The class lacks something that the engine asks for, or has it wrong.
     """
     if problems := _problems(found):
         raise TypeError(f"drafter {found.__name__}: {'; '.join(problems)}")
@@ -214,7 +222,11 @@ def register(found: AnyDrafter) -> AnyDrafter:
 
 
 def drafter(kind: str) -> Drafter:
-    """The drafter of this kind; if there is none, raises ValueError, which lists the kinds."""
+    """The drafter of this kind.
+
+    Raises:
+        ValueError: There is none; the message lists the kinds.
+    """
     if kind not in DRAFTERS:
         *others, last = map(repr, DRAFTERS)
         raise ValueError(f"Input should be {', '.join(others)} or {last}")

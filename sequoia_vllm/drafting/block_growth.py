@@ -21,8 +21,7 @@ depth and the nodes' tokens int ``[R, m]``; request after request, from one pass
 
 class BlockModel(DraftModel):
     """The interface that growth needs of such a drafter. Its forward leaves nothing for later
-    passes.
-    """
+    passes."""
 
     @abstractmethod
     def store_context(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
@@ -81,7 +80,8 @@ class BlockGrowth(TreeGrowth):
     ) -> DraftStates:
         """See `TreeGrowth.read_committed`; keeps contexts, which attends to nothing.
 
-        Returns what the contexts were made from, ``num_rows`` rows.
+        Returns:
+            What the contexts were made from, ``num_rows`` rows.
         """
         inputs = self.committed_inputs(num_reqs, num_rows)
         states = self.combined_states(num_rows, target_states)

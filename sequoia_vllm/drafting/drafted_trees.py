@@ -77,7 +77,7 @@ class DraftedTrees:
         from Q without replacement; SEEDED, the largest logits over temperature under the noise with
         which vLLM draws the target's token after the node; SKIP, token 0. Equal scores: the lower
         token first. A token that the request's text says comes next is first in modes GREEDY and
-        SEEDED, and has a probability of `TOLD_SHARE` at least in Q. A request's tokens do not
+        SEEDED. It has a probability of `TOLD_SHARE` at least in Q. A request's tokens do not
         depend on other requests. Nothing waits for the device.
 
         Args:

@@ -91,8 +91,7 @@ class DraftModel(ABC):
 
     def combine_hidden_states(self, target_states: Tensor) -> Tensor:
         """``[rows, F]``: the vectors that a draft reads beside tokens, made from the target's
-        states.
-        """
+        states."""
         raise NotImplementedError(f"{type(self).__name__} reads nothing of the target")
 
     @abstractmethod
@@ -153,7 +152,8 @@ class TreeGrowth:
             max_keys: No request has more committed tokens.
             target_states: ``[num_rows, A]``, in place of the buffer's.
 
-        Returns states of ``num_rows`` rows.
+        Returns:
+            States of ``num_rows`` rows.
         """
         self.committed_inputs(num_reqs, num_rows)
         path, longest = self._chains
@@ -228,7 +228,8 @@ class TreeGrowth:
         Args:
             recurrent_states: ``[R * m, F]``: what the level above left for them.
 
-        Returns states of these nodes, R * m rows.
+        Returns:
+            States of these nodes, R * m rows.
         """
         # The scheduler always trims a node past the model's length. Here it must only not write
         # outside the request's blocks.

@@ -39,7 +39,11 @@ def fit_to_budget(
 
     Where a batch's trees take more than their share, each request drafts the largest smaller tree
     that fits and has a power of two of nodes: few batch sizes then need CUDA graphs of their own.
-    The tree has ``drafts`` nodes without its root; ``offloaded`` weights lie in the host's memory.
+
+    Args:
+        drafts: Nodes of the engine's tree, without its root.
+        budget: Most tokens of a step (vLLM's ``max_num_batched_tokens``).
+        offloaded: Whether the target's weights are read from outside the device in every pass.
     """
     wanted = drafts_by_batch(schedule, drafts, max_num_seqs)
     share = int(budget * TREE_SHARE)
@@ -67,9 +71,9 @@ def _fitting(drafts: int, batch: int, most: int) -> int:
 
 
 def rungs(scheduled: Iterable[int], between: bool = False) -> list[int]:
-    """Numbers of drafts to choose among, from the largest down, without 0. Each has about half as
-    many nodes as the one before it, or nearly so many that the schedule needs no graph more.
-    ``between``: also put one between each and the next, for engines without CUDA graphs."""
+    """Numbers of drafts to choose among, from the largest down, without 0.
+    Each has about half as many nodes as the one before it, or nearly so many that the schedule
+    needs no graph more. ``between``: also one between each and the next, without CUDA graphs."""
     numbers = sorted(set(scheduled) - {0})
     drafts = max(numbers, default=0)
     found = []
@@ -84,7 +88,11 @@ def rungs(scheduled: Iterable[int], between: bool = False) -> list[int]:
 
 
 def checked_ranges(schedule: Ranges) -> Ranges:
-    """The ranges in order; raises ValueError unless they follow each other from batch size 1."""
+    """The ranges of a schedule in order.
+
+    Raises:
+        ValueError: They do not follow each other from batch size 1.
+    """
     if not schedule:
         raise ValueError("needs a range, [first, last, drafts]; leave the key out for none")
     batch = 1
@@ -108,8 +116,9 @@ def checked_ranges(schedule: Ranges) -> Ranges:
 def drafts_by_batch(
     schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int
 ) -> list[int]:
-    """Drafts of each request at batch sizes 1 to ``max_num_seqs``, of a tree with so many, as vLLM
-    reads ranges of (first, last, drafts) in any order: each goes on until the next one begins."""
+    """Drafts of each request at batch sizes 1 to ``max_num_seqs``, at most ``drafts``.
+    Ranges of (first, last, drafts) are read in any order, as by vLLM: each goes on until the next
+    one begins."""
     ranges = sorted(schedule)
     found = []
     current = 0

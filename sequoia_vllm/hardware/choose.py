@@ -65,15 +65,19 @@ def choose_tree(
     """The tree with the most expected tokens per second at this batch size.
 
     It searches the optimal trees of every depth and size (`Frontier`); above 128 nodes, of every
-    eighth size. A tree of size 1 means: do not speculate. Raises AcceptanceError, ProfileError or
-    TreeError if ``acceptance`` is no such vector, or ``batch_size`` or a limit is below 1.
+    eighth size. A tree of size 1 means: do not speculate.
 
     Args:
         acceptance: p[k] or p[d][k].
         max_size: Largest tree, root included; never more than was timed at this batch size.
         max_depth: Most edges from the root to a leaf; never more than the draft has levels.
         max_branch: Most children of a node; None: as many as the vector has.
-        context_length: Which of the profile's contexts; None: its shortest.
+        context_length: The nearest of the profile's contexts is taken; None: its shortest.
+
+    Raises:
+        AcceptanceError: ``acceptance`` is no such vector.
+        ProfileError: The batch size is below 1.
+        TreeError: A limit is no whole number of at least 1.
     """
     sizes, limits = check_batch_sizes([batch_size]), (max_size, max_depth, max_branch)
     search = _TreeSearch(Acceptance.of(acceptance), profile, context_length, sizes, *limits)

@@ -239,7 +239,7 @@ def _nearest_context(entries: Sequence[Entry], context_length: int | None) -> li
 
 
 def check_batch_sizes(batch_sizes: Iterable[int]) -> list[int]:
-    """Sorted distinct batch sizes; raises ProfileError if there are none, or one is below 1."""
+    """Sorted distinct batch sizes; refuses none at all, and sizes below 1."""
     found = sorted(set(batch_sizes))
     if not found:
         raise ProfileError("no batch sizes given")

@@ -78,7 +78,8 @@ class DeviceSpec(FileModel):
 
     @property
     def memory_bytes(self) -> float:
-        """Memory chips come in powers of two: drivers report 79.6 GiB of an "80 GB" H100. Error
+        """Memory in bytes.
+        Memory chips come in powers of two: drivers report 79.6 GiB of an "80 GB" H100. Error
         correction takes up to 6 % on cards with GDDR6 (L4, L40S), which is not subtracted."""
         return self.memory_gb * 2**30
 
@@ -122,9 +123,16 @@ def normalize(name: str) -> str:
 
 
 def identify(name: str) -> Device:
-    """The device with this driver name: CUDA's or ROCm's ("NVIDIA A100-SXM4-80GB", "AMD Instinct
-    MI300X"), a MIG slice's ("NVIDIA A100-SXM4-80GB MIG 3g.40gb"), a CPU's model name from
-    /proc/cpuinfo, or vLLM's "cpu". Raises DeviceError if it is empty."""
+    """The device of a name.
+
+    Args:
+        name: The driver's: CUDA's or ROCm's ("NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X"), a
+            MIG slice's ("NVIDIA A100-SXM4-80GB MIG 3g.40gb"), or a CPU's model name from
+            /proc/cpuinfo. Or vLLM's "cpu", or an id of the device table.
+
+    Raises:
+        DeviceError: The name is empty.
+    """
     if not name.strip():
         raise DeviceError(
             "the device name is empty: give the name the driver reports "
@@ -145,7 +153,7 @@ def identify(name: str) -> Device:
 
 
 def current_cpu_name() -> str:
-    """The model name of this machine's CPU; where it does not say, "cpu" on x86, or what it is."""
+    """The model name of this machine's CPU; if it has none, "cpu" on x86, else the architecture."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -168,8 +176,9 @@ def this_device_name() -> str:
 
 
 def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:
-    """The candidate most like the device by operations per byte and bandwidth, as ratios, and why;
-    of an unknown device the one with the fewest operations per byte: the smallest, safest trees."""
+    """The candidate most like a device by operations per byte and bandwidth, as ratios; and why.
+    A device that is not known gets the one with the fewest operations per byte: the smallest,
+    safest trees."""
     if spec is None:
         cautious = min(candidates, key=lambda id_: (candidates[id_].ridge, id_))
         return cautious, (

@@ -136,8 +136,12 @@ class ContextRule(NamedTuple):
     product: int  # least sum over a step's trees of rows times tokens of context
 
     def holds(self, rows: NDArray[np.int64], contexts: NDArray[np.int64]) -> bool:
-        """Whether a step is such a one: int ``[R]``, of each request its tree's rows (0: it has
-        none), and the tokens before them."""
+        """Whether a step is such a one.
+
+        Args:
+            rows: int ``[R]``: rows of each request's tree; 0: it has none.
+            contexts: int ``[R]``: tokens before them.
+        """
         return bool(rows.max(initial=0) >= self.rows and (rows * contexts).sum() >= self.product)
 
 

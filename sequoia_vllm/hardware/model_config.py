@@ -29,9 +29,15 @@ _EXPERTS_ALONE = frozenset({"mxfp4", "gpt_oss_mxfp4"})
 def read_shape(
     config: Any, name: str, quantization: str | None = None, kind: DrafterKind = "model"
 ) -> ModelShape:
-    """The shape of the decoder that a configuration describes: an object or mapping with Hugging
-    Face's names, that of the text model of several. vLLM quantizes weights with this; None: as it
-    says. Raises ShapeError, which says what is missing or not modelled."""
+    """The shape of the decoder that a configuration describes.
+
+    Args:
+        config: An object or mapping with Hugging Face's names; of several models the text model's.
+        quantization: How vLLM quantizes the weights; None: as the configuration says.
+
+    Raises:
+        ShapeError: Something is missing, or not modelled; the message says what.
+    """
     reader, drafts = Fields(config, name), drafter(kind)
     for key, reason in _UNMODELLED.items():
         if reader.value(key):
@@ -73,8 +79,8 @@ def read_shape(
 
 
 def read_latent(config: Fields) -> Latent | None:
-    """The sizes of latent attention (MLA) that a configuration describes; None: it has none. Raises
-    ShapeError if it does not say enough, or vLLM keeps whole keys and values of such a model."""
+    """The sizes of latent attention (MLA) that a configuration describes; None: it has none.
+    It refuses one that says too little, or whose model has whole keys and values in vLLM."""
     if not config.value("kv_lora_rank"):
         return None
     if config.value("model_type") == "minicpm3":
@@ -149,8 +155,8 @@ _UNMODELLED_EXPERTS = frozenset({"arctic", "doge", "jetmoe", "llama4_text", "zay
 
 
 def read_experts(config: Fields, layers: range) -> Experts | None:
-    """The experts that a configuration describes in these layers; None: they are dense. Raises
-    ShapeError if it does not say enough."""
+    """The experts that a configuration describes in these layers; None: they are dense.
+    It refuses one that says too little, or whose layers are not modelled."""
     count = _first(config, _COUNT)
     if not isinstance(count, int) or count < 2:
         return None

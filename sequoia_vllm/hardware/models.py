@@ -237,7 +237,11 @@ class ModelShape(FileModel):
         return max(1, devices // self.kv_heads)
 
     def check_split(self, devices: int) -> None:
-        """Raises ValueError where vLLM cannot split the model so; names sizes that work."""
+        """Checks that vLLM can split the model over so many devices.
+
+        Raises:
+            ValueError: It cannot; the message names numbers that work.
+        """
         if devices < 1:
             raise ValueError(f"tensor parallel size {devices}: at least 1 device")
         if self.splits(devices):

@@ -79,14 +79,17 @@ def roofline_profile(
     batch_sizes: Sequence[int] = BATCH_SIZES,
     streamed: StreamedWeights | None = None,
 ) -> Profile:
-    """The profile that datasheet values predict. Raises ValueError if ``dtype`` is not known, a
-    model cannot be split over so many devices, or the draft does not fit beside streamed weights.
+    """The profile that datasheet values predict.
 
     Args:
         dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`.
         assumptions: What the datasheet does not say; None: the defaults.
         tokens: Tokens per request, increasing, from 1; None: up to `largest_tree`.
         streamed: Weights of the target that are not in the devices' memory; None: all are.
+
+    Raises:
+        ValueError: ``dtype`` is not known, a model cannot be split over so many devices, or the
+            draft does not fit beside streamed weights.
     """
     value_bytes = bytes_per_value(dtype)
     for shape in (target, draft):
@@ -161,7 +164,11 @@ def largest_tree(profile: Profile) -> int:
 
 
 def bytes_per_value(dtype: str) -> float:
-    """Bytes of a weight or key of this type. Raises ValueError, with a list, if it is not known."""
+    """Bytes of a weight or key of this type.
+
+    Raises:
+        ValueError: The type is not known; the message lists those that are.
+    """
     if dtype not in BYTES_PER_VALUE:
         raise ValueError(f"dtype {dtype!r}: known are {', '.join(BYTES_PER_VALUE)}")
     return BYTES_PER_VALUE[dtype]
@@ -246,7 +253,7 @@ class _Forward:
         self._assumed = assumed
 
     def check_draft_fits(self, draft: ModelShape, streamed: StreamedWeights) -> None:
-        """Refuses a draft that leaves no memory beside the buffers (ValueError)."""
+        """Refuses a draft that leaves no memory beside the buffers of streamed weights."""
         own, device = draft.weights_bytes(self._value_bytes) / self._devices, self._device
         if (needed := own + streamed.buffer_bytes) >= device.memory_bytes:
             raise ValueError(

@@ -100,7 +100,7 @@ def steady_steps(
 
 
 def check_steady(rounds: Rounds, batch_size: int, size: int) -> None:
-    """Whether any round has a steady step; raises ProfileError if none has."""
+    """Refuses rounds without a steady step, and says why there may be none."""
     if not any(rounds):
         raise ProfileError(
             f"no step had {batch_size} requests of {size} tokens: the KV cache may be too small "
@@ -118,9 +118,15 @@ def middle_round(rounds: Rounds) -> list[StepRecord]:
 
 
 def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
-    """Curves and overheads at one batch size and context length, or ProfileError if steps of some
-    kind are missing. Of a step's draft passes ``first_pass`` is the first that counts as a level:
-    0, also what reads the last step's tokens, for trees that have no other."""
+    """Curves and overheads at one batch size and context length.
+
+    Args:
+        first_pass: The first of a step's draft passes that counts as a level. 0: also the one
+            that reads the last step's tokens, for trees that have no other.
+
+    Raises:
+        ProfileError: Steps of some kind are missing.
+    """
     rounds = {1: times.plain} | {size: times.trees[size] for size in sorted(times.trees)}
     for size, found in rounds.items():
         check_steady(found, times.batch_size, size)
@@ -177,8 +183,8 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
 def draft_curves(
     drafts: list[Curve], head: HeadShape | None
 ) -> tuple[list[Curve], list[Curve] | None]:
-    """What was measured of a draft (`BatchCurves.draft`) as a profile's ``draft_level`` and
-    ``draft_reading``; of a head that drafts in one pass, of that pass with all of the drawing."""
+    """What was measured of a draft (`BatchCurves.draft`) as ``draft_level`` and ``draft_reading``.
+    For a head that drafts in one pass, it is that pass with all of the drawing."""
     if not drafts_in_one_pass(head):
         return drafts, None
     nothing = {"tokens": [1], "seconds": [_SHORTEST], "spread": None}

@@ -39,7 +39,8 @@ class StreamedWeights(FileModel):
     buffer_bytes: float = Field(default=0.0, ge=0)  # memory that they pass through, on each device
 
     def pass_seconds(self, rows: float, computing: float) -> float:
-        """Seconds of a pass over so many tokens of all requests, ``computing`` without reading."""
+        """Seconds of a pass over so many rows (tokens of all requests).
+        Without reading it takes ``computing`` seconds."""
         reads = 1 if self.tile_rows is None else math.ceil(rows / self.tile_rows)
         reading = reads * self.bytes_per_pass / self.bytes_per_second
         return max(reading, computing) if self.overlaps else reading + computing
@@ -56,13 +57,15 @@ def streamed_layers(
     backend: OffloadBackend = "prefetch",
     buffers: int = OVERLAPPING_BUFFERS,
 ) -> StreamedWeights:
-    """A number of bytes of a target's layers, offloaded as vLLM does. Raises ValueError if the size
-    or the rate is not above 0 and finite.
+    """A number of bytes of a target's layers, offloaded as vLLM does.
 
     Args:
         size: Bytes on each device, as vLLM counts; more than the layers have: all of them.
         source: Where from, in words ("PCIe 4.0 x16").
         buffers: Layers that prefetching has buffers for (``--offload-prefetch-step``).
+
+    Raises:
+        ValueError: The size or the rate is not above 0 and finite.
     """
     for what, value in (("size", size), ("rate", bytes_per_second)):
         if not 0 < value < math.inf:
@@ -80,7 +83,8 @@ def streamed_layers(
 
 
 def host_link(device: str) -> Link:
-    """The link from the host's memory to a device, by its id or name; its name says if guessed."""
+    """The link between a device (its id, or the driver's name) and the host's memory.
+    The name of a link that is a guess says so."""
     known = known_devices().get(identify(device).id or "")
     if known is not None and known.host_link is not None:
         return LINKS[known.host_link]

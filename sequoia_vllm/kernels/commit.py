@@ -50,7 +50,8 @@ class CacheLayers:
                 in the last dimension; ``width`` holds key and value of a head. Caches that keep
                 these apart are given as two each. A cache given twice is moved once.
 
-        Raises ValueError if there are none, they differ in more than contents, or in layout.
+        Raises:
+            ValueError: There are none, they differ in more than contents, or have another layout.
         """
         # By address: layers may share one cache, whose tokens must move once.
         unique = tuple({cache.data_ptr(): cache for cache in caches}.values())
@@ -133,7 +134,8 @@ def commit_accepted(
             accepted node at depth 1, 2, ..., then -1. Indices rise, as a child's is
             above its parent's.
 
-    Raises ValueError if there are not R rows of each.
+    Raises:
+        ValueError: There are not R rows of each.
     """
     requests, depth = accepted.shape
     if {len(block_table), len(context_lens)} != {requests}:

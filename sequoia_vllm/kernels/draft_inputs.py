@@ -61,7 +61,8 @@ class PagedTables:
             block_sizes: Tokens per block of each group.
             windows: Sliding window in tokens, by group; groups without one are absent.
 
-        Raises ValueError if tables and sizes differ in number, or a table in dtype or layout.
+        Raises:
+            ValueError: Tables and sizes differ in number, or a table in dtype or layout.
         """
         if len(tables) != len(block_sizes) or not tables:
             raise ValueError(f"{len(tables)} block tables and {len(block_sizes)} block sizes")
@@ -293,7 +294,8 @@ def gather_target_states(
             requests, which have trees, by depth, then -1. None: none has.
         states: ``[rows, L * H]``, written.
 
-    Raises ValueError: the layers are too many, or not alike.
+    Raises:
+        ValueError: The layers are none, too many, or not alike.
     """
     if not 0 < len(layers) <= _MOST_LAYERS:
         raise ValueError(f"states of {len(layers)} layers: 1 to {_MOST_LAYERS} can be gathered")

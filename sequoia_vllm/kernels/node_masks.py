@@ -18,8 +18,9 @@ def pack_ancestors(ancestors: Tensor) -> Tensor:
     ``ancestors[i, j]``, bool ``[N, N]``, says that node i sees node j (itself or an ancestor), so
     j <= i. Returns int32 ``[N, ceil(N / 32)]`` on its device: node j is bit j % 32 of word j // 32.
 
-    Raises ValueError if the matrix is not square, or if a node would see a later one, which need
-    not be in the cache yet.
+    Raises:
+        ValueError: The matrix is not square, or a node would see a later one, which need not be in
+            the cache yet.
     """
     if ancestors.ndim != 2 or ancestors.shape[0] != ancestors.shape[1]:
         raise ValueError(f"expected a square matrix, got {list(ancestors.shape)}")
@@ -62,7 +63,8 @@ class NodeMask:
 
         Or the masks of ``[S, N, N]``.
 
-        Raises ValueError: see `pack_ancestors`.
+        Raises:
+            ValueError: See `pack_ancestors`.
         """
         if ancestors.ndim == 3:
             masks = [cls.of(tree, window) for tree in ancestors]

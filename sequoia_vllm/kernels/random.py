@@ -48,8 +48,7 @@ def random_words(seed, token, position, node, purpose):
 @triton.jit
 def uniform32(seed, token, position, node, purpose):
     """Uniform float32 in (0, 1], with 24 significant bits down to 2**-32, fewer below; 2**-57 at
-    least. Arguments as in `random_words`.
-    """
+    least. Arguments as in `random_words`."""
     high, low, _, _ = random_words(seed, token, position, node, purpose)
     # By halves, which float32 holds exactly. A plain conversion would drop the bits in which small
     # numbers differ.
@@ -89,7 +88,8 @@ def target_noise(seed, position, token):
         position: Integer, scalar: of the input token that the logits come from.
         token: int32, block.
 
-    Returns float32, shape of ``token``.
+    Returns:
+        float32, shape of ``token``.
     """
     seed = seed.to(tl.int64)
     hashed = _murmur_block(_first_word(seed) ^ _first_word(seed), _first_word(seed))

@@ -41,7 +41,7 @@ def score_gdn(
         a, b: ``[T, Hv]``, contiguous: g is ``-exp(log_a) * softplus(a + dt_bias)``, a node's
             strength ``sigmoid(b)``.
         log_a, dt_bias: ``[Hv]``.
-        nodes, kept, shared: See `score_heads`, which raises ValueError.
+        nodes, kept, shared: See `score_heads`, also for errors.
     """
     assert kept.shape is not None
     inputs = convolved, a, b, log_a, dt_bias, nodes.depth, kept.shape.key**-0.5
@@ -57,7 +57,7 @@ def score_mamba(
         convolved: ``[T, C]``, contiguous: x of all heads, then B and C of all groups.
         dt: ``[T, Hv]``, contiguous in its rows: a node's step is ``softplus(dt + dt_bias)``.
         a, d, dt_bias: ``[Hv]``: A, D, and what is added to steps.
-        shared: See `score_heads`, which raises ValueError.
+        shared: See `score_heads`, also for errors.
     """
     score_heads(score_mamba_kernel, convolved, dt, dt.stride(0), a, d, dt_bias, **shared)
 

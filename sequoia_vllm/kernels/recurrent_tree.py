@@ -48,7 +48,8 @@ _COMMITTED_CHANNELS, _COMMITTED_KEYS = 256, 64
 class RecurrentHeads:
     """Sizes of a layer's heads. Mamba2 calls C and B its queries and keys, and x its values.
 
-    Raises ValueError if they are others.
+    Raises:
+        ValueError: The sizes are not those that the attributes name.
     """
 
     heads: int  # heads of queries and keys, H
@@ -127,7 +128,12 @@ class RecurrentStates:
     ) -> "RecurrentStates":
         """Prepares the caches of one or more layers; waits for the device.
 
-        Raises ValueError if there are none, or they differ in more than their contents.
+        Args:
+            inputs, states: See the attributes; ``states`` is empty for convolutions.
+            places: Which of `KeptNodes`' layers each is.
+
+        Raises:
+            ValueError: There are none, or they differ in more than their contents.
         """
         for caches in (inputs, states or inputs):
             kinds = {(cache.dtype, cache.shape[1:], cache.stride()) for cache in caches}
@@ -176,7 +182,8 @@ def convolve_nodes(
         kept: Its inputs are written, of this ``layer``.
         silu: Whether SiLU follows.
 
-    Returns ``[T, C]``, in the dtype of the inputs.
+    Returns:
+        ``[T, C]``, in the dtype of the inputs.
     """
     channels, width = weights.shape
     convolved = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
@@ -205,7 +212,8 @@ def score_heads(
         kept: Its keys, updates and decays are written, of this ``layer``.
         output: ``[T, Hv, V]``, contiguous; padding's rows are left alone.
 
-    Raises ValueError if trees have more nodes.
+    Raises:
+        ValueError: Trees have more nodes.
     """
     if (most := nodes.ancestors.shape[-1]) > MAX_NODES:
         raise ValueError(f"trees of {most} nodes over recurrent layers: {MAX_NODES} at most")

@@ -21,7 +21,8 @@ def with_chain(ancestors: Tensor) -> Tensor:
     Args:
         ancestors: bool ``[N, N]``: which nodes each sees.
 
-    Returns bool ``[2, W, W]`` on its device: the tree, and a chain of W = max(N, 32) rows.
+    Returns:
+        bool ``[2, W, W]`` on its device: the tree, and a chain of W = max(N, 32) rows.
     """
     missing = max(_LEAST_ROWS - len(ancestors), 0)
     tree = F.pad(ancestors, (0, missing, 0, missing))
@@ -43,7 +44,8 @@ def cut_rows(
         rows: int32 ``[R]``: of each request, one after another.
         has_tree: bool ``[R]``: whether they are nodes of a tree, at most ``width``.
 
-    Returns int64 ``[segments]``, the request of each, and int32 ``[segments]``, its first row.
+    Returns:
+        int64 ``[segments]``, the request of each, and int32 ``[segments]``, its first row.
     """
     pieces = np.where(has_tree, 1, -(-rows // width))
     requests = np.repeat(np.arange(len(rows)), pieces)

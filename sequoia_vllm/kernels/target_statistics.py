@@ -65,7 +65,8 @@ def target_statistics(
         cu_num_logits: int32 ``[R + 1]``: rows of each request.
         most_nodes: No request has more rows.
 
-    Returns float32 ``[rows, blocks, 2]``, for `merge_statistics`.
+    Returns:
+        float32 ``[rows, blocks, 2]``, for `merge_statistics`.
     """
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, _BLOCK.value)

@@ -90,7 +90,8 @@ def traverse_trees(
         trees, any_sampled, any_matched, most_nodes: See `verify_trees`.
         order: The order of the tree of ``trees.children``.
 
-    Raises ValueError: see `TreesToVerify.check`; or requests have trees of their own.
+    Raises:
+        ValueError: See `TreesToVerify.check`; or requests have trees of their own.
     """
     trees.check()
     only_shape(trees.children, 2, "verification by traversal")

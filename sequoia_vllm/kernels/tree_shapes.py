@@ -16,7 +16,7 @@ def rows_per_slot(shapes: Tensor, dims: int) -> int:
 
 
 def only_shape(shapes: Tensor, dims: int, reader: str) -> Tensor:
-    """The shape of all requests, for one that reads no other. ValueError: they have their own."""
+    """The shape of all requests; refuses shapes of their own, which ``reader`` does not read."""
     if shapes.ndim > dims:
         raise ValueError(f"{reader} needs one tree for all requests, but they have their own")
     return shapes

@@ -91,8 +91,11 @@ class TreesToVerify:
         )
 
     def check(self) -> None:
-        """Raises ValueError if the vocabularies of target and draft differ, a row of logits is not
-        contiguous, or ``sampled_tokens`` has no room for the last token.
+        """Checks what the kernels rely on, as far as shapes and strides tell.
+
+        Raises:
+            ValueError: The vocabularies of target and draft differ, a row of logits is not
+                contiguous, or ``sampled_tokens`` has no room for the last token.
         """
         if self.vocabulary != (drafted := self.draft_logits.shape[2]):
             raise ValueError(
@@ -138,7 +141,8 @@ def verify_trees(
             or all are.
         most_nodes: No request has more rows; saves programs and launches.
 
-    Raises ValueError: see `TreesToVerify.check`.
+    Raises:
+        ValueError: See `TreesToVerify.check`.
     """
     looks = any_sampled and statistics.pays_off(len(trees.logits), trees.logits.device)
     walk(trees, looked_at=trees.most_nodes(most_nodes) if looks else 0)

@@ -127,7 +127,8 @@ def selection(entry: TreeEntry, reasons: list[str]) -> Selection:
 def runs_as_here(
     entry: TreeEntry, file: LibraryFile, device: Device, pair: PairKey, shapes: PairShapes
 ) -> bool:
-    """Whether an entry is for models that run as here; else a computed tree is better, if any."""
+    """Whether an entry is for models that run as here.
+    If not, a tree computed for them is better, where there is a datasheet to compute from."""
     if file.datasheet is None:
         return True
     if pair.offloading is not None:
@@ -190,7 +191,8 @@ def nearest_in_size(
 
 
 def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | None, float | None]:
-    """Parameters of target and draft, by shape or name (of a head it is its target's), or None."""
+    """Parameters of target and draft, by their shapes or else by their names; None: not known.
+    A head's name has its target's size, and tells nothing of the head's."""
 
     known = shapes or PairShapes(None, None)
 
@@ -206,8 +208,15 @@ def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | Non
 def computed_entry(
     device: str, spec: DeviceSpec, shapes: PairShapes, pair: PairKey, vector: AcceptanceFile
 ) -> tuple[TreeEntry, str]:
-    """The entry that the library would have for models of these shapes, by this device's roofline
-    or that of the datasheet used; and from what. Raises LibraryError, which says why, if none."""
+    """Computes the entry that the library would have for models of these shapes, by the roofline.
+    ``device`` and ``spec`` are of the device, or of the one whose datasheet is used.
+
+    Returns:
+        The entry, and what it was computed from.
+
+    Raises:
+        LibraryError: It cannot be computed; the message says why.
+    """
     target, draft, streamed = shapes.target, shapes.draft, shapes.streamed
     if target is None or draft is None:
         raise LibraryError(shapes.problem or "the models' shapes are not known")

@@ -51,7 +51,7 @@ Content = TypeVar("Content")
 
 
 def shipped_directory() -> Path:
-    """Where the shipped trees lie: in the package, or beside it in a checkout (LibraryError)."""
+    """Where the shipped trees lie: in the package, or beside it in a checkout."""
     package = Path(__file__).parents[1]
     places = [package / "trees", package.parent / "trees"]
     if found := next((place for place in places if (place / "acceptance").is_dir()), None):
@@ -63,8 +63,11 @@ def shipped_directory() -> Path:
 
 
 class TreeLibrary:
-    """Shipped and user trees, in these or the default directories. All methods may raise
-    LibraryError, ProfileError or AcceptanceError, which name the file and field."""
+    """Shipped and user trees, in these or the default directories.
+
+    Raises:
+        LibraryError, ProfileError, AcceptanceError: A file that a method reads cannot be used.
+    """
 
     def __init__(self, shipped: Path | None = None, user: Path | None = None) -> None:
         self.shipped = shipped or shipped_directory()
@@ -72,7 +75,7 @@ class TreeLibrary:
 
     @property
     def user(self) -> Path:
-        """`readable`, to write to; raises LibraryError if this user has none; names the fix."""
+        """`readable`, to write to; refuses a user who has none, and names the fix."""
         return self.readable or user_directory()
 
     def devices(self) -> list[str]:
@@ -94,8 +97,11 @@ class TreeLibrary:
         return user + [entry for device in self.devices() for entry in self.file(device).entries]
 
     def entry(self, name: str) -> TreeEntry:
-        """The entry with this name (``"h200/8b-1b/shipped"``, or ``"user/..."``). Raises
-        LibraryError, which lists the nearest names, if there is none."""
+        """The entry with this name (``"h200/8b-1b/shipped"``, or ``"user/..."``).
+
+        Raises:
+            LibraryError: There is none; the message lists the nearest names.
+        """
         device, _, rest = name.partition("/")
         own = self._own_tree(rest) if device == "user" else None
         if own is not None:
@@ -119,8 +125,8 @@ class TreeLibrary:
         return (path, UserTree.load(path).entry) if path is not None and found else None
 
     def save_user_tree(self, pair: PairKey, entry: TreeEntry) -> Path:
-        """Stores a tree tuned by `measurements` so that `select` prefers it from now on. Raises
-        LibraryError, which names the fix, if it cannot be."""
+        """Stores a tree tuned by `measurements` so that `select` prefers it from now on.
+        It refuses a directory that cannot be written to, and names the fix."""
         keys = ("target", "draft", "dtype", "tensor_parallel_size")
         file = str(self.measurements(pair).profile.relative_to(self.user))
         own = {"name": f"user/{pair.file_name}", **{key: getattr(pair, key) for key in keys}}
@@ -131,7 +137,7 @@ class TreeLibrary:
         return path
 
     def measurements(self, pair: PairKey) -> TunedFiles:
-        """Where `tune` keeps what it measured for this key; LibraryError: there is no directory."""
+        """Where `tune` keeps what it measured for this key; see `user` for errors."""
         directory = self.user / "measurements" / pair.file_name
         return TunedFiles(directory, directory / "acceptance.json", directory / "profile.json")
 
@@ -145,8 +151,14 @@ class TreeLibrary:
         that docs/trees.md lists, from the tuned ones on.
 
         Trees are for the acceptance measured on the pair, or the weakest published one. A name is
-        compared as it is; a directory by its files. ``shapes`` are what configurations say; None:
-        nothing. Raises DeviceError if the device name is empty, LibraryError if there is no tree.
+        compared as it is; a directory by its files.
+
+        Args:
+            shapes: What the models' configurations say; None: nothing is known of them.
+
+        Raises:
+            DeviceError: The device name is empty.
+            LibraryError: There is no tree.
         """
         if (own := self.tuned(pair)) is not None:
             return own
@@ -262,8 +274,12 @@ def is_tree_file(reference: str) -> bool:
 
 
 def find_tree(reference: str) -> NamedTree:
-    """A tree by file or by library name; a file of that name wins. Raises TreeError if the file is
-    not a tree file, and LibraryError if no file and no entry has this name."""
+    """A tree by file or by library name; a file of that name wins.
+
+    Raises:
+        TreeError, AcceptanceError: The file is not a tree file.
+        LibraryError: No file and no entry has this name.
+    """
     if is_tree_file(reference):
         return _tree_in_file(expanded(reference))
     library, (device, _, rest) = TreeLibrary(), reference.partition("/")
@@ -282,8 +298,11 @@ def find_tree(reference: str) -> NamedTree:
 
 
 def find_vector(reference: str) -> Acceptance:
-    """An acceptance vector by file, or by the name of one of the library; a file of it wins. Raises
-    AcceptanceError if there is none, or the file is not one."""
+    """An acceptance vector by file, or by the name of one of the library; a file of it wins.
+
+    Raises:
+        AcceptanceError: There is none, or the file is not one.
+    """
     if is_tree_file(reference):
         return Acceptance.load(reference)
     folder = shipped_directory() / "acceptance"

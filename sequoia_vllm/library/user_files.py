@@ -24,8 +24,11 @@ _FIX = f"set {USER_DIRECTORY_VARIABLE} to a directory that can be written to"
 
 def user_directory() -> Path:
     """Where the user's own trees lie: ``$SEQUOIA_VLLM_TREES``, or ``trees`` in the user's data
-    directory of ``sequoia-vllm`` (``~/.local/share/sequoia-vllm/trees`` on Linux). Raises
-    LibraryError, which names the fix, if nobody knows where this user's home is."""
+    directory of ``sequoia-vllm`` (``~/.local/share/sequoia-vllm/trees`` on Linux).
+
+    Raises:
+        LibraryError: Nobody knows where this user's home is; the message names the fix.
+    """
     override = os.environ.get(USER_DIRECTORY_VARIABLE)
     try:
         if override:
@@ -107,7 +110,11 @@ def reason_not_to_keep() -> str | None:
 
 
 def make_writable(directory: Path) -> None:
-    """Makes a directory to write to; raises LibraryError, which names the fix, if it cannot."""
+    """Makes a directory of the user's that is to be written to.
+
+    Raises:
+        LibraryError: It cannot be made, or written to; the message names the fix.
+    """
     check_writable(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -116,7 +123,11 @@ def make_writable(directory: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Raises LibraryError, which names the fix, unless files, or the directory, can be made."""
+    """Checks that files can be made in a directory, or it can be made where there is none yet.
+
+    Raises:
+        LibraryError: Neither can be; the message names the fix.
+    """
     nearest = directory
     try:
         while not nearest.exists():

@@ -46,8 +46,11 @@ class EngineSpec:
 
 @contextmanager
 def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterator[Any]:
-    """Opens a ``vllm.LLM`` with these further arguments, and shuts it down at the end. Raises
-    CalibrationError if vLLM cannot start it."""
+    """Opens a ``vllm.LLM`` with these further arguments, and shuts it down at the end.
+
+    Raises:
+        CalibrationError: vLLM cannot start it.
+    """
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -79,8 +82,8 @@ def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterato
 
 
 def room_for(length: int, requests: int, nodes: int) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that leave room for requests of at most ``length`` tokens, a tree
-    after the last one included, with trees of at most ``nodes`` nodes."""
+    """Arguments of ``vllm.LLM`` that leave room for requests with trees of up to ``nodes`` nodes.
+    The longest request has ``length`` tokens, including a tree after its last token."""
     length = max(length, warm_up_length(nodes))
     return {
         "max_model_len": length,
@@ -100,7 +103,7 @@ def wait_for_quiet() -> None:
 
 
 def load_config(model: str) -> Any:
-    """The model's configuration by transformers; raises CalibrationError if there is none."""
+    """The model's configuration by transformers; refuses a model that has none, and says why."""
     from transformers import AutoConfig
 
     try:
@@ -119,8 +122,11 @@ def longest_context(model: str) -> int:
 
 
 def count_parameters(model: str) -> float:
-    """Counts a model's parameters from its configuration, without weights. Raises CalibrationError
-    if transformers does not know the model."""
+    """Counts a model's parameters from its configuration, without weights.
+
+    Raises:
+        CalibrationError: transformers does not know the model.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -133,8 +139,8 @@ def count_parameters(model: str) -> float:
 
 
 def compare_models(target: str, draft: str) -> "Comparison":
-    """Compares two models' vocabularies, like an engine with both. Raises SequoiaError if the draft
-    cannot serve this target, or a model is missing."""
+    """Compares two models' vocabularies, like an engine with both.
+    It refuses a draft that cannot serve this target, and a model that is missing."""
     from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies
 
     found = (
@@ -146,7 +152,7 @@ def compare_models(target: str, draft: str) -> "Comparison":
 
 def token_windows(encoded: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
     """Cuts ``count`` different prompts of ``length`` tokens from the texts joined in a circle.
-    Raises CalibrationError if the texts have no tokens."""
+    It refuses texts without tokens."""
     joined = [token for tokens in encoded for token in tokens]
     if not joined:
         raise CalibrationError("the prompts have no tokens")

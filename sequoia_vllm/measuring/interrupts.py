@@ -108,7 +108,7 @@ class _Signals:
         self._is_held = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raises the signal's interrupt, unless it is held."""
+        """Interrupts the program as the signal asks, unless it is held."""
         _Signals.first = _Signals.first or number
         if not self._is_held:
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt

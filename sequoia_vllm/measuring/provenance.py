@@ -69,8 +69,8 @@ def of_measurement(settings: Any, prompts: str, **more: Any) -> dict[str, Any]:
 
 
 def model_hashes(model: str) -> dict[str, str]:
-    """SHA-256 of a model's files, by file name: a folder's configuration and weights, without files
-    above 4 GiB, which take too long; of a name only the configuration in the Hub's cache."""
+    """SHA-256 of a model's files, by file name; of a name only the configuration in the Hub cache.
+    Files of a folder above 4 GiB are left out: hashing those takes longer than measuring."""
     if Path(model).is_dir():
         paths = [Path(model) / name for name in _MODEL_FILES]
     else:

@@ -62,8 +62,8 @@ class Recording:
         self._steps[-1]["spans"].append((part, start, self._mark()))
 
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
-        """The steps since the last call, as fields of `StepRecord`; with ``decoding`` only those in
-        which so many requests decoded, and none read its prompt."""
+        """The steps since the last call, as fields of `StepRecord`.
+        With ``decoding``, only steps in which so many requests decoded and none read its prompt."""
         steps, self._steps = self._steps, []
         if decoding is not None:
             steps = [one for one in steps if one["decoding"] and one["requests"] == decoding]

@@ -21,13 +21,16 @@ def paths_of(
     num_nodes: NDArray[np.int64],
     is_dynamic: NDArray[np.bool_] | bool = False,
 ) -> NDArray[np.int32]:
-    """The outcome of verification for each tree, to be counted later, int32 ``[B, 1 + depth]``:
-    nodes scored, minus that for a dynamic tree; then the accepted ones, -1 padded.
+    """The outcome of verification for each tree, in one small array that is counted later.
 
     Args:
         accepted_nodes: int ``[B, D]``, -1 padded; D at most the tree's depth.
         num_nodes: int ``[B]``: size of each tree as scored, root included.
         is_dynamic: bool ``[B]``: has a topology of its own.
+
+    Returns:
+        int32 ``[B, 1 + depth]``: nodes scored, minus that for a dynamic tree; then the accepted
+        ones, -1 padded.
     """
     paths = np.full((len(num_nodes), 1 + tree.depth), -1, dtype=_PATH_DTYPE)
     paths[:, 0] = np.where(is_dynamic, -num_nodes, num_nodes)
@@ -95,7 +98,11 @@ class TreeCounts:
 
     @classmethod
     def from_bytes(cls, tree: TokenTree, packed: bytes) -> Self:
-        """`of_paths` of such arrays' bytes in a row; ValueError: the tree has another depth."""
+        """`of_paths` of the bytes of such arrays, one after another.
+
+        Raises:
+            ValueError: They are no whole number of paths in trees of this depth.
+        """
         width = 1 + tree.depth
         if len(packed) % cls.path_bytes(tree):
             raise ValueError(

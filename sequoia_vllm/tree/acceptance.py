@@ -30,8 +30,9 @@ class Acceptance:
     def of(cls, values: "Acceptance | ArrayLike") -> "Acceptance":
         """Checks ``p[k]`` or ``p[d][k]``; entry 0 is the first child.
 
-        Raises AcceptanceError if it is empty, ragged, negative, NaN or not of numbers, or a row
-        sums to more than 1.
+        Raises:
+            AcceptanceError: It is empty, ragged, negative, NaN or not of numbers, or a row sums to
+                more than 1.
         """
         if isinstance(values, Acceptance):
             return values
@@ -86,7 +87,11 @@ class Acceptance:
 
     @classmethod
     def load(cls, path: Path | str) -> "Acceptance":
-        """Reads ``{"acceptance": [...]}`` or a bare list; AcceptanceError if there is none."""
+        """Reads ``{"acceptance": [...]}`` or a bare list from a JSON file.
+
+        Raises:
+            AcceptanceError: The file cannot be read, or has no such vector.
+        """
         data: Any = read_json(Path(path), "acceptance", AcceptanceError)
         if isinstance(data, dict):
             if "acceptance" not in data:

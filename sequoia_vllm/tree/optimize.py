@@ -51,10 +51,12 @@ def optimize_tree(
         max_branch: Children per node; None, and at most: as many as the vector has entries.
         progress: Called with (sizes done, sizes in all) now and then.
 
-    Returns the tree in value order (every prefix is a tree, the best nodes first).
+    Returns:
+        The tree in value order (every prefix is a tree, the best nodes first).
 
-    Raises AcceptanceError or TreeError if ``acceptance`` is no such vector, or a limit is no whole
-    number of at least 1.
+    Raises:
+        AcceptanceError: ``acceptance`` is no such vector.
+        TreeError: A limit is no whole number of at least 1.
     """
     acceptance = Acceptance.of(acceptance)
     _check_limits(size=size, max_depth=max_depth, max_branch=max_branch)

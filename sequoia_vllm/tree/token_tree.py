@@ -37,7 +37,8 @@ class TreeError(SequoiaError, ValueError):
 class TokenTree:
     """An immutable tree of draft tokens, stored so that every prefix is a tree.
 
-    Raises TreeError if ``parents`` is not a tree in this order; names the node.
+    Raises:
+        TreeError: ``parents`` is not a tree in this order; the message names the node.
     """
 
     parents: tuple[int, ...]
@@ -190,7 +191,11 @@ class TokenTree:
         return TokenTree((-1, *(new_index[self.parents[node]] for node in order[1:])))
 
     def trim(self, size: int) -> "TokenTree":
-        """The tree of the first ``size`` nodes, root included; TreeError if ``size`` is below 1."""
+        """The tree of the first ``size`` nodes, root included.
+
+        Raises:
+            TreeError: ``size`` is below 1.
+        """
         if size < 1:
             raise TreeError(f"cannot trim a tree to {size} nodes: the root always stays")
         return self if size >= self.size else TokenTree(self.parents[:size])
@@ -206,7 +211,8 @@ class TokenTree:
     def from_dict(cls, data: Any) -> "TokenTree":
         """Reads what `to_dict` wrote, or its ``parents`` alone; other keys are ignored.
 
-        Raises TreeError if the object is not a token tree of this schema.
+        Raises:
+            TreeError: The object is not a token tree of this schema, or too large for engines.
         """
         if not isinstance(data, dict):
             what = _JSON_TYPES.get(type(data), _NOTHING)
@@ -235,7 +241,8 @@ class TokenTree:
     def load(cls, path: Path | str) -> "TokenTree":
         """Reads a tree file.
 
-        Raises TreeError if the file is missing, is not JSON, or is not a tree.
+        Raises:
+            TreeError: The file is missing, is not JSON, or is not a tree.
         """
         data = read_json(Path(path), "tree", TreeError)
         try:

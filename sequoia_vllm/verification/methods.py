@@ -61,13 +61,21 @@ _METHODS = {method.name: method for method in (_SEQUOIA, _TRAVERSAL)}
 
 
 def register(method: VerificationMethod) -> None:
-    """Adds a method; raises ValueError if there is another one of its name."""
+    """Adds a method, under a name that no other has.
+
+    Raises:
+        ValueError: There is another one of its name.
+    """
     if _METHODS.setdefault(method.name, method) != method:
         raise ValueError(f"there is a method {method.name!r} of verification already")
 
 
 def method_of(name: str) -> VerificationMethod:
-    """The record of a method; if there is none, raises ValueError, which names those there are."""
+    """The record of the method of this name.
+
+    Raises:
+        ValueError: There is none; the message names those there are.
+    """
     if name not in _METHODS:
         raise ValueError(f"there is no method {name!r}: give one of {', '.join(_METHODS)}")
     return _METHODS[name]

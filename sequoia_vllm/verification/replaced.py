@@ -52,7 +52,8 @@ def verify_replaced(
         drawn, scored: int64 ``[B, N+1]``: tokens as they were drawn, and as the target scored them.
             Where they differ a node was replaced.
 
-    Raises ValueError: see `walk_tree`.
+    Raises:
+        ValueError: See `walk_tree`.
     """
     topology = topology_of(parents, scored)
     replaced = drawn != scored
@@ -96,8 +97,10 @@ def _subtrees(
     """The parts of A trees that are verified at once: from a root down to replaced nodes.
 
     ``parents`` and ``replaced`` are of the whole trees, ``[A, N+1]``, at most ``depth`` edges deep.
-    Returns int64 ``[A, M]`` each: the columns' nodes in the whole tree (in padding any), and
-    parents as of `walk_tree`, in columns.
+
+    Returns:
+        int64 ``[A, M]`` each: the columns' nodes in the whole tree (in padding any), and parents
+        as of `walk_tree`, in columns.
     """
     nodes = torch.arange(parents.shape[1], device=parents.device)
     is_root = nodes == roots[:, None]
@@ -125,7 +128,9 @@ def _extend(
     """Appends what was found in the subtrees of A requests, whose roots were accepted before.
 
     ``result`` is in columns, whose nodes in the whole trees are ``nodes``, int64 ``[A, M]``.
-    Returns int64 ``[A]`` each: the nodes at which paths end now, and the tokens after them.
+
+    Returns:
+        int64 ``[A]`` each: the nodes at which paths end now, and the tokens after them.
     """
     rows = torch.arange(len(requests), device=requests.device)
     before, count = paths.num_accepted[requests], result.num_accepted

@@ -30,7 +30,8 @@ def continuations(texts: Tensor, rows: Tensor, lengths: Tensor, depth: int) -> T
         lengths: int ``[R]``: tokens of each, at least 1.
         depth: Tokens asked for.
 
-    Returns int64 ``[R, depth]``; -1 in rows whose last two tokens did not occur before.
+    Returns:
+        int64 ``[R, depth]``; -1 in rows whose last two tokens did not occur before.
     """
     longest = texts.shape[1]
     window = min(longest, WINDOW)
@@ -60,20 +61,22 @@ def following(tokens: Tensor, told: Tensor, depth: int) -> Tensor:
         told: int64 ``[B, D]``: each request's `continuations`, D > depth.
         depth: 0 at the root, which a match ends with.
 
-    Returns int64 ``[B, m]``; -1: nothing is said.
+    Returns:
+        int64 ``[B, m]``; -1: nothing is said.
     """
     follows = tokens == (tokens if depth == 0 else told[:, depth - 1, None])
     return torch.where(follows, told[:, depth, None], -1)
 
 
 def preferred(scores: Tensor, given: Tensor) -> Tensor:
-    """Raises a token of some rows to a share of `TOLD_SHARE` at least, which makes it the best.
+    """Lifts a token of some rows to a share of `TOLD_SHARE` at least, which makes it the best.
 
     Args:
         scores: float32 ``[R, V]``, of a softmax.
         given: int64 ``[R]``: the token; outside the vocabulary: none.
 
-    Returns float32 ``[R, V]``; ``scores`` itself where no row has one.
+    Returns:
+        float32 ``[R, V]``; ``scores`` itself where no row has one.
     """
     rows = ((given >= 0) & (given < scores.shape[1])).nonzero().squeeze(1)
     if not len(rows):

@@ -69,7 +69,8 @@ def draft_distribution(
         temperature: float32 ``[R]``, above 0.
         given: See `preferred`; None: no row has one.
 
-    Returns float32 ``[R, V]``; what is too small for a normal float32 is zero.
+    Returns:
+        float32 ``[R, V]``; what is too small for a normal float32 is zero.
     """
     # Subnormals become zero. Some devices flush them at the next operation, and then the sampler
     # and the verifier would disagree on what Q can still draw.
@@ -101,7 +102,8 @@ def draw_without_replacement(
         k: How many tokens, 0 to V.
         generator: One stream, on Q's device; None: torch's default one.
 
-    Returns int64 ``[R, k]``.
+    Returns:
+        int64 ``[R, k]``.
     """
     if draft.shape[1] < FEWEST_TOKENS or draft.numel() < FEWEST_ENTRIES:
         return _race(draft, k, generator)
@@ -114,8 +116,7 @@ def draw_without_replacement(
 def _race(draft: Tensor, k: int, generator: torch.Generator | None) -> Tensor:
     """Token x arrives at time E[x] / Q[x], with E exponential. The order of arrival is the order of
     draws (the Gumbel-top-k trick without its logarithms). Tokens with Q[x] = 0 come after all
-    others, in the order of E alone.
-    """
+    others, in the order of E alone."""
     arrival = _exponential(draft, generator)
     return torch.where(draft > 0, draft / arrival, -arrival).topk(k, dim=1).indices
 
@@ -175,7 +176,8 @@ def lower_outside(scaled: Tensor, truncation: Truncation) -> Tensor:
     Args:
         scaled: float32 ``[R, V]``: logits over temperature.
 
-    Returns float32 ``[R, V]``; ``scaled`` itself without any parameters.
+    Returns:
+        float32 ``[R, V]``; ``scaled`` itself without any parameters.
     """
     if not truncation:
         return scaled

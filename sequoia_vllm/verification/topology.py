@@ -58,7 +58,8 @@ class Topology:
                 are drafts in index order.
             device: Where it goes; the device of ``parents`` if None.
 
-        Raises ValueError if a row is not a tree in this form; names the node.
+        Raises:
+            ValueError: A row is not a tree in this form; the message names the node.
         """
         host = parents.detach().to("cpu", torch.int64)
         _check_parents(host)
@@ -78,7 +79,8 @@ class Topology:
 def topology_of(parents: Tensor | Topology, tokens: Tensor) -> Topology:
     """The look-ups of these trees, on the device of ``tokens``.
 
-    Raises ValueError if ``parents`` does not hold trees, or differs from ``tokens`` in shape.
+    Raises:
+        ValueError: ``parents`` does not hold trees, or differs from ``tokens`` in shape.
     """
     if isinstance(parents, Topology):
         topology = parents.to(tokens.device)

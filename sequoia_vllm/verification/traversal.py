@@ -34,7 +34,7 @@ def traverse_tree(
     """Visits the nodes depth first, and tries each after the last of its children.
 
     The emitted tokens have the law of sampling the target one token at a time, under the
-    conditions of `walk_tree`, and are never fewer on average. A node costs a pass over the
+    conditions of `walk_tree`. They are never fewer on average. A node costs a pass over the
     vocabulary unless it is accepted; a tree as many passes as it has nodes, at most.
 
     Each request uses one uniform number per node, as `walk_tree` does. The first
@@ -46,7 +46,8 @@ def traverse_tree(
         target_at, draft_at, tokens, parents, generator: See `walk_tree`. Tensors are on the
             CPU. The distributions of any node may be asked for, each once.
 
-    Raises ValueError: see `walk_tree`; or the tensors are not on the CPU.
+    Raises:
+        ValueError: See `walk_tree`; or the tensors are not on the CPU.
     """
     if tokens.device.type != "cpu":
         raise ValueError(f"trees on {tokens.device}: this traversal is for tensors on the CPU")

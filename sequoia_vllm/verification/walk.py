@@ -44,7 +44,8 @@ def walk_tree(
         parents: int ``[B, N+1]`` (-1 the root, -2 padding), or the `Topology` made from it.
         generator: See `node_uniforms`.
 
-    Raises ValueError if ``parents`` does not hold trees, or differs from ``tokens`` in shape.
+    Raises:
+        ValueError: ``parents`` does not hold trees, or differs from ``tokens`` in shape.
     """
     topology = topology_of(parents, tokens)
     uniforms = node_uniforms(tokens, generator)
@@ -80,7 +81,8 @@ def match_tree(
             int64 ``[A]``; called once per depth, for the requests still walking.
         tokens, parents: See `walk_tree`.
 
-    Raises ValueError: see `walk_tree`.
+    Raises:
+        ValueError: See `walk_tree`.
     """
     topology = topology_of(parents, tokens)
 
@@ -106,7 +108,8 @@ def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topolog
         target_tokens: int64 ``[B, N+1]``: the target's token after each node.
         tokens, parents: See `walk_tree`.
 
-    Raises ValueError: see `walk_tree`.
+    Raises:
+        ValueError: See `walk_tree`.
     """
     topology = topology_of(parents, tokens)
     accepted = tokens == target_tokens.gather(1, topology.ancestors_up[0])
@@ -153,7 +156,8 @@ def _accept_child(
         rows: int64 ``[A]``, increasing.
         nodes, tokens, uniforms: ``[A, b]``: children in draft order; no child: node -1.
 
-    Returns int64 ``[A]``: the accepted child of each node, or -1.
+    Returns:
+        int64 ``[A]``: the accepted child of each node, or -1.
     """
     accepted = torch.full_like(rows, -1)
     # Positions in `rows`. `target` and `draft` keep the rows of the undecided

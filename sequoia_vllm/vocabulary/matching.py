@@ -55,8 +55,10 @@ def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: i
 
     Several tokens of the draft may mean one of the target's: "<0x41>" is "A". A draft that ends
     sequences with another token than the target still ends them. For tokens of the target that none
-    of the draft's means, the draft reads the last token of their spelling, or the unknown one. The
-    sizes are rows of their logits, Vt and Vd.
+    of the draft's means, the draft reads the last token of their spelling, or the unknown one.
+
+    Args:
+        target_size, draft_size: Rows of their logits, Vt and Vd.
     """
     target, draft = target.within(target_size), draft.within(draft_size)
     meanings = _meanings(target, draft)
@@ -112,11 +114,13 @@ def _read(target: Vocabulary, draft: Vocabulary, drawn: NDArray[np.int64]) -> ND
 
 
 class Segments:
-    """Splits text into tokens, whose texts have at least one byte, from the left, each as long as
-    there is one.
+    """Splits text into tokens, from the left, each as long as there is one.
 
     Mostly a tokenizer does so with the short text of another's token. Tokenizers themselves put
     spaces before it, or take bytes that are no whole character for something else.
+
+    Args:
+        tokens: Number of the token of each text, of at least one byte.
     """
 
     def __init__(self, tokens: Mapping[bytes, int]) -> None:

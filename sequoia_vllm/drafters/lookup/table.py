@@ -65,6 +65,7 @@ class Successors:
         All ranks of an engine keep the same: they draft the same trees.
 
         Args:
+            tokens: int ``[R]``.
             logits: ``[R, V]``: the target's, after each of them.
             first_rows: int64 ``[R]``: see `first_rows`; None: the base model's.
         """

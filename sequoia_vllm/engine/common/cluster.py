@@ -31,7 +31,11 @@ def current_versions() -> dict[str, str]:
 
 
 def check_versions(front_end: Mapping[str, str], here: Mapping[str, str], node: str) -> None:
-    """Raises ConfigError, naming both versions, unless this node has the front end's."""
+    """Checks that a ``node`` has ``here`` the versions of the front end (`current_versions`).
+
+    Raises:
+        ConfigError: It has others; the message names both.
+    """
     differing = [
         f"{name} {here.get(name, 'unknown')} here and {version} there"
         for name, version in front_end.items()
@@ -45,8 +49,14 @@ def check_versions(front_end: Mapping[str, str], here: Mapping[str, str], node: 
 
 
 def check_devices(group: Sequence[str], chosen_for: str | None) -> None:
-    """Raises ConfigError, naming the fix, unless a tensor-parallel group has one type of device:
-    the one that the tree was ``chosen_for``, if it was (None: the user gave the tree)."""
+    """Checks that a tensor-parallel group has one type of device: the one its tree is for, if any.
+
+    Args:
+        chosen_for: The device that the tree was chosen for; None: the user gave the tree.
+
+    Raises:
+        ConfigError: It has others; the message names them and the fix.
+    """
     types = sorted(set(group))
     if len(types) > 1:
         raise ConfigError(
@@ -83,7 +93,11 @@ def decisions(vllm_config: Any) -> dict[str, str]:
 
 
 def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Raises ConfigError, naming each difference, unless these ranks were started alike."""
+    """Checks that ranks, each given with its node, have the same `decisions`.
+
+    Raises:
+        ConfigError: They have not; the message names each difference.
+    """
     differing = []
     for name in set.intersection(*(set(decided) for _, decided in ranks)):
         first: dict[str, str] = {}  # first rank by decision
@@ -103,14 +117,14 @@ def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
 
 
 def check_group(vllm_config: Any, device_name: str, cpu_group: Any) -> None:
-    """`check_devices` for the tensor-parallel group of this worker."""
+    """Calls `check_devices` for the tensor-parallel group of this worker; every rank must call."""
     names = [""] * torch.distributed.get_world_size(cpu_group)
     torch.distributed.all_gather_object(names, device_name, group=cpu_group)
     check_devices(names, SequoiaSettings.of(vllm_config).chosen_for)
 
 
 def check_ranks(vllm_config: Any, cpu_group: Any) -> None:
-    """`check_decisions` for all ranks that run steps together with this worker."""
+    """Calls `check_decisions` for all ranks that run steps together; every rank must call."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size(cpu_group)
     here = platform.node(), decisions(vllm_config)
     torch.distributed.all_gather_object(ranks, here, group=cpu_group)

@@ -58,8 +58,11 @@ def differences(expectations: Iterable[Expected]) -> list[str]:
 
 @cache
 def check_contract(v2: bool = False) -> None:
-    """Checks once per process; on a CPU only the worker knows whether Model Runner V2 runs. Raises
-    ContractError, with every difference and the versions we support."""
+    """Checks vLLM once per process; on a CPU only the worker knows whether Model Runner V2 runs.
+
+    Raises:
+        ContractError: It differs; the message has every difference and the versions we support.
+    """
     device = current_device()
     found = differences(contract(device, v2))
     if found:

@@ -84,7 +84,7 @@ def cpus_can_gather() -> bool:
     """Whether replicas on CPUs can gather rows, as lock step needs: not in 0.32 and 0.33.
 
     Plain vLLM starts two replicas of Mixtral there, and both end in the first request with
-    NotImplementedError. With one of torch's operations in its place, two of plain vLLM and two
+    ``NotImplementedError``. With one of torch's operations in its place, two of plain vLLM and two
     with trees of a dense draft gave one engine's tokens.
     """
     # Here: GPUs import nothing that is for CPUs.

@@ -31,7 +31,11 @@ def most_drafts(sampling_params: Any) -> int | None:
 
 
 def check_options(sampling_params: Any) -> None:
-    """Refuses unknown options and wrong values (VLLMValidationError: HTTP clients get a 400)."""
+    """Refuses unknown options of a request, and wrong values.
+
+    Raises:
+        VLLMValidationError: One is unknown or wrong. HTTP clients get status 400.
+    """
     for name, value in (sampling_params.extra_args or {}).items():
         if name in _OPTIONS:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -55,7 +59,10 @@ def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | 
     """Why this request gets no drafts, or None if it gets trees.
 
     The features that are left here keep a state per request; others are applied by a node's path.
-    ``thinks_first``: grammars hold only once a request has ended its reasoning, maybe amid a tree.
+
+    Args:
+        sampling_params: vLLM's `SamplingParams`, as the front end completed it; None: of pooling.
+        thinks_first: Grammars hold only once a request has ended its reasoning, maybe amid a tree.
     """
     p = sampling_params
     if p is None:
@@ -95,7 +102,11 @@ def most_committed(
 ) -> int:
     """The most committed tokens with which this request can use a tree; 0: it never can.
 
-    The draft reads a request only up to there. ``longest`` is the most of any request.
+    The draft reads a request only up to there.
+
+    Args:
+        prompt_tokens: Tokens of its prompt.
+        longest: The most committed tokens of any request with a tree.
     """
     if reason_without_drafts(sampling_params, thinks_first):
         return 0

@@ -159,8 +159,7 @@ def fill_nodes(
     masks: NDArray[np.int32],
     stand_ins: StandIns | None = None,
 ) -> list[int]:
-    """Fills the masks of a tree's nodes, and leaves the grammar's state as it was. Returns the
-    tokens to score: ``tokens``, some of them replaced.
+    """Fills the masks of a tree's nodes, and leaves the grammar's state as it was.
 
     Args:
         grammar: vLLM's `StructuredOutputGrammar` of the request, at its root.
@@ -168,6 +167,9 @@ def fill_nodes(
         tokens: Tokens of nodes 1, 2, ...; -1: none.
         masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is filled.
             Nodes that the grammar forbids, and whatever is below, keep what is there.
+
+    Returns:
+        The tokens to score: ``tokens``, some of them replaced.
     """
     filled = torch.from_numpy(masks)
     scored = list(tokens)

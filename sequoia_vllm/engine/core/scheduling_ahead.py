@@ -18,7 +18,7 @@ class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
     drafts that a step will grow. Our method takes them away from requests that never draft.
 
     A full CUDA graph needs equal numbers of drafts, so one request without drafts would take it
-    from all others. While they are few, they keep placeholders: the worker scores and rejects them.
+    from all others. While such requests are few, they keep placeholders, which the worker rejects.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

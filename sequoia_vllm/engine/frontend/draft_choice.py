@@ -28,11 +28,13 @@ def find_draft(
     """The draft that the configuration names, or the best known one of the target, and its kind.
 
     Where none is known and the user asks for no kind, a kind without weights drafts, by its name.
-    Raises ConfigError if there is no draft, or it cannot be used.
 
     Args:
         kinds: What the engine can draft with, where the drafter is left to us.
         kind_of: Reads what a draft of this name is; see `DraftReader.kind`.
+
+    Raises:
+        ConfigError: There is no draft, or it cannot be used.
     """
 
     def found(name: str) -> tuple[str, Drafter]:

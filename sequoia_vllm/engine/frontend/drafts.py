@@ -43,7 +43,7 @@ class DraftReader:
         self._found: dict[str, Any] = {}
 
     def read(self, draft: str) -> Any:
-        """Reads a draft's configuration like vLLM; not to be changed; raises `_UNREADABLE`."""
+        """Reads a draft's configuration like vLLM; not to be changed. May fail (`_UNREADABLE`)."""
         if draft not in self._found:
             try:
                 self._found[draft] = self._read(draft)
@@ -72,8 +72,12 @@ class DraftReader:
         return found
 
     def kind(self, draft: str) -> Drafter:
-        """The kind of a checkpoint; its path does not matter. Raises ConfigError if trees do not
-        draft with it, or ``"drafter"`` says another, or it is another target's head."""
+        """The kind of a checkpoint; its path does not matter.
+
+        Raises:
+            ConfigError: Trees do not draft with it, ``"drafter"`` says another kind, it is another
+                target's head, or the target's own layers do not draft trees.
+        """
         given = None if self.config.drafter is None else drafter(self.config.drafter)
         if given is not None and given.is_targets_own:
             layers = SpeculativeConfig.hf_config_override(deepcopy(self.target.hf_config))
@@ -152,7 +156,11 @@ def drafted_levels(config: Any) -> int | None:
 
 
 def head_shape(vllm_config: Any) -> ModelShape | None:
-    """The shape of an engine's head; None: its draft is a model."""
+    """The shape of an engine's head; None: its draft is a model.
+
+    Raises:
+        ShapeError: Its configuration says too little.
+    """
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)
     if not kind.is_head:
         return None
@@ -168,7 +176,7 @@ def kinds_here() -> list[Drafter]:
 
 
 def check_method(kind: Drafter, draft: str, method: str) -> None:
-    """Checks that vLLM, which also looks at names, takes a draft for its kind (ConfigError)."""
+    """Refuses a draft that vLLM, which also looks at names, takes for another kind."""
     if method == kind.method:
         return
     fix = 'put it into a folder without "eagle-", "eagle3", "dflash" and "dspark" in its path'
@@ -199,7 +207,7 @@ def draft_problem(draft: str, error: Exception) -> str:
 
 
 def _agreed(found: Recognised, draft: str, given: Drafter | None) -> Drafter:
-    """The kind that checkpoint and user name, if they agree."""
+    """The kind that checkpoint and user name; refuses a checkpoint where they disagree."""
     sign = f" ({found.sign})" if found.sign else ""
     chains = f", or use vLLM's own method {found.method!r} for chains" if found.method else ""
     if found.kind is None:
@@ -220,7 +228,7 @@ def _agreed(found: Recognised, draft: str, given: Drafter | None) -> Drafter:
 
 
 def _check_head(kind: Drafter, head: Fields, draft: str, target: Any) -> None:
-    """Refuses a head for another target, or one that drafts unlike its kind (ConfigError)."""
+    """Refuses a head for another target, or one that drafts unlike its kind."""
     if differences := target_differences(head, Fields(target.hf_text_config, target.model)):
         raise ConfigError(
             f"{draft!r} is {kind.name} made for another target than {target.model!r}: "

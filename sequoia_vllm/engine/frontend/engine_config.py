@@ -57,8 +57,11 @@ logger = logging.getLogger("vllm.sequoia")
 def create_engine_config(
     original: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checks the contract, calls vLLM's, then refuses unsupported set-ups. Raises SequoiaError for
-    what we cannot do; in vLLM's own commands it is a line and exit code 2."""
+    """Checks the contract, calls vLLM's, then refuses unsupported set-ups.
+
+    Raises:
+        SequoiaError: We cannot do it. vLLM's own commands print a line, and end with exit code 2.
+    """
     with short_in_commands():
         request = sequoia_request(self)
         if request is None:
@@ -99,7 +102,7 @@ def _sequoia_engine_config(
 
 
 def _choose_scheduler(config: Any) -> None:
-    """Names our scheduler, before a class of the user's own, which must be vLLM's (ConfigError)."""
+    """Names our scheduler, before a class of the user's own, which must derive from vLLM's."""
     ours = TreeSchedulingAhead if config.async_scheduling else TreeScheduling
     users = config.scheduler_cls
     if users is None:
@@ -119,7 +122,11 @@ def create_speculative_config(
     original: Callable[..., Any], self: EngineArgs, target_model_config: Any,
     target_parallel_config: Any,
 ) -> Any:  # fmt: skip
-    """Calls vLLM's, with Sequoia translated; None for an engine that does not speculate."""
+    """Calls vLLM's, with Sequoia translated; None for an engine that does not speculate.
+
+    Raises:
+        SequoiaError: The user's configuration is wrong, or trees cannot serve these models.
+    """
     request = sequoia_request(self)
     if request is None:
         return original(self, target_model_config, target_parallel_config)
@@ -131,7 +138,7 @@ def create_speculative_config(
 
 
 def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel: Any) -> Facts:
-    """Finds out all that a plan depends on (ConfigError: there is no draft for this engine)."""
+    """Finds out all that a plan depends on; refuses an engine for which there is no draft."""
     source = weight_source(args)
     reader = DraftReader(target, config)
     kinds = kinds_here()
@@ -171,7 +178,7 @@ def apply(
     planned: Plan, create: Callable[..., Any], args: EngineArgs, target: Any, parallel: Any
 ) -> Any:
     """Makes vLLM's configuration of a plan (None: no speculation), and changes its other objects.
-    Raises ConfigError if vLLM cannot use the draft, or trees cannot."""
+    It refuses a draft that vLLM or trees cannot use."""
     for level, line in planned.notes:
         logger.log(level, "Sequoia: %s", line)
     parallel.worker_cls = planned.worker_cls

@@ -53,9 +53,13 @@ class Plan:
 
 
 def plan(config: SequoiaConfig, facts: Facts) -> Plan:
-    """Chooses the tree of an engine, and all that depends on it. Raises ConfigError if the tree is
-    too deep for the draft, the schedule has more drafts than it, a head's output layer is to be
-    trimmed, keys are about a draft's checkpoint where there is none, or another worker is named."""
+    """Chooses the tree of an engine, and all that depends on it.
+
+    Raises:
+        ConfigError: The tree is too deep for the draft, or the schedule has more drafts than the
+            tree. The output layer of a head is to be trimmed, or keys are about the checkpoint of
+            a draft that has none. Or the user names another worker.
+    """
     kind, pair = facts.drafter, facts.pair
     if config.draft_vocabulary and kind.is_head:
         raise ConfigError(

@@ -49,13 +49,13 @@ _REASONS = {
 
 
 def refuse_model(model: Any, role: Role) -> None:
-    """Raises ConfigError, with every reason and the fix, if trees cannot serve a model."""
+    """Refuses a model that trees cannot serve, with every reason and the fix."""
     if message := refusal_of(model.model, role, model.architectures, kinds_in_vllm(model)):
         raise ConfigError(message)
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
-    """Raises ConfigError, with every reason and its fix, if this engine must not run."""
+    """Refuses an engine that must not run, with every reason and its fix."""
     checks = (
         _platform_reasons, _drafter_reasons, _tree_reasons, _parallel_reasons, _feature_reasons,
         _size_reasons,

@@ -85,7 +85,7 @@ def sequoia_request(args: EngineArgs) -> dict[str, Any] | None:
 
 
 def names_sequoia(request: dict[str, Any]) -> bool:
-    """Whether this speculative configuration is ours; ConfigError: its method is misspelt."""
+    """Whether this speculative configuration is ours; refuses one whose method is misspelt."""
     method = request.get("method")
     if method == METHOD:
         return True

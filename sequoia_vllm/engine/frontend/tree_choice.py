@@ -76,8 +76,10 @@ def look_up(
 ) -> LibraryAnswer:
     """Asks the library for the tree of a pair, if the tree is left to us.
 
-    For drafts without weights it has only the trees that the user tuned. Returns its answer, or why
-    it has none; None: it was not asked.
+    For drafts without weights it has only the trees that the user tuned.
+
+    Returns:
+        Its answer, or the error that says why it has none; None: it was not asked.
     """
     if not config.is_tree_chosen:
         return None
@@ -95,8 +97,11 @@ def look_up(
 def choose_engine_tree(config: SequoiaConfig, facts: Facts) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
-    A tree that we choose is no deeper than the draft's levels, has no more nodes than layers take,
-    and a quarter of the longest request at most. ConfigError: the given schedule exceeds the tree.
+    A tree that we choose is no deeper than the draft's levels. It has no more nodes than layers
+    take, and no more than a quarter of the longest request's tokens.
+
+    Raises:
+        ConfigError: The given schedule has more drafts than the given tree.
     """
     choice = _resolve(config, facts)
     if config.is_tree_chosen and facts.max_model_len is not None:

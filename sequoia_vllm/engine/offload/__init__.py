@@ -49,7 +49,7 @@ _ADVICE = {
 
 
 def offload_of(additional_config: Any) -> OffloadSpec | None:
-    """Reads what shall be read from a disk (ConfigError names wrong keys); None: nothing."""
+    """Reads what is to be read from a disk, and refuses wrong keys; None: nothing."""
     if not isinstance(additional_config, dict) or additional_config.get(KEY) is None:
         return None
     try:
@@ -61,7 +61,7 @@ def offload_of(additional_config: Any) -> OffloadSpec | None:
 def with_offload(
     additional_config: dict[str, Any] | None, offload: OffloadSpec | None
 ) -> dict[str, Any]:
-    """Adds the speculative config's offload, unless the other config differs (ConfigError)."""
+    """Adds the speculative config's offload; refuses another one in ``additional_config``."""
     config = dict(additional_config or {})
     if offload is None:
         return config
@@ -73,8 +73,12 @@ def with_offload(
 
 
 def choose_offloading(vllm_config: Any) -> None:
-    """Gives an engine with an ``offload`` the worker for it; others stay as they are. ConfigError,
-    which names the fix: it cannot offload; OffloadError: there is no such directory."""
+    """Gives an engine with an ``offload`` the worker for it; other engines stay as they are.
+
+    Raises:
+        ConfigError: The engine cannot offload; the message names the fix.
+        OffloadError: There is no such directory.
+    """
     # Commands import this module, and start without torch.
     from sequoia_vllm.engine.offload.weight_file import filesystem_of
 
@@ -157,8 +161,14 @@ class OffloadedLayers:
     def streamed(
         self, target: ModelShape, dtype: str, device: str, devices: int
     ) -> StreamedWeights | None:
-        """The bytes of a pass and their rate; None: passes read only some parameters. Raises
-        ValueError if the type is not known."""
+        """The bytes of a pass and their rate.
+
+        Returns:
+            None: no whole layers are offloaded, or passes read only some of their parameters.
+
+        Raises:
+            ValueError: ``dtype`` is not known, or the size to offload is not above 0 and finite.
+        """
         if self.parameters or (self.backend == "uva" and target.experts):
             return None
         value_bytes = bytes_per_value(dtype)
@@ -221,8 +231,8 @@ def offloaded_layers(arguments: Any) -> OffloadedLayers | None:
 def offloaded_bytes(
     model: "torch.nn.Module", offloader: Any, device: "torch.device"
 ) -> tuple[int, int, int]:
-    """Bytes of one device's share of a loaded model's weights, of those in host memory, and of
-    their buffers on the device, whatever was asked for."""
+    """Where one device's share of a loaded model's weights lies, whatever was asked for: the bytes
+    of all weights, of those in host memory, and of their buffers on the device."""
     parameters = list(model.parameters())
     total = sum(parameter.nbytes for parameter in parameters)
     # With the prefetch backend the model's parameters are the buffers on the device.

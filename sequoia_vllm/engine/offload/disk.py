@@ -45,7 +45,7 @@ class _Layer:
     mapped: torch.Tensor = field(init=False)  # the region's bytes, until it is sealed
 
     def check_kept(self) -> None:
-        """Raises OffloadError if its weights are no longer the module's."""
+        """Refuses a layer whose kernels keep its weights in memory of their own."""
         if sum(weight.nbytes for _, weight in _large(self.module)) < self.size // 2:
             raise OffloadError(
                 f"{type(self.module).__name__}: the CPU kernels of this quantisation keep "
@@ -72,7 +72,7 @@ class DiskOffloader(BaseOffloader):
     A layer's weights are mapped to a file as soon as vLLM has built the layer, so a checkpoint of
     any size is loaded. Weights that vLLM packs for its kernels go back there, module by module.
     `post_init` gives each weight its place in a ring of buffers. Layers wait with vLLM's operations
-    for prefetching, which compiled models keep in order. OffloadError: the directory is unusable.
+    for prefetching, which compiled models keep in order. `WeightFile` says what it refuses.
     """
 
     def __init__(self, spec: OffloadSpec) -> None:
@@ -85,7 +85,7 @@ class DiskOffloader(BaseOffloader):
         self._modules: list[nn.Module] = []
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[Any]:
-        """Lets vLLM load the target's layers into the file (OffloadError); a draft's stay."""
+        """Lets vLLM load the target's layers into the file; a draft's layers stay in memory."""
         if self._has_target:
             return list(modules_generator)  # of the draft, whose model is built after the target's
         self._has_target = True
@@ -127,8 +127,12 @@ class DiskOffloader(BaseOffloader):
             layer.weights.append(_Weight(name, offset, mapped))
 
     def post_init(self) -> None:
-        """Seals the file, once weights are as kernels want them, and begins to read. OffloadError:
-        there are no layers to offload, they share weights, or these are elsewhere."""
+        """Seals the file, once weights are as kernels want them, and begins to read.
+
+        Raises:
+            OffloadError: There are no layers to offload, they share weights, or their kernels keep
+                weights in memory.
+        """
         if self._ring is not None:
             return
         _check_unshared(self._modules)
@@ -195,7 +199,7 @@ def _large(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _check_unshared(modules: Sequence[nn.Module]) -> None:
-    """Refuses layers that share a weight, as each has a buffer of its own (OffloadError)."""
+    """Refuses layers that share a weight, as each layer has a buffer of its own."""
     places: set[int] = set()
     for module in modules:
         own = {_storage(weight) for _, weight in _large(module)}

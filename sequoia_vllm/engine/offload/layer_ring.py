@@ -26,9 +26,15 @@ _NEVER = -1
 class LayerRing:
     """Reads layers in the order in which they are computed, over and over.
 
-    Layer i, in its sealed region, always lies in buffer ``i % buffers``, so that a weight's address
-    never changes. There are at least 2 (ValueError). Threads read as far ahead as buffers are free.
-    Used by one computing thread.
+    Layer i always lies in buffer ``i % buffers``, so that a weight's address never changes.
+    Threads read as far ahead as buffers are free. One thread computes, and calls this.
+
+    Args:
+        regions: The region of each layer, sealed, in the order of computation; at least one.
+        buffers: Most layers in memory at once, at least 2.
+
+    Raises:
+        ValueError: There are no layers, or too few buffers.
     """
 
     def __init__(self, file: WeightFile, regions: Sequence[Region], buffers: int = 3) -> None:
@@ -68,9 +74,12 @@ class LayerRing:
             self._begun += 1
 
     def wait(self, layer: int) -> None:
-        """Returns when a layer's weights are in memory; OffloadError: they could not be read.
+        """Returns when a layer's weights are in memory.
 
-        Layers are asked for in order; where a pass was broken off, reading begins anew.
+        Layers are asked for in order. Where a pass was broken off, reading begins anew.
+
+        Raises:
+            OffloadError: They could not be read, or the ring is closed.
         """
         if self._computed % len(self._regions) != layer and not self._ends:
             self._begin_anew(layer)
@@ -141,9 +150,9 @@ def _huge_pages(length: int) -> mmap.mmap:
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc keep memory that is freed from now on, instead of giving it back to the kernel;
-    False with another allocator or C library. It maps blocks of more than 32 MiB, such as
-    activations of wide layers, anew each time, and the kernel clears their pages at first touch."""
+    """Has glibc keep memory that is freed from now on; False with another allocator or C library.
+    It maps blocks of more than 32 MiB anew each time, such as activations of wide layers. The
+    kernel clears their pages at each first touch."""
     try:
         set_option = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

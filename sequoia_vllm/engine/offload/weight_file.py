@@ -48,8 +48,15 @@ class Region:
 
 
 class WeightFile:
-    """Regions that are written once, sealed, and read many times. Its directory lies on a disk
-    whose filesystem knows direct I/O (else OffloadError)."""
+    """Regions that are written once, sealed, and read many times.
+
+    Args:
+        directory: Where the file lies: on a disk whose filesystem knows direct I/O.
+
+    Raises:
+        OffloadError: It lies on no such disk, or cannot be written to. Methods raise it where the
+            disk is full, fails, or gives something else than what was written.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -78,8 +85,12 @@ class WeightFile:
             ) from None
 
     def region(self, length: int) -> tuple[Region, torch.Tensor]:
-        """A new region, of whole pages, with its space taken on the disk (else OffloadError), and
-        its bytes: ``[region.length]`` uint8, zeros, mapped to the file until it is sealed."""
+        """A new region of at least ``length`` bytes, with its space taken on the disk.
+
+        Returns:
+            The region, of whole pages, and its bytes: ``[region.length]`` uint8, zeros, mapped to
+            the file. What is written there is kept when the region is sealed.
+        """
         region = Region(self._end, -(-length // _PAGE) * _PAGE)
         try:
             os.posix_fallocate(self._file.fileno(), region.offset, region.length)
@@ -98,7 +109,7 @@ class WeightFile:
         return region, torch.frombuffer(mapped, dtype=torch.uint8)
 
     def seal(self, region: Region, written: torch.Tensor) -> None:
-        """Takes the checksums of what was written, and sends it to the disk (or OffloadError)."""
+        """Takes the checksums of what was written, and sends it to the disk."""
         view = memoryview(written.numpy())
         self._checksums[region.offset] = [
             zlib.crc32(view[at : at + size]) for at, size in map(region.chunk, range(region.chunks))
@@ -115,8 +126,8 @@ class WeightFile:
             ) from None
 
     def read(self, region: Region, chunk: int, buffer: memoryview) -> None:
-        """Reads one of ``region.chunks`` from the disk, from any thread; OffloadError: it gave
-        less, or none. All of the region's bytes begin at ``buffer``, at a page."""
+        """Reads one of ``region.chunks`` from the disk; any thread may call.
+        All of the region's bytes begin at ``buffer``, at a page."""
         at, size = region.chunk(chunk)
         try:
             count = os.preadv(self._direct, [buffer[at : at + size]], region.offset + at)
@@ -129,7 +140,7 @@ class WeightFile:
             )
 
     def check(self, region: Region, chunk: int, buffer: memoryview) -> None:
-        """Compares a chunk that was read with what was written; OffloadError: they differ."""
+        """Compares a chunk that was read with what was written; arguments as of `read`."""
         at, size = region.chunk(chunk)
         if zlib.crc32(buffer[at : at + size]) != self._checksums[region.offset][chunk]:
             raise OffloadError(
@@ -147,7 +158,7 @@ class WeightFile:
 
 
 def filesystem_of(directory: Path) -> str:
-    """The type of the filesystem a directory lies on; raises OffloadError if it is none."""
+    """The type of the filesystem that a directory, which must be there, lies on, like "ext4"."""
     if not directory.is_dir():
         raise OffloadError(f"offload directory {directory} is no directory: make it, or name one")
     place = directory.resolve()

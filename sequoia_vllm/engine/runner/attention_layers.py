@@ -43,7 +43,10 @@ class TreeForward(ABC):
 
         vLLM's kernels take no mask and treat every request as a chain. The rows of tree nodes get
         attention over context and ancestors, in one softmax. This step's keys are in the cache by
-        now. Raises `KeysAreWritten` where the metadata is `KEYS_ONLY`.
+        now.
+
+        Raises:
+            KeysAreWritten: The metadata is `KEYS_ONLY`.
         """
         tree = getattr(attn_metadata, "tree", None)
         if tree is None:
@@ -144,8 +147,14 @@ def reason_of(layer_name: str, features: Mapping[str, bool]) -> str | None:
 def supported_layers(
     vllm_config: VllmConfig, unsupported: Callable[[str, Any], str | None]
 ) -> list[str]:
-    """Names of a loaded engine's attention layers, the draft's included. Raises ValueError with the
-    reason of the first that is ``unsupported``, by its name and implementation."""
+    """Names of a loaded engine's attention layers, the draft's included.
+
+    Args:
+        unsupported: Why trees cannot have a layer of this name and implementation; None: they can.
+
+    Raises:
+        ValueError: They cannot have one of the layers; the message names it and the reason.
+    """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     for name, layer in layers.items():
         reason = unsupported(name, getattr(layer, "impl", layer))

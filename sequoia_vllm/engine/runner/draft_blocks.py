@@ -17,10 +17,13 @@ class DraftBlocks:
     next request with that block would start on keys that were never written. So a new block counts
     as holding nothing of the draft's. It is *filled* when the draft has read the tokens of all of
     it. Blocks are known by their ids, which vLLM takes from one pool for all cache groups. A filled
-    block that is not known costs a second reading; one wrongly taken for filled, accepted drafts.
+    block that is not known costs a second reading. One wrongly taken for filled costs acceptance.
 
-    vLLM's null block, in place of those before a sliding window, counts as filled. ``block_sizes``
-    are tokens per block of each cache group that has layers of the draft, by its index.
+    vLLM's null block, in place of those before a sliding window, counts as filled.
+
+    Args:
+        block_sizes: Tokens per block of each cache group that has layers of the draft, by index
+            of the group.
     """
 
     def __init__(self, block_sizes: Mapping[int, int]) -> None:
@@ -34,8 +37,12 @@ class DraftBlocks:
         return math.gcd(*self._block_sizes.values()) or 1
 
     def start(self, request: Hashable, block_ids: BlockIds, num_computed_tokens: int) -> None:
-        """A request begins, or resumes after preemption, with so many of its first tokens in the
-        prefix cache; the blocks of the others hold nothing yet."""
+        """A request begins, or resumes after preemption.
+
+        Args:
+            num_computed_tokens: How many of its first tokens are in the prefix cache. The blocks of
+                the others hold nothing yet.
+        """
         self._blocks[request] = {group: list(block_ids[group]) for group in self._block_sizes}
         for size, blocks in self._sized_blocks(request):
             self._given_anew(blocks[num_computed_tokens // size :])

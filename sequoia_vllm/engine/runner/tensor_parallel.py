@@ -17,8 +17,11 @@ logger = logging.getLogger("vllm.sequoia")
 
 
 def from_rank0(*decided: Tensor) -> tuple[Tensor, ...]:
-    """What rank 0 decided, by one broadcast, in the same shapes and dtypes: integer tensors ``[R]``
-    or ``[R, columns]`` of one device."""
+    """What rank 0 decided, by one broadcast, in the same shapes and dtypes.
+
+    Args:
+        decided: Integer tensors ``[R]`` or ``[R, columns]`` of one device.
+    """
     if get_tp_group().world_size == 1:
         return decided
     columns = [tensor.reshape(len(tensor), -1) for tensor in decided]
@@ -46,8 +49,11 @@ def take_from_rank0(tensor: Tensor) -> None:
 
 
 def survive_draft(vllm_config: Any) -> None:
-    """Says that an engine goes on without speculation; called where a draft's error is caught.
-    Raises the same error where several ranks draft: the others wait for this one."""
+    """Logs that an engine goes on without speculation; called where a draft's error is caught.
+
+    Raises:
+        Exception: The same error, where several ranks draft: the others wait for this one.
+    """
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         raise
     logger.exception(

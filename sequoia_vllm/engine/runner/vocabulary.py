@@ -73,7 +73,11 @@ class Comparison:
 
 @lru_cache(maxsize=8)
 def compare_vocabularies(target: TokensOf, draft: TokensOf) -> Comparison:
-    """Compares all tokens of two models by their text; ConfigError: the draft cannot serve."""
+    """Compares all tokens of two models by their text.
+
+    Raises:
+        ConfigError: The draft cannot serve: tokens cannot be matched, or too few are shared.
+    """
     if target.size == draft.size and _same_files(target.tokenizer, draft.tokenizer):
         return Comparison(None)
     theirs, tokenizer = None, target.load()
@@ -118,8 +122,12 @@ def draft_vocabulary(
 ) -> SharedVocabulary:
     """Makes the mapping by which an engine's draft reads, and gives logits of, the target's tokens.
 
-    With `SequoiaConfig.draft_vocabulary` the output layer of ``model``, the draft, is trimmed.
-    Raises ConfigError if that cannot be, or the worker reads other tokenizers.
+    Args:
+        model: The draft. With `SequoiaConfig.draft_vocabulary` its output layer is trimmed.
+        device: Where the mapping's tables go.
+
+    Raises:
+        ConfigError: The worker reads other tokenizers, or the output layer cannot be trimmed.
     """
     settings = SequoiaSettings.of(vllm_config)
     if not settings.maps_vocabulary and settings.draft_tokens is None:
@@ -143,8 +151,11 @@ def draft_vocabulary(
 def tokens_to_draft(given: int | list[int], target: TokensOf) -> tuple[list[int], str]:
     """The target's tokens that a draft's output layer keeps, and a line on them for the log.
 
-    ``given`` are the tokens, or how many: then the first by the tokenizer's merges. Raises
-    ConfigError if the target has no such tokens, or no tokenizer that could be read.
+    Args:
+        given: The tokens, or how many: then the first by the tokenizer's merges.
+
+    Raises:
+        ConfigError: The target has no such tokens, or no tokenizer that could be read.
     """
     tokenizer = target.load()
     if isinstance(given, int):
@@ -167,8 +178,8 @@ def tokens_to_draft(given: int | list[int], target: TokensOf) -> tuple[list[int]
 
 
 def difference(target: Mapping[int, bytes], draft: Mapping[int, bytes]) -> tuple[str, float]:
-    """How the texts of two vocabularies' tokens differ, number by number: in words, and as a share
-    of the larger one; "" and 0 where nothing does."""
+    """Compares the texts of two vocabularies' tokens, number by number.
+    The difference is in words, and as a share of all numbers; "" and 0 where there is none."""
     numbers = target.keys() | draft.keys()
     wrong = [number for number in numbers if target.get(number) != draft.get(number)]
     if not wrong:
@@ -203,11 +214,16 @@ def _same_files(target: str, draft: str) -> bool:
 
 
 def trim_output(model: torch.nn.Module, rows: Tensor, config: Any) -> None:
-    """Has `compute_logits` of a draft give these rows, int64 ``[n]``, of its logits only.
+    """Has `compute_logits` of a draft give only some rows of its logits.
 
     The whole layer stays: tied models embed with it, and loaders write to it. Ranks of a
-    tensor-parallel group share the rows that are kept evenly, whoever had them. Raises ConfigError
-    if the layer is not one matrix with plain rows.
+    tensor-parallel group share the rows that are kept evenly, whoever had them.
+
+    Args:
+        rows: int64 ``[n]``: the rows that logits ``[rows, n]`` are for, in this order.
+
+    Raises:
+        ConfigError: The layer is not one matrix with plain rows.
     """
     calls: list[tuple[Any, ...]] = []
     processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]

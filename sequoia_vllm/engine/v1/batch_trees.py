@@ -98,8 +98,7 @@ def schedule_trees(
     query_ends: np.ndarray,
     seq_lens: np.ndarray,
 ) -> ScoringTreesV1 | None:
-    """Matches the drafts that the scheduler sent back with the trees that were grown; None: no
-    request has drafts.
+    """Matches the drafts that the scheduler sent back with the trees that were grown.
 
     Args:
         tables: The engine's tree.
@@ -109,6 +108,9 @@ def schedule_trees(
         follows_grammar: Whether the drafts of a request may have been replaced.
         query_ends: int ``[requests]``: end of each request's rows in the batch.
         seq_lens: int ``[requests]``: tokens of each request after this step.
+
+    Returns:
+        None: no request has drafts.
     """
     entries = sorted(
         (request_index[name], name, tokens) for name, tokens in scheduled_drafts.items() if tokens

@@ -38,8 +38,10 @@ class DraftProgressV1:
 
     While the schedule asks for no drafts, the draft reads nothing; later the requests catch up. It
     never reads requests that can use no tree. If another shares their blocks, it reads these then.
-    It skips tokens from the prefix cache that it has read for another request. It reads at most
-    ``budget`` tokens in one step; the rest waits for the next.
+    It skips tokens from the prefix cache that it has read for another request.
+
+    Args:
+        budget: The most tokens to read in one step; the rest waits for the next.
     """
 
     def __init__(self, budget: int, blocks: DraftBlocks) -> None:
@@ -55,8 +57,12 @@ class DraftProgressV1:
         block_ids: BlockIds,
         is_loaded: bool = False,
     ) -> None:
-        """Notes a request that begins, or resumes after preemption, with so many of its first
-        tokens in the prefix cache; ``is_loaded``: a connector has loaded some of them."""
+        """Notes a request that begins, or resumes after preemption.
+
+        Args:
+            num_computed_tokens: How many of its first tokens are in the prefix cache.
+            is_loaded: Whether a connector has loaded some of them.
+        """
         self.forget(request_id)
         self._cached[request_id] = num_computed_tokens
         self._blocks.start(request_id, block_ids, 0 if is_loaded else num_computed_tokens)

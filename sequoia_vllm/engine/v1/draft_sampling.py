@@ -98,12 +98,15 @@ class DraftSampling:
         self._stored = 0
 
     def children(self, logits: Tensor, level: Level, given: Tensor) -> Tensor:
-        """Draws children of a level's nodes for each request, int64 ``[B, m, b]``, in draft order.
+        """Draws children of one level's nodes for every request.
 
         Args:
             logits: ``[B * m, V]``: draft logits at the nodes, request after request.
             level: The level, whose nodes have at most b children each.
             given: int64 ``[B, m]``: tokens that Q prefers, see `preferred`; -1: none.
+
+        Returns:
+            int64 ``[B, m, b]``, in draft order.
         """
         width, branch = level.columns.shape
         batch = len(self.temperature)

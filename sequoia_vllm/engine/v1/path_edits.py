@@ -40,12 +40,14 @@ def edited_by_paths(
     """Applies to all tree nodes what vLLM's sampler applies before the temperature, in its order.
 
     These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` and penalties.
-    Returns float32 ``[rows, V]``; ``logits`` itself where nothing changes.
 
     Args:
         logits: ``[rows, V]``, any float dtype; not changed.
         sampling_params: Each request's `SamplingParams`.
         batch: vLLM's input batch, with the tokens so far.
+
+    Returns:
+        float32 ``[rows, V]``; ``logits`` itself where nothing changes.
     """
     starts, ends = batch.num_prompt_tokens, batch.num_tokens_no_spec
     num_outputs = (ends - starts)[: len(sampling_params)]

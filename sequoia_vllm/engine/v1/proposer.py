@@ -87,12 +87,15 @@ class DrafterV1(ABC):
 
     @abstractmethod
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
-        """Runs a pass in vLLM's forward context; returns logits ``[R, V]`` of the target's tokens.
+        """Runs a pass in vLLM's forward context.
 
         Args:
             tokens: int32 ``[T]``: ids of the target's.
             positions: int64 ``[T]``.
             rows: int64 ``[R]``: the rows whose logits are asked for; None: all.
+
+        Returns:
+            Logits ``[R, V]`` of the target's tokens.
         """
 
 

@@ -62,7 +62,11 @@ class SequoiaCPUModelRunner(DraftingRunner):
 
     # Until: the CPU platform honours a backend chosen by the speculative method.
     def load_model(self, load_dummy_weights: bool = False) -> None:
-        """Loads the model with our attention and linear layers; ValueError: one has no trees."""
+        """Loads the model with our attention and linear layers.
+
+        Raises:
+            ValueError: A layer's attention cannot have trees, see `supported_layers`.
+        """
         with replaced_backends(CPU_BACKENDS), replaced_linear_layers(self.vllm_config):
             super().load_model(load_dummy_weights)
         layers = supported_layers(self.vllm_config, unsupported_attention)

@@ -36,8 +36,7 @@ class SessionSeeds:
         self._emitted: dict[str, int] = {}  # tokens of all turns but the last
 
     def continue_session(self, state: CachedRequestState, num_computed_tokens: int) -> None:
-        """Resets the request's generator to its state after the tokens emitted so far. ``state`` is
-        the request's from the turn that has ended; tokens are computed as the next one begins."""
+        """Sets a session's generator, as its next turn begins, to its state after all tokens."""
         emitted = num_computed_tokens + 1 - state.num_prompt_tokens
         emitted += self._emitted.get(state.req_id, 0)
         self._emitted[state.req_id] = emitted

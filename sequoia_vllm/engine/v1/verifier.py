@@ -50,9 +50,16 @@ class TargetDistribution:
     truncation: Truncation  # what each request excludes
 
     def process(self, rows: Tensor, requests: Tensor) -> Tensor:
-        """Logits of rows int64 ``[A]`` after the sampling parameters of their requests, float32
-        ``[A, V]``, a fresh tensor; excluded tokens are -inf. Greedy requests get temperature 1, and
-        no processing if the whole batch is greedy, as in vLLM's sampler."""
+        """Logits after the sampling parameters of their requests.
+
+        Args:
+            rows: int64 ``[A]``: rows of ``logits``.
+            requests: int64 ``[A]``: the request of each row.
+
+        Returns:
+            float32 ``[A, V]``, a fresh tensor; excluded tokens are -inf. Greedy requests get
+            temperature 1, and no processing if the whole batch is greedy, as in vLLM's sampler.
+        """
         logits = self.logits[rows].to(torch.float32)
         if self.temperature is None:
             return logits
@@ -90,8 +97,8 @@ class TreeVerifierV1:
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
-        """Accepted nodes and emitted tokens of every tree, in the order of ``trees.requests``. The
-        generators of seeded requests, by index, advance by one draw per emitted token."""
+        """Accepted nodes and emitted tokens of every tree, in the order of ``trees.requests``.
+        The generators of seeded requests, by index, advance by one draw per emitted token."""
         if target.temperature is None:
             everyone = torch.arange(len(trees.requests))
             return self._verify_greedy(trees, everyone, target)
@@ -227,14 +234,16 @@ def combine_outputs(
     metadata: SamplingMetadata,
     num_reqs: int,
 ) -> SamplerOutput:
-    """vLLM's sampler output for the whole batch, verified trees and sampled tokens: token ids int32
-    ``[requests, W]``, -1 padded, and logprobs if asked for (``requests * W`` rows, as vLLM's
-    rejection sampler returns them).
+    """vLLM's sampler output for the whole batch: verified trees and sampled tokens.
 
     Args:
         logits: ``[rows, V]``: the target's logits, unprocessed.
         target: The distributions that the trees were verified with.
         num_reqs: Requests in the batch, those without trees included.
+
+    Returns:
+        Token ids int32 ``[requests, W]``, -1 padded. Logprobs if asked for: ``requests * W`` rows,
+        as vLLM's rejection sampler returns them.
     """
     all_have_trees = len(trees.requests) == num_reqs
     if all_have_trees and not wants_logprobs(metadata):
@@ -314,7 +323,7 @@ def forget_stale_budgets(holder: ThinkingBudgetStateHolder, sampling_params: Seq
     """Removes budgets from the rows of requests, in batch order, that have none.
 
     vLLM keeps budgets by batch row. When a request ends, another one without a budget may move into
-    its row, and the sampler would force the end of thinking on it and its neighbours with drafts.
+    its row. The sampler would force the end of thinking on it, and on its neighbours with drafts.
     """
     if not holder.has_tracked_requests():
         return

@@ -89,7 +89,11 @@ class TreeRunner(GPUModelRunner):
             super().load_model(*args, **kwargs)
 
     def set_up_trees(self) -> None:
-        """Prepares loaded models for trees; ValueError: a layer's attention cannot score them."""
+        """Prepares loaded models for trees; called once, before memory is profiled.
+
+        Raises:
+            ValueError: A layer's attention cannot score trees, see `supported_layers`.
+        """
         self.speculator.allocate(self.model)
         layers = supported_layers(self.vllm_config, self.tree_backend.unsupported_attention)
         self._target_layers = [

@@ -26,7 +26,7 @@ class AgreeingWorker(Worker):
 
     # Until: vLLM compares versions of plugins between nodes, and one node configures all.
     def init_device(self) -> None:
-        """Calls vLLM's, then compares; raises ConfigError naming what differs, and the fix."""
+        """Calls vLLM's, then refuses ranks that decided differently (`check_ranks`)."""
         super().init_device()
         group = get_world_group() if in_lock_step(self.vllm_config) else get_tp_group()
         check_ranks(self.vllm_config, group.cpu_group)
@@ -39,7 +39,7 @@ class SequoiaWorker(AgreeingWorker):
 
     # Until: vLLM compares versions of plugins between nodes, and one node configures all.
     def init_device(self) -> None:
-        """Calls vLLM's if versions, decisions and devices fit the engine's (ConfigError if not)."""
+        """Calls vLLM's; refuses versions, decisions and devices that do not fit the engine's."""
         versions = SequoiaSettings.of(self.vllm_config).versions
         check_versions(versions, current_versions(), platform.node())
         super().init_device()

@@ -152,7 +152,8 @@ class GPUTreeForward(TreeForward):
     ) -> Tensor | None:
         """Writes the trees' attention to their contexts.
 
-        Returns its log-sum-exps, float32 ``[Hq, T]``; None: the trees' kernel does it all.
+        Returns:
+            Its log-sum-exps, float32 ``[Hq, T]``; None: the trees' kernel does it all.
         """
         return None
 

@@ -161,7 +161,11 @@ class RecurrentTreeLayer:
 
     @property
     def shape(self) -> RecurrentHeads | None:
-        """Sizes of this rank's heads; None: it has none. ValueError: our kernels have no such."""
+        """Sizes of this rank's heads; None: it has none.
+
+        Raises:
+            ValueError: Our kernels have no heads of these sizes.
+        """
         return None
 
     @property

@@ -43,7 +43,11 @@ class DraftCache:
         layers: set[str],
         depth: int,
     ) -> DraftCache:
-        """The part of these layers; ValueError: a window is too short for trees of this depth."""
+        """The part of vLLM's cache that these layers of the draft have.
+
+        Raises:
+            ValueError: A sliding window is too short for trees of this depth.
+        """
         by_index = kv_cache_config.kv_cache_groups
         groups = {
             name: index

@@ -126,7 +126,7 @@ class TreeProposerV2(DraftModelSpeculator):
             self._target_states = TargetStates(self.drafter, target_model, rows, self.batch)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Calls vLLM's, and prepares growth (ValueError: the draft's window is too short)."""
+        """Calls vLLM's, and prepares growth; refuses a draft whose window is too short."""
         super().set_attn(*args, **kwargs)
         cache = self.drafter.cache = DraftCache.of(
             self.block_tables, self.kv_cache_config, self.draft_attn_layer_names, self.tree.depth

@@ -27,7 +27,8 @@ def allocate_drafted(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DraftedTrees:
-    """Allocates the largest batch's trees; ConfigError says how to need less memory."""
+    """Allocates the trees of the largest batch, with draft logits of this size and dtype.
+    It refuses a batch for which the device has too little memory, and says how to need less."""
     rows = plan.logits_rows
     size = rows * vocab_size * dtype.itemsize
     if size >= _WORTH_SAYING:
