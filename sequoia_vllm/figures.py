@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".png", ".pdf")
 INK, GREY, PALE, GRID = "#222222", "#767676", "#b5b5b5", "#e4e4e4"
 _COLOURS = {
-    "plain": (PALE,),
+    "plain": (PALE, GREY),
     "chain": ("#e9a23b", "#b9651b", "#7a4419"),
     "sequoia": ("#12827c", "#5a4fa3", "#2b3a67"),
 }
