@@ -1,1 +1,1 @@
-"""Growing token trees from what a drafter predicts: in torch, and in Triton for V2. No vLLM here."""
+"""Growing token trees from what a drafter predicts: in torch, for V2 also in Triton. No vLLM."""
