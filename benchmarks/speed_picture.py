@@ -1,6 +1,8 @@
 """Draws speeds that `bench` found, by the number of requests at once (matplotlib, no display).
 
-``python -m benchmarks.speed_picture benchmarks/gpu/h200.jsonl docs/h200.svg``
+``python -m benchmarks.speed_picture benchmarks/gpu/h200.jsonl docs/h200.svg``: bars.
+``python -m benchmarks.speed_picture benchmarks/speeds/smollm2-epyc-greedy.json
+docs/smollm2-epyc.svg``: the lines of ``bench --plot``.
 """
 
 import json
@@ -10,16 +12,28 @@ from typing import Any
 
 import typer
 
+from sequoia_vllm.bench.report import BenchReport, Result, plot_speeds
 from sequoia_vllm.cli.common import friendly_errors
-from sequoia_vllm.figures import GREY, INK, colour_of, draw_grid, new_figure, save_figure
+from sequoia_vllm.figures import GREY, INK, colour_of, draw_grid, legend_of, new_figure, save_figure
 
 _WIDTH = 0.84  # of a group of bars, where groups are 1 apart
 
 
 def main(speeds: Path, picture: Path) -> None:
-    """Draws the greedy rows of a file with results of `bench` into a .svg, .png or .pdf."""
+    """Draws the greedy rows of a .jsonl, or a report of `bench`, into a .svg, .png or .pdf."""
     with friendly_errors():
-        draw(greedy_cases(speeds), picture)
+        if speeds.suffix == ".jsonl":
+            draw(greedy_cases(speeds), picture)
+        else:
+            plot_speeds(report_of(speeds), picture)
+
+
+def report_of(file: Path) -> BenchReport:
+    """Reads a report, without figures that only earlier versions kept."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    fields = Result.model_fields.keys()
+    rows = [{key: row[key] for key in row if key in fields} for row in found["results"]]
+    return BenchReport.model_validate({**found, "results": rows})
 
 
 def greedy_cases(file: Path) -> list[list[dict[str, Any]]]:
@@ -42,7 +56,7 @@ def draw(cases: list[list[dict[str, Any]]], path: Path) -> None:
             kinds[row["kind"]] += 1
             axes.bar(
                 place, speed["median"], 0.93 * width, color=colour,
-                label=row["method"] if group == 0 else None,
+                label=legend_of(row["method"]) if group == 0 else None,
             )  # fmt: skip
             axes.vlines(place, speed["low"], speed["high"], color=INK, linewidth=1.2)
             axes.annotate(

@@ -130,7 +130,8 @@ class SequoiaConfig(_Strict):
     dynamic_tree: bool | None = None
     """Greedy requests score the nodes that are likeliest by what the draft says in this step,
     instead of a fixed topology: as many nodes, and no more levels. On GPUs they do in steps in
-    which all requests are greedy. None: true on CPUs with a draft model (docs/trees.md)."""
+    which all requests are greedy. None: true for draft models on vLLM's V1 runner,
+    which CPUs have (docs/trees.md)."""
     verification: MethodName | None = None
     """How sampled trees are verified; output has the target's law by either. With "sequoia" by the
     paper's Algorithm 2, one decision after another. With "traversal" whole paths at once (arXiv

@@ -4,6 +4,7 @@ matplotlib is an extra: servers draw nothing.
 """
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".png", ".pdf")
 INK, GREY, PALE, GRID = "#222222", "#767676", "#b5b5b5", "#e4e4e4"
 _COLOURS = {
-    "plain": (PALE,),
+    "plain": (PALE, GREY),
     "chain": ("#e9a23b", "#b9651b", "#7a4419"),
     "sequoia": ("#12827c", "#5a4fa3", "#2b3a67"),
 }
@@ -77,3 +78,22 @@ def draw_grid(axes: "Axes", along: Literal["x", "y", "both"]) -> None:
 def colour_of(kind: str, number: int = 0) -> str:
     """The colour of a plain, chain or sequoia method in all pictures; ``number`` counts a kind."""
     return _COLOURS[kind][number % len(_COLOURS[kind])]
+
+
+_LEGENDS = (
+    (r"Sequoia auto", "Sequoia"),
+    (r"Sequoia, lookup", "Sequoia without a draft"),
+    (r"Sequoia, no retrieval", "Sequoia, by the draft alone"),
+    (r"Sequoia (\d+)x(\d+)", r"Sequoia, \1 nodes, \2 deep"),
+    (r"n-gram chain of (\d+)", r"vLLM's n-grams, \1 drafts"),
+    (r"suffix chain of (\d+)", r"vLLM's suffixes, \1 drafts"),
+    (r"chain of (\d+)(?:, probabilistic)?(?:, block)?(.*)", r"vLLM's chain of \1\2"),
+)
+
+
+def legend_of(method: str) -> str:
+    """What a legend calls a method of `bench`, for readers who do not know the options."""
+    for pattern, words in _LEGENDS:
+        if found := re.fullmatch(pattern, method):
+            return found.expand(words)
+    return method

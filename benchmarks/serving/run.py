@@ -1,7 +1,6 @@
 """A folder of results: what it lacks is measured, and what it holds becomes the table."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,10 +39,7 @@ class Run:
         file = folder / "settings.json"
         if settings is not None and not file.exists():
             preloaded = server_environment(Path())["LD_PRELOAD"].split(":")
-            stated = provenance(
-                argv=["python", "-m", "benchmarks.serving", *sys.argv[1:]],
-                preloaded=[Path(library).name for library in preloaded if library],
-            )
+            stated = provenance(preloaded=[Path(library).name for library in preloaded if library])
             _write(file, {"settings": settings, "provenance": stated})
         self.kept = read_json(file, "result", ServingError)
         self.settings = self.kept["settings"]

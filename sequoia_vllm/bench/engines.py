@@ -72,6 +72,11 @@ class BenchEngine:
         return bool(self._config.use_v2_model_runner)
 
     @property
+    def has_full_graphs(self) -> bool:
+        """Whether vLLM was left with full CUDA graphs for steps of all kinds."""
+        return str(self._config.compilation_config.cudagraph_mode) == "FULL"
+
+    @property
     def tree(self) -> TokenTree | None:
         """The engine's tree; None: another method, or "auto" chose not to speculate."""
         if not SequoiaSettings.enabled(self._config):
@@ -81,7 +86,7 @@ class BenchEngine:
     def drafts(self, batch_size: int) -> int:
         """Drafts of each request at this batch size."""
         if self.method.kind is Kind.CHAIN:
-            return self.method.most_drafts
+            return self.method.chain_drafts(batch_size)
         return 0 if self.tree is None else scheduled_drafts(self._config)[batch_size - 1]
 
     def generate(
@@ -196,7 +201,8 @@ def open_engines(
         for number, method in enumerate(order):
             progress(f"starting engine {number + 1} of {len(order)}, {method.name}", 0, 1)
             config = speculative_config(method, engine)
-            llm = stack.enter_context(open_engine(engine, speculative_config=config, **options))
+            own = {**options, **method.engine_options}
+            llm = stack.enter_context(open_engine(engine, speculative_config=config, **own))
             engines[method.name] = BenchEngine(method, llm)
             check_runner(engines[method.name])
         yield engines
@@ -213,7 +219,12 @@ def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | N
 
 
 def check_runner(engine: BenchEngine) -> None:
-    """Refuses a chain whose sampling vLLM's runner would ignore."""
+    """Refuses a chain whose sampling, or full CUDA graphs, vLLM would ignore."""
+    if engine.method.full_graphs and not engine.has_full_graphs:
+        raise BenchError(
+            f"{engine.method.name}: vLLM runs it without full CUDA graphs: leave :full out of "
+            "--chain, or --eager"
+        )
     if "block" in engine.method.sampling and not engine.uses_v2:
         raise BenchError(
             f"{engine.method.name}: vLLM's Model Runner V1 runs here, which has no block "

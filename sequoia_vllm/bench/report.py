@@ -21,7 +21,7 @@ from sequoia_vllm.bench.measure import (
     pooled,
 )
 from sequoia_vllm.bench.methods import Kind
-from sequoia_vllm.figures import GREY, colour_of, draw_grid, new_figure, save_figure
+from sequoia_vllm.figures import GREY, colour_of, draw_grid, legend_of, new_figure, save_figure
 from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.measuring.provenance import model_hashes, provenance, synthetic_origin
@@ -162,7 +162,7 @@ def plot_speeds(report: BenchReport, path: Path) -> None:
     figure, panels = new_figure(1.2 + 3.4 * len(temperatures), 3.5, len(temperatures))
     lines: dict[str, list[Result]] = {}
     for result in shown(report.results):
-        name = "vLLM's best chain" if result.kind is Kind.CHAIN else result.method
+        name = "vLLM's best chain" if result.kind is Kind.CHAIN else legend_of(result.method)
         lines.setdefault(name, []).append(result)
     kinds = [results[0].kind for results in lines.values()]
     for number, (name, results) in enumerate(lines.items()):

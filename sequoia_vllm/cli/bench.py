@@ -43,8 +43,10 @@ def bench(
             show_default=False,
             help="vLLM's own chains, the fastest of which is marked. 2,4: chains of 2 and of 4 "
             "drafts with vLLM's defaults; 4:probabilistic or 4:probabilistic:block: with this "
-            "sampling; 4:ngram: without a draft; none: no chain. Default: 1,2,4; probabilistic on "
-            "GPUs if a temperature is above 0.",
+            "sampling; 4/2@9: 2 drafts from 9 requests at once; 4:ngram or 15:suffix: without a "
+            "draft; 7:adaptive: vLLM's adaptive verification of DSpark heads; 4:full: with full "
+            "CUDA graphs, beside plain vLLM with them; none: no chain. Default: 1,2,4; "
+            "probabilistic on GPUs if a temperature is above 0.",
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,

@@ -1,1 +1,1 @@
-"""Growing token trees with a draft model, on any device: no vLLM here."""
+"""Growing token trees from what a drafter predicts: in torch, for V2 also in Triton. No vLLM."""

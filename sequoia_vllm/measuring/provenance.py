@@ -30,7 +30,7 @@ def provenance(**more: Any) -> dict[str, Any]:
 
     preloaded = os.environ.get("LD_PRELOAD", "")
     return {
-        "argv": ["sequoia-vllm", *sys.argv[1:]],
+        "argv": command_line(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": current_device_name(),
         "git": git_revision(),
@@ -40,6 +40,17 @@ def provenance(**more: Any) -> dict[str, Any]:
         "preloaded": [Path(path).name for path in re.split(r"[ :]", preloaded) if path],
         **more,
     }
+
+
+def command_line() -> list[str]:
+    """The words that started this process, like ``python -m benchmarks.gpu.rival compare``. The
+    program is named without its directory."""
+    program, *words = sys.argv
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name != "__main__":
+        return ["python", "-m", spec.name.removesuffix(".__main__"), *words]
+    is_script = spec is not None or program.endswith(".py")  # a folder, or a file
+    return ["python", program, *words] if is_script else [Path(program).name, *words]
 
 
 def git_revision() -> str | None:

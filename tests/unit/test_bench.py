@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -484,10 +485,28 @@ def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
     path = tmp_path / "speeds.svg"
     plot_speeds(report(GROWN), path)
     drawn = path.read_text()
-    for name in ("plain vLLM", "vLLM's best chain", "Sequoia 4x2", "requests at once"):
+    for name in ("plain vLLM", "vLLM's best chain", "Sequoia, 4 nodes, 2 deep", "requests at once"):
         assert f"<!-- {name} -->" in drawn
     assert "chain of 2" not in drawn
     assert "t with d, bfloat16; synthetic target" in drawn
+
+
+@pytest.mark.parametrize(
+    ("spec", "argv", "said"),
+    [
+        (None, "/usr/bin/sequoia-vllm bench", "sequoia-vllm bench"),
+        ("benchmarks.gpu.rival.__main__", "/x/a.py compare f", "python -m benchmarks.gpu.rival "
+         "compare f"),
+        ("benchmarks.gpu.kinds", "/x/kinds.py draft f", "python -m benchmarks.gpu.kinds draft f"),
+        ("__main__", "examples/train train-head", "python examples/train train-head"),
+        (None, "examples/a.py --b", "python examples/a.py --b"),
+    ],
+)  # fmt: skip
+def test_provenance_has_the_command_as_it_was_given(spec, argv, said, monkeypatch):
+    main = SimpleNamespace(__spec__=spec and SimpleNamespace(name=spec))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", argv.split())
+    assert " ".join(provenance.command_line()) == said
 
 
 def test_git_revision(tmp_path, monkeypatch):

@@ -1,21 +1,28 @@
 """vLLM's chains in the bench, and its turns, without engines."""
 
+import dataclasses
+import json
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
+from vllm.config import SpeculativeConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.config.speculative import SpeculativeMethod
 
 from sequoia_vllm.bench import measure
-from sequoia_vllm.bench.engines import Arrival, Generation, check_runner
+from sequoia_vllm.bench.engines import Arrival, BenchEngine, Generation, check_runner
 from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.methods import (
+    ARCTIC,
     PLAIN,
     BenchError,
     chain,
     chain_of_words,
     is_known,
+    methods,
     sequoia,
     usual_chains,
 )
@@ -66,7 +73,101 @@ def test_usual_chains_draw_where_that_is_their_best(
     assert usual_chains(draft, temperatures) == [f"{n}{sampling}" for n in (1, 2, 4)]
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "-1", "4:greed", "4:block:block", "4::", "0:ngram"])
+@pytest.fixture
+def on_gpu(monkeypatch):
+    platform = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("4/2@9/0@33", "chain of 4, 2 from 9 requests, 0 from 33 requests"),
+        ("2/5@2:probabilistic", "chain of 2, 5 from 2 requests, probabilistic"),
+        ("5/3@4:ngram", "n-gram chain of 5, 3 from 4 requests"),
+    ],
+)
+def test_numbers_of_drafts_by_batch_size_are_vllms(text, name):
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    found = chain_of_words("d", text)
+    config = found.speculative_config
+    ranges = config["num_speculative_tokens_per_batch_size"]
+    lookup = build_dynamic_sd_schedule_lookup(ranges, 64, config["num_speculative_tokens"])
+    assert [found.chain_drafts(batch) for batch in range(1, 65)] == lookup[1:]
+    assert (found.name, found.most_drafts) == (name, max(lookup))
+    fields = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    assert set(config) <= fields
+    assert chain("d", 4).chain_drafts(7) == 4
+
+
+@pytest.mark.parametrize("text", ["4/2@1", "4/2@9/1@9", "4/2@9/1@5"])
+def test_ranges_are_in_order(text):
+    with pytest.raises(BenchError, match="from 2 up, in order"):
+        chain_of_words("d", text)
+
+
+def test_suffixes_need_their_package(monkeypatch):
+    with pytest.raises(BenchError, match=f"pip install {ARCTIC}"):
+        chain_of_words("d", "15:suffix")
+    stub = object.__new__(SpeculativeConfig)
+    with pytest.raises(ImportError, match=ARCTIC):  # vLLM asks for the same
+        stub._validate_suffix_decoding()
+    monkeypatch.setattr("vllm.utils.import_utils.has_arctic_inference", lambda: True)
+    for draft in ("d", "lookup"):
+        found = chain_of_words(draft, "15:suffix")
+        assert found.name == "suffix chain of 15"
+        assert found.speculative_config == {"method": "suffix", "num_speculative_tokens": 15}
+    assert "suffix" in get_args(SpeculativeMethod)
+
+
+def test_adaptive_verification_is_of_dspark_heads(tmp_path, monkeypatch):
+    for draft in ("d", "examples/models/dflash"):
+        with pytest.raises(BenchError, match="with DSpark heads alone"):
+            chain_of_words(draft, "7:adaptive")
+    config = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = chain_of_words(str(tmp_path), "7:adaptive")
+    assert found.name == "chain of 7, adaptive"
+    assert found.speculative_config == {
+        "method": "dspark", "model": str(tmp_path), "num_speculative_tokens": 7,
+        "enable_adaptive_verification": True,
+    }  # fmt: skip
+    assert "enable_adaptive_verification" in {x.name for x in dataclasses.fields(SpeculativeConfig)}
+    monkeypatch.setattr("vllm.config.SpeculativeConfig", ConfigWithoutBlock)
+    with pytest.raises(BenchError, match="does not know it"):
+        chain_of_words(str(tmp_path), "7:adaptive")
+
+
+def test_full_graphs_come_with_plain_vllm_that_has_them_too(on_gpu):
+    found = methods("d", ["3", "3:full"], ["served"])
+    names = "plain vLLM; plain vLLM, full graphs; chain of 3; chain of 3, full graphs; Sequoia"
+    assert "; ".join(one.name for one in found) == names
+    graphs = {"compilation_config": {"cudagraph_mode": "FULL"}}
+    assert [one.engine_options for one in found] == [{}, graphs, {}, graphs, {}]
+    assert CUDAGraphMode["FULL"].has_full_cudagraphs()
+    assert chain_of_words("d", "4:ngram:full").speculative_config["method"] == "ngram_gpu"
+
+
+def test_full_graphs_need_a_gpu_and_an_engine_that_captures_them():
+    with pytest.raises(BenchError, match="need a GPU"):
+        chain_of_words("d", "3:full")
+    one = replace(chain("d", 3), full_graphs=True)
+    check_runner(SimpleNamespace(method=one, has_full_graphs=True))
+    with pytest.raises(BenchError, match="without full CUDA graphs"):
+        check_runner(SimpleNamespace(method=one, has_full_graphs=False))
+    for mode in CUDAGraphMode:
+        engine = object.__new__(BenchEngine)
+        config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+        engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+        assert engine.has_full_graphs == (mode is CUDAGraphMode.FULL)
+
+
+WRONG = ["", "x", "0", "-1", "4:greed", "4:block:block", "4::", "0:ngram", "4/2", "4@2", "4/2@0",
+         "4:ngram:suffix", "4:suffix:block", "4:ngram:adaptive"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG)
 def test_no_such_chain(text):
     with pytest.raises(BenchError, match="4:probabilistic:block"):
         chain_of_words("d", text)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import markdown_table
+from benchmarks import markdown_table, recipes
 from sequoia_vllm.drafters.registry import DRAFTERS, known_for
 from sequoia_vllm.hardware.families import Family, family_file, family_of, refusal_of
 from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refusal, refused_kinds
@@ -148,6 +148,37 @@ def test_documents_have_the_tables(heading):
     path, wanted = TABLES[heading]
     text = path.read_text(encoding="utf-8")
     assert f"\n{wanted}\n\n" in text[text.index(heading) :], f"run: python -m {__name__}"
+
+
+def test_pages_count_models_of_recipes_and_families_that_nobody_ran(capsys):
+    """As ``python -m benchmarks.recipes`` counts them."""
+    recipes.main()
+    told = capsys.readouterr().out
+    count = recipes.counted(recipes.listed())
+    rows = [row for row in FILE.families if not row.kinds]
+    by_class = sum(row.shown == "by class only" for row in rows)
+    served = count.total() - count["refused"] - count["in no row"]
+    assert f"{served} of {count.total()} models" in told
+    assert f"{by_class} of {len(rows)} families that run are by class only" in told
+    pages = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", SUPPORTED))
+    readme, page = (" ".join(text.split()) for text in pages)
+    assert f"[{served} of vLLM's {count.total()} recipes](docs/supported.md)" in readme
+    assert f"Of {len(rows)} such families {by_class} are by class only" in readme
+    assert f"had {count.total()} language and multimodal models" in page
+    assert f"families of {served} run, {count['by class only']} of these by class only" in page
+    assert f"table's {len(rows)} families that run, {by_class} are by class only" in page
+
+
+def test_recipes_are_read_from_a_checkout(tmp_path):
+    recipe = 'meta:\n  tasks:\n    - {}\nmodel:\n  model_id: "{}"\n'
+    found = [("text", "meta-llama/Llama-3.1-8B"), ("omni", "a/b"), ("multimodal", "c/d")]
+    for number, (task, name) in enumerate(found):
+        file = tmp_path / "models" / str(number) / "a.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(recipe.format(task, name))
+    names = recipes.names_of(tmp_path)
+    assert names == ["meta-llama/Llama-3.1-8B", "c/d"]
+    assert recipes.counted(names) == {"H100": 1, "in no row": 1}
 
 
 def test_no_draft_is_known_for_refused_families_and_every_kind_has_a_row():

@@ -167,7 +167,7 @@ def open_side_by_side(
 
 
 def _serve(pipe: Any, method: Method, spec: EngineSpec, options: dict[str, Any]) -> None:
-    options = {**options, "worker_extension_cls": EXTENSION}
+    options = {**options, **method.engine_options, "worker_extension_cls": EXTENSION}
     try:
         config = speculative_config(method, spec)
         with open_engine(spec, speculative_config=config, **options) as llm:

@@ -1,4 +1,6 @@
-"""Plans a Sequoia engine from what the user asks for and what is known. It reads no file.
+"""Plans a Sequoia engine from what the user asks for and what is known.
+
+It reads no file but tables of this package.
 
 `engine_config` collects the facts, and applies the plan to vLLM's objects.
 """
