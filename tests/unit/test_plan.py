@@ -94,6 +94,16 @@ def test_rows_and_contexts_decide_what_flash_attention_reads():
     assert not rule.holds(np.array([0, 0]), 100 * long)
 
 
+@pytest.mark.parametrize(("kind", "on_v2", "given", "dynamic"), [
+    ("model", False, None, True), ("lookup", False, None, False), ("model", True, None, False),
+    ("eagle3", True, None, False), ("eagle3", True, True, True), ("model", False, False, False),
+])  # fmt: skip
+def test_dynamic_trees_are_decided_once(kind, on_v2, given, dynamic):
+    """Both runners read the setting as it stands."""
+    config = SequoiaConfig(dynamic_tree=given)
+    assert planned(config, PAIR, kind, on_v2=on_v2).settings.dynamic_tree is dynamic
+
+
 def test_the_source_of_a_tree(tmp_path):
     found = resolved(model="meta-llama/Llama-3.2-1B", tree="auto")
     assert found.settings.chosen_for == "NVIDIA H200"

@@ -7,7 +7,7 @@ from vllm import envs
 from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.drafters.registry import DRAFTERS, drafter
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_trees import MOST_NODES
 from sequoia_vllm.engine.common.cluster import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -131,14 +131,6 @@ def _platform_reasons(vllm_config: Any) -> dict[str, Any]:
 @_present
 def _drafter_reasons(vllm_config: Any) -> dict[str, Any]:
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)
-    if not kind.has_weights:
-        model = vllm_config.model_config
-        stated = {**_configuration(model), "text_config": None}  # its fields are among them
-        own = next((each.kind for each in DRAFTERS.values() if each.lies_in(stated)), None)
-        fix = f'give "model" a draft model instead of "drafter": "{kind.kind}"'
-        fix += f', or give "drafter": "{own}"' if own else ""
-        reads_more = model.is_multimodal_model or model.uses_mrope
-        return {f"{kind.name} drafts for targets that read text alone: {fix}": reads_more}
     if not kind.is_head:
         return {}
     return {

@@ -15,7 +15,6 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
@@ -58,8 +57,7 @@ class DraftingRunner(CPUModelRunner):
         self.tree = settings.tree
         # The proposer of chains; ours grows trees.
         self.drafter = TreeProposerV1(vllm_config, device, self)
-        has_model = drafter(settings.drafter).has_weights
-        self._has_dynamic_trees = has_model and settings.dynamic_tree is not False
+        self._has_dynamic_trees = settings.dynamic_tree
         self._static_every = settings.static_every
         self._grown = 0  # steps that grew trees
         self.stats = StepStats(self.tree)
