@@ -20,7 +20,7 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.library.pair_key import PairShapes
-from sequoia_vllm.model_source import hub_problem
+from sequoia_vllm.model_source import hub_problem, name_problem
 
 # In the order in which they are looked for in vLLM's message.
 _FIXES = (
@@ -73,7 +73,8 @@ class DraftReader:
 
     def kind(self, draft: str) -> Drafter:
         """The kind of a checkpoint; its path does not matter. Raises ConfigError if trees do not
-        draft with it, or ``"drafter"`` says another, or it is another target's head."""
+        draft with it, ``"drafter"`` says another, it is another target's head, or the Hub does not
+        give it."""
         given = None if self.config.drafter is None else drafter(self.config.drafter)
         if given is not None and given.is_targets_own:
             if problem := self._problem_of_own(given):
@@ -82,6 +83,9 @@ class DraftReader:
                     "EAGLE-3 or DFlash head or a draft model that was made for it"
                 )
             return given
+        # vLLM would ask the Hub again and again, for minutes.
+        if problem := name_problem("draft", draft, self.config.revision):
+            raise ConfigError(problem)
         try:
             config = self.read(draft)
             found = recognise(config)

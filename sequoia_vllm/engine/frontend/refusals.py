@@ -16,6 +16,8 @@ from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.families import refusal_of
 from sequoia_vllm.hardware.support import (
     MAX_NODES,
+    NOT_ON_CPUS,
+    RUNS_ON,
     Kind,
     Role,
     as_error,
@@ -101,8 +103,7 @@ def _platform_reasons(vllm_config: Any) -> dict[str, Any]:
         known = current_platform.get_cpu_architecture() == CpuArchEnum.X86
         return {
             "the KV cache layout is known on x86 CPUs only": not known,
-            "trees over recurrent layers are for GPUs, as vLLM's CPUs run such layers by "
-            "other code: serve this target on a GPU, or without Sequoia": (
+            NOT_ON_CPUS: (
                 not vllm_config.use_v2_model_runner
                 and "hybrid" in kinds_in_vllm(vllm_config.model_config)
             ),
@@ -113,10 +114,7 @@ def _platform_reasons(vllm_config: Any) -> dict[str, Any]:
             ),
         }
     if not current_platform.is_cuda():
-        return {
-            f"it runs on CUDA GPUs and x86 CPUs, not on {current_platform.device_type} "
-            "(use vLLM's method draft_model there)": True
-        }
+        return {RUNS_ON.format(current_platform.device_type): True}
     return {
         "on GPUs it needs vLLM's Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and see "
         "in vLLM's log which option turned it off": not vllm_config.use_v2_model_runner,
