@@ -93,7 +93,7 @@ def test_an_engine_asks_for_its_draft_once(error, monkeypatch):
     monkeypatch.setattr(drafts, "get_config", lambda *_: 1 / 0)
     reader = DraftReader(None, SequoiaConfig(model="a/b"))
     with pytest.raises(
-        ConfigError, match="the draft 'a/b' is no folder here, and .*folder"
+        ConfigError, match=r"the draft 'a/b' is no folder here, and .*folder"
     ) as found:
         reader.kind("a/b")
     assert "\n" not in str(found.value)

@@ -104,7 +104,8 @@ def _is_dynamic(config: SequoiaConfig, facts: Facts) -> bool:
     tables for each request then, and no GPU has shown that they pay."""
     if config.dynamic_tree is not None:
         return config.dynamic_tree
-    return facts.drafter.has_weights and not facts.on_v2
+    kind = facts.drafter
+    return kind.has_weights and not kind.is_head and not facts.on_v2
 
 
 def _worker(facts: Facts, speculates: bool) -> str:
