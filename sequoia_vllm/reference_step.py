@@ -203,26 +203,26 @@ def begin(
     return Request([*prompt, int(first)], cache, [])
 
 
+_WORDS = ("the", "cat", "dog", "sat", "ran", "on", "a", "mat", "and")
+
+
 def show(steps: int = 3, temperature: float = 0.7, seed: int = 1) -> None:
     """Prints trees of two toy models, and the walk through each: ``*`` marks accepted nodes."""
-    words, rng = (
-        ["the", "cat", "dog", "sat", "ran", "on", "a", "mat", "and"],
-        torch.Generator().manual_seed(seed),
-    )
-    weights = 2 * torch.randn(len(words), len(words), generator=rng)
+    rng = torch.Generator().manual_seed(seed)
+    weights = 2 * torch.randn(len(_WORDS), len(_WORDS), generator=rng)
     target = _bigram(weights)
     draft = _bigram(weights + torch.randn(weights.shape, generator=rng))
     request = begin(target, [0], temperature, rng)
     for _ in range(steps):
-        print("committed:", *(words[token] for token in request.tokens))
+        print("committed:", *(_WORDS[token] for token in request.tokens))
         tree = grow(draft, request, (-1, 0, 0, 1, 1, 2, 3), temperature, rng)
         logits, cache = score(target, request, tree)
         accepted, bonus = verify(tree, logits, temperature, rng)
         for node in sorted(range(len(tree.tokens)), key=tree.path):
             mark = "*" if node in [0, *accepted] else " "
-            print(mark, "    " * (len(tree.path(node)) - 1) + words[tree.tokens[node]])
+            print(mark, "    " * (len(tree.path(node)) - 1) + _WORDS[tree.tokens[node]])
         commit(request, cache, tree, accepted, bonus)
-        print(f"accepted: {len(accepted)}, and the target adds: {words[bonus]}\n")
+        print(f"accepted: {len(accepted)}, and the target adds: {_WORDS[bonus]}\n")
 
 
 def _bigram(weights: Tensor) -> Model:

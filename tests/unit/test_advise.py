@@ -39,23 +39,24 @@ def advice(*arguments: str):
 PREDICTIONS = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")
 
 
+def gemma(**text) -> dict:
+    """The configuration of a Gemma 3 that reads images."""
+    common = {"model_type": "gemma3_text", "vocab_size": 262208, "tie_word_embeddings": True}
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "text_config": common | text,
+    }  # fmt: skip
+
+
 GEMMAS: dict[str, dict] = {
-    "google/gemma-3-27b-it": {
-        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-        "text_config": {
-            "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504,
-            "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
-            "head_dim": 128, "vocab_size": 262208, "tie_word_embeddings": True,
-        },
-    },
-    "google/gemma-3-12b-it": {
-        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-        "text_config": {
-            "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360,
-            "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8,
-            "head_dim": 256, "vocab_size": 262208, "tie_word_embeddings": True,
-        },
-    },
+    "google/gemma-3-27b-it": gemma(
+        hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, num_attention_heads=32,
+        num_key_value_heads=16, head_dim=128,
+    ),
+    "google/gemma-3-12b-it": gemma(
+        hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=256,
+    ),
     "google/gemma-3-270m-it": {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 640,
         "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,

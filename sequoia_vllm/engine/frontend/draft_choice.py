@@ -71,8 +71,8 @@ def find_draft(
     if asked is not None or has_model:
         raise ConfigError(problem)
     if (own := own_layer()) is not None and own in kinds:
-        line = "Sequoia: drafting with %s of the target's own checkpoint, as %s"
-        logger.info(line, own.name, problem)
+        name = f"{own.name} of the target's own checkpoint"
+        logger.info("Sequoia: drafting with %s, as %s", name, problem)
         return target, own
     fallback = next((kind for kind in kinds if not kind.has_weights), None)
     if fallback is None:

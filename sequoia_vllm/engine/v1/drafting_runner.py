@@ -50,10 +50,11 @@ class DraftingRunner(CPUModelRunner):
         # The draft's configuration, made from this one, would choose blocks anew, and not those
         # that the target's latents need. Until: vLLM leaves a draft the target's blocks.
         vllm_config.cache_config.user_specified_block_size = True
-        # vLLM drops logits processors when it speculates; requests that need them get no drafts.
-        # Its proposer grows chains, ours trees. Until: vLLM asks the speculative method.
         with (
+            # vLLM drops logits processors when it speculates; requests that need them get no
+            # drafts. Until: vLLM asks the speculative method.
             patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs),
+            # It grows chains, ours trees. Until: vLLM lets plugins register a speculative method.
             patched(gpu_model_runner, "DraftModelProposer", TreeProposerV1),
         ):
             super().__init__(vllm_config, device)
