@@ -21,7 +21,7 @@ from pydantic import (
 
 from sequoia_vllm.drafters.registry import DrafterKind
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.hardware.budget import Ranges, checked_ranges
+from sequoia_vllm.hardware.budget import checked_ranges
 from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, read_json, shortened
 from sequoia_vllm.library.tree_library import NamedTree, find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree import MOST_NODES, Acceptance, TokenTree
@@ -36,7 +36,16 @@ _BRANCH = re.compile(
     r"(literal|list|json-or-python|is-instance|lax-or-strict)\[|function-"
 )
 MethodName = Annotated[str, AfterValidator(lambda name: method_of(name).name)]
-Schedule = Annotated[Ranges, AfterValidator(checked_ranges)]
+# JSON has no tuples and no paths: all else is taken as it stands, without a conversion.
+Range = Annotated[tuple[int, int, int], Field(strict=False)]
+FilePath = Annotated[Path, Field(strict=False)]
+Schedule = Annotated[list[Range], AfterValidator(checked_ranges)]
+# By pydantic's names of problems.
+_NOT_TEXT = {
+    "bool_type": "Input should be true or false, without quotes",
+    "int_type": "Input should be a valid integer, without quotes",
+    "float_type": "Input should be a valid number, without quotes",
+}
 
 
 class ConfigError(SequoiaError, ValueError):
@@ -44,9 +53,11 @@ class ConfigError(SequoiaError, ValueError):
 
 
 class _Strict(BaseModel):
-    """Refuses unknown keys by name, with the nearest valid one."""
+    """Refuses unknown keys by name, with the nearest valid one, and values of another type."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -76,7 +87,7 @@ class OffloadSpec(_Strict):
     """Where the target's layers are kept when they are not in memory (on CPUs)."""
 
     weights: Literal["disk"] = Field(default="disk", description="What holds them.")
-    directory: Path
+    directory: FilePath
     """On a disk with room for them, best a local one that nothing else reads from. Its file has no
     name: nothing is left there however the engine ends."""
     memory_gib: float = Field(default=0.0, ge=0)
@@ -100,14 +111,14 @@ class SequoiaConfig(_Strict):
     drafter: DrafterKind | None = None
     """What "model" is: a "model" of its own, or an "eagle3", "dflash" or "dspark" head; or "mtp",
     where none is given, as a layer of the target's own checkpoint drafts. "lookup" drafts without a
-    model from what followed before, also where none is known. None: recognised by its
-    configuration."""
+    model from what followed before. None: recognised by the configuration of "model"; where none is
+    given or known, "mtp" if the target has such a layer, or else "lookup"."""
     tree: str | TreeSpec | InstanceOf[NamedTree] | None = None
     """"auto": chosen for the device, the model pair and the batch size, which may be no speculation
     at all; the name of a library tree; a path to a tree file (.json), or what is in it ({"parents":
     [-1, 0, ...]}), for engines that start on other machines; or {"size": n, "depth": d}. None: as
     "auto", but always with some tree."""
-    acceptance: list[float] | list[list[float]] | Path | InstanceOf[Acceptance] | None = None
+    acceptance: list[float] | list[list[float]] | FilePath | InstanceOf[Acceptance] | None = None
     """Acceptance vector p[k] or p[d][k], a file with one, or the name of one of the library, like
     shipped, that trees are optimised for. None: a published vector."""
     num_speculative_tokens: int | None = Field(default=None, ge=1)
@@ -116,7 +127,7 @@ class SequoiaConfig(_Strict):
     """[[first, last, drafts], ...]: drafts per step by batch size (vLLM's key), from batch size 1
     without gaps; the last range goes on. Each request drafts that prefix of the tree; 0 turns
     speculation off."""
-    draft_vocabulary: PositiveInt | TokenIds | Path | None = None
+    draft_vocabulary: PositiveInt | TokenIds | FilePath | None = None
     """The tokens that a draft model computes logits of; it drafts no others. A number keeps the
     first by the tokenizer's merges. Or give a list of the target's token ids, or a file with one.
     Levels are cheaper, and acceptance is lower. None: all tokens."""
@@ -130,8 +141,8 @@ class SequoiaConfig(_Strict):
     dynamic_tree: bool | None = None
     """Greedy requests score the nodes that are likeliest by what the draft says in this step,
     instead of a fixed topology: as many nodes, and no more levels. On GPUs they do in steps in
-    which all requests are greedy. None: true for draft models on vLLM's V1 runner,
-    which CPUs have (docs/trees.md)."""
+    which all requests are greedy. None: true with a draft model on vLLM's V1 runner, which CPUs
+    take (docs/trees.md)."""
     verification: MethodName | None = None
     """How sampled trees are verified; output has the target's law by either. With "sequoia" by the
     paper's Algorithm 2, one decision after another. With "traversal" whole paths at once (arXiv
@@ -235,6 +246,8 @@ def problems_of(error: ValidationError) -> str:
         if problem["type"] == "model_type" and place == ["tree"]:
             continue  # of the tree's union; its string_type says what all of them take
         message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "bool_type" or isinstance(problem["input"], str):
+            message = _NOT_TEXT.get(problem["type"], message)
         if problem["type"] == "model_type":
             message = "Input should be a JSON object"
         if problem["type"] == "string_type" and place == ["tree"]:

@@ -1,5 +1,7 @@
 """Why a model cannot be had, and what to do: the same words in all commands and the engine."""
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +9,8 @@ GIVE_FOLDER = "give the path of a model's folder, or its name on the Hub"
 _LOG_IN = "log in (`hf auth login`, or set HF_TOKEN)"
 _OR = "give the path of a folder"
 _REFUSED, _UNKNOWN = (401, 403), 404  # HTTP status
+_CONFIGS = ("config.json", "params.json")
+_PATIENCE = 10  # seconds in which the Hub must answer
 
 
 def folder_problem(role: str, model: str) -> str | None:
@@ -26,8 +30,26 @@ def folder_problem(role: str, model: str) -> str | None:
                 f"the {role} model {model!r} is a file: give the folder that it lies in, "
                 f"{str(path.parent)!r}"
             )
-    elif not any((path / name).exists() for name in ("config.json", "params.json")):
+    elif not any((path / name).exists() for name in _CONFIGS):
         return f"no {role} model lies in {model!r}, as it has no config.json: {GIVE_FOLDER}"
+    return None
+
+
+def name_problem(role: str, model: str, revision: str | None = None) -> str | None:
+    """Why the Hub gives no model of this name to this role, and the fix; None: it does, or its
+    cache has it. It is asked once, without retries. Other sources of models are not asked."""
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists()
+    if not is_name or os.environ.get("VLLM_USE_MODELSCOPE"):
+        return None
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    cached = (try_to_load_from_cache(model, name, revision=revision) for name in _CONFIGS)
+    if any(isinstance(path, str) for path in cached):
+        return None
+    try:
+        HfApi().model_info(model, revision=revision, timeout=_PATIENCE)
+    except Exception as error:  # its type depends on the HTTP library
+        return f"the {role} {model!r} is no folder here, and {hub_problem(model, error)}"
     return None
 
 

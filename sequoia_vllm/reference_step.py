@@ -6,6 +6,7 @@
     commit   keys and values of that path stay in the target's cache
 
 The engine does the same for batches, in place, on vLLM's paged cache. Tests compare both.
+``python -m sequoia_vllm.reference_step`` shows it with toy models.
 Letters are the paper's: P is the target's distribution, Q the draft's, R what is left of P after
 rejections, D what is left of Q.
 """
@@ -200,3 +201,37 @@ def begin(
     logits, cache = read(target, prompt, [])
     first = torch.multinomial(distribution(logits[-1], temperature), 1, generator=rng)
     return Request([*prompt, int(first)], cache, [])
+
+
+_WORDS = ("the", "cat", "dog", "sat", "ran", "on", "a", "mat", "and")
+
+
+def show(steps: int = 3, temperature: float = 0.7, seed: int = 1) -> None:
+    """Prints trees of two toy models, and the walk through each: ``*`` marks accepted nodes."""
+    rng = torch.Generator().manual_seed(seed)
+    weights = 2 * torch.randn(len(_WORDS), len(_WORDS), generator=rng)
+    target = _bigram(weights)
+    draft = _bigram(weights + torch.randn(weights.shape, generator=rng))
+    request = begin(target, [0], temperature, rng)
+    for _ in range(steps):
+        print("committed:", *(_WORDS[token] for token in request.tokens))
+        tree = grow(draft, request, (-1, 0, 0, 1, 1, 2, 3), temperature, rng)
+        logits, cache = score(target, request, tree)
+        accepted, bonus = verify(tree, logits, temperature, rng)
+        for node in sorted(range(len(tree.tokens)), key=tree.path):
+            mark = "*" if node in [0, *accepted] else " "
+            print(mark, "    " * (len(tree.path(node)) - 1) + _WORDS[tree.tokens[node]])
+        commit(request, cache, tree, accepted, bonus)
+        print(f"accepted: {len(accepted)}, and the target adds: {_WORDS[bonus]}\n")
+
+
+def _bigram(weights: Tensor) -> Model:
+    """A model whose next token depends on the last one alone; logits ``[V, V]``."""
+    return lambda tokens, positions, _, cache: (
+        weights[tokens],
+        [torch.cat([*cache, positions[:, None].double()], dim=-2)],
+    )
+
+
+if __name__ == "__main__":
+    show()

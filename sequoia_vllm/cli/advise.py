@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,28 +11,45 @@ import typer
 from rich.table import Table
 
 from sequoia_vllm.cli import measuring as shared
-from sequoia_vllm.cli.common import console, counted, friendly_errors, new_table, print_json
+from sequoia_vllm.cli.common import (
+    console,
+    counted,
+    friendly_errors,
+    new_table,
+    note,
+    print_json,
+)
 from sequoia_vllm.config import AUTO, ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.recognition import recognise, without_format
-from sequoia_vllm.drafters.registry import DrafterKind, Fields, ShapeError, drafter
+from sequoia_vllm.drafters.registry import (
+    Drafter,
+    DrafterKind,
+    Fields,
+    ShapeError,
+    drafter,
+    drafts_from_text,
+    known_for,
+)
 from sequoia_vllm.engine.frontend.plan import plan
 from sequoia_vllm.engine.frontend.tree_choice import Facts, look_up
 from sequoia_vllm.hardware.budget import drafts_by_batch
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel, check_batch_sizes
 from sequoia_vllm.hardware.device import (
+    Device,
     DeviceError,
     DeviceSpec,
     identify,
     known_devices,
+    names_near,
     this_device_name,
 )
-from sequoia_vllm.hardware.families import in_words, refusal_of
+from sequoia_vllm.hardware.families import family_of, in_words, refusal_of
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, published_shape
 from sequoia_vllm.hardware.roofline import bytes_per_value, roofline_profile
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
-from sequoia_vllm.hardware.support import MAX_NODES, Role
+from sequoia_vllm.hardware.support import MAX_NODES, NOT_ON_CPUS, RUNS_ON, Role
 from sequoia_vllm.library.files import LibraryError, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.tree_library import TreeLibrary
@@ -67,18 +84,16 @@ class Advice:
     times: str
     acceptance: str
     own: str | None  # kind of the draft, if it is a part of the target's own checkpoint
+    devices: str | None  # why several devices are needed; None: one holds the weights
 
     @property
     def command(self) -> str:
         """The command that serves the target: with the draft, if it pays anywhere."""
-        words = ["vllm", "serve", self.pair.target]
-        if self.pair.tensor_parallel_size > 1:
-            words += ["--tensor-parallel-size", str(self.pair.tensor_parallel_size)]
+        pair, config = self.pair, None
         if any(batch.tree_nodes > 1 for batch in self.batches):
-            draft = {"drafter": self.own} if self.own else {"model": self.pair.draft}
-            config = {"method": "sequoia", **draft}
-            words += ["--speculative-config", json.dumps(config)]
-        return shlex.join(words)
+            draft = {"drafter": self.own} if self.own else {"model": pair.draft}
+            config = json.dumps({"method": "sequoia", **draft})
+        return _serve(pair.target, identify(pair.device), pair.tensor_parallel_size, config)
 
     @property
     def conclusion(self) -> str:
@@ -93,18 +108,33 @@ class Advice:
         return f"{gain}, not at {', '.join(rests)}." if rests else f"{gain}."
 
 
+def _serve(target: str, device: Device, devices: int, config: str | None) -> str:
+    """The command that serves a target with this speculative configuration; None: plainly."""
+    words = ["vllm", "serve", target]
+    if devices > 1:
+        words += ["--tensor-parallel-size", str(devices)]
+    if not device.has_bfloat16:
+        words += ["--dtype", "float16"]
+    return shlex.join([*words, *(["--speculative-config", config] if config else [])])
+
+
 def advise_pair(
-    pair: PairKey, target: ModelShape, draft: ModelShape, batch_sizes: Sequence[int]
+    pair: PairKey,
+    target: ModelShape,
+    draft: ModelShape,
+    batch_sizes: Sequence[int],
+    why_devices: str | None = None,
 ) -> Advice:
-    """Predicts a pair's speeds from what was measured of it, or else from the datasheet, on as many
-    GPUs as its weights need; refuses a pair of which nothing is known on this device."""
+    """Predicts a pair's speeds from what was measured of it, or else from the datasheet.
+
+    Args:
+        pair: The models, on a device of which something is known.
+        why_devices: See `Advice.devices`.
+
+    Raises:
+        SequoiaError: Nothing is known of the pair on this device.
+    """
     library, device = TreeLibrary(), identify(pair.device)
-    if device.id is None:
-        known = ", ".join(known_devices())
-        raise DeviceError(f"nothing is known of the device {pair.device!r}: name one of {known}")
-    if device.spec is not None:
-        devices = _devices_needed(device.spec, (target, draft), pair.dtype)
-        pair = replace(pair, tensor_parallel_size=devices)
     head = draft.head.kind if draft.head else None
     config = SequoiaConfig(model=pair.draft, tree=AUTO)
     found = look_up(config, pair, PairShapes(target, draft, head=head))
@@ -150,21 +180,47 @@ def advise_pair(
         + (f"; not {pair.device}, so speeds here are predictions" if is_elsewhere else ""),
         known if is_measured else "assumed, as this pair was not measured: the weakest published "
         f"vector ({entry.acceptance_class})",
-        head if head and drafter(head).is_targets_own else None,
+        head if head and drafter(head).is_targets_own else None, why_devices,
     )  # fmt: skip
 
 
-def _devices_needed(spec: DeviceSpec, models: Sequence[ModelShape], dtype: str) -> int:
-    """The fewest devices that hold the weights of all models; refuses models that none hold."""
+def _device(name: str) -> Device:
+    """Refuses a device of which nothing is known, or on which engines do not run."""
+    device = identify(name)
+    if device.id is None:
+        near = " or ".join(names_near(name))
+        question = f" (did you mean {near}?)" if near else ""
+        known = ", ".join(known_devices())
+        raise DeviceError(f"nothing is known of the device {name!r}{question}: name one of {known}")
+    if device.spec is not None and device.spec.name.startswith("AMD"):
+        raise DeviceError(f"Sequoia is not for this device: {RUNS_ON.format(device.spec.name)}")
+    return device
+
+
+def _devices_for(
+    spec: DeviceSpec | None, models: Sequence[ModelShape], dtype: str, asked: int | None
+) -> tuple[int, str | None]:
+    """How many devices hold the weights of all models, the fewest unless so many are asked for,
+    and why it is not one. It refuses models that do not fit."""
+    if spec is None:  # CPUs: what was measured was measured on one
+        return asked or 1, None
     needed = sum(model.weights_bytes(bytes_per_value(dtype)) for model in models)
-    for devices in _DEVICES:
-        fit = needed <= _MOST_WEIGHTS * devices * spec.memory_bytes
-        if fit and all(model.splits(devices) for model in models):
-            return devices
-    raise LibraryError(
-        f"weights of {needed / 1e9:.0f} GB do not fit {_DEVICES[-1]} devices of {spec.name}: "
-        "choose a larger device or smaller models"
-    )
+
+    def fit(devices: int) -> bool:
+        is_room = needed <= _MOST_WEIGHTS * devices * spec.memory_bytes
+        return is_room and all(model.splits(devices) for model in models)
+
+    fewest = next((devices for devices in _DEVICES if fit(devices)), None)
+    if asked is not None and fit(asked):
+        return asked, None
+    few = asked or (1 if fewest else _DEVICES[-1])
+    short = f"weights of {needed / 1e9:.0f} GB do not fit {counted(few, 'device')} of {spec.name}: "
+    if fewest is None:
+        raise LibraryError(f"{short}choose a larger device, smaller models or quantised ones")
+    short += f"quantise, or use {fewest}"
+    if asked is not None:
+        raise LibraryError(f"{short} (--tensor-parallel-size {fewest})")
+    return fewest, None if fewest == 1 else f"{short}, as here"
 
 
 def _measured_times(library: TreeLibrary, entry: TreeEntry) -> Profile | None:
@@ -186,6 +242,10 @@ def advise(
         str | None, typer.Option(help="Device: h100, or the driver's name for it; none: this one.")
     ] = None,
     batch_sizes: Annotated[str, typer.Option(help="Requests at once.")] = "1,8,32",
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices the target is split over; none: the fewest that fit."),
+    ] = None,
     as_json: shared.JsonOption = False,
 ) -> None:
     """Say whether trees serve a model, and predict whether drafting pays.
@@ -197,23 +257,24 @@ def advise(
     with friendly_errors():
         sizes = check_batch_sizes(shared.numbers("--batch-sizes", batch_sizes))
         family = _check_support("target", model, shown=not as_json)
-        here = device or this_device_name()
+        here = _device(device or this_device_name())
+        on_gpu = here.spec is not None  # heads and recurrent layers run there alone
+        if not on_gpu and "hybrid" in shared.kinds_and_classes("target", model)[0]:
+            raise ConfigError(NOT_ON_CPUS)
         target, dtype = _read("target", model)
-        spec = identify(here).spec
-        on_gpu = spec is not None  # heads run there alone
+        if not here.has_bfloat16:
+            dtype = "float16"
         own = shared.own_layer(model) if draft_model is None and on_gpu else None
-        if own is not None:
-            draft, shape = model, _read("target", model, own.kind)[0]
-        elif (known := draft_model or shared.known_draft(model, heads=on_gpu)) is not None:
-            draft = known
-            _check_support("draft", draft)
-            shape, _ = _read("draft", draft)
-        else:
-            devices = 1 if spec is None else _devices_needed(spec, [target], dtype)
-            _say_how_without_a_draft(model, family, devices, as_json)
+        draft, shape = _draft_of(model, draft_model, own, on_gpu)
+        models = [target, shape] if shape else [target]
+        devices, why = _devices_for(here.spec, models, dtype, tensor_parallel_size)
+        if shape is None:
+            _say_how_without_a_draft(model, draft, family, (here, devices), as_json)
             return
-        pair = PairKey(here, model, draft, dtype)
-        advice = advise_pair(pair, target, shape, sizes)
+        pair = PairKey(here.name, model, draft, dtype, devices)
+        advice = advise_pair(pair, target, shape, sizes, why)
+        if own is not None:
+            note(f"no draft that engines take by default is known: {own.name} of its own drafts")
     if as_json:
         said = {"family": family, "command": advice.command, "conclusion": advice.conclusion}
         print_json(asdict(advice) | said)
@@ -221,21 +282,36 @@ def advise(
         _print(advice)
 
 
-def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: bool) -> None:
-    """Prints the command for a target without a known draft; refuses one that needs a draft."""
-    if {"multimodal", "mrope"} & shared.kinds_and_classes("target", model)[0]:
-        raise ConfigError(
-            f"no draft model is known for {model!r}, which reads more than text: name one with "
-            "--draft-model"
-        )
-    words = ["vllm", "serve", model, "--speculative-config", "sequoia"]
-    if devices > 1:
-        words[3:3] = ["--tensor-parallel-size", str(devices)]
-    command, measure = shlex.join(words), shlex.join(["sequoia-vllm", "bench", "--model", model])
+def _draft_of(
+    target: str, asked: str | None, own: Drafter | None, on_gpu: bool
+) -> tuple[str, ModelShape | None]:
+    """The draft's name and shape: the one asked for, the target's own layer, or the known one.
+
+    Without weights there is no shape; without a known draft the name is empty, too. It refuses a
+    draft that cannot be used or read.
+    """
+    if own is not None:
+        return target, _read("target", target, own.kind)[0]
+    draft = asked or shared.known_draft(target, heads=on_gpu)
+    if draft is None or drafts_from_text(draft):
+        return draft or "", None
+    _check_support("draft", draft)
+    return draft, _read("draft", draft)[0]
+
+
+def _say_how_without_a_draft(
+    model: str, kind: str, family: str, place: tuple[Device, int], as_json: bool
+) -> None:
+    """Prints the command that drafts without weights, by the kind asked for; "": by default."""
+    config = json.dumps({"method": "sequoia", "drafter": kind}) if kind else "sequoia"
+    command = _serve(model, *place, config)
+    words = ["sequoia-vllm", "bench", "--model", model]
+    measure = shlex.join([*words, *(["--draft-model", kind] if kind else [])])
     conclusion = (
-        "No draft is known for it: the engine drafts without one, from the request's text. That "
-        f"gain depends on the text and is not predicted; to measure it: {measure}"
+        f"{'' if kind else 'No draft is known for it: '}the engine drafts without one, from the "
+        "request's text. That gain depends on the text and is not predicted; to measure it: "
     )
+    conclusion = f"{conclusion[0].upper()}{conclusion[1:]}{measure}"
     if as_json:
         print_json({"family": family, "batches": [], "command": command, "conclusion": conclusion})
     else:
@@ -244,8 +320,16 @@ def _say_how_without_a_draft(model: str, family: str, devices: int, as_json: boo
 
 def _check_support(role: Role, model: str, shown: bool = False) -> str:
     """A model's row in the table of families, in words, printed first if `shown`.
-    It refuses, in the engine's words, a model that trees do not serve."""
-    kinds, classes = shared.kinds_and_classes(role, model)
+
+    It refuses, in the engine's words, a model that trees do not serve, or whose configuration
+    cannot be had; the row of its name is printed before.
+    """
+    try:
+        kinds, classes = shared.kinds_and_classes(role, model)
+    except ConfigError:
+        if shown and (family_of(model) or known_for(model)):
+            _print_as_written(in_words(model, (), ()))
+        raise
     family = in_words(model, classes, kinds)
     if shown:
         _print_as_written(family)
@@ -260,7 +344,8 @@ def _read(role: Role, model: str, kind: DrafterKind | None = None) -> tuple[Mode
     if not Path(model).exists() and (shape := published_shape(model)):
         return shape, "bfloat16"
     config = without_format(shared.read_config(role, model))
-    config = config.get("text_config") or config
+    if text := config.get("text_config"):  # how weights are quantized stands beside it
+        config = {"quantization_config": config.get("quantization_config"), **text}
     found = recognise(Fields(config, model), lambda: config.get("model_type"))
     if (kind := kind or found.kind) is None:
         raise ConfigError(f"{model!r} is {found.name}, which trees do not draft with")
@@ -292,8 +377,9 @@ def _print(advice: Advice) -> None:
             if row.tree_nodes > 1 else "slower",
             "measured" if row.measured else "predicted",
         )  # fmt: skip
+    why = [advice.devices] if advice.devices else []
     _print_as_written(
-        f"{pair.target} with {draft} on {pair.device}, {devices}, {pair.dtype}", table,
+        f"{pair.target} with {draft} on {pair.device}, {devices}, {pair.dtype}", *why, table,
         f"times: {advice.times}", f"acceptance: {advice.acceptance}", advice.command,
         advice.conclusion,
     )  # fmt: skip

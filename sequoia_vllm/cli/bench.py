@@ -52,6 +52,7 @@ def bench(
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     dtype: shared.DtypeOption = "auto",
+    tensor_parallel_size: shared.TensorParallelOption = 1,
     eager: shared.EagerOption = False,
     kv_cache_gib: shared.CacheOption = 1.0,
     offload_directory: shared.OffloadDirectoryOption = None,
@@ -124,7 +125,7 @@ def _described(options: dict[str, Any], prompts: dict[str, str]) -> dict[str, An
     """The settings for the report, with the prompts' name and hash instead of their path."""
     shown = (
         "num_prompts", "batch_sizes", "temperature", "trees", "chain", "max_tokens",
-        "rounds", "dtype", "eager", "kv_cache_gib", "offload_memory_gib",
+        "rounds", "dtype", "tensor_parallel_size", "eager", "kv_cache_gib", "offload_memory_gib",
     )  # fmt: skip
     return {
         **{name: options[name] for name in shown},
@@ -176,7 +177,7 @@ def speeds_table(results: list[Result]) -> Table:
     table = new_table(
         "T", "batch", "method", "tokens/s", "speed", "tokens per step", "step ms",
         left=["method"], title="Speed of decoding: medians of rounds (lowest to highest)",
-        caption="+ vLLM's best chain here; = plain: nothing was drafted; * see below",
+        caption="+ vLLM's best chain here; = plain: nothing was drafted, but for trials; * below",
     )  # fmt: skip
     for _, group in groupby(results, key=lambda result: (result.temperature, result.batch_size)):
         for number, result in enumerate(group):

@@ -111,8 +111,9 @@ def demo(
 ) -> None:
     """Answer the same questions with plain vLLM, its chain speculation, and Sequoia.
 
-    In a clone, SmolLM2-135M-Instruct answers, with a draft that was trained for it. In float32; on
-    CPUs models are not compiled, which takes three minutes. `sequoia-vllm bench` has more options.
+    In a clone, SmolLM2-135M-Instruct answers, with a draft that was trained for it. It takes two
+    minutes on two CPU cores. In float32; on CPUs models are not compiled, which would take longer.
+    `sequoia-vllm bench` has more options.
     """
     shared.quiet_engines()
     with friendly_errors():

@@ -18,7 +18,7 @@ from sequoia_vllm.hardware.support import Kind, Role, kinds_of
 from sequoia_vllm.json_input import read_json
 from sequoia_vllm.measuring.engines import EngineSpec, compare_models, load_config
 from sequoia_vllm.measuring.interrupts import engines_end_here, exit_code
-from sequoia_vllm.model_source import GIVE_FOLDER, folder_problem, hub_problem
+from sequoia_vllm.model_source import GIVE_FOLDER, folder_problem, hub_problem, name_problem
 
 TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
 DraftOption = Annotated[
@@ -46,6 +46,7 @@ def _known_dtype(dtype: str) -> str:
 
 
 DtypeOption = Annotated[str, typer.Option(help="vLLM's dtype.", callback=_known_dtype)]
+TensorParallelOption = Annotated[int, typer.Option(min=1, help="Devices the target is split over.")]
 EagerOption = Annotated[bool, typer.Option("--eager", help="Do not compile: starts faster.")]
 CacheOption = Annotated[
     float, typer.Option("--kv-cache-gib", min=0, help="KV cache of each engine, GiB.")
@@ -109,15 +110,18 @@ def known_draft(target: str, heads: bool | None = None) -> str | None:
         heads = any(kind.is_head for kind in kinds_here())
     usable = [pair for pair in pairs if heads or not pair[0].is_head]
     usable.sort(key=lambda pair: not pair[0].by_default)
-    for kind, known in usable:
+    names, preferred = [known.name_for(target) for _, known in usable], None
+    for (kind, _), name in zip(usable, names, strict=True):
         # Engines pass over a head whose configuration is not at hand.
-        name = known.name_for(target)
         with suppress(ConfigError):
             if not kind.is_head or read_config("draft", name):
-                return name
-        if kind.by_default:
-            note(f"engines that can read {name} draft with it; here it cannot be read: download it")
-    return usable[0][1].name_for(target) if usable else None
+                break
+        preferred = preferred or (name if kind.by_default else None)
+    else:
+        name = names[0] if names else None
+    if preferred:
+        note(f"engines that can read {preferred} draft with it; here it cannot be read")
+    return name
 
 
 def own_layer(target: str) -> Drafter | None:
@@ -147,25 +151,12 @@ def check_models(target: str, draft: str) -> None:
 def check_name(role: str, model: str) -> None:
     """Refuses a model that is neither a folder here nor on the Hub, nor in the Hub's cache.
     The Hub is asked once, without retries."""
-    if problem := folder_problem(role, model):
+    problem = folder_problem(role, model)
+    if problem is None and not Path(model).exists() and model.count("/") != 1:
+        problem = f"the {role} {model!r} is no folder here, and a name on the Hub is OWNER/NAME: "
+        problem += GIVE_FOLDER
+    if problem := problem or name_problem(role, model):
         raise ConfigError(problem)
-    if Path(model).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
-        return
-    if model.count("/") != 1:
-        raise ConfigError(
-            f"the {role} {model!r} is no folder here, and a name on the Hub is OWNER/NAME: "
-            f"{GIVE_FOLDER}"
-        )
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    if isinstance(try_to_load_from_cache(model, "config.json"), str):
-        return
-    try:
-        HfApi().model_info(model, timeout=10)
-    except Exception as error:  # its type depends on the HTTP library
-        raise ConfigError(
-            f"the {role} {model!r} is no folder here, and {hub_problem(model, error)}"
-        ) from error
 
 
 def engine_spec(options: dict[str, Any]) -> EngineSpec:

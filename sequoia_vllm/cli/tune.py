@@ -88,8 +88,7 @@ def tune(
         TIMING, "context", "Tokens of context of each request. Of several, like 256,1024, the "
         "tree is chosen for the first.")] = None,
     dtype: shared.DtypeOption = "auto",
-    tensor_parallel_size: Annotated[int, typer.Option(
-        min=1, help="Devices the target is split over.")] = 1,
+    tensor_parallel_size: shared.TensorParallelOption = 1,
     eager: shared.EagerOption = False,
     kv_cache_gib: shared.CacheOption = 1.0,
     offload_directory: shared.OffloadDirectoryOption = None,

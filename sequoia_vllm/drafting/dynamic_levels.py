@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
+from sequoia_vllm.drafting.dynamic_trees import CHILDREN_ON_GPUS as CHILDREN
 from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.drafting.tree_tables import DraftLevels, Level, TreeTables
 from sequoia_vllm.kernels.dynamic_trees import (
@@ -22,8 +23,6 @@ from sequoia_vllm.kernels.dynamic_trees import (
 from sequoia_vllm.kernels.node_masks import WORD_BITS, NodeMask
 from sequoia_vllm.tree import TokenTree
 
-CHILDREN = 8
-"""Children of a node to choose among: a power of 2."""
 # What fits in the registers of a program: pairs of candidates, and a row of nodes.
 _COMPARED, TABLE_WARPS = 8192, 8
 

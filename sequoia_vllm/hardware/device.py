@@ -1,6 +1,7 @@
 """Devices: their datasheet values, the names drivers give them, and nearest neighbours."""
 
 import datetime
+import difflib
 import math
 import platform
 import re
@@ -91,10 +92,13 @@ class KnownDevice(DeviceSpec):
     library: bool = Field(description="Whether the library holds trees computed for it.")
     host_link: LinkName | None = None
     """Link to the host's memory; none: boards differ. Slower or shared slots have less."""
+    has_bfloat16: bool = True
 
     def spec(self) -> DeviceSpec:
         """Only the datasheet values."""
-        return DeviceSpec(**self.model_dump(exclude={"match", "library", "host_link"}))
+        return DeviceSpec(
+            **self.model_dump(exclude={"match", "library", "host_link", "has_bfloat16"})
+        )
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,25 @@ class Device:
     """Datasheet values (of the slice, for a MIG slice); None for CPUs and unknown devices."""
     mig: str | None = None  # the MIG profile ("3g.40gb"), if it is a slice
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it computes in bfloat16; devices that are not in the table count as if."""
+        row = known_devices().get(self.id or "")
+        return row is None or row.has_bfloat16
+
 
 @cache
 def known_devices() -> dict[str, KnownDevice]:
     """The device table, by id."""
     table = read_json(_FILE, "device", DeviceError)["devices"]
     return {device["id"]: KnownDevice.model_validate(device) for device in table}
+
+
+def names_near(name: str) -> list[str]:
+    """Ids of devices that a name without an exact match may mean, at most three; may be empty."""
+    words = normalize(name).replace(" ", "-")
+    within = [known for known in known_devices() if words and words in known]
+    return within[:3] or difflib.get_close_matches(words, known_devices(), n=1)
 
 
 def normalize(name: str) -> str:

@@ -40,6 +40,12 @@ _TARGETS: frozenset[Kind] = frozenset({"mla", "hybrid", "mrope", "multimodal"})
 """Kinds that trees serve as targets. A draft reads tokens, each with one position, and has a KV
 cache alone."""
 
+NOT_ON_CPUS = (
+    "trees over recurrent layers are for GPUs, as vLLM's CPUs run such layers by other code: serve "
+    "this target on a GPU, or without Sequoia"
+)
+RUNS_ON = "it runs on CUDA GPUs and x86 CPUs, not on {} (use vLLM's method draft_model there)"
+
 FIX: dict[Role, str] = {
     "target": "serve it without Sequoia, or choose another target model",
     "draft": "choose another draft model",

@@ -16,6 +16,23 @@ class AcceptanceError(SequoiaError, ValueError):
     """An acceptance vector that is not one; says which entry is wrong."""
 
 
+_FORM = (
+    "an acceptance vector is a list of numbers p[k], like [0.6, 0.2], or a list of equally long "
+    "lists p[d][k], like [[0.6, 0.2], [0.5, 0.0]]: p[0] is of the root's children, p[1] of theirs"
+)
+
+
+def _uneven(values: Any) -> str:
+    """Says which list is shorter or longer than the first; "": none is."""
+    if not isinstance(values, Sequence) or not all(isinstance(row, Sequence) for row in values):
+        return ""
+    lengths = [len(row) for row in values]
+    depth = next((depth for depth, length in enumerate(lengths) if length != lengths[0]), None)
+    if depth is None:
+        return ""
+    return f". p[0] has {lengths[0]} numbers, and p[{depth}] has {lengths[depth]}: fill up with 0"
+
+
 @dataclass(frozen=True)
 class Acceptance:
     """Positional acceptance probabilities (paper, Assumption 3.1 and appendix)."""
@@ -32,21 +49,17 @@ class Acceptance:
 
         Raises:
             AcceptanceError: It is empty, ragged, negative, NaN or not of numbers, or a row sums to
-                more than 1.
+                more than 1. The message names the entry as it is written.
         """
         if isinstance(values, Acceptance):
             return values
         try:
             table = np.array(values, dtype=np.float64)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise AcceptanceError(
-                "an acceptance vector is a list of numbers p[k], or a list of equally long "
-                f"lists p[d][k]: {str(error)[:100]}"
-            ) from error
+        except (TypeError, ValueError, OverflowError):
+            raise AcceptanceError(f"{_FORM}{_uneven(values)}") from None
         if table.ndim not in (1, 2) or table.size == 0:
-            raise AcceptanceError(
-                f"an acceptance vector is a non-empty list p[k] or p[d][k]; got shape {table.shape}"
-            )
+            raise AcceptanceError(f"{_FORM}. It is non-empty; got shape {table.shape}")
+        by_depth = table.ndim == 2
         table = np.atleast_2d(table)
         for what, wrong in (
             ("not a finite number", ~np.isfinite(table)),
@@ -55,15 +68,15 @@ class Acceptance:
         ):
             if wrong.any():
                 depth, child = np.argwhere(wrong)[0]
-                of = f"p of child {child} at depth {depth}"
+                of = f"p[{depth}][{child}]" if by_depth else f"p[{child}]"
                 raise AcceptanceError(f"{of} is {what}: {table[depth, child]}")
         sums = table.sum(axis=1)
         # Published vectors are rounded to six digits; their sums may be off by that.
         if (sums > 1 + 1e-4).any():
             depth = int(np.argmax(sums))
             raise AcceptanceError(
-                f"the probabilities at depth {depth} sum to {sums[depth]:.6f}: at most one child "
-                "is accepted, so they cannot exceed 1"
+                f"the probabilities in {f'p[{depth}]' if by_depth else 'p'} sum to "
+                f"{sums[depth]:.6f}: at most one child is accepted, so they cannot exceed 1"
             )
         table.setflags(write=False)
         return cls(table)

@@ -1,4 +1,5 @@
-"""Multimodal targets, with M-RoPE and without, and drafts that read text: tokens are plain's.
+"""Multimodal targets, with M-RoPE and without, and drafts that read text, or none: tokens are
+plain vLLM's.
 
 Qwen3.5 has recurrent layers, which need V2 with the attention of GPUs, and its own layer drafts.
 """
@@ -41,6 +42,7 @@ def answer_all(folder: str, name: str) -> dict[str, Any]:
         "plain": answer_images(**given, trees=False, options={}),
         "text alone": answer_images(**given, trees=True, options=text),
         "trees": answer_images(**given, trees=True, options={}),
+        "lookup": answer_images(**given, trees="lookup", options={}),
         "in pieces": answer_images(
             **given, trees=True, options={} if name == "gemma3" else IN_PIECES
         ),
@@ -56,7 +58,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return call_with_images(answer_all, folder, environment, folder=str(folder), name=name)
 
 
-@pytest.mark.parametrize("which", ["trees", "in pieces"])
+@pytest.mark.parametrize("which", ["trees", "lookup", "in pieces"])
 def test_tokens_are_those_of_plain_vllm(which, answers):
     """Greedy, again from the prefix cache, and seeded; with no, one and two images."""
     assert answers[which]["tokens"] == answers["plain"]["tokens"]
@@ -78,6 +80,11 @@ def test_drafts_are_accepted_and_images_found_in_the_cache(answers):
     assert trees["accepted_tokens"] > trees["drafts"] / 2
     assert plain > 0
     assert trees["hits"] == (0 if answers["name"] == HYBRID else plain)
+
+
+def test_what_followed_before_is_drafted_beside_images(answers):
+    """Without a draft, by the text around them."""
+    assert answers["lookup"]["accepted_tokens"] > 5
 
 
 @pytest.mark.sharded

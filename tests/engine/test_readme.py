@@ -18,12 +18,14 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from benchmarks.gpu import command as command_of_gpu
+from examples import smollm2
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import offload_of
 from sequoia_vllm.hardware.roofline import Assumptions
 from tests.engine.test_refusals import parsed
+from tests.support.models import TARGET
 from tests.support.train_drafter import SCRIPT, script_modules
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +113,8 @@ def test_python_examples_run(code, folder, monkeypatch, capsys):
 
     monkeypatch.setattr(vllm, "LLM", start_eagerly)
     monkeypatch.chdir(folder)
+    if not smollm2.is_cached(smollm2.cached_folder()):  # where nobody fetched it
+        monkeypatch.setattr(smollm2, "cached_folder", lambda: TARGET)
     example = {"__name__": "__main__"}
     try:
         exec(compile(code, "example", "exec"), example)

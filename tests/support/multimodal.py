@@ -16,7 +16,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.adapters import RANK, two_adapters
 from tests.support.calling import call_in_process, environment_with
-from tests.support.engines import chain_of, metric, running, whole_trees
+from tests.support.engines import chain_of, lookup_trees, metric, running, whole_trees
 from tests.support.expert_layers import OWN_NAMES, add_layer
 from tests.support.generating import SPEC_DECODE, completions, generate_speculating, joined
 from tests.support.heads import save_eagle3
@@ -216,12 +216,17 @@ def requests_with_images(image: str) -> list[dict[str, Any]]:
 
 
 def answer_images(
-    paths: dict[str, str], image: str, trees: bool, options: dict[str, Any]
+    paths: dict[str, str], image: str, trees: bool | str, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Greedy tokens twice, the second time from the prefix cache; seeded ones; counters."""
+    """Greedy tokens twice, the second time from the prefix cache; seeded ones; counters.
+
+    ``trees``: "lookup" drafts without a draft; True: the one beside the target, or its own layer.
+    """
     drafter = {} if "draft" in paths else {"drafter": "mtp"}
     draft = paths.get("draft") or paths["target"]
     config = whole_trees(size=8, depth=3, draft=draft, **drafter) if trees else None
+    if trees == "lookup":
+        config = lookup_trees(size=8, depth=3)
     common = {"max_tokens": 16, "ignore_eos": True}
     settings = {
         **LIMITS, "enable_prefix_caching": True, "tokenizer": paths.get("tokenizer"), **options

@@ -39,15 +39,24 @@ def advice(*arguments: str):
 PREDICTIONS = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")
 
 
-GEMMAS: dict[str, dict] = {
-    "google/gemma-3-27b-it": {
+def gemma(**text) -> dict:
+    """The configuration of a Gemma 3 that reads images."""
+    common = {"model_type": "gemma3_text", "vocab_size": 262208, "tie_word_embeddings": True}
+    return {
         "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-        "text_config": {
-            "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504,
-            "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
-            "head_dim": 128, "vocab_size": 262208, "tie_word_embeddings": True,
-        },
-    },
+        "text_config": common | text,
+    }  # fmt: skip
+
+
+GEMMAS: dict[str, dict] = {
+    "google/gemma-3-27b-it": gemma(
+        hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, num_attention_heads=32,
+        num_key_value_heads=16, head_dim=128,
+    ),
+    "google/gemma-3-12b-it": gemma(
+        hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=256,
+    ),
     "google/gemma-3-270m-it": {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 640,
         "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,
@@ -57,7 +66,7 @@ GEMMAS: dict[str, dict] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("row", [x for x in PREDICTIONS.splitlines() if "(predicted) |" in x])
+@pytest.mark.parametrize("row", [x for x in PREDICTIONS.splitlines() if "(predicted) | " in x])
 def test_recipes_are_predictions(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, config in GEMMAS.items():
@@ -66,6 +75,112 @@ def test_recipes_are_predictions(row, tmp_path, monkeypatch):
     found = advice(model, "--draft-model", draft, "--device", hardware.split()[1])["batches"]
     assert gains == ", ".join(f"{x['tree_speedup']:.2f}x" for x in found) + " (predicted)"
     assert plain == ", ".join(f"{x['plain_tokens_per_second']:,.0f}" for x in found)
+
+
+QWEN_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 27},
+    "text_config": {
+        "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
+        "head_dim": 256, "vocab_size": 248320, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "mtp_num_hidden_layers": 1,
+    },
+}  # fmt: skip
+QWEN_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
+FP8_BY_CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+}
+ON_THE_HUB: dict[str, dict] = {
+    **GEMMAS, "Qwen/Qwen3.5-27B": QWEN_27B, "Qwen/Qwen3.8-27B": QWEN_27B,
+    "Qwen/Qwen3-8B-FP8": QWEN_8B | {"quantization_config": {"quant_method": "fp8"}},
+    "Qwen/Qwen3-8B-AWQ": QWEN_8B | {"quantization_config": {"quant_method": "awq", "bits": 4}},
+    "RedHatAI/gemma-3-12b-it-FP8-dynamic": {
+        **GEMMAS["google/gemma-3-12b-it"], "quantization_config": FP8_BY_CHANNEL
+    },
+    "RedHatAI/Qwen3-8B-speculator.eagle3": QWEN_8B | {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
+        "num_hidden_layers": 1, "draft_vocab_size": 32000,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Configurations of published models."""
+    monkeypatch.chdir(tmp_path)
+    for name, config in ON_THE_HUB.items():
+        save_config(Path(name), config)
+
+
+def typed() -> list[list[str]]:
+    rows = PREDICTIONS.partition("### Type this")[2].partition("\n#")[0].splitlines()
+    return [row.strip("| ").split(" | ") for row in rows if row.startswith("| ") and "`vllm" in row]
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("row", typed(), ids=lambda row: row[0])
+def test_what_to_type_is_what_it_prints(row):
+    model, device, line, gains = row
+    found = advice(model, "--device", device.split()[1])
+    assert line == f"`{found['command']}`"
+    assert device.split()[0] == str(found["pair"]["tensor_parallel_size"])
+    speeds = ", ".join(f"{x['tree_speedup']:.2f}x" for x in found["batches"])
+    assert gains == f"{speeds} (predicted)"
+
+
+@pytest.mark.usefixtures("hub")
+def test_models_that_do_not_fit_one_device():
+    gemma, fix = ["google/gemma-3-12b-it", "--device"], "quantise, or use 2"
+    found = advice(*gemma, "rtx-4090")
+    assert found["pair"]["tensor_parallel_size"] == 2
+    said = "do not fit 1 device of NVIDIA GeForce RTX 4090: quantise, or use 2, as here"
+    assert said in found["devices"]
+    assert said in advise(*gemma, "rtx-4090")
+    one = advise(*gemma, "rtx-4090", "--tensor-parallel-size", "1", code=2)
+    assert f"{fix} (--tensor-parallel-size 2)" in one
+    four = advice(*gemma, "rtx-4090", "--tensor-parallel-size", "4")
+    assert (four["pair"]["tensor_parallel_size"], four["devices"]) == (4, None)
+    assert "--tensor-parallel-size 4" in four["command"]
+    assert advice(*gemma, "h100")["devices"] is None
+
+
+def test_devices_without_bfloat16():
+    found = advice(
+        "meta-llama/Llama-3.2-1B", "--draft-model", "JackFram/llama-68m", "--device", "t4"
+    )
+    assert found["pair"]["dtype"] == "float16"
+    assert " --dtype float16" in found["command"]
+
+
+def test_what_is_known_of_a_name_comes_before_an_error():
+    """Without a network: it is in the package."""
+    said = advise("Qwen/Qwen3-4B", "--device", "h100", code=2)
+    assert said.startswith("Qwen3")
+    assert "AngelSlim/Qwen3-4B_eagle3 (EAGLE-3 head, the default on GPUs)" in said
+    assert said.index("EAGLE-3 head") < said.index("does not give 'Qwen/Qwen3-4B'")
+
+
+def test_a_known_head_that_cannot_be_read_is_said_in_one_line(tmp_path):
+    """Of three that are known."""
+    target = save_config(tmp_path / "Qwen3-8B", QWEN_8B)
+    said = advise(target, "--device", "h100")
+    head = "RedHatAI/Qwen3-8B-speculator.eagle3"
+    assert said.count("note:") == said.count("engines that can read") == 1
+    assert f"engines that can read {head} draft with it; here it cannot be read" in said
+
+
+def test_drafts_without_weights_can_be_asked_for():
+    found = advice(LLAMA, "--draft-model", "lookup", "--device", "h100")
+    config = '{"method": "sequoia", "drafter": "lookup"}'
+    assert found["command"] == f"vllm serve {LLAMA} --speculative-config '{config}'"
+    assert found["conclusion"].startswith("The engine drafts without one, from the request's text.")
+    assert found["conclusion"].endswith(f"bench --model {LLAMA} --draft-model lookup")
 
 
 def test_a_published_pair_is_predicted_from_the_datasheet():
@@ -174,18 +289,6 @@ def test_without_a_known_draft_the_command_drafts_without_one(tmp_path):
     assert shown.endswith(f"{found['command']} {found['conclusion']}")
 
 
-QWEN_27B = {
-    "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 27},
-    "text_config": {
-        "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408,
-        "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
-        "head_dim": 256, "vocab_size": 248320, "full_attention_interval": 4,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "mtp_num_hidden_layers": 1,
-    },
-}  # fmt: skip
-
-
 def test_a_targets_own_mtp_layer_is_taken_where_no_draft_is_known(tmp_path):
     """Recurrent layers take no larger trees."""
     target = save_config(tmp_path / "Qwen3.8-27B", QWEN_27B)
@@ -196,8 +299,11 @@ def test_a_targets_own_mtp_layer_is_taken_where_no_draft_is_known(tmp_path):
     assert many["tree_nodes"] <= one["tree_nodes"] <= MAX_NODES
     assert '{"method": "sequoia", "drafter": "mtp"}' in found["command"]
     layer = "with its own multi-token prediction (MTP) layer on h100"
-    assert layer in advise(target, "--device", "h100")
-    assert "no draft model is known" in advise(target, "--device", "AMD EPYC", code=2)
+    said = advise(target, "--device", "h100")
+    assert layer in said
+    assert said.count("note:") == 1
+    assert "is known: a multi-token prediction (MTP) layer of its own drafts" in said
+    assert "layers are for GPUs" in advise(target, "--device", "AMD EPYC", code=2)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +313,8 @@ def test_a_targets_own_mtp_layer_is_taken_where_no_draft_is_known(tmp_path):
         ([str(ROOT)], "has no config.json: give the path of a model's folder"),
         ([str(ROOT / "README.md")], f"is a file: give the folder that it lies in, {str(ROOT)!r}"),
         ([LLAMA, "--device", "abacus"], "device 'abacus': name one of a100-40gb"),
+        ([LLAMA, "--device", "4090"], "(did you mean rtx-4090?): name one of"),
+        ([LLAMA, "--device", "mi300x"], "CUDA GPUs and x86 CPUs, not on AMD Instinct MI300X (use"),
         ([LLAMA, "--device", "cpu"], "tune one (sequoia-vllm tune)"),
         (["openai/gpt-oss-20b", "--batch", "0"], "a batch has at least one request"),
         (["mistralai/none"], "the target 'mistralai/none' is no folder"),

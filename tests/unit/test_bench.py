@@ -59,18 +59,21 @@ def test_methods_in_order():
 
 def test_the_default_is_what_a_server_runs(monkeypatch):
     """Of all options only the draft is given, as in ``--speculative-config sequoia``."""
-    found = []
+    found, devices = [], []
     monkeypatch.setattr("sequoia_vllm.cli.measuring.draft_to_measure", lambda target: "known")
     monkeypatch.setattr("sequoia_vllm.cli.measuring.check_models", lambda *_: None)
     monkeypatch.setattr("sequoia_vllm.cli.bench.load_tokenizer", lambda _: SimpleNamespace())
     monkeypatch.setattr("sequoia_vllm.cli.bench.encode_prompts", lambda *_, **__: [[1]])
 
-    def stop(settings, *_):
-        found.extend(settings.methods)
+    def stop(settings, described, *_):
+        found[:] = settings.methods
+        devices.append((settings.engine.tensor_parallel_size, described["tensor_parallel_size"]))
         raise BenchError("enough")
 
     monkeypatch.setattr("sequoia_vllm.cli.bench.run_bench", stop)
-    assert "enough" in CliRunner().invoke(app, ["bench", "--model", "t"]).stderr
+    for options in (["--tensor-parallel-size", "2"], []):
+        assert "enough" in CliRunner().invoke(app, ["bench", "--model", "t", *options]).stderr
+    assert devices == [(2, 2), (1, 1)]
     assert [method.name for method in found] == [
         "plain vLLM", "chain of 1", "chain of 2", "chain of 4", "Sequoia",
     ]  # fmt: skip
@@ -368,7 +371,7 @@ def summed(chain_is_wrong=True):
     runs = [
         (PLAIN, None, 0, [round_run(10), round_run(8), round_run(9)]),
         (chain("d", 2), None, 2, [round_run(15, 2), round_run(16, 2), round_run(9, 2)]),
-        (chain("d", 3), None, 3, [round_run(14, 2)] * 3),
+        (chain("d", 3), None, 3, [round_run(13, 2)] * 3),
         (sequoia("d", "auto"), None, 0, [round_run(9)] * 3),
         (sequoia("d", "4x2"), TREE, 3, [round_run(20, 3, counters)] * 3),
     ]
@@ -411,7 +414,7 @@ def test_what_must_be_said_stands_beside_its_row():
     [
         (None, 0, "= plain"),
         (TREE, 0, "= plain"),
-        (TREE, 1, "1.50x (1.30x to 1.60x)"),
+        (TREE, 1, "1.50x (1.30x to 1.60x) = plain"),  # trials alone, whose price is shown
         (TREE, 50, "1.50x (1.30x to 1.60x)"),  # that none of them is accepted has its price
     ],
 )
@@ -428,6 +431,19 @@ def test_without_drafts_a_speedup_is_noise(tree, trees, words):
     assert found.speed_in_words == words
     assert found.is_plain == (words == "= plain")
     assert plain_.speed_in_words == "1.00x (1.00x to 1.00x)"
+
+
+def test_the_best_chain_is_best_by_what_is_shown():
+    """By the median of speedups in each round, and not by that of tokens per second."""
+    runs = [
+        measure.MethodRuns(PLAIN, None, 0, [round_run(rate) for rate in (10, 10, 20)]),
+        measure.MethodRuns(chain("d", 1), None, 1, [round_run(rate) for rate in (11, 15, 21)]),
+        measure.MethodRuns(chain("d", 2), None, 2, [round_run(rate) for rate in (12, 13, 26)]),
+    ]  # fmt: skip
+    found = results(measure.BenchRuns("float32", {CASES[0]: runs}), chain_is_wrong=False)
+    assert [one.tokens_per_second.median for one in found[1:]] == [15, 13]
+    assert [one.speedup.median for one in found[1:]] == pytest.approx([1.1, 1.3])
+    assert [one.best_chain for one in found] == [False, False, True]
 
 
 def test_rounds_that_disagree_are_told_of_in_each_case():

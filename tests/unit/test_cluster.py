@@ -19,6 +19,8 @@ from sequoia_vllm.engine.common.cluster import (
     decisions,
 )
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings
+from sequoia_vllm.engine.runner import tensor_parallel
+from sequoia_vllm.engine.v2.drafting import proposer
 from sequoia_vllm.tree import TokenTree
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
@@ -121,3 +123,23 @@ def test_ranks_tell_each_other_their_device_and_tree(tmp_path):
         assert set(errors.keys()) == {(group, rank) for group in named for rank in (0, 1)}
         for (group, _), message in errors.items():
             assert all(name in message for name in named[group])
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_broadcasts_have_their_communicator_before_memory_is_profiled(monkeypatch, disabled):
+    """torch makes one at the first broadcast, which ``VLLM_DISABLE_PYNCCL`` leaves to it."""
+    made, allocated = [], []
+    nccl = SimpleNamespace(disabled=disabled, broadcast=lambda *_: made.append("vLLM's"))
+    group = SimpleNamespace(
+        world_size=2, device_communicator=SimpleNamespace(pynccl_comm=nccl),
+        broadcast=lambda *_, **__: made.append("torch's"),
+    )  # fmt: skip
+    monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: group)
+    monkeypatch.setattr(proposer, "allocate_drafted", lambda *_: allocated.append([*made]) or 1 / 0)
+    shared = SimpleNamespace(
+        device="cpu", plan=0, tree=0, max_num_reqs=0, drafter=SimpleNamespace(vocab_size=0),
+        draft_model_config=SimpleNamespace(head_dtype=0),
+    )  # fmt: skip
+    with pytest.raises(ZeroDivisionError):
+        proposer.TreeProposerV2.allocate(shared, torch.nn.Module())
+    assert allocated == [["torch's" if disabled else "vLLM's"]]

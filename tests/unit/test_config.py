@@ -29,6 +29,7 @@ ACCEPTED = [
     {"draft_vocabulary": [7, 0, 3]},
     {"num-speculative-tokens": 7, "draft-tensor-parallel-size": 2},
     {"num_speculative_tokens_per_batch_size": [[1, 4, 15], [5, 64, 0]]},
+    {"offload": {"directory": "a/disk", "memory_gib": 3}},
 ]
 
 SCHEDULE = "num_speculative_tokens_per_batch_size"
@@ -46,7 +47,12 @@ REFUSED = [
     ({"tree": {"depth": 3}}, "tree.size: Field required"),
     ({"tree": {"size": 1}}, "tree.size: Input should be greater than or"),
     ({"tree": {"size": 5000}}, "tree.size: Input should be less than or"),
-    ({"tree": {"size": "big"}}, "tree.size: Input should be a valid integer"),
+    ({"tree": {"size": "16"}}, "tree.size: Input should be a valid integer, without quotes"),
+    ({"adapt": "no"}, "adapt: Input should be true or false, without quotes"),
+    ({"retrieval": 1}, "retrieval: Input should be true or false"),
+    ({"max_model_len": "2048"}, "max_model_len: Input should be a valid integer, without quotes"),
+    ({"offload": {"directory": "/", "memory_gib": "1"}}, "valid number, without quotes"),
+    ({SCHEDULE: [["1", 4, 15]]}, f"{SCHEDULE}.0.0: Input should be a valid integer, without"),
     ({"tree": {"size": 8, "depth": 0}}, "tree.depth: Input should be greater"),
     ({"num_speculative_tokens": 0}, "num_speculative_tokens: Input should be"),
     ({"max_model_len": 0}, "max_model_len: Input should be greater"),

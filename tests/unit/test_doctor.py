@@ -274,3 +274,13 @@ def test_a_demo_without_drafts_claims_no_gain():
     said = summary([measured("tree", 1.1, 1.19, 1.3, drafted=0.0)], True)
     assert "answers, token for token, as fast, as it drafted nothing" in said
     assert "1.19x" not in said
+
+
+def test_pages_say_the_same_of_how_long_the_demo_takes():
+    """As the notebook measured it, alone on two cores: 2:05."""
+    root = Path(__file__).parents[2]
+    notebook = (root / "docs/notebook/2026-11-28-demo.md").read_text("utf-8")
+    assert "its model already there, at commit 5ad19a78: 2:05." in notebook
+    pages = [(root / name).read_text("utf-8") for name in ("README.md", "CHANGELOG.md")]
+    for said in (*pages, demo.demo.__doc__):
+        assert "two minutes on two CPU cores" in in_words(said)

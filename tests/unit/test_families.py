@@ -129,7 +129,9 @@ def known_drafts() -> list[list[str]]:
     return [[name.partition("/")[2], *named(name)] for name in NAMES if any(named(name))]
 
 
-SUPPORTED, DRAFTERS_PAGE = ROOT / "docs" / "supported.md", ROOT / "docs" / "drafters.md"
+SUPPORTED, DRAFTERS_PAGE, KNOWN_PAGE = (
+    ROOT / "docs" / f"{name}.md" for name in ("supported", "drafters", "known-drafts")
+)
 TABLES = {
     "## Targets that run": (SUPPORTED, markdown_table(
         ["family", "vLLM's classes", "known drafts", "seen to run"], families(False)
@@ -137,7 +139,7 @@ TABLES = {
     "## Refused targets": (SUPPORTED, markdown_table(
         ["family", "vLLM's classes", "why"], families(True)
     )),
-    "## Known drafts": (DRAFTERS_PAGE, markdown_table(
+    "# Known drafts": (KNOWN_PAGE, markdown_table(
         ["target", *(kind.short_name for kind in KINDS)], known_drafts()
     )),
 }  # fmt: skip

@@ -21,13 +21,11 @@ from vllm.config.speculative import MTPModelTypes
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.cli.measuring import known_draft as named_draft
-from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend import drafts
 from sequoia_vllm.engine.frontend.draft_choice import KnownDraft, find_draft
 from sequoia_vllm.engine.frontend.draft_choice import known_drafts as drafts_of_kinds
 from sequoia_vllm.engine.frontend.drafts import DraftReader, kinds_here, recognise
-from sequoia_vllm.engine.frontend.refusals import _drafter_reasons
-from tests.support.families import NAMES, bases_in_vllm, in_vllm
+from tests.support.families import NAMES, bases_in_vllm
 
 SMOLLM2_DRAFT = Path(__file__).parents[2] / "examples" / "models" / "smollm2-draft"
 ALL = ("model", "eagle3", "dflash")
@@ -289,13 +287,44 @@ def test_targets_that_draft_for_themselves(architecture, model_type):
     assert here.hf_config.num_hidden_layers == 36  # vLLM's reading of a draft changes its own
 
 
-def test_targets_that_read_images_hear_of_their_layer(monkeypatch):
-    """Where no draft is known for them, as the default reads text alone."""
-    monkeypatch.setattr(SequoiaSettings, "of", lambda _: SimpleNamespace(drafter="lookup"))
-    text = {"text_config": {"mtp_num_hidden_layers": 1}}
-    model = in_vllm({"architectures": ["Qwen3_5ForConditionalGeneration"], **text})
-    found = _drafter_reasons(SimpleNamespace(model_config=model, lora_config=None))
-    assert 'instead of "drafter": "lookup", or give "drafter": "mtp"' in " ".join(found)
+GPU = [*ALL, "mtp", "lookup"]
+LAYER = "a multi-token prediction (MTP) layer"
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "model_type", "kinds", "draft", "said"),
+    [
+        # A DFlash head is known for it, and none has run.
+        ("Qwen/Qwen3.5-27B", "Qwen3_5ForConditionalGeneration", "qwen3_5", GPU, "mtp",
+         f"with {LAYER} of the target's own checkpoint, as no draft model or EAGLE-3 head is known "
+         "for the target 'Qwen/Qwen3.5-27B', but a DFlash head (z-lab/Qwen3.5-27B-DFlash)"),
+        ("XiaomiMiMo/MiMo-7B-RL", "MiMoForCausalLM", "mimo", GPU, "mtp", f"with {LAYER} of"),
+        ("XiaomiMiMo/MiMo-7B-RL", "MiMoForCausalLM", "mimo", ["model", "lookup"], "lookup",
+         "with a lookup of what followed before, as no draft model is known"),
+        ("Qwen/Qwen2-VL-7B", "Qwen2VLForConditionalGeneration", "qwen2_vl", GPU, "lookup",
+         "with a lookup of what followed before, as no draft model or EAGLE-3 head is known"),
+        # Known ones come first: their kinds were measured on GPUs.
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen3NextForCausalLM", "qwen3_next", GPU, "eagle3",
+         "with lmsys/SGLang-EAGLE3-Qwen3-Next"),
+        ("baidu/ERNIE-4.5-21B-A3B-PT", "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", GPU, "model",
+         "with baidu/ERNIE-4.5-0.3B-PT: "),
+    ],
+)  # fmt: skip
+def test_the_targets_own_layer_drafts_where_no_draft_is_known(
+    name, architecture, model_type, kinds, draft, said, caplog
+):
+    """Where it has none, lookup drafts, also for targets that read images. The log says which."""
+    here = target(architecture, model_type)
+    reader = DraftReader(here, SequoiaConfig())
+    every = [*map(drafter, kinds)]
+    with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
+        found, kind = find_draft(
+            SequoiaConfig(), name, every, lambda draft: drafter(kind_by_name(draft.lower())),
+            reader.own_layer,
+        )  # fmt: skip
+    assert kind.kind == draft
+    assert found == {"mtp": name, "lookup": "lookup"}.get(draft, found)
+    assert sum(said in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

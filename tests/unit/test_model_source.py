@@ -9,7 +9,9 @@ import httpx2 as httpx
 from huggingface_hub import errors
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from sequoia_vllm.engine.frontend.drafts import draft_problem
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.engine.frontend import drafts
+from sequoia_vllm.engine.frontend.drafts import DraftReader, draft_problem
 from sequoia_vllm.measuring.engines import load_config
 from sequoia_vllm.model_source import folder_problem, hub_problem
 from sequoia_vllm.prompts import load_tokenizer
@@ -73,6 +75,29 @@ def test_commands_say_the_same(command, error, words, monkeypatch):
     said = run(command, *model, "--draft-model", "c/d", code=2).stderr
     assert words in said
     assert said.count("\n") == 1
+
+
+OFFLINE = httpx.ConnectError("[Errno -2] Name or service not known")
+
+
+@pytest.mark.parametrize("error", [GATED[0], UNKNOWN[0], OFFLINE])
+def test_an_engine_asks_for_its_draft_once(error, monkeypatch):
+    """vLLM would ask again and again, for minutes."""
+    asked = []
+
+    def ask(_, name, *, timeout, **__):
+        asked.append((name, timeout <= 10))
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", ask)
+    monkeypatch.setattr(drafts, "get_config", lambda *_: 1 / 0)
+    reader = DraftReader(None, SequoiaConfig(model="a/b"))
+    with pytest.raises(
+        ConfigError, match=r"the draft 'a/b' is no folder here, and .*folder"
+    ) as found:
+        reader.kind("a/b")
+    assert "\n" not in str(found.value)
+    assert asked == [("a/b", True)]
 
 
 @KINDS

@@ -1,5 +1,7 @@
 """The oracles of `tests.oracles`, and `reference_step`: on any two models the target's law."""
 
+import runpy
+
 import pytest
 import torch
 
@@ -114,3 +116,18 @@ def _without_residual(tree, logits, temperature, rng):
         else:
             return accepted, int(torch.multinomial(p, 1, generator=rng))
         node = accepted[-1]
+
+
+def test_the_reference_step_shows_trees_and_walks(capsys):
+    """``python -m sequoia_vllm.reference_step``; every step adds what it says."""
+    runpy.run_path(reference_step.__file__, run_name="__main__")
+    steps = [step.splitlines() for step in capsys.readouterr().out.strip().split("\n\n")]
+    assert len(steps) == 3
+    for (first, root, *nodes, last), following in zip(steps, [*steps[1:], None], strict=True):
+        accepted = [node.split()[1] for node in nodes if node[0] == "*"]
+        assert len(nodes) == 6
+        assert root.split() == ["*", first.split()[-1]]
+        assert last.startswith(f"accepted: {len(accepted)}, and the target adds: ")
+        if following:
+            assert following[0].split() == [*first.split(), *accepted, last.split()[-1]]
+    assert any("*     " in node for step in steps for node in step)  # one at least was accepted

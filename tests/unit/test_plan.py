@@ -1,10 +1,13 @@
 """What a configuration comes to for one target: draft, tree, gain, settings, worker. No vLLM."""
 
 import logging
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from examples.smollm2 import cached_folder
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.registry import DRAFTERS
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
@@ -18,6 +21,7 @@ from sequoia_vllm.tree import TokenTree
 from tests.support.commands import python
 from tests.support.plans import chosen, planned
 
+ROOT = Path(__file__).parents[2]
 TARGET = "meta-llama/Llama-3.1-8B"
 PAIR = PairKey("NVIDIA H200", TARGET, "a/draft", "bfloat16")
 
@@ -92,6 +96,28 @@ def test_rows_and_contexts_decide_what_flash_attention_reads():
     assert not rule.holds(rows - 1, 2 * long)  # few rows are read at the speed of memory
     assert rule.holds(np.array([32, 0]), np.array([16384, 0]))
     assert not rule.holds(np.array([0, 0]), 100 * long)
+
+
+@pytest.mark.parametrize(("kind", "on_v2", "given", "dynamic"), [
+    ("model", False, None, True), ("lookup", False, None, False), ("model", True, None, False),
+    ("eagle3", True, None, False), ("eagle3", True, True, True), ("model", False, False, False),
+])  # fmt: skip
+def test_dynamic_trees_are_decided_once(kind, on_v2, given, dynamic):
+    """Both runners read the setting as it stands."""
+    config = SequoiaConfig(dynamic_tree=given)
+    assert planned(config, PAIR, kind, on_v2=on_v2).settings.dynamic_tree is dynamic
+
+
+def test_the_example_in_python_is_one_that_pays():
+    """On a CPU, by its start-up log and the page's sentence."""
+    text = (ROOT / "examples" / "README.md").read_text("utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert 'str(cached_folder()),\n        speculative_config={"method": "sequoia"},' in code
+    draft = str(ROOT / "examples/models/smollm2-draft")
+    pair = PairKey("AMD EPYC", str(cached_folder()), draft, "bfloat16")
+    [(_, line), _] = planned(SequoiaConfig(), pair, on_cpu=True).notes
+    [said] = re.findall(r"\n?two CPU cores (\d\.\d\dx) plain decoding is expected", text)
+    assert f"expected {said} plain decoding, one request (measured)" in line
 
 
 def test_the_source_of_a_tree(tmp_path):

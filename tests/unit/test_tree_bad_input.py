@@ -36,17 +36,22 @@ def refused(read: Callable, error: type[Exception], message: str, path: Path, da
 @pytest.mark.parametrize(
     ("vector", "message"),
     [
-        ([], "non-empty list"),
-        ([[]], "non-empty list"),
+        ([], "non-empty"),
+        ([[]], "non-empty"),
         ([[[0.1]]], r"got shape \(1, 1, 1\)"),
         (0.5, r"got shape \(\)"),
-        ([0.1, nan], "p of child 1 at depth 0 is not a finite number: nan"),
+        ([0.1, nan], r"p\[1\] is not a finite number: nan"),
         ([inf], "not a finite number: inf"),
-        ([0.5, -0.1], "p of child 1 at depth 0 is negative: -0.1"),
-        ([[0.5], [1.5]], "p of child 0 at depth 1 is more than 1: 1.5"),
-        ([0.7, 0.6], "probabilities at depth 0 sum to 1.3"),
-        ([[0.5, 0.1], [0.9, 0.2]], "probabilities at depth 1 sum to 1.1"),
-        ([[0.5, 0.2], [0.4]], "equally long"),
+        ([0.5, -0.1], r"p\[1\] is negative: -0.1"),
+        ([[0.5], [1.5]], r"p\[1\]\[0\] is more than 1: 1.5"),
+        ([0.7, 0.6], "probabilities in p sum to 1.3"),
+        ([[0.5, 0.1], [0.9, 0.2]], r"probabilities in p\[1\] sum to 1.1"),
+        (
+            [[0.5, 0.2], [0.4]],
+            r"equally long lists p\[d\]\[k\], like \[\[0.6, 0.2\], \[0.5, 0.0\]\]: p\[0\] is of "
+            r"the root's children, p\[1\] of theirs. p\[0\] has 2 numbers, and p\[1\] has 1: fill "
+            "up with 0$",
+        ),
         (["a", "b"], "list of numbers"),
         (None, "shape|number"),
         ({"p": [0.1]}, "list of numbers"),
@@ -277,7 +282,7 @@ def test_a_file_needs_only_parents_and_no_wrong_acceptance(home):
     (home / "tree.json").write_text(json.dumps({"parents": [-1, 0, 0, 1]}))
     assert find_tree("tree.json").tree == TREE
     (home / "tree.json").write_text(json.dumps({"parents": [-1, 0], "acceptance": [2]}))
-    with pytest.raises(AcceptanceError, match=r"tree file tree\.json: p of child 0"):
+    with pytest.raises(AcceptanceError, match=r"tree file tree\.json: p\[0\] is more"):
         find_tree("tree.json")
 
 

@@ -177,6 +177,14 @@ def test_nodes_are_the_likeliest_ones(seeds, nodes, depth, sharpness):
         assert layouts.ancestors[row].tolist() == tree.ancestor_mask.tolist()
 
 
+def test_children_to_choose_among():
+    """Kernels need a power of 2. With more children wider trees are dynamic."""
+    on_gpus = dynamic_trees.CHILDREN_ON_GPUS
+    assert on_gpus & (on_gpus - 1) == 0
+    for children, widest in ((dynamic_trees.MOST_CHILDREN, 157), (on_gpus, 73)):
+        assert inner_width(widest, 2, children) > 0 == inner_width(widest + 1, 2, children)
+
+
 @pytest.mark.parametrize("broken", [math.nan, -math.inf, math.inf])
 def test_a_broken_draft_gives_trees_all_the_same(broken):
     """Also where one node alone is broken, or some tokens are excluded."""

@@ -1,9 +1,11 @@
 """The registry of verification methods, the topologies that they walk, and the traversal."""
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,17 @@ PAIR = PairKey("a device", "a/target", "a/draft", "bfloat16")
 def target_only(monkeypatch):
     monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
     register(TARGET_ONLY)
+
+
+def test_the_ten_lines_for_researchers_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "trees.md").read_text("utf-8")
+    [code] = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("(-1, 0, 1, ")
+    assert SequoiaConfig(verification="mine", tree="mine.json").loaded().tree.tree.size == 8
+    assert method_of("mine").host == "my_package:on_host"
 
 
 def test_the_default_comes_first_and_a_name_is_given_once():

@@ -34,9 +34,9 @@ class SequoiaSettings:
     versions: dict[str, str]  # plugin's and vLLM's versions where the engine was configured
     context_rule: tuple[int, int] | None = None  # a `ContextRule`, as plain data
     retrieval: bool = True
-    recycling: bool = True
-    dynamic_tree: bool | None = None
-    verification: str = DEFAULT_METHOD  # see `SequoiaConfig` for this and the two before it
+    recycling: bool = True  # see `SequoiaConfig` for this, `retrieval` and `verification`
+    dynamic_tree: bool = False  # whether greedy requests have dynamic trees
+    verification: str = DEFAULT_METHOD
     adapts_as: str | None = None
     """Name of the file that keeps what the engine learns of how much to draft; None: it drafts as
     configured."""

@@ -24,14 +24,17 @@ def find_draft(
     target: str,
     kinds: Collection[Drafter],
     kind_of: Callable[[str], Drafter],
+    own_layer: Callable[[], Drafter | None] = lambda: None,
 ) -> tuple[str, Drafter]:
     """The draft that the configuration names, or the best known one of the target, and its kind.
 
-    Where none is known and the user asks for no kind, a kind without weights drafts, by its name.
+    Where none is known and the user asks for no kind, a layer of the target's own checkpoint
+    drafts, by the target's name. Where it has none, a kind without weights drafts, by its name.
 
     Args:
         kinds: What the engine can draft with, where the drafter is left to us.
         kind_of: Reads what a draft of this name is; see `DraftReader.kind`.
+        own_layer: Reads whether the target has a layer that drafts; see `DraftReader.own_layer`.
 
     Raises:
         ConfigError: There is no draft, or it cannot be used.
@@ -67,8 +70,14 @@ def find_draft(
             return _first_usable(candidates, found)
         except ConfigError as error:
             problem = str(error)
+    if asked is not None or has_model:
+        raise ConfigError(problem)
+    if (own := own_layer()) is not None and own in kinds:
+        name = f"{own.name} of the target's own checkpoint"
+        logger.info("Sequoia: drafting with %s, as %s", name, problem)
+        return target, own
     fallback = next((kind for kind in kinds if not kind.has_weights), None)
-    if asked is not None or fallback is None or has_model:
+    if fallback is None:
         raise ConfigError(problem)
     logger.info("Sequoia: drafting with %s, as %s", fallback.name, problem)
     return fallback.kind, fallback

@@ -20,7 +20,7 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.library.pair_key import PairShapes
-from sequoia_vllm.model_source import hub_problem
+from sequoia_vllm.model_source import hub_problem, name_problem
 
 # In the order in which they are looked for in vLLM's message.
 _FIXES = (
@@ -76,17 +76,20 @@ class DraftReader:
 
         Raises:
             ConfigError: Trees do not draft with it, ``"drafter"`` says another kind, it is another
-                target's head, or the target's own layers do not draft trees.
+                target's head, the target's own layers do not draft trees, or the Hub does not give
+                it.
         """
         given = None if self.config.drafter is None else drafter(self.config.drafter)
         if given is not None and given.is_targets_own:
-            layers = SpeculativeConfig.hf_config_override(deepcopy(self.target.hf_config))
-            if problem := given.target_problem(self.target, layers):
+            if problem := self._problem_of_own(given):
                 raise ConfigError(
                     f'"drafter": "{given.kind}": {self.target.model} {problem}: give "model" an '
                     "EAGLE-3 or DFlash head or a draft model that was made for it"
                 )
             return given
+        # vLLM would ask the Hub again and again, for minutes.
+        if problem := name_problem("draft", draft, self.config.revision):
+            raise ConfigError(problem)
         try:
             config = self.read(draft)
             found = recognise(config)
@@ -96,6 +99,16 @@ class DraftReader:
         if kind.is_head:
             _check_head(kind, Fields(config), draft, self.target)
         return kind
+
+    def own_layer(self) -> Drafter | None:
+        """The kind of layer in the target's own checkpoint that drafts trees; None: it has none."""
+        stated = self.target.hf_config.to_dict()
+        own = (kind for kind in DRAFTERS.values() if kind.lies_in(stated))
+        return next((kind for kind in own if self._problem_of_own(kind) is None), None)
+
+    def _problem_of_own(self, kind: Drafter) -> str | None:
+        layers = SpeculativeConfig.hf_config_override(deepcopy(self.target.hf_config))
+        return kind.target_problem(self.target, layers)
 
     def levels(self, draft: str, kind: Drafter) -> int | None:
         """Levels of the deepest tree that this draft drafts; None: any number."""
@@ -168,11 +181,16 @@ def head_shape(vllm_config: Any) -> ModelShape | None:
     return read_shape(draft.hf_text_config, draft.model, draft.quantization, kind.kind)
 
 
+def runs_v2() -> bool:
+    """Whether an engine of this process takes Model Runner V2, before its options are known."""
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    return current_platform.is_cuda() if chosen is None else chosen
+
+
 def kinds_here() -> list[Drafter]:
     """Kinds that an engine of this process can draft with, before its options are known."""
-    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    runs_v2 = current_platform.is_cuda() if chosen is None else chosen
-    return [kind for kind in DRAFTERS.values() if runs_v2 or kind.on_v1]
+    on_v2 = runs_v2()
+    return [kind for kind in DRAFTERS.values() if on_v2 or kind.on_v1]
 
 
 def check_method(kind: Drafter, draft: str, method: str) -> None:

@@ -28,7 +28,13 @@ from sequoia_vllm.engine.compat.contract import check_contract
 from sequoia_vllm.engine.core.scheduling import TreeScheduling, before_users
 from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
-from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method, draft_problem, kinds_here
+from sequoia_vllm.engine.frontend.drafts import (
+    DraftReader,
+    check_method,
+    draft_problem,
+    kinds_here,
+    runs_v2,
+)
 from sequoia_vllm.engine.frontend.plan import Plan, plan
 from sequoia_vllm.engine.frontend.refusals import (
     asks_for_fp8_cache,
@@ -144,7 +150,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
     kinds = kinds_here()
     if config.drafter is None and (args.enable_lora or config.draft_vocabulary):  # not for heads
         kinds = [kind for kind in kinds if not kind.is_head]
-    name, kind = find_draft(config, target.model, kinds, reader.kind)
+    name, kind = find_draft(config, target.model, kinds, reader.kind, reader.own_layer)
     pair = PairKey(
         device=current_device_name(),
         target=target.model,
@@ -166,6 +172,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
         max_model_len=target.max_model_len,
         file_name=pair.file_name,
         on_cpu=current_platform.is_cpu(),
+        on_v2=runs_v2(),
         worker_cls=parallel.worker_cls,
         versions=current_versions(),
         not_kept=reason_not_to_keep(),

@@ -92,7 +92,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         context_rule=(*rule,) if rule else None,
         retrieval=config.retrieval,
         recycling=config.recycling,
-        dynamic_tree=config.dynamic_tree,
+        dynamic_tree=_is_dynamic(config, facts),
         verification=config.verification or usual_method(facts.on_cpu),
         adapts_as=facts.file_name if config.adapts else None,
         expected_speedup=choice.gain.speedup,
@@ -103,6 +103,15 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
     chain = _as_chain(config, pair, kind, choice)
     notes = list(_notes(config, facts, choice))
     return Plan(config, pair.draft, kind, choice, settings, worker_cls, chain, notes)
+
+
+def _is_dynamic(config: SequoiaConfig, facts: Facts) -> bool:
+    """Whether greedy requests have dynamic trees. On Model Runner V2 only if asked for: it keeps
+    tables for each request then, and no GPU has shown that they pay."""
+    if config.dynamic_tree is not None:
+        return config.dynamic_tree
+    kind = facts.drafter
+    return kind.has_weights and not kind.is_head and not facts.on_v2
 
 
 def _worker(facts: Facts, speculates: bool) -> str:

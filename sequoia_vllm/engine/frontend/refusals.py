@@ -7,7 +7,7 @@ from vllm import envs
 from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.drafters.registry import DRAFTERS, drafter
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_trees import MOST_NODES
 from sequoia_vllm.engine.common.cluster import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -16,6 +16,8 @@ from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.families import refusal_of
 from sequoia_vllm.hardware.support import (
     MAX_NODES,
+    NOT_ON_CPUS,
+    RUNS_ON,
     Kind,
     Role,
     as_error,
@@ -101,8 +103,7 @@ def _platform_reasons(vllm_config: Any) -> dict[str, Any]:
         known = current_platform.get_cpu_architecture() == CpuArchEnum.X86
         return {
             "the KV cache layout is known on x86 CPUs only": not known,
-            "trees over recurrent layers are for GPUs, as vLLM's CPUs run such layers by "
-            "other code: serve this target on a GPU, or without Sequoia": (
+            NOT_ON_CPUS: (
                 not vllm_config.use_v2_model_runner
                 and "hybrid" in kinds_in_vllm(vllm_config.model_config)
             ),
@@ -113,10 +114,7 @@ def _platform_reasons(vllm_config: Any) -> dict[str, Any]:
             ),
         }
     if not current_platform.is_cuda():
-        return {
-            f"it runs on CUDA GPUs and x86 CPUs, not on {current_platform.device_type} "
-            "(use vLLM's method draft_model there)": True
-        }
+        return {RUNS_ON.format(current_platform.device_type): True}
     return {
         "on GPUs it needs vLLM's Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and see "
         "in vLLM's log which option turned it off": not vllm_config.use_v2_model_runner,
@@ -131,14 +129,6 @@ def _platform_reasons(vllm_config: Any) -> dict[str, Any]:
 @_present
 def _drafter_reasons(vllm_config: Any) -> dict[str, Any]:
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)
-    if not kind.has_weights:
-        model = vllm_config.model_config
-        stated = {**_configuration(model), "text_config": None}  # its fields are among them
-        own = next((each.kind for each in DRAFTERS.values() if each.lies_in(stated)), None)
-        fix = f'give "model" a draft model instead of "drafter": "{kind.kind}"'
-        fix += f', or give "drafter": "{own}"' if own else ""
-        reads_more = model.is_multimodal_model or model.uses_mrope
-        return {f"{kind.name} drafts for targets that read text alone: {fix}": reads_more}
     if not kind.is_head:
         return {}
     return {

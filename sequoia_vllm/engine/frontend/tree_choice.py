@@ -64,6 +64,7 @@ class Facts:
     max_model_len: int | None = None  # longest request, in tokens; None: any
     file_name: str = ""  # what the pair's files are called, see `PairKey.file_name`
     on_cpu: bool = False  # whether it runs on CPUs
+    on_v2: bool = False  # whether it takes vLLM's Model Runner V2
     worker_cls: str = "auto"  # the worker that the user names; "auto": none
     versions: Mapping[str, str] = field(default_factory=dict)  # the plugin's and vLLM's
     not_kept: str | None = None  # why it can keep nothing for its next start; None: it can

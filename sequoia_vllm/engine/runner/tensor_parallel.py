@@ -37,8 +37,8 @@ def from_rank0(*decided: Tensor) -> tuple[Tensor, ...]:
 def take_from_rank0(tensor: Tensor) -> None:
     """Overwrites a contiguous tensor by rank 0's, in place.
 
-    NCCL is called as for the model's reductions. A broadcast of torch's process group would make a
-    second communicator, whose memory nobody profiled.
+    NCCL is called as for the model's reductions. Where vLLM does not use it so
+    (``VLLM_DISABLE_PYNCCL``), torch's process group broadcasts: see `make_communicator`.
     """
     group = get_tp_group()
     nccl = getattr(group.device_communicator, "pynccl_comm", None)
@@ -46,6 +46,12 @@ def take_from_rank0(tensor: Tensor) -> None:
         group.broadcast(tensor, src=0)
     elif group.world_size > 1:
         nccl.broadcast(tensor, 0)
+
+
+def make_communicator(device: torch.device) -> None:
+    """Broadcasts once. The first broadcast of torch's process group makes a communicator, whose
+    memory must be there when vLLM profiles: it sizes the KV cache by what is left."""
+    take_from_rank0(torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def survive_draft(vllm_config: Any) -> None:

@@ -15,7 +15,6 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
@@ -45,21 +44,23 @@ class DraftingRunner(CPUModelRunner):
     """Grows a token tree for each request at the end of a step, in the place of vLLM's chains."""
 
     speculative_config: Any
+    drafter: TreeProposerV1
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         # The draft's configuration, made from this one, would choose blocks anew, and not those
         # that the target's latents need. Until: vLLM leaves a draft the target's blocks.
         vllm_config.cache_config.user_specified_block_size = True
-        # vLLM drops logits processors when it speculates; requests that need them get no drafts.
-        # Until: vLLM asks the speculative method.
-        with patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
+        with (
+            # vLLM drops logits processors when it speculates; requests that need them get no
+            # drafts. Until: vLLM asks the speculative method.
+            patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs),
+            # It grows chains, ours trees. Until: vLLM lets plugins register a speculative method.
+            patched(gpu_model_runner, "DraftModelProposer", TreeProposerV1),
+        ):
             super().__init__(vllm_config, device)
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
-        # The proposer of chains; ours grows trees.
-        self.drafter = TreeProposerV1(vllm_config, device, self)
-        has_model = drafter(settings.drafter).has_weights
-        self._has_dynamic_trees = has_model and settings.dynamic_tree is not False
+        self._has_dynamic_trees = settings.dynamic_tree
         self._static_every = settings.static_every
         self._grown = 0  # steps that grew trees
         self.stats = StepStats(self.tree)

@@ -130,6 +130,13 @@ class TreeProposerV1(DraftModelProposer):
         self._told = torch.full((runner.max_num_reqs, settings.tree.depth), -1)
         self._retrieves = settings.retrieval
 
+    # Until: vLLM asks whether a draft has layers that would read M-RoPE's positions.
+    def _raise_if_mrope(self) -> None:
+        """Calls vLLM's where a model drafts: without one, the draft's configuration is the
+        target's, and nothing reads positions."""
+        if drafter(SequoiaSettings.of(self.vllm_config).drafter).has_weights:
+            super()._raise_if_mrope()
+
     # Until: vLLM asks a multimodal target for an image's token only where a head reads images.
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Loads the draft as vLLM does, beside a multimodal target's text part alone."""

@@ -22,7 +22,11 @@ from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.grammar import thinks_first
-from sequoia_vllm.engine.runner.tensor_parallel import survive_draft, take_from_rank0
+from sequoia_vllm.engine.runner.tensor_parallel import (
+    make_communicator,
+    survive_draft,
+    take_from_rank0,
+)
 from sequoia_vllm.engine.v2.drafting.committed_reader import CommittedReader, max_keys
 from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs, capture_drafting
 from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress, ModelDraftProgress
@@ -112,6 +116,7 @@ class TreeProposerV2(DraftModelSpeculator):
 
     def allocate(self, target_model: torch.nn.Module) -> None:
         """Allocates what drafting and verification need besides models, before profiling."""
+        make_communicator(self.device)
         self.drafted = allocate_drafted(
             self.plan, self.tree, self.max_num_reqs, self.drafter.vocab_size,
             self.draft_model_config.head_dtype, self.device,
