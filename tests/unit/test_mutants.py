@@ -9,7 +9,7 @@ from tests.support.mutating import ROOT, TABLE, mutants
 
 KINDS = [kind for kind in TABLE if kind != "elsewhere"]
 MUTANTS = {(kind, name): mutant for kind in KINDS for name, mutant in mutants(kind).items()}
-ENGINES = {"v1": "drafted"}
+ENGINES = {"v1": "drafted", "v2": "accepted"}
 
 
 @pytest.mark.parametrize("name", MUTANTS, ids=": ".join)
