@@ -54,10 +54,17 @@ def test_whole_batch_of_whole_trees():
     assert found == [[1, 3, 7], [2, 6, -1]]
 
 
-def test_rows_of_others_are_not_taken_for_padding():
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [
+        (["a", "plain", "b"], [1, 7, 8, 5, 1, 3, 8, 6]),
+        (["plain", "a", "b"], [5, 1, 7, 8, 1, 3, 8, 6]),
+    ],
+)
+def test_rows_of_others_are_not_taken_for_padding(names, rows):
     """A trimmed tree and a request without one: as many rows as two whole trees have."""
-    index = {"a": 0, "plain": 1, "b": 2}
-    found = verified({"a": [1, 2], "b": [1, 2, 3]}, index, [1, 7, 8, 5, 1, 3, 8, 6])
+    index = {name: place for place, name in enumerate(names)}
+    found = verified({"a": [1, 2], "b": [1, 2, 3]}, index, rows)
     assert found == [[1, 7, -1], [1, 3, 6]]
 
 

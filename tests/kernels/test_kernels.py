@@ -18,7 +18,7 @@ FILES = {
     for file in sorted((ROOT / "tests" / "kernels").glob("test_*_interpreted.py"))
 }
 # These have processes of their own; most others take less time than a process's imports.
-LONG = ["children", "tree_attention", "verify"]
+LONG = ["children", "mutants", "tree_attention", "verify"]
 NAMES = {**{name: [name] for name in LONG}, "others": sorted(FILES.keys() - LONG)}
 
 

@@ -1,45 +1,20 @@
 """The memory checks find what is wrong: in our own kernels, changed in one place each, and here."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from sequoia_vllm.drafting import drafted_trees
-from sequoia_vllm.kernels import (
-    children_kernels,
-    commit,
-    tree_attention,
-    tree_attention_kernels,
-    verify,
-    verify_kernels,
-)
+from sequoia_vllm.kernels import commit
 from sequoia_vllm.kernels.modes import GREEDY
 from sequoia_vllm.tree import TokenTree
 from tests.support.attending import Batch
 from tests.support.committing import CONTEXTS, PATHS, random_cache, tables
 from tests.support.drawing import draw
 from tests.support.memory_checks import MemoryCheckError
+from tests.support.mutating import Mutant
 from tests.support.verifying import Request, run
-
-
-def mutant_of(module, old, new, directory):
-    """The module with one piece of its source replaced, which must be there once."""
-    source = Path(module.__file__).read_text()
-    assert source.count(old) == 1, f"{source.count(old)} of {old!r}"
-    file = directory / f"{module.__name__.rpartition('.')[2]}_mutant.py"
-    file.write_text(source.replace(old, new))
-    name = f"{module.__name__}_mutant"
-    specification = importlib.util.spec_from_file_location(name, file)
-    mutant = importlib.util.module_from_spec(specification)
-    sys.modules[name] = mutant  # dataclasses look themselves up
-    specification.loader.exec_module(mutant)
-    return mutant
 
 
 def attend():
@@ -73,37 +48,37 @@ def verify_two():
 
 MUTANTS = {
     "block table read past its row": (
-        attend, tree_attention_kernels, tree_attention, "tree_attention_kernel",
+        attend, "kernels/tree_attention_kernels.py",
         "position // BLOCK_SIZE, mask=exists, other=0)", "position // BLOCK_SIZE)",
         "read outside of block_table",
     ),
     "attention stores rows that are not there": (
-        attend, tree_attention_kernels, tree_attention, "tree_attention_kernel",
+        attend, "kernels/tree_attention_kernels.py",
         "channel[None, :], result, mask=written)", "channel[None, :], result)",
         "write (outside|conflict) of output",
     ),
     "all layers move the first one's tokens": (
-        move, commit, commit, "commit_kernel",
+        move, "kernels/commit.py",
         "layer = tl.program_id(1)", "layer = tl.program_id(1) * 0",
         "(write|read) conflict of the storage",
     ),
     "tokens moved in more pieces than there are": (
-        move, commit, commit, "commit_kernel",
+        move, "kernels/commit.py",
         "tl.load(source + offsets, mask=exists), mask=exists)", "tl.load(source + offsets))",
         "conflict of the storage|outside of the storage",
     ),
     "all requests draw into one row": (
-        draw_two, children_kernels, drafted_trees, "merge_best_kernel",
+        draw_two, "kernels/children_kernels.py",
         "own_tokens = tokens + request.to(tl.int64) * tokens_stride", "own_tokens = tokens",
         "write conflict of tokens",
     ),
     "all requests count in one place": (
-        verify_two, verify_kernels, verify, "verify_kernel",
+        verify_two, "kernels/verify_kernels.py",
         "tl.store(num_sampled + request, depth)", "tl.store(num_sampled, depth)",
         "write conflict of num_sampled",
     ),
     "one token more than the path has columns": (
-        verify_two, verify_kernels, verify, "verify_kernel",
+        verify_two, "kernels/verify_kernels.py",
         "(column < path_columns)", "(column < columns)",
         "write (outside|conflict) of accepted",
     ),
@@ -111,12 +86,13 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_of_our_kernels_are_caught(name, monkeypatch, tmp_path):
-    call, module, user, kernel, old, new, message = MUTANTS[name]
+def test_mutants_of_our_kernels_are_caught(name, tmp_path):
+    call, *changed, message = MUTANTS[name]
     call()
-    mutant = mutant_of(module, old, new, tmp_path)
-    monkeypatch.setattr(user, kernel, getattr(mutant, kernel))
-    with pytest.raises(MemoryCheckError, match=message):
+    with (
+        Mutant(*changed, check=message).applied(tmp_path),
+        pytest.raises(MemoryCheckError, match=message),
+    ):
         call()
 
 
