@@ -66,7 +66,7 @@ SURPLUS: dict[str, dict[str, dict[str, int]]] = {
 
 
 def params_with(**keys: Any) -> list[SamplingParams]:
-    """Of a greedy and a seeded request."""
+    """A greedy and a seeded request's."""
     common = {"max_tokens": 40, "ignore_eos": True, **keys}
     return [
         SamplingParams(temperature=0, **common), SamplingParams(temperature=0.8, seed=1, **common)
