@@ -14,7 +14,7 @@ from heads import train_head
 from training import Recipe
 from transformers.utils import logging as transformers_logging
 
-from sequoia_vllm.cli.common import Report, progress_bar
+from sequoia_vllm.cli.common import Report, ends_by_signal, progress_bar
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.measuring.provenance import provenance
 
@@ -160,7 +160,8 @@ def _write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except SequoiaError as error:
-        raise SystemExit(f"error: {error}") from error
+    with ends_by_signal():
+        try:
+            app()
+        except SequoiaError as error:
+            raise SystemExit(f"error: {error}") from error

@@ -5,10 +5,7 @@ loads torch or vLLM. Modules that need these import them inside functions, so ``
 """
 
 import importlib
-import os
 import re
-import signal
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +13,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from sequoia_vllm import __version__
-from sequoia_vllm.cli.common import ends_quietly
+from sequoia_vllm.cli.common import ends_by_signal, ends_quietly
 
 ALIASES = {"--target": "--model", "--draft": "--draft-model", "--batch": "--batch-sizes"}
 """Other spellings of options, accepted but not shown in help."""
@@ -73,9 +70,6 @@ COMMANDS = {
 }  # fmt: skip
 
 
-_INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes
-
-
 class LazyCommands(TyperGroup):
     """A command group that imports a command on use."""
 
@@ -118,23 +112,5 @@ def _global_options(
 
 def main() -> None:
     """Entry point of the console script."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # while no engine runs they end it at once
-    try:
-        with ends_quietly():
-            app()
-    except BaseException as ended:
-        # Python would first wait for threads, and an interrupted clean-up may end in any error.
-        if (code := _interrupted(ended)) is not None:
-            sys.stderr.flush()
-            os._exit(code)
-        raise
-
-
-def _interrupted(ended: BaseException) -> int | None:
-    """The exit code of a command that a signal has ended; None: none has."""
-    if isinstance(ended, SystemExit) and ended.code in _INTERRUPTED:
-        return int(ended.code)
-    interrupts = sys.modules.get("sequoia_vllm.measuring.interrupts")
-    number = None if interrupts is None else interrupts.interrupted_by()
-    return None if number is None else 128 + int(number)
+    with ends_by_signal(), ends_quietly():
+        app()

@@ -1,6 +1,7 @@
 """Shared by all commands: consoles, errors without traceback, JSON output, progress."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -46,6 +47,37 @@ def ends_quietly() -> Iterator[None]:
             sys.stdout.flush()
         except BrokenPipeError:
             _read_no_more()
+
+
+_INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes
+
+
+@contextmanager
+def ends_by_signal() -> Iterator[None]:
+    """Ends the program as soon as a signal has ended the block, with the signal's exit code.
+
+    Python would first wait for threads, and an interrupted clean-up may end in any error.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # while no engine runs they end it at once
+    try:
+        yield
+    except BaseException as ended:
+        if (code := _interrupted(ended)) is not None:
+            sys.stderr.flush()
+            os._exit(code)
+        raise
+
+
+def _interrupted(ended: BaseException) -> int | None:
+    """The exit code of a program that a signal has ended; None: none has."""
+    interrupts = sys.modules.get("sequoia_vllm.measuring.interrupts")
+    number = None if interrupts is None else interrupts.interrupted_by()
+    if number is not None:
+        return 128 + int(number)
+    if isinstance(ended, SystemExit) and ended.code in _INTERRUPTED:
+        return int(ended.code)
+    return None
 
 
 def console() -> Console:

@@ -1,6 +1,6 @@
 """Random requests of all kinds in one engine, on a KV cache too small for them: plain's answers.
 
-Each kind of trees has 150 requests, and every parameter is in some of them: all kinds of requests
+Each kind of trees has 300 requests, and every parameter is in some of them: all kinds of requests
 are served, amid preemptions and beside chunks of prompts. Rare parameters meet in few batches here;
 ``SEQUOIA_VLLM_SOAK`` says how many requests each has instead. Only requests with one right answer
 are compared, and those are matched: traversal merely runs beside them.
@@ -22,7 +22,7 @@ from tests.support.train_drafter import script_modules
 
 pytestmark = pytest.mark.engine
 
-COUNT = int(os.environ.get("SEQUOIA_VLLM_SOAK", "150"))
+COUNT = int(os.environ.get("SEQUOIA_VLLM_SOAK", "300"))
 REQUESTS = random_requests(prompts(32), 2 * COUNT, seed=14, vocabulary=4096)
 SHARDED = pytest.mark.sharded
 TREES = [
@@ -37,7 +37,7 @@ TREES = [
     pytest.param(lookup_trees(), REQUESTS[:COUNT], id="lookup", marks=SHARDED),
 ]  # fmt: skip
 OPTIONS = {
-    "kv_cache_memory_bytes": 8 << 20,  # some 50 and 100 preemptions
+    "kv_cache_memory_bytes": 8 << 20,  # dozens of preemptions
     "block_size": 32,
     "max_num_batched_tokens": 96,  # prompts are read in chunks
     "enable_prefix_caching": True,

@@ -97,7 +97,9 @@ def test_a_warm_up_of_smaller_trees_may_send_masks_for_each_of_their_nodes(appli
         scheduler_config=SimpleNamespace(max_num_seqs=2),
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16)),
     )  # fmt: skip
-    batch = SimpleNamespace(req_ids=["a", "b"], cu_num_logits_np=np.arange(3, dtype=np.int32))
+    rows = np.arange(3, dtype=np.int32)
+    own = torch.from_numpy(rows)  # what vLLM's worker gets: nothing is launched for it
+    batch = SimpleNamespace(req_ids=["a", "b"], cu_num_logits=own, cu_num_logits_np=rows)
 
     def warm_up_kernels(with_size):
         nodes = with_size.decode_query_len

@@ -12,7 +12,7 @@ PROMPTS, PARAMS = prompts(4), greedy_and_seeded(4, 24)
 PARTS, CPU_KERNEL, V1 = mutants("parts"), mutants("cpu_kernel"), mutants("v1")
 
 
-@pytest.mark.parametrize("kind", ["parts", pytest.param("cpu_kernel", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["parts", pytest.param("cpu_kernel", marks=pytest.mark.sharded)])
 def test_without_mutants_all_checks_pass(kind):
     assert_all_pass(kind)
 
@@ -22,7 +22,7 @@ def test_a_check_finds(name, tmp_path):
     assert_caught(PARTS[name], tmp_path)
 
 
-@pytest.mark.nightly
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", CPU_KERNEL)
 def test_a_check_finds_in_the_cpu_kernel(name, tmp_path):
     assert_caught(CPU_KERNEL[name], tmp_path)
@@ -45,7 +45,7 @@ def engine():
 
 
 @pytest.mark.engine
-@pytest.mark.nightly
+@pytest.mark.sharded
 @pytest.mark.parametrize("name", V1)
 def test_an_engine_shows(name, engine, tmp_path):
     llm, before = engine
@@ -55,7 +55,7 @@ def test_an_engine_shows(name, engine, tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.nightly
+@pytest.mark.sharded
 def test_an_engine_without_mutants_answers_as_before(engine):
     llm, before = engine
     assert answers(llm) == before

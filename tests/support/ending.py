@@ -34,6 +34,11 @@ def in_the_background() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def in_the_foreground() -> None:
+    """Takes Ctrl-C, as a terminal's commands do, also if the tests run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def wait_until(
     shows: Callable[[], Any], seconds: float = 60, what: str = "it", pause: float = 0.01
 ) -> Any:

@@ -1,32 +1,42 @@
 """A clock of simulated seconds in a file: a server's steps move it, and its client reads it."""
 
 import struct
+from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
 
 from tests.support.open_loop import Machine
 
-VARIABLE = "TESTS_STEP_CLOCK"
-"""Names the file."""
-# Slow: a few dozen steps take seconds.
-MACHINE = Machine(
-    weights=0.05, row=5e-4, context=1.5e-7, tree_context=1.5e-7, noise=0, disturbed=0
-)  # fmt: skip
-_SECONDS = struct.Struct("d")
+VARIABLE, WHICH = "TESTS_STEP_CLOCK", "TESTS_STEP_MACHINE"
+"""Name the file, and one of `MACHINES`."""
+# A few dozen steps take seconds. A level of the draft takes a twelfth of a target's pass.
+MACHINE = Machine(weights=0.05, row=5e-4, context=1.5e-7, tree_context=1.5e-7, noise=0, disturbed=0)
+MACHINES = {"slow target": MACHINE, "target as fast as its draft": replace(MACHINE, draft=1.0)}
+_NOTED = struct.Struct("dd")
 
 
 class StepClock:
-    """What time it is on a simulated machine."""
+    """What time it is on a simulated machine, and how many tokens its requests had until then."""
 
     def __init__(self, file: Path) -> None:
         if not file.exists():
-            file.write_bytes(_SECONDS.pack(0.0))
+            file.write_bytes(_NOTED.pack(0.0, 0.0))
         with file.open("r+b") as opened:
-            self._memory = mmap(opened.fileno(), _SECONDS.size)
+            self._memory = mmap(opened.fileno(), _NOTED.size)
 
     @property
     def now(self) -> float:
-        return _SECONDS.unpack(self._memory[:])[0]
+        return self._noted[0]
 
-    def move(self, seconds: float) -> None:
-        self._memory[:] = _SECONDS.pack(self.now + seconds)
+    @property
+    def tokens(self) -> float:
+        """Sum over all steps of the tokens that a running request received in the mean."""
+        return self._noted[1]
+
+    def move(self, seconds: float, tokens: float = 0.0) -> None:
+        now, before = self._noted
+        self._memory[:] = _NOTED.pack(now + seconds, before + tokens)
+
+    @property
+    def _noted(self) -> tuple[float, float]:
+        return _NOTED.unpack(self._memory[:])

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from sequoia_vllm.engine.common.step_messages import outcome_of
 from sequoia_vllm.engine.core import scheduling
-from tests.support.step_clock import MACHINE, VARIABLE, StepClock
+from tests.support.step_clock import MACHINES, VARIABLE, WHICH, StepClock
 
 
 class TimedScheduler(Scheduler):
@@ -20,6 +20,7 @@ class TimedScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._drafted = 0.0
         self._clock = StepClock(Path(os.environ[VARIABLE]))
+        self._machine = MACHINES[os.environ[WHICH]]
         scheduling.time = SimpleNamespace(perf_counter=lambda: self._clock.now)
         scheduling.outcome_of = lambda output: replace(outcome_of(output), drafted=self._drafted)
 
@@ -33,6 +34,15 @@ class TimedScheduler(Scheduler):
             contexts = [new.num_computed_tokens for new in scheduled.scheduled_new_reqs]
             contexts += scheduled.scheduled_cached_reqs.num_computed_tokens
             prompts, context = rows - requests - scored, sum(contexts)
-            self._clock.move(MACHINE.seconds(depth, drafts, requests, rows, prompts, context))
-            self._drafted = MACHINE.drafting(depth, drafts, requests, prompts)
+            took = self._machine.seconds(depth, drafts, requests, rows, prompts, context)
+            self._clock.move(took)
+            self._drafted = self._machine.drafting(depth, drafts, requests, prompts)
         return scheduled
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if running := len(scheduler_output.num_scheduled_tokens):
+            each = (one for output in outputs.values() for one in output.outputs)
+            received = sum(len(one.new_token_ids) for one in each)
+            self._clock.move(0.0, tokens=received / running)
+        return outputs

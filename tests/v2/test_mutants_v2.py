@@ -12,7 +12,7 @@ from tests.support.generating import TINY
 from tests.support.interpreted import call_on_v2
 from tests.support.mutating import assert_shown, mutants
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 REQUESTS = generating.random_prompts([9, 14]), generating.greedy_and_seeded(2, 12)
 V2 = mutants("v2")

@@ -60,9 +60,14 @@ class MasksOfNodes(StructuredOutputsWorker):
             grammar_bitmask = grammar_bitmask[masks]
         # The part of a batch that vLLM's code reads; here each request has one row of logits.
         ends = np.arange(len(logits) + 1, dtype=np.int32)
+        is_drafted = len(logits) > len(input_batch.req_ids)
         of_logits = SimpleNamespace(
             req_ids=range(len(logits)),  # the rows' numbers
-            cu_num_logits=torch.arange(len(ends), dtype=torch.int32, device=self.device),
+            cu_num_logits=(
+                torch.arange(len(ends), dtype=torch.int32, device=self.device)
+                if is_drafted
+                else input_batch.cu_num_logits  # the same numbers, without a launch
+            ),
             cu_num_logits_np=ends,
             num_draft_tokens_per_req=None,  # none, as without speculation
         )

@@ -1,0 +1,118 @@
+"""What a step without drafts costs beside plain vLLM's, on both runners, for each reason.
+
+The table says what a step of two requests launches more than plain vLLM's, by name, and how often
+it calls functions of our engine. A new launch or call fails here.
+"""
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
+from tests.support.engines import running, undrafted, whole_trees
+from tests.support.heads import EAGLE3
+from tests.support.interpreted import call_on_v2
+from tests.support.models import prompts
+from tests.support.step_costs import CALLS, decoding_step, surplus
+from tests.v2.launches import DRAFT
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+OPTIONS = {
+    "structured_outputs_config": {"backend": "outlines"},  # no tree follows its grammars
+    "reasoning_config": {"reasoning_start_str": "(", "reasoning_end_str": "return"},
+}
+PROCESSORS = {
+    "V1": "tests.engine.test_requests:EvenTokensOnly", "V2": "tests.v2.processors:NoTokenTwice"
+}  # fmt: skip
+# What requests say, by the reason for which they get no drafts.
+REASONS: dict[str, dict[str, Any]] = {
+    "asked": {"extra_args": {MOST_DRAFTS: 0}},
+    "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{40,}")},
+    "logprob_token_ids": {"logprob_token_ids": [300, 7, 512]},
+    "thinking_token_budget": {"thinking_token_budget": 60},
+}
+# On V1 one of plain vLLM's fills is a copy. On V2 vLLM stores the drafts that a step does not have.
+_V2 = {"fill_": 1, "index": 1, "index_put_": 1}
+# "decided": the engine drafts nothing at this load, as adaptation may decide. "of a head": it reads
+# each token, as requests that draft share its blocks of the prefix cache.
+SURPLUS: dict[str, dict[str, dict[str, int]]] = {
+    "V1": {
+        "asked": {"copy_": 1, CALLS: 57},
+        "structured_outputs": {"copy_": 1, CALLS: 58},
+        "logprob_token_ids": {"copy_": 1, CALLS: 57},
+        "thinking_token_budget": {"copy_": 1, CALLS: 58},
+        "decided": {"copy_": 1, CALLS: 55},
+        "custom_processors": {"copy_": 1, CALLS: 50},
+    },
+    "V2": {
+        "asked": {**_V2, CALLS: 62},
+        # vLLM brings the drafts of requests with grammars to the host, though there are none.
+        "structured_outputs": {**_V2, "_to_copy": 1, CALLS: 70},
+        "logprob_token_ids": {**_V2, CALLS: 62},
+        "thinking_token_budget": {**_V2, CALLS: 62},
+        "decided": {**_V2, CALLS: 62},
+        "custom_processors": {**_V2, CALLS: 56},
+        "asked, of a head": {
+            **_V2, "copy from the host": 1, "zero_": 1, "begin_drafting_kernel": 1,
+            "committed_inputs_kernel": 1, "gather_target_states_kernel": 1, DRAFT: 19,
+            "add": 3,  # of residuals, for the states that it reads
+            CALLS: 93,
+        },
+    },
+}  # fmt: skip
+
+
+def params_with(**keys: Any) -> list[SamplingParams]:
+    """A greedy and a seeded request's."""
+    common = {"max_tokens": 40, "ignore_eos": True, **keys}
+    return [
+        SamplingParams(temperature=0, **common), SamplingParams(temperature=0.8, seed=1, **common)
+    ]  # fmt: skip
+
+
+def steps_of(llm: Any, reasons: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    texts = prompts(2)
+    return {
+        reason: decoding_step(llm, texts, params_with(**keys)) for reason, keys in reasons.items()
+    }
+
+
+def count_steps(runner: str) -> dict[str, dict[str, int]]:
+    """The surplus of a step, for each reason."""
+    custom = {**OPTIONS, "logits_processors": [PROCESSORS[runner]]}
+    plain, ours = {}, {}
+    with running(None, **OPTIONS) as llm:
+        plain |= steps_of(llm, {**REASONS, "decided": {}})
+    with running(whole_trees(), **OPTIONS) as llm:
+        ours |= steps_of(llm, REASONS)
+        assert undrafted(llm) == dict.fromkeys(REASONS, 2.0)
+        llm.collective_rpc("sequoia_limit_drafts", args=(0,))
+        ours |= steps_of(llm, {"decided": {}})
+    for found, config in ((plain, None), (ours, whole_trees())):
+        with running(config, **custom) as llm:
+            found |= steps_of(llm, {"custom_processors": {}})
+    if runner == "V2":
+        with running(whole_trees(draft=EAGLE3), **OPTIONS) as llm:
+            ours["asked, of a head"] = steps_of(llm, {"asked": REASONS["asked"]})["asked"]
+        plain["asked, of a head"] = plain["asked"]
+    return {reason: surplus(step, plain[reason]) for reason, step in ours.items()}
+
+
+@pytest.mark.parametrize("runner", ["V1", pytest.param("V2", marks=pytest.mark.sharded)])
+def test_undrafted_steps_cost_no_more(runner, tmp_path):
+    """Fewer than the table has are right, too: then lower it."""
+    if runner == "V2":
+        found = call_on_v2(count_steps, tmp_path, gpu_attention=True, runner=runner)
+    else:
+        found = count_steps(runner)
+    assert found.keys() == SURPLUS[runner].keys()
+    more = {
+        (reason, name): count
+        for reason, counts in found.items()
+        for name, count in counts.items()
+        if count > SURPLUS[runner][reason].get(name, 0)
+    }
+    assert not more, found
