@@ -248,8 +248,7 @@ def results(found: BenchRuns, *, chain_is_wrong: bool) -> list[Result]:
         # By what the table and the demo's last sentence say.
         chains = [one for one in of_case if one.kind is Kind.CHAIN]
         best = max(chains, key=lambda one: one.speedup.median, default=None)
-        marked = best and best.model_copy(update={"best_chain": True})
-        summed += [marked if one is best else one for one in of_case]
+        summed += [one.model_copy(update={"best_chain": one is best}) for one in of_case]
     return summed
 
 

@@ -110,18 +110,19 @@ def known_draft(target: str, heads: bool | None = None) -> str | None:
         heads = any(kind.is_head for kind in kinds_here())
     usable = [pair for pair in pairs if heads or not pair[0].is_head]
     usable.sort(key=lambda pair: not pair[0].by_default)
-    names, preferred = [known.name_for(target) for _, known in usable], None
-    for (kind, _), name in zip(usable, names, strict=True):
+    named = [(kind, known.name_for(target)) for kind, known in usable]
+    found: str | None = named[0][1] if named else None
+    unread = []
+    for kind, name in named:
         # Engines pass over a head whose configuration is not at hand.
         with suppress(ConfigError):
             if not kind.is_head or read_config("draft", name):
+                found = name
                 break
-        preferred = preferred or (name if kind.by_default else None)
-    else:
-        name = names[0] if names else None
-    if preferred:
-        note(f"engines that can read {preferred} draft with it; here it cannot be read")
-    return name
+        unread += [name] if kind.by_default else []
+    if unread:
+        note(f"engines that can read {unread[0]} draft with it; here it cannot be read")
+    return found
 
 
 def own_layer(target: str) -> Drafter | None:

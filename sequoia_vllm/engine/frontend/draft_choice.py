@@ -72,10 +72,10 @@ def find_draft(
             problem = str(error)
     if asked is not None or has_model:
         raise ConfigError(problem)
-    if (own := own_layer()) is not None and own in kinds:
-        name = f"{own.name} of the target's own checkpoint"
+    if (layer := own_layer()) is not None and layer in kinds:
+        name = f"{layer.name} of the target's own checkpoint"
         logger.info("Sequoia: drafting with %s, as %s", name, problem)
-        return target, own
+        return target, layer
     fallback = next((kind for kind in kinds if not kind.has_weights), None)
     if fallback is None:
         raise ConfigError(problem)
