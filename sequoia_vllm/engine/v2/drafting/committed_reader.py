@@ -42,7 +42,7 @@ class CommittedReader:
     buffers: InputBuffers  # vLLM's, which it reads
     graphs: DraftGraphs | None = None  # of passes that read; None: there are none
     key_graphs: DraftGraphs | None = None
-    """The same, of one token of each request for its keys alone."""
+    """The same, for keys and values alone: of one token of each request, or of any number."""
 
     def readers(self, batch: InputBatch, reads: NDArray[np.bool_], num_trees: int) -> int:
         """How many of the first requests are read where the first ``num_trees`` get trees.
@@ -110,19 +110,26 @@ class CommittedReader:
 
     def only_read(self, batch: InputBatch, bounds: NDArray[np.int32]) -> None:
         """Reads these requests' tokens, and nothing grows. Arguments as in `read`."""
-        num_reqs = batch.num_reqs
-        if self.states is not None and bounds.max() <= 1 and self.drafter.images is None:
-            self._states_of(num_reqs, num_reqs)
-            if not (self.key_graphs and self.key_graphs.replay(num_reqs, 1)):
-                self.store_keys(num_reqs, max_keys(batch))
-        elif bounds.any():
+        num_reqs, states = batch.num_reqs, self.states
+        each, rows = (1, num_reqs) if bounds.max() <= 1 else (RAGGED, int(bounds.sum()))
+        graphs = self.key_graphs
+        fits = each or (graphs and each in graphs.tokens_for(num_reqs))
+        if states is not None and self.drafter.images is None and fits:
+            if rows <= len(states.gathered):
+                self._states_of(num_reqs, rows)
+                if graphs and graphs.replay(num_reqs, each, 0 if each else rows):
+                    return
+            if each:
+                self.store_keys(num_reqs, num_reqs, each, max_keys(batch))
+                return
+        if bounds.any():
             with patched(self.drafter, "only_keys", True):
                 self.read(batch, bounds, num_reqs)
 
-    def store_keys(self, num_reqs: int, most_keys: int) -> None:
-        """Reads one token of each request for its keys and values alone."""
+    def store_keys(self, num_reqs: int, rows: int, each: int, most_keys: int) -> None:
+        """Reads so many tokens of each request, or `RAGGED`, for keys and values alone."""
         with patched(self.drafter, "only_keys", True):
-            self.growth.read_committed(num_reqs, num_reqs, 1, most_keys)
+            self.growth.read_committed(num_reqs, rows, each or rows, most_keys)
 
     def _read_prompts(
         self, batch: InputBatch, bounds: NDArray[np.int32], states: Tensor | None
