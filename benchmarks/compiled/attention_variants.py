@@ -3,9 +3,14 @@
 from itertools import chain
 
 from benchmarks.compiled.variant import CAPABILITIES, Variant
-from sequoia_vllm.kernels import tree_attention
+from sequoia_vllm.kernels import split_plan, tree_attention
+from sequoia_vllm.kernels.split_plan import plan_splits_kernel
 from sequoia_vllm.kernels.tree_attention import Tile, choose_tile
-from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
+from sequoia_vllm.kernels.tree_attention_kernels import (
+    PLAN_COLUMNS,
+    merge_splits_kernel,
+    tree_attention_kernel,
+)
 
 
 def attention_variants() -> list[Variant]:
@@ -47,7 +52,7 @@ def attention_variants() -> list[Variant]:
             for rows in (16, 128)
         ),
     ]
-    return [*chain.from_iterable(shapes), *_merge_variants()]
+    return [*chain.from_iterable(shapes), *_merge_variants(), *_plan_variants()]
 
 
 def _shape(
@@ -57,7 +62,7 @@ def _shape(
 ) -> list[Variant]:  # fmt: skip
     """Layers and trees to compile tree attention for: a variant per tile that some device takes.
 
-    ``rows`` as in `choose_tile`.
+    ``rows`` as in `choose_tile`. Launches of many rows are also planned: as beside prompts.
     """
     quantized = cache == "fp8e4nv"
     tiles: dict[Tile, list[int]] = {}
@@ -78,11 +83,13 @@ def _shape(
         Variant(
             name=f"tree_attention {query} on {cache}, head {head_size}{wide}/{group}, block "
             f"{block_size}, {words} words: {tile.rows} x {tile.keys}"
-            + (" in 255" if tile.max_registers else "") + has,
+            + (" in 255" if tile.max_registers else "") + has + ", planned" * planned,
             kernel=tree_attention_kernel,
             signature=_signature(query, cache),
             constexprs={
-                **tree_attention._shared_constants(group, head_size, tile.keys, windowed),
+                **tree_attention._shared_constants(
+                    group, head_size, tile.keys, windowed, planned
+                ),
                 "BLOCK_SIZE": block_size, "WORDS": words, "QUANTIZED": quantized,
                 "SCALES_IN_MEMORY": True, "ROWS": tile.rows, "ONLY_NODES": only_nodes,
                 "SOFT_CAPPED": soft_capped, "HAS_SINKS": has_sinks, "EXTRA": extra,
@@ -93,21 +100,38 @@ def _shape(
             capabilities=tuple(capabilities),
         )
         for tile, capabilities in tiles.items()
+        for planned in (False, True)[: 1 + (rows == 128 or query == "fp32")]
     ]  # fmt: skip
 
 
 def _merge_variants() -> list[Variant]:
     return [
         Variant(
-            f"merge_splits head {size}{', window' if windowed else ''}",
+            f"merge_splits head {size}{', window' * windowed}{', planned' * planned}",
             merge_splits_kernel,
             _signature("bf16", "bf16"),
             {
-                **tree_attention._shared_constants(4, size, 64, windowed),
+                **tree_attention._shared_constants(4, size, 64, windowed, planned),
                 "SPLITS_AT_ONCE": tree_attention._SPLITS_AT_ONCE,
             },
         )
         for size, windowed in ((64, False), (128, True), (128, False), (256, False), (512, False))
+        for planned in (False, True)
+    ]
+
+
+def _plan_variants() -> list[Variant]:
+    constants = {
+        "GROUP": 4, "ROWS": 128, "KEYS": 64, "MIN_BLOCKS": 4, "AT_ONCE": split_plan._AT_ONCE,
+        "COLUMNS": PLAN_COLUMNS,
+    }  # fmt: skip
+    return [
+        Variant(
+            f"plan_splits of {requests} requests{', window' * windowed}",
+            plan_splits_kernel,
+            constexprs={**constants, "WINDOWED": windowed, "REQUESTS": requests},
+        )
+        for requests, windowed in ((64, False), (64, True), (2048, False))
     ]
 
 

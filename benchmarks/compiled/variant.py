@@ -29,7 +29,7 @@ _NAMES = {
         computed computed_before context_lens contexts counts cu_nodes cu_num_logits
         cu_rows decided_in decisions depths first_rows inner_index inner_rows input_ids
         modes modes_out node_table nodes num_nodes num_sampled num_words offsets output_counts
-        parents places prompt_bits
+        merged parents places plan programs prompt_bits
         prompt_lens query_start_loc read root_positions_out roots row_nodes row_slots scored
         seq_lens starts state_indices state_rows state_rows_out texts token_ids
         token_ids_out top_k total_lens visits words
@@ -41,11 +41,11 @@ _NAMES = {
     """,
     "fp32": "scale soft_cap",
     "i32": """
-        accepted_stride ahead ancestors_stride axis_stride bits_stride
+        accepted_stride ahead ancestors_stride at_once axis_stride bits_stride
         block_size branches children_stride columns context_lse_stride counts_stride depth
         first first_node has_statistics ids_stride layer_rows length longest mask_token
         max_children max_len max_nodes max_positions max_requests max_trees most_nodes
-        num_blocks num_invalid num_nodes_launched num_parts num_requests num_rows
+        num_blocks num_invalid num_nodes_launched num_parts num_programs num_requests num_rows
         num_state_rows num_states num_visits of_all offsets_stride path_columns row_tiles
         rows_per_tree sampled_stride scored_stride slot_rows splits state_offset
         stats_inner_stride stats_state_stride steps table_stride texts_stride told_columns

@@ -37,6 +37,9 @@ class NodeQueries:
     max_slots: int | None = None
     """Bound on the slots of a request. Nodes behind it have none, and no query sees them. None: all
     that have a block have a slot. The keys of the others are undefined."""
+    uneven: bool = False
+    """Whether requests share the rows in any way, as in graphs of steps that read prompts. Then the
+    device shares its programs among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +164,7 @@ class TreeGrowth:
             self._batch.starts[:num_reqs], num_rows, 0, most,
             path if most <= len(path) else longest, max_keys,
             self.combined_states(num_rows, target_states), first_rows=self._batch.first_rows,
+            uneven=len(path) < most and num_rows < num_reqs * most,
         )  # fmt: skip
 
     def keep_roots(self, states: DraftStates, num_reqs: int) -> None:
@@ -260,6 +264,7 @@ class TreeGrowth:
         recurrent_states: Tensor | None,
         mask: NodeMask | None = None,
         first_rows: Tensor | None = None,
+        uneven: bool = False,
     ) -> DraftStates:
         """The states of the rows that `_inputs` holds, ``width`` of each request.
 
@@ -277,6 +282,7 @@ class TreeGrowth:
             mask=mask,
             max_keys=min(max_keys + first + width, inputs.max_len),
             max_slots=inputs.max_len,
+            uneven=uneven,
             token_ids=inputs.token_ids[:rows],
             positions=inputs.positions[:rows],
             slots=inputs.slots[:, :rows],

@@ -21,7 +21,12 @@ import triton
 from torch import Tensor
 
 from sequoia_vllm.kernels.node_masks import NodeMask
-from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
+from sequoia_vllm.kernels.split_plan import SplitPlan
+from sequoia_vllm.kernels.tree_attention_kernels import (
+    PLAN_COLUMNS,
+    merge_splits_kernel,
+    tree_attention_kernel,
+)
 from sequoia_vllm.kernels.tree_shapes import rows_per_slot
 
 MAX_ROWS = 128
@@ -116,10 +121,14 @@ def choose_splits(units: int, tile: Tile, processors: int, max_positions: int) -
         units: Programs that there are without splits.
         max_positions: Bound on the positions of a request.
     """
-    # Eight warps take a processor's registers; of four, two programs are there at a
-    # time. Either way a processor has at most `MAX_ROWS` rows.
-    programs = processors * (1 if tile.num_warps == 8 else 2)
+    programs = _programs_at_once(tile, processors)
     return max(1, min(programs // units, -(-max_positions // MIN_POSITIONS_PER_SPLIT)))
+
+
+def _programs_at_once(tile: Tile, processors: int) -> int:
+    """Eight warps take a processor's registers; of four, two programs are there at a time. Either
+    way a processor has at most `MAX_ROWS` rows."""
+    return processors * (1 if tile.num_warps == 8 else 2)
 
 
 class TreeAttentionWorkspace:
@@ -188,10 +197,11 @@ def tree_attention(
             and values are in it already. Or values are the first channels of their keys, a view of
             them: all but `EXTRA_SIZES` (MLA).
         tree: A `drafting.growth.NodeQueries`, whose ``max_keys`` sets the number of splits: speed
-            and rounding. Also ``workspace``, on the same device and of no other stream, and
-            ``block_table``, int32 ``[R, max_blocks]``: position p of request r lies in block
-            ``block_table[r, p // block_size]``. Nobody sees positions past its columns: rows of
-            nodes there get numbers without meaning.
+            and rounding. Where it is ``uneven``, the device decides on them, once for all layers
+            that are alike: ``plans`` keeps that. Also ``workspace``, on the same device and of no
+            other stream, and ``block_table``, int32 ``[R, max_blocks]``: position p of request r
+            lies in block ``block_table[r, p // block_size]``. Nobody sees positions past its
+            columns: rows of nodes there get numbers without meaning.
         mask: The tree's. Blocks wholly before its window, at the root, are not read.
         scale: Softmax scale, positive.
         key_scale, value_scale: Factors of what an fp8 cache holds, positive: two floats, or two
@@ -249,21 +259,31 @@ def tree_attention(
     if mask.window is not None:
         window = min(mask.window, max_positions + nodes)  # in 32 bits
         most_read = min(most_read, window + nodes + tile.keys)
-    splits = 1
-    if context_lse is None:
-        busy = units
-        if tokens < requests * queries:  # few requests have so many rows
-            busy = min(units, -(-tokens * group // tile.rows) * key_heads)
-        splits = choose_splits(busy, tile, workspace.processors, most_read)
-        splits = max(1, min(splits, workspace.rows(head_size) // (units * tile.rows)))
-    partial_rows = splits * units * tile.rows if splits > 1 else 0
+    is_planned = tree.uneven and context_lse is None
+    shared = _shared_constants(group, head_size, tile.keys, mask.window is not None, is_planned)
+    plan, splits = None, 1
+    if is_planned:
+        tiles = min(requests * row_tiles, requests + tokens * group // tile.rows)
+        plan = _plan(tree, tile, tiles, key_heads, workspace.rows(head_size), window, shared)
+        at_once = len(plan.merged)
+        partial_rows = 2 * at_once * key_heads * tile.rows if at_once > 1 else 0
+        grid = len(plan.programs), key_heads, 1
+        merged_grid, padded_rows = (tile.rows, key_heads, at_once), tile.rows
+    else:
+        if context_lse is None:
+            splits = choose_splits(units, tile, workspace.processors, most_read)
+            splits = max(1, min(splits, workspace.rows(head_size) // (units * tile.rows)))
+        partial_rows = splits * units * tile.rows if splits > 1 else 0
+        grid = row_tiles * splits, key_heads, requests
+        merged_grid, padded_rows = (queries * group, key_heads, requests), row_tiles * tile.rows
     partial_output, partial_lse = workspace.partials(partial_rows, head_size)
-    shared = _shared_constants(group, head_size, tile.keys, mask.window is not None)
-    tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
+    none = tree.query_start_loc  # for what a launch does not read
+    tree_attention_kernel[grid](
         query, key_cache, value_cache, tree.block_table, tree.context_lens, tree.query_start_loc,
         tree.request_slots, mask.words, mask.depths, key_scale, value_scale, partial_output,
         partial_lse, output, partial_lse if context_lse is None else context_lse,
         query if sinks is None else sinks,
+        plan.requests if plan else none, plan.programs if plan else none,
         scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, tree.first,
         splits, row_tiles, max_positions,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
@@ -276,16 +296,37 @@ def tree_attention(
         HAS_SINKS=sinks is not None, EXTRA=key_size - head_size, **shared,
         num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
     )  # fmt: skip
-    if splits > 1:
-        merge_splits_kernel[(queries * group, key_heads, requests)](
+    if partial_rows:
+        merge_splits_kernel[merged_grid](
             partial_output, partial_lse, tree.context_lens, tree.query_start_loc, output,
-            window, tree.first, splits, row_tiles * tile.rows, output.stride(0), output.stride(1),
+            plan.requests if plan else none, plan.merged if plan else none,
+            window, tree.first, splits, padded_rows, output.stride(0), output.stride(1),
             SPLITS_AT_ONCE=_SPLITS_AT_ONCE, **shared, num_warps=4,
         )  # fmt: skip
 
 
+def _plan(
+    tree: Any,
+    tile: Tile,
+    tiles: int,
+    key_heads: int,
+    rows: int,
+    window: int,
+    constants: dict[str, int],
+) -> SplitPlan:
+    """The plan of layers of this shape, whose partial results have room for so many ``rows``."""
+    key = tile, key_heads, window, constants["GROUP"]
+    if key not in tree.plans:
+        at_once = _programs_at_once(tile, tree.workspace.processors) // key_heads
+        at_once = max(1, min(at_once, rows // (2 * key_heads * tile.rows)))
+        tree.plans[key] = SplitPlan.launch(tree, tile.rows, tiles, at_once, window, constants)
+    return tree.plans[key]
+
+
 @cache
-def _shared_constants(group: int, head_size: int, keys: int, windowed: bool) -> dict[str, int]:
+def _shared_constants(
+    group: int, head_size: int, keys: int, windowed: bool, planned: bool
+) -> dict[str, int]:
     """Constants that both kernels are compiled with."""
     return {
         "GROUP": group,
@@ -294,6 +335,8 @@ def _shared_constants(group: int, head_size: int, keys: int, windowed: bool) -> 
         "KEYS": keys,
         "MIN_BLOCKS": MIN_POSITIONS_PER_SPLIT // keys,
         "WINDOWED": windowed,
+        "PLANNED": planned,
+        "COLUMNS": PLAN_COLUMNS,
     }
 
 

@@ -23,6 +23,9 @@ import triton.language as tl
 
 from sequoia_vllm.kernels.tree_shapes import shape_row
 
+PLAN_COLUMNS = 4
+"""Numbers of a request in `split_plan.SplitPlan.requests`."""
+
 
 @triton.jit
 def _blocks_per_split(num_positions, splits, KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
@@ -31,7 +34,7 @@ def _blocks_per_split(num_positions, splits, KEYS: tl.constexpr, MIN_BLOCKS: tl.
 
 
 @triton.jit
-def _first_position(context, window, KEYS: tl.constexpr):
+def window_start(context, window, KEYS: tl.constexpr):
     """Where a request's blocks start: the one that holds the start of its root's window."""
     return tl.maximum(context - window + 1, 0) // KEYS * KEYS
 
@@ -147,13 +150,13 @@ def _attend_block(
     ],
     do_not_specialize_on_alignment=[
         "block_table", "context_lens", "query_start_loc", "slots", "ancestors", "depths",
-        "key_scale", "value_scale", "context_lse", "sinks",
+        "key_scale", "value_scale", "context_lse", "sinks", "plan", "programs",
     ],
 )  # fmt: skip
 def tree_attention_kernel(
     query, key_cache, value_cache, block_table, context_lens, query_start_loc, slots,
     ancestors, depths, key_scale, value_scale, partial_output, partial_lse, output, context_lse,
-    sinks,
+    sinks, plan, programs,
     scale, soft_cap, window, ahead, first_node, splits, row_tiles, max_positions,
     query_token_stride, query_head_stride,
     key_block_stride, key_slot_stride, key_head_stride,
@@ -165,6 +168,7 @@ def tree_attention_kernel(
     SCALES_IN_MEMORY: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr, ONLY_NODES: tl.constexpr, WINDOWED: tl.constexpr,
     SOFT_CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, EXTRA: tl.constexpr,
+    PLANNED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Attention of ``ROWS`` rows over one split, for one key head of one request.
 
@@ -179,19 +183,33 @@ def tree_attention_kernel(
     holds the attention over the context, and ``context_lse``, its natural log-sum-exp.
 
     With HAS_SINKS the softmax of the first split starts with the sinks' scores.
+
+    With PLANNED the grid is (programs, key heads): a `SplitPlan` says which request each takes.
+    Its partial results are those of the plan, ``[partials, Hkv, ROWS]``.
     """
-    tile = tl.program_id(0) % row_tiles
-    split = tl.program_id(0) // row_tiles
     key_head = tl.program_id(1)
     request = tl.program_id(2)
+    if PLANNED:
+        request = tl.load(programs + tl.program_id(0))
+        if request < 0:
+            return
     first_token = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - first_token
+    place = tl.program_id(0)
+    if PLANNED:
+        place -= tl.load(plan + request * COLUMNS + 1)
+        row_tiles = tl.cdiv(num_queries * GROUP, ROWS)
+    tile = place % row_tiles
+    split = place // row_tiles
     if tile * ROWS >= num_queries * GROUP:
         return
     context = tl.load(context_lens + request)
-    first_position = _first_position(context, window, KEYS) if WINDOWED else 0
+    first_position = window_start(context, window, KEYS) if WINDOWED else 0
     num_positions = context + first_node + num_queries - first_position
-    split_blocks = _blocks_per_split(num_positions, splits, KEYS, MIN_BLOCKS)
+    if PLANNED:
+        split_blocks = tl.load(plan + request * COLUMNS)
+    else:
+        split_blocks = _blocks_per_split(num_positions, splits, KEYS, MIN_BLOCKS)
     split_start = context if ONLY_NODES else first_position + split * split_blocks * KEYS
     if split_start >= first_position + num_positions:
         return
@@ -287,13 +305,23 @@ def tree_attention_kernel(
     if QUANTIZED:
         accumulator *= tl.load(value_scale) if SCALES_IN_MEMORY else value_scale
     written = row_exists[:, None] & is_channel[None, :]
-    if split_blocks * KEYS >= num_positions:
+    if PLANNED:  # loaded here only: registers are few
+        first_partial = tl.load(plan + request * COLUMNS + 2)
+        is_whole = first_partial < 0
+    else:
+        is_whole = split_blocks * KEYS >= num_positions
+    if is_whole:
         output_rows = output + token * output_token_stride + head * output_head_stride
         result = accumulator.to(output.dtype.element_ty)
         tl.store(output_rows[:, None] + channel[None, :], result, mask=written)
     else:
-        unit = (split * tl.num_programs(2) + request) * tl.num_programs(1) + key_head
-        partial_row = unit.to(tl.int64) * row_tiles * ROWS + row
+        if PLANNED:
+            place = tl.program_id(0) - tl.load(plan + request * COLUMNS + 1)
+            unit = (first_partial + place) * tl.num_programs(1) + key_head
+            partial_row = unit.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        else:
+            unit = (split * tl.num_programs(2) + request) * tl.num_programs(1) + key_head
+            partial_row = unit.to(tl.int64) * row_tiles * ROWS + row
         partial_rows = partial_output + partial_row * HEAD_SIZE
         tl.store(partial_rows[:, None] + channel[None, :], accumulator, mask=written)
         lse = tl.where(saw_nothing, float("-inf"), maximum + tl.log2(total))
@@ -302,40 +330,57 @@ def tree_attention_kernel(
 
 @triton.jit(
     do_not_specialize=["first_node", "splits", "window"],
-    do_not_specialize_on_alignment=["context_lens", "query_start_loc"],
+    do_not_specialize_on_alignment=["context_lens", "query_start_loc", "plan", "merged"],
 )
 def merge_splits_kernel(
-    partial_output, partial_lse, context_lens, query_start_loc, output,
+    partial_output, partial_lse, context_lens, query_start_loc, output, plan, merged,
     window, first_node, splits, padded_rows, output_token_stride, output_head_stride,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr,
     KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WINDOWED: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr, PLANNED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Joins the live splits of one row. Grid: (rows of the largest request, key heads, requests).
 
     A row per program: all of its splits are in flight together.
+
+    With PLANNED the grid is (rows of a tile, key heads, tiles that a `SplitPlan` has merged), and
+    ``padded_rows`` are a tile's.
     """
     row = tl.program_id(0)
     key_head = tl.program_id(1)
     request = tl.program_id(2)
+    tile = 0
+    if PLANNED:
+        request = tl.load(merged + tl.program_id(2))
+        if request < 0:
+            return
+        tile = tl.program_id(2) - tl.load(plan + request * COLUMNS + 3)
+        row += tile * padded_rows
     first_token = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - first_token
     node = row // GROUP
     if node >= num_queries:
         return
     context = tl.load(context_lens + request)
-    first_position = _first_position(context, window, KEYS) if WINDOWED else 0
+    first_position = window_start(context, window, KEYS) if WINDOWED else 0
     num_positions = context + first_node + num_queries - first_position
-    split_blocks = _blocks_per_split(num_positions, splits, KEYS, MIN_BLOCKS)
+    if PLANNED:
+        split_blocks = tl.load(plan + request * COLUMNS)
+    else:
+        split_blocks = _blocks_per_split(num_positions, splits, KEYS, MIN_BLOCKS)
     live = tl.cdiv(num_positions, split_blocks * KEYS)
     if live <= 1:  # written already
         return
 
     channel = tl.arange(0, PADDED_HEAD_SIZE)
     is_channel = channel < HEAD_SIZE
-    unit = request * tl.num_programs(1) + key_head
-    first_row = unit.to(tl.int64) * padded_rows + row
-    rows_per_split = (tl.num_programs(2) * tl.num_programs(1)).to(tl.int64) * padded_rows
+    unit, units = request, tl.num_programs(2)
+    if PLANNED:
+        unit = tl.load(plan + request * COLUMNS + 2) + tile
+        units = tl.cdiv(num_queries * GROUP, padded_rows)
+    unit = unit * tl.num_programs(1) + key_head
+    first_row = unit.to(tl.int64) * padded_rows + row - tile * padded_rows
+    rows_per_split = (units * tl.num_programs(1)).to(tl.int64) * padded_rows
     accumulator = tl.zeros([PADDED_HEAD_SIZE], dtype=tl.float32)
     maximum = float("-inf")
     total = 0.0

@@ -7,7 +7,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.support.calling import called_once
-from tests.support.engines import leave_nan, scheduler_of, sequoia
+from tests.support.engines import leave_nan, noting, runner_of, scheduler_of, sequoia
 from tests.support.generating import counted, joined
 from tests.support.heads import DFLASH, EAGLE3
 from tests.support.interpreted import call_on_gpu
@@ -52,7 +52,8 @@ def start_and_generate(head: str) -> dict[str, Any]:
 def pause(llm: Any, texts: list[Any]) -> dict[str, Any]:
     """Trees at first and at last, and none between; graphs of the draft's replayed in each step.
 
-    The last request comes within the pause.
+    And tokens per request (0: any) of graphs of keys alone. The last request comes within the
+    pause.
     """
     from gpu_stand_in import graphs
 
@@ -63,10 +64,15 @@ def pause(llm: Any, texts: list[Any]) -> dict[str, Any]:
         lookup[:] = [0] * len(drafts) if step in PAUSE else drafts
         replayed.append(graphs.replayed["DraftGraphs"])
 
-    with counting_eager() as eager:
+    reader = runner_of(llm).speculator._reader
+    key_reads = noting(
+        reader.key_graphs, "run_fullgraph", lambda shape: shape.uniform_token_count or 0
+    )
+    with counting_eager() as eager, key_reads as keys:
         tokens = joined(llm, texts, [greedy(20)] * len(texts), before_step=before_step)
-    replays = np.diff(replayed).tolist()
-    return {"tokens": tokens, "replays": replays, "counts": counted(llm), **eager}
+    replays, layers = np.diff(replayed).tolist(), len(reader.drafter.cache.groups)
+    found = {"tokens": tokens, "replays": replays, "counts": counted(llm)}
+    return {**found, "keys": keys, "layers": layers, **eager}
 
 
 # Graphs of DFlash: `tests/v2/test_sampled_trees_v2.py` replays them in every run.
@@ -91,6 +97,9 @@ def test_heads_read_from_a_graph_where_nothing_is_drafted(answers):
     assert found["replays"][:9] == [2, 2, 2, 1, 1, 1, 1, 2, 2]
     assert found["eager reads"] == []
     assert found["counts"]["accepted_tokens"] > 5
+    if found["layers"] == 1:  # its pass ends once keys and values are written
+        assert len(found["keys"]) == len(PAUSE)
+        assert found["keys"].count(0) >= 2
 
 
 def test_nothing_of_ours_is_lost_in_sleep_without_weights(answers):

@@ -96,6 +96,7 @@ def test_trees_are_attended_to(monkeypatch, without_waits):
     batch = attending.Batch([20, 3], [5, 2], heads=(2, 1))
     monkeypatch.setattr(attending, "tree_attention", without_waits(attending.tree_attention))
     batch.run()
+    batch.run(processors=16, uneven=True)
 
 
 def test_paths_are_moved(without_waits):

@@ -49,7 +49,9 @@ def run(batch, tree, rows, has_tree, window=None, **options):
     batch.table = torch.cat([table[requests], table[:1].expand(empty, -1)])
     slots = [TREE if has_tree[request] else CHAIN for request in requests]
     batch.slots = torch.tensor([*slots, *[CHAIN] * empty])
-    output = batch.run(ancestors=masks, window=window, max_queries=masks.shape[-1], **options)
+    output = batch.run(
+        ancestors=masks, window=window, max_queries=masks.shape[-1], uneven=True, **options
+    )
     batch.contexts, batch.starts, batch.table, batch.slots = whole
     return output
 
@@ -90,15 +92,14 @@ def test_trees_of_more_nodes_than_a_segment_has_at_least():
     check(batch, *cut)
 
 
-def test_contexts_are_split_by_the_rows_that_there_are():
-    """Not by the rows that each request could have: few requests have so many."""
-    requests = [(700, 2, True), *[(0, 1, False)] * 12]
-    with counted_launches() as launches:
-        check(*mixed_batch(requests, heads=(1, 1)), processors=8)
-    names = {name for _, _, name in launches.counts if name.endswith("_kernel")}
-    assert names == {"tree_attention_kernel", "merge_splits_kernel"}
-    # Of the workspace each takes as many rows as it could have: here splits must fit it.
-    check(*mixed_batch(requests, heads=(1, 1)), processors=4)
+def test_one_long_context_among_many_has_the_programs_of_the_launch():
+    """Not its share by the number of requests; only its splits are merged."""
+    requests = [(2100, 2, True), *[(0, 1, False)] * 12]
+    for processors in (8, 64):
+        with counted_launches() as launches:
+            check(*mixed_batch(requests, heads=(1, 1)), processors=processors)
+        names = {name for _, _, name in launches.counts if name.endswith("_kernel")}
+        assert names == {"plan_splits_kernel", "tree_attention_kernel", "merge_splits_kernel"}
 
 
 def test_missing_nodes_of_a_small_tree_see_only_themselves():

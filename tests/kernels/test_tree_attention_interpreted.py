@@ -149,8 +149,8 @@ def in_turn(values, others):
     return list(zip(values, itertools.cycle(others), strict=False))
 
 
-@pytest.mark.parametrize("processors", [1, 110])
-def test_trees_of_all_sizes_in_one_batch(processors):
+@pytest.mark.parametrize(("uneven", "processors"), chessboard([False, True], [1, 110]))
+def test_trees_of_all_sizes_in_one_batch(processors, uneven):
     """Requests without rows, and rows without requests, are left alone."""
     contexts, sizes = [0, 31, 32, 600, 64, 1, 0], [1, 0, 40, 33, 1, 5, 0]
     batch = Batch(contexts, sizes)
@@ -158,9 +158,14 @@ def test_trees_of_all_sizes_in_one_batch(processors):
     batch.contexts[1] = 2**30
     batch.table[1] = 2**30
     assert splits_of(batch, processors) == (1 if processors == 1 else 3)
-    output = batch.run(processors)
+    output = batch.run(processors, uneven=uneven)
     assert_close(output, batch.expected())
     assert (output[-3:] == UNTOUCHED).all()
+
+
+def test_latents_of_uneven_requests():
+    batch = Batch([700, 31, 0], [9, 2, 1], heads=(3, 1), head_size=256, extra=64)
+    assert_close(batch.run(32, uneven=True), batch.expected())
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ class Batch:
     def attending(
         self, processors: int | None = None, ancestors: Tensor | None = None,
         window: int | None = None, max_queries: int = 1 << 20, max_slots: int | None = None,
-        max_keys: int = 1 << 40, output: Tensor | None = None, **arguments: Any,
+        max_keys: int = 1 << 40, uneven: bool = False, output: Tensor | None = None,
+        **arguments: Any,
     ) -> partial[None]:  # fmt: skip
         """`tree_attention` of a layer's keys and values, which it is called with.
 
@@ -115,7 +116,7 @@ class Batch:
         tree = SimpleNamespace(
             request_slots=self.slots, context_lens=self.contexts, query_start_loc=self.starts,
             first=self.first_node, width=max_queries, max_keys=max_keys, max_slots=max_slots,
-            block_table=self.table, workspace=workspace,
+            block_table=self.table, workspace=workspace, uneven=uneven, plans={},
         )  # fmt: skip
         scales = {"scale": self.scale, "key_scale": 1.0, "value_scale": 1.0}
         return partial(

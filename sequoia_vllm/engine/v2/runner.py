@@ -198,7 +198,7 @@ class TreeRunner(GPUModelRunner):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Replaces the model state's `prepare_attn`: adds the trees to its metadata."""
-        metadata = self._plain_prepare_attn(
+        metadata = self._layers_metadata(
             input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs
         )
         if for_capture:
@@ -211,6 +211,11 @@ class TreeRunner(GPUModelRunner):
             trees = self._scoring.trees_of(input_batch)
         self._trees, self._metadata = trees, metadata
         self._attach(metadata, input_batch, cudagraph_mode, for_capture)
+        return metadata
+
+    def _layers_metadata(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """vLLM's metadata of all layers; arguments as of `_attention_metadata`."""
+        metadata: dict[str, Any] = self._plain_prepare_attn(*args, **kwargs)
         return metadata
 
     def _attach(self, metadata: dict[str, Any], *_step: Any) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,10 @@ from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
 from sequoia_vllm.engine.v2.runner import TreeRunner
 from sequoia_vllm.hardware.graph_sizes import ContextRule
 
-# A mixed step runs in a full graph up to these limits. Beyond, attention takes longer than the
-# launches that a graph saves. Our kernel reads prompts more slowly than FlashAttention: rows of
-# prompts times the tokens that they see. And a graph splits contexts for a full step: the longest.
-_MOST_READ, _LONGEST = 512 * 2048, 8192
+# A mixed step runs in a full graph up to so many rows of prompts times the tokens that they see.
+# Beyond, attention takes longer than the launches that a graph saves: our kernel reads prompts more
+# slowly than FlashAttention.
+_MOST_READ = 512 * 4096
 
 
 class SequoiaGPUModelRunner(TreeRunner):
@@ -80,7 +81,7 @@ class SequoiaGPUModelRunner(TreeRunner):
         """Calls vLLM's, and tells the manager of graphs what contexts the step has."""
         state, uniform = super().gather_batch_req_state(scheduler_output, dummy_run)
         if (graphs := self.cudagraph_manager) is not None:
-            graphs.may_be_mixed = state is not None and self._is_short(state)
+            graphs.may_be_mixed = state is not None and self._reads_little(state)
             graphs.is_long = state is not None and self._is_long(state)
         return state, uniform
 
@@ -92,12 +93,29 @@ class SequoiaGPUModelRunner(TreeRunner):
         contexts = self.req_states.num_computed_tokens_np[state.idx_mapping_np]
         return self._rule.holds(rows.astype(np.int64), contexts.astype(np.int64))
 
-    def _is_short(self, state: Any) -> bool:
-        """Whether a step's requests and prompts are short enough for a graph of a mixed step."""
+    def _reads_little(self, state: Any) -> bool:
+        """Whether a step's prompts are short enough for a graph of a mixed step."""
         rows, drafts = state.num_scheduled_tokens, state.num_draft_tokens_np
         ends = self.req_states.num_computed_tokens_np[state.idx_mapping_np].astype(int) + rows
         reads = rows > 1 if drafts is None else (rows > 1) & (drafts == 0)
-        return bool((rows * ends)[reads].sum() <= _MOST_READ and ends.max() <= _LONGEST)
+        return bool((rows * ends)[reads].sum() <= _MOST_READ)
+
+    def _layers_metadata(
+        self, batch: InputBatch, mode: CUDAGraphMode, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """See `TreeRunner._layers_metadata`. In the graph of a mixed step block tables alone."""
+        if kwargs.get("for_capture") or not self._is_mixed(mode):
+            return super()._layers_metadata(batch, mode, *args, **kwargs)
+        tables, _, groups, *_ = args
+        metadata: dict[str, Any] = {}
+        for table, alike in zip(tables, groups, strict=True):
+            for group in alike:
+                metadata |= dict.fromkeys(group.layer_names, SimpleNamespace(block_table=table))
+        return metadata
+
+    def _is_mixed(self, mode: CUDAGraphMode) -> bool:
+        graphs = self.cudagraph_manager
+        return graphs is not None and graphs.is_mixed and mode == CUDAGraphMode.FULL
 
     def _attach(
         self, metadata: dict[str, Any], batch: InputBatch, mode: CUDAGraphMode, for_capture: bool
@@ -110,7 +128,7 @@ class SequoiaGPUModelRunner(TreeRunner):
             super()._attach(metadata, batch, mode, for_capture)
         elif for_capture and (batch.max_query_len or 0) * batch.num_reqs > batch.num_tokens:
             steps.prepare_capture(batch, metadata, layers, self.max_model_len)
-        elif graphs.is_mixed and mode == CUDAGraphMode.FULL:
+        elif self._is_mixed(mode):
             steps.place(batch, metadata, layers)
         else:
             super()._attach(metadata, batch, mode, for_capture)

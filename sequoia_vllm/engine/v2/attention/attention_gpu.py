@@ -6,7 +6,7 @@ kernel, which reads the same KV cache. No row goes through both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,7 @@ from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
 from sequoia_vllm.engine.v2.attention.scoring import OtherRows, ScoringTreesV2
 from sequoia_vllm.kernels.node_masks import NodeMask, NodeMasks
+from sequoia_vllm.kernels.split_plan import SplitPlan
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 
 
@@ -80,6 +81,8 @@ class GPUTreeQueries(NodeQueries):
     others: OtherRows | None = None  # the batch's other rows; None: it has none
     flash_max_context: int | None = None
     """Longest context, if FlashAttention reads the contexts; None: our kernel reads them."""
+    plans: dict[Any, SplitPlan] = field(default_factory=dict)
+    """The device's own, of layers of each shape, where requests are uneven."""
 
     @property
     def only_trees(self) -> bool:

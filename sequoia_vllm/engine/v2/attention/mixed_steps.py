@@ -49,11 +49,11 @@ class MixedSteps:
         self._chain, self._width = len(self._ancestors) - 1, self._ancestors.shape[-1]
         most = most_segments(max_num_reqs, MIXED_TOKENS, self._width)
         device = tables.ancestors.device
-        # Requests and masks' slots; the first rows, then the end.
-        self._requests, self._slots = self._segments = torch.zeros(
-            2, most, dtype=torch.int64, device=device
-        )
-        self._starts = torch.zeros(most + 1, dtype=torch.int32, device=device)
+        # Of each segment its request and its mask's slot; then, in 32 bits, the first rows and the
+        # end. One copy brings all of it.
+        self._placed = torch.zeros(2 * most + most // 2 + 1, dtype=torch.int64, device=device)
+        self._requests, self._slots = self._placed[: 2 * most].view(2, most)
+        self._starts = self._placed[2 * most :].view(torch.int32)[: most + 1]
         self._context_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._tables: list[Tensor] = []
 
@@ -74,6 +74,7 @@ class MixedSteps:
             ancestors=self._ancestors,
             mask=self._mask,
             max_keys=max_keys,
+            uneven=True,
         )
         for group, table in zip(groups, self._tables, strict=True):
             group.tree = self._backend.queries(nodes, table[:segments])
@@ -84,13 +85,13 @@ class MixedSteps:
         has_tree = np.zeros(batch.num_reqs, dtype=bool) if drafts is None else drafts > 0
         requests, starts = cut_rows(batch.num_scheduled_tokens, has_tree, self._width)
         live = len(requests)
-        segments = np.zeros(self._segments.shape, dtype=np.int64)
+        most, placed = len(self._slots), np.zeros(len(self._placed), dtype=np.int64)
         trees = TREE if self._mask is None else batch.idx_mapping_np
-        segments[:, :live] = requests, np.where(has_tree, trees, self._chain)[requests]
-        ends = np.full(len(self._starts), batch.num_tokens, dtype=np.int32)
-        ends[:live] = starts
-        async_tensor_h2d(segments, out=self._segments)
-        async_tensor_h2d(ends, out=self._starts)
+        placed[:live] = requests
+        placed[most : most + live] = np.where(has_tree, trees, self._chain)[requests]
+        rows = placed[2 * most :].view(np.int32)
+        rows[:live], rows[live:] = starts, batch.num_tokens
+        async_tensor_h2d(placed, out=self._placed)
         # The first row's position: depth moves no root, and no row of a chain.
         first = torch.index_select(batch.positions, 0, self._starts[:live])
         self._context_lens[:live] = first

@@ -20,8 +20,9 @@ from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress
 from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, TreeDrafter
 from sequoia_vllm.engine.v2.drafting.target_states import TargetStates
 
-# Ragged graphs hardly split contexts, as they have programs for any number of rows per request.
-_LONGEST_UNSPLIT = 16384
+# Most rows of prompts, times the tokens that they see, that a ragged graph reads. Beyond, attention
+# takes longer than the launches that it saves: our kernel reads prompts more slowly than vLLM's.
+_MOST_READ = 512 * 16384
 
 
 @dataclass
@@ -41,7 +42,7 @@ class CommittedReader:
     buffers: InputBuffers  # vLLM's, which it reads
     graphs: DraftGraphs | None = None  # of passes that read; None: there are none
     key_graphs: DraftGraphs | None = None
-    """The same, of one token of each request for its keys alone."""
+    """The same, for keys and values alone: of one token of each request, or of any number."""
 
     def readers(self, batch: InputBatch, reads: NDArray[np.bool_], num_trees: int) -> int:
         """How many of the first requests are read where the first ``num_trees`` get trees.
@@ -63,13 +64,13 @@ class CommittedReader:
             Bound on the rows of all.
         """
         rows, most = max(int(bounds.sum()), 1), max(int(bounds.max()), 1)
-        keys, states = max_keys(batch), self._states_of(num_reqs, rows)
-        if self._replay(num_reqs, rows, most, keys):
+        path, states = self.drafter.tree.depth + 1, self._states_of(num_reqs, rows)
+        prompts, lengths = np.where(bounds > path, bounds, 0), lengths_of(batch)
+        if self._replay(num_reqs, rows, most, int(prompts @ lengths.astype(np.int64))):
             return rows
-        path = self.drafter.tree.depth + 1
         if most <= path or isinstance(self.drafter, BlockModel):  # such a head attends to nothing
             # Always as if a path: for other numbers another kernel might have to be compiled.
-            read = self.growth.read_committed(num_reqs, rows, path, keys, states)
+            read = self.growth.read_committed(num_reqs, rows, path, max_keys(batch), states)
         else:
             read = self._read_prompts(batch, bounds, states)
         if not self.drafter.only_keys:
@@ -86,12 +87,15 @@ class CommittedReader:
             return None
         return self.states.gather(self.batch.first_rows[: num_reqs + 1], rows)
 
-    def _replay(self, num_reqs: int, rows: int, most: int, keys: int) -> bool:
-        """Replays a graph with as many rows for each request, or with any; False: none fits."""
+    def _replay(self, num_reqs: int, rows: int, most: int, seen: int) -> bool:
+        """Replays a graph with as many rows for each request, or with any; False: none fits.
+
+        ``seen``: rows of prompts times the tokens that they see.
+        """
         if self.graphs is None or self.drafter.images is not None:
             return False
         each = next((n for n in self.graphs.tokens_for(num_reqs) if n >= most), RAGGED)
-        if each == RAGGED and keys > _LONGEST_UNSPLIT:
+        if each == RAGGED and seen > _MOST_READ:
             return False
         return self.graphs.replay(num_reqs, each, 0 if each else rows)
 
@@ -106,19 +110,26 @@ class CommittedReader:
 
     def only_read(self, batch: InputBatch, bounds: NDArray[np.int32]) -> None:
         """Reads these requests' tokens, and nothing grows. Arguments as in `read`."""
-        num_reqs = batch.num_reqs
-        if self.states is not None and bounds.max() <= 1 and self.drafter.images is None:
-            self._states_of(num_reqs, num_reqs)
-            if not (self.key_graphs and self.key_graphs.replay(num_reqs, 1)):
-                self.store_keys(num_reqs, max_keys(batch))
-        elif bounds.any():
+        num_reqs, states = batch.num_reqs, self.states
+        each, rows = (1, num_reqs) if bounds.max() <= 1 else (RAGGED, int(bounds.sum()))
+        graphs = self.key_graphs
+        fits = each or (graphs and each in graphs.tokens_for(num_reqs))
+        if states is not None and self.drafter.images is None and fits:
+            if rows <= len(states.gathered):
+                self._states_of(num_reqs, rows)
+                if graphs and graphs.replay(num_reqs, each, 0 if each else rows):
+                    return
+            if each:
+                self.store_keys(num_reqs, num_reqs, each, max_keys(batch))
+                return
+        if bounds.any():
             with patched(self.drafter, "only_keys", True):
                 self.read(batch, bounds, num_reqs)
 
-    def store_keys(self, num_reqs: int, most_keys: int) -> None:
-        """Reads one token of each request for its keys and values alone."""
+    def store_keys(self, num_reqs: int, rows: int, each: int, most_keys: int) -> None:
+        """Reads so many tokens of each request, or `RAGGED`, for keys and values alone."""
         with patched(self.drafter, "only_keys", True):
-            self.growth.read_committed(num_reqs, num_reqs, 1, most_keys)
+            self.growth.read_committed(num_reqs, rows, each or rows, most_keys)
 
     def _read_prompts(
         self, batch: InputBatch, bounds: NDArray[np.int32], states: Tensor | None
@@ -156,6 +167,12 @@ class CommittedReader:
         )
 
 
+def lengths_of(batch: InputBatch) -> NDArray[np.int32]:
+    """Upper bounds of the committed tokens of this batch's requests, int32 ``[R]``."""
+    lengths: NDArray[np.int32] = batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs]
+    return lengths
+
+
 def max_keys(batch: InputBatch) -> int:
     """Upper bound of the committed tokens of any request of this batch."""
-    return int(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].max()) + 1
+    return int(lengths_of(batch).max()) + 1

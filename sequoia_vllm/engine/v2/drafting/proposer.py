@@ -178,10 +178,13 @@ class TreeProposerV2(DraftModelSpeculator):
                 lambda requests, drafts, _: growth.grow(requests, levels[drafts], longest),
                 "Capturing growth of dynamic trees", {n: growth_sizes[n] for n in levels},
             )  # fmt: skip
-        if self.drafter.reads_states:  # one token of each request, where nothing is drafted
+        if self.drafter.reads_states:  # where nothing is drafted
+            # Passes of several layers do not end early: prompts then have the graphs above.
+            ends_early = len(self.drafter.cache.groups) == 1
             self._reader.key_graphs = graphs_of(
-                lambda requests, *_: self._reader.store_keys(requests, longest),
+                lambda requests, each, rows: self._reader.store_keys(requests, rows, each, longest),
                 "Capturing what the draft reads for later", {1: powers_of_two(self.max_num_reqs)},
+                self.plan.ragged_sizes(self.max_num_reqs) if ends_early else (),
             )  # fmt: skip
 
     def capture(self) -> None:
