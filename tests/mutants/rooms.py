@@ -37,7 +37,7 @@ ROOMS = (
     ),
     Room("tree", "tree", "optimize tree_bad_input tree_tables"),
     Room("eligibility", "engine/core/eligibility.py", "eligibility"),
-    Room("config", "config.py", "config abuse"),
+    Room("config", "config.py", "config"),
     Room("drafting", "drafting/draft_plan.py drafting/tree_tables.py", "draft_plan tree_tables"),
     Room(
         "growth",

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from functools import _lru_cache_wrapper
 from importlib import import_module
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import coverage
 import pytest
+from hypothesis import is_hypothesis_test, settings
 
 from tests.mutants.making import Mutant, listed
 from tests.mutants.rooms import ROOMS, ROOT, Room
@@ -32,8 +34,9 @@ SELECTED = "not engine and not slow and not upstream"
 # the processor's: the machine may be busy.
 TIMES_LONGER, SECONDS_LONGER, MORE_MEMORY = 5, 5, 4 << 30
 LONGEST_WAIT = 900  # by the clock
+MOST_EXAMPLES = 40  # of a property: nearly all mistakes show in the first ones
 
-KILLED, SURVIVED, FAILS = 1, 0, 3
+KILLED, SURVIVED, FAILS, BROKEN = 1, 0, 3, 4  # exit codes
 
 
 class Reach(NamedTuple):
@@ -54,6 +57,19 @@ class Trying:
         self._mutants = mutants[part % parts :: parts]
         self._folder = Path(tempfile.mkdtemp(prefix="sequoia-mutants-"))
         self._failed: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Fewer examples of properties, and the same ones for each mutant."""
+        for item in items:
+            test = getattr(item.obj, "__func__", item.obj)
+            if is_hypothesis_test(test):
+                own = test._hypothesis_internal_use_settings or settings.default
+                test._hypothesis_internal_use_settings = settings(
+                    own,
+                    max_examples=min(own.max_examples, MOST_EXAMPLES),
+                    derandomize=True,
+                    database=None,
+                )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notes what fails."""
@@ -85,9 +101,11 @@ class Trying:
     def _note(self, out: Any, running: dict[int, Mutant]) -> None:
         pid, status = os.waitpid(-1, 0)
         mutant = running.pop(pid)
-        survived = os.waitstatus_to_exitcode(status) == SURVIVED
+        code = os.waitstatus_to_exitcode(status)
+        if code == BROKEN:
+            pytest.exit(f"could not try {mutant.function} {mutant.change()}", BROKEN)
         file = mutant.file.relative_to(ROOT / "sequoia_vllm").as_posix()
-        found = {"file": file, "function": mutant.function, "survived": survived}
+        found = {"file": file, "function": mutant.function, "survived": code == SURVIVED}
         out.write(json.dumps({**found, "change": mutant.change()}) + "\n")
         out.flush()
 
@@ -99,14 +117,20 @@ class Trying:
         tests = {i for line in mutant.lines for i in reach.tests.get((str(mutant.file), line), ())}
         if pid := os.fork():
             return pid
-        self._begin_child()
-        chosen = sorted(tests, key=reach.seconds.__getitem__)
-        most = SECONDS_LONGER + TIMES_LONGER * sum(reach.seconds[i] for i in chosen)
-        signal.setitimer(signal.ITIMER_PROF, most)
-        signal.alarm(LONGEST_WAIT)
-        for function in functions[code.co_qualname, code.co_firstlineno]:
-            function.__code__ = code
-        os._exit(self._run([items[i] for i in chosen]))
+        try:
+            self._begin_child()
+            chosen = sorted(tests, key=reach.seconds.__getitem__)
+            most = SECONDS_LONGER + TIMES_LONGER * sum(reach.seconds[i] for i in chosen)
+            signal.setitimer(signal.ITIMER_PROF, most)
+            signal.alarm(LONGEST_WAIT)
+            for function in functions[code.co_qualname, code.co_firstlineno]:
+                function.__code__ = code
+            os._exit(self._run([items[i] for i in chosen]))
+        except (KeyboardInterrupt, SystemExit, MemoryError, pytest.exit.Exception):
+            os._exit(KILLED)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(BROKEN)
 
     def _begin_child(self) -> None:
         own = self._folder / str(os.getpid())
@@ -119,7 +143,7 @@ class Trying:
             signal.signal(number, signal.SIG_DFL)
 
     def _run(self, items: list[Any]) -> int:
-        for item, following in zip(items, [*items[1:], None], strict=True):
+        for item, following in zip(items, [*items[1:], None], strict=False):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self._failed:
                 return KILLED
@@ -205,7 +229,7 @@ def main() -> int:
     os.chdir(ROOT)
     plugin = Trying(room, int(part), int(parts), int(jobs), float(end), Path(out))
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:timeout", "-p", "no:xdist", "-m", SELECTED]
-    return pytest.main([*options, "--hypothesis-seed=0", *room.test_files], plugins=[plugin])
+    return pytest.main([*options, *room.test_files], plugins=[plugin])
 
 
 if __name__ == "__main__":
