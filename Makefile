@@ -19,7 +19,8 @@ VERSION ?= 0.33.0
 # processes. Only what is imported is compiled (pip would do it for all of torch and vLLM).
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-shard chat-model test-fast lint contract compiled rehearse clean
+.PHONY: setup demo test test-shard chat-model test-fast lint contract compiled rehearse mutants \
+  clean
 
 setup: $(VENV)/.ready
 
@@ -76,6 +77,10 @@ compiled: setup
 rehearse: setup
 	$(BIN)/python -m tests.gpu_rehearsal.other_versions $(CONTRACT_DIR) $(VERSION) \
 	  -m '' -n 2 --dist loadfile
+
+# Hours; a sample of any length: python -m tests.mutants --seed N --parts 24 --seconds 900
+mutants: setup
+	$(BIN)/python -m tests.mutants
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

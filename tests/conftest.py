@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import quick_start
 
-# How long an example takes depends on what else the machine does.
-settings.register_profile("no deadline", deadline=None)
+# How long an example takes, and its making, depends on what else the machine does.
+settings.register_profile(
+    "no deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("no deadline")
 
 # One OpenMP thread: the tests' models are tiny, and two spinning threads on a

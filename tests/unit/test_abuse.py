@@ -49,7 +49,7 @@ LIKELY = st.one_of(
     st.fixed_dictionaries({"parents": st.lists(st.integers(-1, 4), max_size=6)}),
     st.fixed_dictionaries({"size": st.integers(-1, 40)}, optional={"depth": st.integers(-1, 9)}),
 )
-_FIXTURES = [HealthCheck.function_scoped_fixture]
+_FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 # The same cases each time; with SEQUOIA_VLLM_FUZZ=1 others, for a search by hand.
 HARD = settings(
     deadline=None, database=None, suppress_health_check=_FIXTURES, max_examples=300,

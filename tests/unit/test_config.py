@@ -5,6 +5,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from pydantic import BaseModel
 
 from benchmarks import markdown_table
 from sequoia_vllm.config import ConfigError, OffloadSpec, SequoiaConfig, TreeSpec
-from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.library.tree_library import TreeLibrary, find_tree, find_vector
+from sequoia_vllm.tree import Acceptance, TokenTree
 
 ACCEPTED = [
     {"model": "draft", "tree": "auto"},
@@ -124,6 +126,65 @@ def test_every_field_is_documented_and_draft_keys_are_vllms_own():
         draft_vocabulary=9,
     )  # fmt: skip
     assert config.draft_keys() == {"revision": "r"}
+
+
+def test_what_is_left_to_us():
+    schedule = {SCHEDULE: [[1, 4, 15]]}
+    assert parsed().adapts
+    assert parsed(**schedule, adapt=True).adapts
+    assert not parsed(**schedule).adapts
+    assert not parsed(adapt=False).adapts
+    for keys in ({}, {"tree": "auto"}):
+        assert parsed(**keys).is_tree_chosen
+        assert not parsed(**keys, acceptance=[0.5]).is_tree_chosen
+    assert not parsed(tree="mine").is_tree_chosen
+
+
+def test_trees_and_vectors_that_are_named_are_loaded(tmp_path):
+    file, tree = tmp_path / "mine.json", TokenTree.chain(3)
+    tree.save(file)
+    found = parsed(tree=str(file)).loaded().tree
+    assert (found.title, found.tree) == (f"mine.json: {file}", tree)
+    found = parsed(tree={"parents": [-1, 0, 0]}).loaded().tree
+    assert (found.title, found.tree.parents) == ("given as parents", (-1, 0, 0))
+    name = TreeLibrary().entries()[0].name
+    assert parsed(tree=name).loaded().tree == replace(find_tree(name), title=name)
+    for nothing in ({}, {"tree": "auto"}, {"tree": {"size": 4}}):
+        config = parsed(**nothing)
+        assert config.loaded() == config
+    vector = tmp_path / "vector.json"
+    vector.write_text('{"acceptance": [0.5, 0.25]}')
+    for given in (str(vector), [0.5, 0.25], Acceptance.of([0.5, 0.25])):
+        assert parsed(acceptance=given).loaded().acceptance == Acceptance.of([0.5, 0.25])
+    assert parsed(acceptance="shipped").loaded().acceptance == find_vector("shipped")
+
+
+def test_dashes_count_as_underscores_and_each_key_is_given_once():
+    assert parsed(**{"max-model-len": 8}).max_model_len == 8
+    said = refused(**{"max-model-len": 8, "max_model_len": 9})
+    assert said == "'max_model_len' is given twice, with dashes and with underscores"
+
+
+def test_offloaded_layers_have_a_name():
+    kept = OffloadSpec(directory="/disk", memory_gib=1.5)
+    assert (kept.name, OffloadSpec(directory="/disk").name) == ("disk-1.5gib", "disk-0gib")
+
+
+@pytest.mark.parametrize(
+    ("keys", "problems"),
+    [
+        ({"offload": 3}, "offload: Input should be a JSON object"),
+        ({"tree": 16}, 'tree: Input should be "auto", a name, a path, {"parents": [...]} or '
+                       '{"size": n, "depth": d}'),
+        ({"model": 1}, "model: Input should be a valid string"),
+        ({"verification": "block"},
+         "verification: there is no method 'block': give one of sequoia, traversal"),
+        ({"modle": 1}, "unknown key 'modle': did you mean 'model'?"),
+        ({"tree": {"size": 1}}, "tree.size: Input should be greater than or equal to 2"),
+    ],
+)  # fmt: skip
+def test_the_whole_line_of_a_problem(keys, problems):
+    assert refused(**keys) == f"speculative config of method 'sequoia': {problems}"
 
 
 def test_tokens_to_draft_may_lie_in_a_file(tmp_path):

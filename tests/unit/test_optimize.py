@@ -2,14 +2,23 @@
 
 import json
 import re
+import struct
 import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.tree import Acceptance, Frontier, TokenTree, TreeError, optimize_tree
+from sequoia_vllm.tree import (
+    Acceptance,
+    Frontier,
+    TokenTree,
+    TreeError,
+    optimize,
+    optimize_tree,
+)
 from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
 from tests.support.reference_trees import acceptances, brute_force, published, trees
 
@@ -131,8 +140,25 @@ class TestLimits:
 def test_progress_is_reported_to_the_end():
     seen = []
     optimize_tree([0.6, 0.2], 100, progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (100, 100)
-    assert seen == sorted(seen)
+    assert seen == [(n, 100) for n in (16, 32, 48, 64, 80, 96, 100)]
+
+
+def test_the_most_memory_is_a_number_of_cells(monkeypatch):
+    """One state, two branches, ten nodes; smaller steps of the sums change nothing."""
+    expected = optimize_tree([0.5, 0.3], 10)
+    monkeypatch.setattr(optimize, "_MAX_CELLS", 20)
+    monkeypatch.setattr(optimize, "_CHUNK", 1)
+    assert optimize_tree([0.5, 0.3], 10) == expected
+    monkeypatch.setattr(optimize, "_MAX_CELLS", 19)
+    with pytest.raises(TreeError, match="with 2 branches and 1 depth levels"):
+        optimize_tree([0.5, 0.3], 10)
+
+
+def test_trees_of_a_frontier_are_made_once():
+    frontier = Frontier.of([0.5, 0.3], 6, 3)
+    assert frontier.tree(5, 2) is frontier.tree(5, 2)
+    assert frontier.tree(5, 3) is not frontier.tree(5, 2)
+    assert frontier.acceptance == Acceptance.of([0.5, 0.3])
 
 
 @pytest.mark.slow
@@ -226,16 +252,52 @@ def test_values_are_products_along_the_path(tree, acceptance):
 def test_trim_and_json_round_trip(tmp_path_factory, tree, size):
     trimmed = tree.trim(size)
     assert trimmed.parents == tree.parents[:size]
-    assert trimmed.trim(tree.size) == trimmed
+    assert trimmed.trim(tree.size) is trimmed  # with all that it has computed
     assert TokenTree.from_dict(json.loads(json.dumps(tree.to_dict()))) == tree
     path = tmp_path_factory.mktemp("trees") / "tree.json"
     tree.save(path)
     assert TokenTree.load(path) == tree
 
 
+#        0
+#      / | \
+#     1  2  5
+#    / \    |
+#   3   4   6
+BRANCHING = TokenTree((-1, 0, 0, 1, 1, 0, 5))
+
+
+def test_orders_and_chains_of_a_tree():
+    assert BRANCHING.depth_first == [0, 1, 3, 4, 2, 5, 6]
+    firsts = TokenTree((-1, 0, 1, 0, 2)), TokenTree((-1, 0, 0)), TokenTree((-1,))
+    assert [tree.chain_nodes for tree in (*firsts, TokenTree.chain(3))] == [3, 2, 1, 4]
+    assert TokenTree.chain(3).parents == (-1, 0, 1, 2)
+    # Engines on other machines compare it.
+    assert BRANCHING.checksum == zlib.crc32(struct.pack("<7i", *BRANCHING.parents))
+    assert BRANCHING.parents_array.dtype == BRANCHING.depths.dtype == np.int64
+
+
+def test_the_file_of_a_tree(tmp_path):
+    data = {"schema": "sequoia-vllm/token-tree/v1", "size": 3, "depth": 1, "parents": [-1, 0, 0]}
+    tree = TokenTree((-1, 0, 0))
+    assert tree.to_dict() == data
+    tree.save(tmp_path / "tree.json")
+    assert (tmp_path / "tree.json").read_text() == json.dumps(data, indent=1) + "\n"
+
+
+def test_nodes_of_equal_value_are_ordered_by_depth_then_by_index():
+    halves = TokenTree((-1, 0, 0, 1, 2)).sorted_by_value(Acceptance.of([0.5, 0.5]))
+    assert halves.parents == (-1, 0, 0, 1, 2)
+    certain = TokenTree((-1, 0, 1, 0)).sorted_by_value(Acceptance.of([[0.5, 0.5], [1.0, 0.0]]))
+    assert certain.parents == (-1, 0, 0, 1)
+
+
 def test_arrays_cannot_be_changed():
     tree = TokenTree.chain(3)
-    for array in (tree.parents_array, tree.depths, tree.child_ranks, tree.ancestor_mask):
+    for array in (
+        tree.parents_array, tree.depths, tree.child_ranks, tree.ancestor_mask, tree.levels[0],
+        Acceptance.of([0.5]).table[0], Frontier.of([0.5], 2, 2).expected_tokens,
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
 

@@ -1,0 +1,206 @@
+"""Which requests get trees: each reason, its edge, and what is read for whom."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from sequoia_vllm.engine.core import eligibility
+from sequoia_vllm.engine.core.eligibility import (
+    MOST_DRAFTS,
+    check_options,
+    ends_with,
+    has_custom_processors,
+    is_longer_than_draft,
+    may_carry_placeholders,
+    most_committed,
+    most_drafts,
+    reason_without_drafts,
+    requests_to_read,
+)
+
+
+def params(**given) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": None, **given})
+
+
+def options(**given) -> SamplingParams:
+    return params(extra_args=given)
+
+
+def with_grammar(backend: str | None) -> SamplingParams:
+    grammar = StructuredOutputsParams(json={"type": "object"})
+    grammar._backend = backend
+    return params(structured_outputs=grammar)
+
+
+def test_most_drafts():
+    assert MOST_DRAFTS == "sequoia_max_drafts"
+    for nothing in (None, params(), options(), options(other=3)):
+        assert most_drafts(nothing) is None
+    assert [most_drafts(options(sequoia_max_drafts=n)) for n in (0, 7)] == [0, 7]
+
+
+@pytest.mark.parametrize(
+    "right", [params(), options(), options(sequoia_max_drafts=0), options(other="x"),
+              params(extra_args={7: 1})],
+)  # fmt: skip
+def test_options_that_are_right_or_not_ours(right):
+    check_options(right)
+
+
+@pytest.mark.parametrize("value", [-1, True, False, 1.0, "3", None])
+def test_wrong_numbers_of_drafts_are_refused(value):
+    with pytest.raises(VLLMValidationError, match="is a number of drafts, 0 or more") as error:
+        check_options(options(sequoia_max_drafts=value))
+    assert error.value.parameter == MOST_DRAFTS
+    assert error.value.value is value
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [("sequoia_max_draft", True), ("SEQUOIA_MAX_DRAFTS", True), ("sequoia", True),
+     ("sequoia-zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", False)],
+)  # fmt: skip
+def test_unknown_options_of_ours_are_refused(name, suggested):
+    """Also after others; the nearest name is suggested, if one is near."""
+    hint = " (did you mean sequoia_max_drafts?)" if suggested else ""
+    message = f"there is no option '{name}'{hint}; there is: sequoia_max_drafts"
+    with pytest.raises(VLLMValidationError, match=re.escape(message)) as error:
+        check_options(options(other=1, **{name: 5}))
+    assert (error.value.parameter, error.value.value) == (name, 5)
+
+
+SERVED = (
+    params(),
+    params(max_tokens=3),
+    params(seed=1, logprobs=2, stop=["."], bad_words=["x"], min_tokens=1),
+    options(sequoia_max_drafts=1),
+    with_grammar("xgrammar"),
+    with_grammar("guidance"),
+)
+UNSERVED = (
+    (None, "no_generation"),
+    (options(sequoia_max_drafts=0), "asked"),
+    (with_grammar("outlines"), "structured_outputs"),
+    (params(logprob_token_ids=[3], logprobs=1), "logprob_token_ids"),
+    (params(thinking_token_budget=0), "thinking_token_budget"),
+    (params(max_tokens=2), "max_tokens"),
+    (params(max_tokens=1), "max_tokens"),
+)
+
+
+def test_reasons_without_drafts():
+    assert [reason_without_drafts(one, False) for one in SERVED] == [None] * len(SERVED)
+    for one, reason in UNSERVED:
+        assert reason_without_drafts(one, False) == reason
+
+
+@pytest.mark.parametrize("name", ["logprob_token_ids", "thinking_token_budget"])
+def test_parameters_that_a_version_of_vllm_lacks_are_none(name):
+    kept = {"extra_args": None, "structured_outputs": None, "max_tokens": None}
+    kept |= dict.fromkeys(("logprob_token_ids", "thinking_token_budget"))
+    del kept[name]
+    assert reason_without_drafts(SimpleNamespace(**kept), False) is None
+    assert may_carry_placeholders(SimpleNamespace(**kept))
+
+
+def test_a_target_that_thinks_first_has_no_trees_with_grammars():
+    assert reason_without_drafts(with_grammar("xgrammar"), True) == "structured_outputs"
+    assert reason_without_drafts(params(), True) is None
+    assert most_committed(with_grammar("xgrammar"), True, 5, 100) == 0
+    assert most_committed(with_grammar("xgrammar"), False, 5, 100) == 100
+
+
+@pytest.mark.parametrize(
+    ("draft", "prompt", "longer"),
+    [(10, 8, False), (10, 9, True), (10, 10, True), (10, None, False), (100, 99, False),
+     (120, 119, False)],
+)  # fmt: skip
+def test_prompts_that_only_the_target_can_follow(draft, prompt, longer):
+    """By the longest of the draft, and of a target whose longest is 100."""
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(max_model_len=draft)),
+        model_config=SimpleNamespace(max_model_len=100),
+    )
+    assert is_longer_than_draft(config, None if prompt is None else [7] * prompt) is longer
+
+
+def test_processors_of_the_engines_user(monkeypatch):
+    def config(named):
+        return SimpleNamespace(model_config=SimpleNamespace(logits_processors=named))
+
+    installed = {eligibility.LOGITSPROCS_GROUP: []}
+    monkeypatch.setattr(eligibility, "entry_points", lambda group: installed[group])
+    assert [has_custom_processors(config(named)) for named in (None, [])] == [False, False]
+    assert has_custom_processors(config(["a.b:C"])) is True
+    installed[eligibility.LOGITSPROCS_GROUP].append("a processor")
+    assert has_custom_processors(config(None)) is True
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        (params(), 50),
+        (params(max_tokens=4), 12),  # 10 + 4 tokens; a tree gains before the last two
+        (params(max_tokens=3), 11),
+        (params(max_tokens=2), 0),
+        (params(max_tokens=100), 50),
+        (None, 0),
+    ],
+)
+def test_how_far_a_request_can_use_trees(given, most):
+    assert most_committed(given, False, prompt_tokens=10, longest=50) == most
+
+
+def test_a_prompt_that_leaves_no_room_uses_no_tree():
+    found = [most_committed(params(), False, prompt, longest=50) for prompt in (49, 50, 51)]
+    assert found == [50, 0, 0]
+
+
+def stopping(end: int | None, stops: list[int] | None) -> SamplingParams:
+    found = params(stop_token_ids=stops)
+    found._eos_token_id = end
+    return found
+
+
+def test_which_tokens_end_a_request():
+    assert ends_with(stopping(2, None), [5, 2])
+    assert ends_with(stopping(None, [7, 8]), [8, 1])
+    assert not ends_with(stopping(2, [7]), [5, 1])
+    assert not ends_with(stopping(None, None), [5, -1])
+    assert not ends_with(stopping(2, [7]), [])
+
+
+def test_the_draft_reads_requests_that_get_a_tree_now_or_later():
+    given = (
+        params(), params(), params(max_tokens=4), params(max_tokens=4), stopping(2, None),
+        options(sequoia_max_drafts=0),
+    )  # fmt: skip
+    found = requests_to_read(
+        given, False, prompt_tokens=np.array([10] * 6), longest=50,
+        committed=np.array([50, 51, 12, 13, 20, 11]),
+        sampled=np.array([[3, 4], [3, 4], [3, 4], [3, 4], [3, 2], [3, 4]]),
+    )  # fmt: skip
+    assert found.dtype == np.bool_
+    assert found.tolist() == [True, False, True, False, False, False]
+    grammar = requests_to_read(
+        [with_grammar("xgrammar")], True, np.array([10]), 50, np.array([11]), np.array([[3]])
+    )
+    assert grammar.tolist() == [False]
+
+
+def test_requests_that_may_be_scored_like_those_with_trees():
+    refused = (
+        None, with_grammar("xgrammar"), params(thinking_token_budget=0),
+        params(logprob_token_ids=[3], logprobs=1),
+    )  # fmt: skip
+    assert [may_carry_placeholders(one) for one in refused] == [False] * 4
+    assert may_carry_placeholders(options(sequoia_max_drafts=0)) is True
+    assert may_carry_placeholders(params(max_tokens=1)) is True
