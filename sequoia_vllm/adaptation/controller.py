@@ -25,8 +25,8 @@ WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 GAIN = 0.01
 # Times that are not certain count as shorter by so many standard deviations. So what may be faster
 # is measured: a few steps make it certain. Smaller deviations are certain.
-_HOPE, _CERTAIN = 1.0, 0.03
-# Steps from one decision to the next, at first and later; at other batch sizes every so many.
+_HOPE, _CERTAIN = 1.5, 0.03
+# Steps from one decision to the next, at first and later. Every so many are for all batch sizes.
 _AT_FIRST, _LATER, _FIRST_STEPS, _OTHERS = 4, 8, 64, 8
 _SHARE_FADES = 0.02  # weight of one step in shares of requests and of time
 _CONTEXT_FADES = 0.01
@@ -41,10 +41,10 @@ _TREES, _MOST_TREES, _MOST_STEPS = 3, 24, 32
 _PROMISING = 0.95  # speed relative to plain decoding
 _OLD_TREES = 6.0  # weight of earlier trees in a probe
 _PLAIN_STEPS = 3  # of a probe without drafts
-_PLAIN_KNOWN = 0.06  # relative standard deviation of plain steps' time that needs no probe
+_PLAIN_KNOWN = 0.03  # relative standard deviation of plain steps' time that needs no probe
 # Steps after preemptions until trees may shrink again, and until they may grow.
 _BETWEEN_SHRINKING, _CALM, _NOT_THE_CAUSE = 16, 1000, 6400
-_SAY_EVERY = 60.0  # seconds between log lines
+_SAY_EVERY, _SETTLED = 60.0, 32  # seconds between log lines; steps from a decision to its line
 
 
 @dataclass
@@ -94,7 +94,7 @@ class DraftController:
         self.speedup: float | None = None
         self._tree, self._path_bytes = tree, TreeCounts.path_bytes(tree)
         self._most, self._whole = list(most), list(most)  # the former is less after preemptions
-        self._sizes = np.array(sorted({0, *sizes, *schedule}))
+        self._sizes = np.array(sorted({0, *sizes, *schedule} & set(range(tree.size))))
         self._batches = len(schedule) - 1
         if times is None:
             times = partial(assumed_seconds, tree, self._batches)
@@ -111,9 +111,9 @@ class DraftController:
         self._with_trees = 1.0  # share of the requests that have trees where drafts are scheduled
         self._context = 0.0  # tokens of a request
         self._drafting: dict[int, float] = {}  # by number of drafts, drafting's share of a step
-        self._steps = self._shrunk = self._decided_at = 0
+        self._steps = self._shrunk = self._decided_at = self._changed_at = 0
         self._workload: Workload = "greedy"
-        self._octave = 0
+        self._octave = self._others_at = 0
         self._chosen = np.zeros(len(schedule), dtype=np.int64)  # places in `_sizes`
         self._probe: _Probe | None = None
         self._idle, self._wait = 0, _SOONEST_PROBE  # steps without drafts; from probe to probe
@@ -142,7 +142,8 @@ class DraftController:
         self._publish()
         if self.decided(step.batch_size) != decided:
             self.decisions += 1
-        if self._steps % _LATER == 0:
+            self._changed_at = self._steps
+        if self._steps - self._changed_at >= _SETTLED and self._steps % _LATER == 0:
             self._say(step)
 
     def decided(self, batch_size: int) -> int:
@@ -160,7 +161,7 @@ class DraftController:
         moves = max(_CONTEXT_FADES, 1 / (1 + self._steps))
         self._context += (step.context / step.batch_size - self._context) * moves
         scored, steady = step.scored, step.scored == step.drafts
-        if scored > 0 and steady and trees:
+        if scored > 0 and steady and (trees or step.prompts):
             share = min(trees / step.batch_size, 1.0)
             self._with_trees += (share - self._with_trees) * _SHARE_FADES
         if step.seconds is None:
@@ -205,16 +206,19 @@ class DraftController:
         self._count()
         self._decided_at = self._steps
         first = 1 << (step.batch_size.bit_length() - 1)
-        if is_new or self._steps % (_LATER * _OTHERS) == 0:
+        self._others_at -= 1
+        if is_new or self._others_at <= 0:
+            self._others_at = _OTHERS
             self._choose(slice(1, None))
         self._choose(slice(first, min(2 * first, self._batches + 1)), step.batch_size)
 
     def _choose(self, batches: slice, present: int | None = None) -> None:
-        """Takes what gives most tokens a second; at the ``present`` size with hope, see `_HOPE`."""
+        """Takes what gives most tokens a second; at the ``present`` size with hope (`_HOPE`), unless
+        nothing is drafted: beginning to draft may cost more than a step."""
         worth = -np.log(self._seconds_per_token(batches))
         worth[0] += GAIN
         chosen = self._chosen[batches]
-        if present is not None:
+        if present is not None and self._times.seen.any() and self.decided(present) > 0:
             doubts = self._times.doubts(self.decided(present), present)
             worth += _HOPE * np.maximum(doubts - _CERTAIN, 0.0)[:, None]
         allowed = self._sizes[:, None] <= np.array(self._most[batches])

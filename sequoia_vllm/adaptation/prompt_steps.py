@@ -56,7 +56,9 @@ class PromptSteps:
             value = min(value, _OUTLYING * mean)
         return mean + (value - mean) / self._counts[which]
 
-    def per_token(self, seconds: Floats, tokens: Floats, drafted: Floats, octaves: Places) -> Floats:
+    def per_token(
+        self, seconds: Floats, tokens: Floats, drafted: Floats, octaves: Places
+    ) -> Floats:
         """Seconds that they add for each token of a request, ``[size, batch]``.
 
         Args:
@@ -87,13 +89,15 @@ class Gain:
         self.value: float | None = None
         self._took = self._plain = 0.0  # recent seconds, and plain decoding's for the same
 
-    def add(self, step: Step, seconds: float, trees: int, times: StepTimes, drafting: float) -> None:
+    def add(
+        self, step: Step, seconds: float, trees: int, times: StepTimes, drafting: float
+    ) -> None:
         """Takes a step of so many verified trees, whose usual share of ``drafting`` is known."""
         plain = seconds  # a step without drafts is one
         if step.drafts > 0 or trees > 0:
             if times.seen[0] == 0:
                 return
-            alone = times.seconds(0, step.batch_size, step.context)
+            alone = times.pace * times.seconds(0, step.batch_size, step.context)
             plain = alone * (1 + step.gained / step.batch_size)
             plain += self._reading(step, seconds, alone, trees, times, drafting)
         kept = 0.5 ** (seconds / _GAIN_HALF_LIFE)
@@ -112,6 +116,6 @@ class Gain:
         """
         if step.prompts == 0:
             return 0.0
-        level = times.seconds(step.scored, step.batch_size, step.context)
+        level = times.pace * times.seconds(step.scored, step.batch_size, step.context)
         scoring = max(level * (1 - drafting) - alone, 0.0) * trees / step.batch_size
         return max(seconds - step.drafting - alone - scoring, 0.0)

@@ -13,13 +13,16 @@ Floats = NDArray[np.float64]
 # Standard deviations of the table's error, in logarithms, where nothing is measured: of all times
 # together, of all steps with drafts, for each doubling of rows and of nodes, of neighbours alike,
 # and of each time alone.
-_COMMON, _DRAFTED, _ROWS, _NODES, _ALIKE, _ALONE = 5.0, 0.15, 0.1, 0.1, 0.15, 0.05
+_COMMON, _DRAFTED, _ROWS, _NODES, _ALIKE, _ALONE = 5.0, 0.15, 0.1, 0.1, 0.2, 0.05
 _CONTEXTS, _TREES_CONTEXTS = 0.15, 0.05  # of the effect of contexts, and of theirs on trees
 _CONTEXT = 8192.0  # tokens of all contexts from which they begin to count
 _NOISE, _LEAST_NOISE, _MOST_NOISE = 0.05, 0.01, 0.3  # standard deviation of a step's logarithm
 _OUTLYING = 2.0  # residuals count up to so many standard deviations: a step may wait for anything
 _DRIFT = 0.01  # how much the machine's pace moves in a step, as a share of the noise's variance
-_FORGOTTEN = 2e-4  # share of what is known of differences between steps that a step makes old
+_FORGOTTEN = 2e-5  # share of what is known of differences between steps that a step makes old
+_NOISE_FADES = 0.03  # weight of one step in the noise's variance
+_RESTORED = 16.0  # variance of an earlier engine's times, relative to one step's
+_PACE_FADES, _LONGEST = 0.01, 4.0  # weight of one step in the pace, and its most
 _SHORTEST = 1e-6  # seconds of a step: one whose drafting was another's may seem to take none
 
 
@@ -58,6 +61,7 @@ class StepTimes:
     Attributes:
         sizes: Numbers of drafts, ascending, 0 first. All ``[size]`` below are in this order.
         seen: Float64 ``[size]``: steps of each number of drafts that this engine took.
+        pace: Mean of recent steps' seconds over what was expected; disturbed ones are longer.
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Floats, doubt: float = 1.0) -> None:
@@ -78,6 +82,7 @@ class StepTimes:
         self._spread = self._prior.copy()  # covariance
         self._state = np.zeros(len(self._prior))
         self._variance = _NOISE**2
+        self.pace = 1.0
         self._served = np.zeros((len(sizes), self._octaves))  # steps, to be saved
 
     def add(
@@ -87,25 +92,28 @@ class StepTimes:
         place = self._place.get(drafts)
         if place is None:
             return
-        cells, weights = self._row(place, batch_size, context)
-        known = self._spread[:, cells] @ weights
+        entries, weights = self._row(place, batch_size, context)
+        known = self._spread[:, entries] @ weights
         variance = noise * self._variance
-        expected = float(known[cells] @ weights) + variance
+        expected = float(known[entries] @ weights) + variance
         off = log(max(seconds, _SHORTEST)) - self._table[place, batch_size]
-        off -= float(self._state[cells] @ weights)
+        off -= float(self._state[entries] @ weights)
         bound = _OUTLYING * expected**0.5
+        taken = min(max(off, -bound), bound)
         if noise == 1.0:
-            surprise = min(max(off * off, _LEAST_NOISE**2), 9 * expected, _MOST_NOISE**2)
+            surprise = min(max(taken * taken, _LEAST_NOISE**2), _MOST_NOISE**2)
             if self.seen[place] >= 2:
-                self._variance += 0.03 * (surprise - self._variance)
+                self._variance += _NOISE_FADES * (surprise - self._variance)
+                self.pace += _PACE_FADES * (min(exp(min(off, 2.0)), _LONGEST) - self.pace)
             self.seen[place] += 1
             self._served[place, batch_size.bit_length() - 1] += 1
-        off = min(max(off, -bound), bound)
-        self._state += known * (off / expected)
-        self._spread -= np.outer(known / expected, known)
-        n = len(self.sizes) * self._octaves
+        self._state += known * (taken / expected)
+        # What lies far off tells little, and casts doubt on what is known: the next step decides.
+        learned = 2 * taken / off - 1 if off else 1.0
+        self._spread -= np.outer(known * (learned / expected), known)
+        cells = len(self.sizes) * self._octaves
         self._spread += _FORGOTTEN * (self._prior - self._spread)
-        self._spread[:n, :n] += _DRIFT * self._variance - _FORGOTTEN * _COMMON**2
+        self._spread[:cells, :cells] += _DRIFT * self._variance - _FORGOTTEN * _COMMON**2
 
     def _row(self, place: int, batch_size: int, context: float) -> tuple[list[int], Floats]:
         """The entries of the state that a step's time depends on, and how much."""
@@ -163,7 +171,7 @@ class StepTimes:
         """Starts from an earlier engine's times; a few new steps outweigh them."""
         for drafts, batch_size, seconds in times:
             if 1 <= batch_size < len(self._batch):
-                self.add(drafts, batch_size, seconds, noise=4.0)
+                self.add(drafts, batch_size, seconds, noise=_RESTORED)
 
 
 def _prior(sizes: Sequence[int], octaves: int, doubt: float) -> Floats:
