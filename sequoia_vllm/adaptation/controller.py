@@ -213,8 +213,10 @@ class DraftController:
         self._choose(slice(first, min(2 * first, self._batches + 1)), step.batch_size)
 
     def _choose(self, batches: slice, present: int | None = None) -> None:
-        """Takes what gives most tokens a second; at the ``present`` size with hope (`_HOPE`), unless
-        nothing is drafted: beginning to draft may cost more than a step."""
+        """Takes what gives most tokens a second; at the ``present`` size with hope (`_HOPE`).
+
+        Where nothing is drafted there is no hope: to begin may cost more than a step.
+        """
         worth = -np.log(self._seconds_per_token(batches))
         worth[0] += GAIN
         chosen = self._chosen[batches]

@@ -134,7 +134,7 @@ class StepTimes:
         return exp(self._table[place, batch_size] + float(self._state[cells] @ weights))
 
     def all_seconds(self, batches: slice, context: float = 0.0) -> Floats:
-        """Seconds ``[size, batch]`` of steps without prompts, with such contexts of each request."""
+        """Seconds ``[size, batch]`` of steps without prompts, each request with such a context."""
         cells = self._state[:-2].reshape(len(self.sizes), self._octaves)
         lengths = np.log1p(context * self._batch[batches] / _CONTEXT)
         contexts = lengths * (self._state[-2] + self._drafted * self._state[-1])

@@ -73,8 +73,10 @@ def tokens_of(drafts: int, acceptance: tuple[float, ...] = HEAD) -> float:
 
 
 def table(error: float, rng: np.random.Generator) -> np.ndarray:
-    """Times as measured at start, by drafts (0, then `SIZES`) and batch size from 0 on. Each batch size that has a
-    graph is wrong by ``error`` (a standard deviation), and all together by 3 %."""
+    """Times as measured at start, by drafts (0, then `SIZES`) and batch size from 0 on.
+
+    Each batch size that has a graph is wrong by ``error`` (a standard deviation), all by 3 %.
+    """
     graphs, batches = [1, 2, 4, 8, 16, 32], np.arange(MOST_RUNNING + 1)
     common = rng.normal(1, 0.03)
     return np.stack(
