@@ -30,7 +30,7 @@ from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
 logger = logging.getLogger("vllm.sequoia")
 
-# Seconds between writes, after decisions and otherwise. At worst a few trials are lost.
+# Seconds between writes, after decisions and otherwise. At worst a minute is lost.
 _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
 # Rows whose arithmetic takes as long as reading the weights, on CPUs, on GPUs, and where weights
 # come from a disk or the host; and the draft's share of a pass. Assumed until steps are measured.
