@@ -2,108 +2,257 @@
 
 import logging
 import time
-from collections.abc import Sequence
-from math import inf, nan
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import get_args
 
-from sequoia_vllm.adaptation.speeds import WORKLOADS, Speeds
+import numpy as np
+
+from sequoia_vllm.adaptation.prompt_steps import Floats, Gain, PromptSteps
 from sequoia_vllm.adaptation.state import AdaptationState, FadingAcceptance, Workload
-from sequoia_vllm.adaptation.step_times import FEWEST
-from sequoia_vllm.adaptation.trials import Octave, Step, Trial
+from sequoia_vllm.adaptation.step import Step
+from sequoia_vllm.adaptation.step_times import StepTimes, assumed_seconds
+from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
 
 logger = logging.getLogger("vllm.sequoia.adaptation")  # shown by vLLM's own handler
 
-# A few dozen steps give times to about 1 %: a smaller gain may be noise.
-GAIN = 0.02
-# Drafts that gain less than this are not worth their memory: fewer are as fast.
-_WORTH_KEEPING = 0.01
-# A trial's best possible speed must exceed the present one by this factor: bounds are optimistic.
-# We try nothing beyond a number of drafts that reached less than `_NEARLY` of the present speed.
-_HOPE, _NEARLY = 1.05, 0.85
-# Trials within this relative distance of the present speed go on: they cost little.
-_NEAR = 0.08
-# Steps between decisions: usually, and until a new choice has been measured.
-_DECIDE_EVERY, _DECIDE_SOON = 64, 1
-_COMPARE_EVERY = 4  # steps of a trial
-_MORE = 0.2  # share of the requests: with so many more trees a trial's steps count anew
-_AT_ONCE, _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 2, 16, 16  # steps
-# A number that was left after fewer steps is tried again soon: the first ones may be slow.
-_FIRM, _SOON = 16, 8
-# Steps from one trial of a size to its next; every lost trial doubles them.
-_SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
-_SECOND_LOOK = 64  # steps until plain ones are timed again: an engine's first may be slow
-# Share of the time that lost trials of a size may cost; the next trial waits until it is less.
+WORKLOADS: tuple[Workload, ...] = get_args(Workload)
+
+# A number of drafts is left for one that is more than this faster, and drafting must gain as much.
+GAIN = 0.01
+# Times that are not certain count as shorter by so many standard deviations. So what may be faster
+# is measured: a few steps make it certain. Smaller deviations are certain.
+_HOPE, _CERTAIN = 1.5, 0.03
+# Steps from one decision to the next, at first and later. Every so many are for all batch sizes.
+_AT_FIRST, _LATER, _FIRST_STEPS, _OTHERS = 4, 8, 64, 8
+_SHARE_FADES = 0.02  # weight of one step in shares of requests and of time
+_CONTEXT_FADES = 0.01
+# Accepted tokens that count as received before any was: a single end says little.
+_RECEIVED = 16.0
+# Share of the time that probes may lose.
 _MOST_LOST = 0.005
-# Weight of old trees after a pause: two trials outweigh it if acceptance has changed.
-_OLD_TREES = 48
+# Steps from one probe to the next while nothing is drafted; and until plain steps are first timed.
+_SOONEST_PROBE, _LATEST_PROBE, _FIRST_PLAIN = 32, 128, 48
+# Trees of a probe at least, at most while they are promising, and its steps at most.
+_TREES, _MOST_TREES, _MOST_STEPS = 3, 24, 32
+_PROMISING = 0.95  # speed relative to plain decoding
+_OLD_TREES = 6.0  # weight of earlier trees in a probe
+_PLAIN_STEPS = 3  # of a probe without drafts
+_PLAIN_KNOWN = 0.03  # relative standard deviation of plain steps' time that needs no probe
 # Steps after preemptions until trees may shrink again, and until they may grow.
-_BETWEEN_SHRINKING, _CALM = 16, 1000
-_SAY_EVERY = 60.0  # seconds between log lines about one octave
+_BETWEEN_SHRINKING, _CALM, _NOT_THE_CAUSE = 16, 1000, 6400
+_SAY_EVERY, _SETTLED = 60.0, 32  # seconds between log lines; steps from a decision to its line
+
+
+@dataclass
+class _Probe:
+    """A few steps with other drafts than decided: some where there are none, or none."""
+
+    drafts: int
+    steps: int = 0
+    trees: int = 0
+    seen: int = 0  # steps whose time counts
 
 
 class DraftController:
     """Follows an engine's steps, and keeps its table of drafts by batch size (docs/internals.md,
-    Adaptation). Under steady load, speculation that does not pay is off within 200 steps.
+    Adaptation). Speculation that does not pay is off within 50 steps.
+
+    Candidates are numbers of drafts. Each has a row of times and expected tokens.
 
     Args:
         tree: The engine's tree.
-        schedule: Initial drafts at batch sizes 0 (not used), 1, 2, ...; kept as they are.
+        schedule: Configured drafts at batch sizes 0 (not used), 1, 2, ...; kept as they are.
         most: The most drafts at these batch sizes.
         sizes: Numbers of drafts to choose among, besides 0 and the schedule's, up to ``most``.
+        times: Seconds ``[size, 1 + batches]`` of steps with these numbers of drafts, by batch size;
+            None: `assumed_seconds` of a small device.
+        doubt: How wrong the times' ratios may be, see `StepTimes`.
+        host_bound: Whether steps that read prompts wait for the host, see `PromptSteps`.
 
     Attributes:
         lookup: Drafts at batch sizes 0, 1, 2, ...; changed in place.
-        decisions: How often ``lookup`` changed, trials not counted.
+        decisions: How often what is drafted at the present batch size changed, probes not counted.
+        speedup: Speed relative to plain decoding in the last seconds, see `Gain`; None: not known.
     """
 
     def __init__(
-        self, tree: TokenTree, schedule: Sequence[int], most: Sequence[int], sizes: Sequence[int]
+        self,
+        tree: TokenTree,
+        schedule: Sequence[int],
+        most: Sequence[int],
+        sizes: Sequence[int],
+        times: Callable[[list[int]], Floats] | None = None,
+        doubt: float = 1.0,
+        host_bound: bool = False,
     ) -> None:
-        self.lookup = list(schedule)
         self.decisions = 0
-        self.schedule = list(schedule)
-        self._first = self.lookup[:]  # what batch sizes begin with that were not seen
-        self._tree = tree
+        self.schedule, self.lookup = list(schedule), list(schedule)
+        self.speedup: float | None = None
+        self._tree, self._path_bytes = tree, TreeCounts.path_bytes(tree)
         self._most, self._whole = list(most), list(most)  # the former is less after preemptions
-        self._steps = self._shrunk = 0
-        self._sizes = sizes
-        self._known = Speeds(tree)
-        self._octaves: dict[int, Octave] = {}
+        self._sizes = np.array(sorted({0, *sizes, *schedule} & set(range(tree.size))))
+        self._batches = len(schedule) - 1
+        if times is None:
+            times = partial(assumed_seconds, tree, self._batches)
+        self._times = StepTimes(self._sizes.tolist(), times(self._sizes.tolist()), doubt)
+        self._octaves = np.log2(np.maximum(np.arange(len(schedule)), 1)).astype(np.int64)
+        self._prompts = PromptSteps(int(self._octaves[-1]) + 1, host_bound)
+        self._gain = Gain()
+        is_offered = np.isin(self._sizes, [0, *sizes])[:, None]
+        self._offered = is_offered | (self._sizes[:, None] == np.array(schedule))
+        self._acceptance = {workload: FadingAcceptance(tree) for workload in WORKLOADS}
+        self._pending: dict[Workload, list[bytes]] = {workload: [] for workload in WORKLOADS}
+        # Recent tokens that were accepted, and received: the others were behind a request's end.
+        self._accepted = self._received = _RECEIVED
+        self._with_trees = 1.0  # share of the requests that have trees where drafts are scheduled
+        self._context = 0.0  # tokens of a request
+        self._drafting: dict[int, float] = {}  # by number of drafts, drafting's share of a step
+        self._steps = self._shrunk = self._decided_at = self._changed_at = 0
+        self._workload: Workload = "greedy"
+        self._octave = self._others_at = 0
+        self._chosen = np.zeros(len(schedule), dtype=np.int64)  # places in `_sizes`
+        self._probe: _Probe | None = None
+        self._idle, self._wait = 0, _SOONEST_PROBE  # steps without drafts; from probe to probe
+        self._spare = 0.0  # seconds that probes may still lose
+        self._said: dict[int, int] = {}  # by octave, the drafts that were logged last
+        self._said_at = -inf
+        self._choose(slice(1, None))
+        self._publish()
 
     def observe(self, step: Step) -> None:
-        """Takes one step; changes `lookup` for a trial, or where that is clearly faster."""
-        trees = self._known.note(step)
+        """Takes one step; changes `lookup` where other drafts are faster."""
+        trees = self._note(step)
         self._steps += 1
-        known = self._octaves.get(step.batch_size.bit_length())
-        if known is not None and known.trial is not None:
-            known.trial.all_steps += 1
-            known.trial.seconds += step.seconds or 0.0
         self._follow_preemptions(step)
-        if step.drafts is None:
-            return
-        octave = self._octave(step)
-        octave.steps += 1
-        if octave.trial is not None:
-            self._go_on(octave, octave.trial, step, trees)
-            return
-        drafts = self.lookup[step.batch_size]
-        if octave.decide_at <= octave.steps or step.workload != octave.decided_for:
-            self._decide(octave, step)
-        due, size = min((at, size) for size, at in octave.due.items())
-        if due <= octave.steps and drafts == self.lookup[step.batch_size]:
-            self._try(octave, size, step)
-
-    @property
-    def speedup(self) -> float | None:
-        """Speed relative to plain decoding in the last seconds, see `Speeds`; None: not known."""
-        return self._known.gain
+        octave = step.batch_size.bit_length()
+        is_new = step.workload != self._workload or octave != self._octave
+        self._workload, self._octave = step.workload, octave
+        decided = self.decided(step.batch_size)
+        every = _AT_FIRST if self._steps < _FIRST_STEPS or self._probe else _LATER
+        if is_new or self._steps - self._decided_at >= every:
+            self._decide(step, is_new)
+        if self._probe is not None:
+            self._go_on(self._probe, step, trees)
+        else:
+            self._maybe_probe(step)
+        self._publish()
+        if self.decided(step.batch_size) != decided:
+            self.decisions += 1
+            self._changed_at = self._steps
+        if self._steps - self._changed_at >= _SETTLED and self._steps % _LATER == 0:
+            self._say(step)
 
     def decided(self, batch_size: int) -> int:
-        """Drafts at this batch size, as before the trial if there is one."""
-        octave = self._octaves.get(batch_size.bit_length())
-        if octave is None or octave.trial is None:
-            return self.lookup[batch_size]
-        return octave.trial.before[batch_size - self._batch_sizes(batch_size).start]
+        """Drafts at this batch size, probes left out."""
+        return int(self._sizes[self._chosen[batch_size]])
+
+    # -- what steps say ----------------------------------------------------------------------
+
+    def _note(self, step: Step) -> int:
+        """Learns from a step; returns how many trees it verified."""
+        trees = len(step.paths) // self._path_bytes
+        if step.paths:
+            self._pending[step.workload].append(step.paths)
+        self._received += step.gained
+        moves = max(_CONTEXT_FADES, 1 / (1 + self._steps))
+        self._context += (step.context / step.batch_size - self._context) * moves
+        scored, steady = step.scored, step.scored == step.drafts
+        if scored > 0 and steady and (trees or step.prompts):
+            share = min(trees / step.batch_size, 1.0)
+            self._with_trees += (share - self._with_trees) * _SHARE_FADES
+        if step.seconds is None:
+            return trees
+        drafting = self._drafting.get(scored, 0.0)
+        # Where drafts were to be scored and none was, the draft may still read what it missed.
+        if step.prompts == 0 and (trees or scored == 0):
+            seconds: float | None = step.seconds
+            if not steady:  # it grew another number than it scored
+                is_timed = step.drafting > 0 or step.drafts == 0
+                is_known = is_timed and (scored == 0 or scored in self._drafting)
+                seconds = (step.seconds - step.drafting) / (1 - drafting) if is_known else None
+            elif step.seconds > 0 and scored > 0:
+                share = min(step.drafting / step.seconds, 0.9)
+                drafting = self._drafting.get(scored, share)
+                self._drafting[scored] = drafting + (share - drafting) * _SHARE_FADES
+            if seconds is not None:
+                self._times.add(scored, step.batch_size, seconds, step.context)
+        without = self._times.seconds(scored, step.batch_size, step.context)
+        self._prompts.add(step, step.seconds, without, drafting)
+        self._gain.add(step, step.seconds, trees, self._times, drafting)
+        self.speedup = self._gain.value
+        return trees
+
+    def _count(self) -> None:
+        """Counts the trees of the latest steps."""
+        for workload, paths in self._pending.items():
+            if paths:
+                counts = TreeCounts.from_bytes(self._tree, b"".join(paths))
+                kept = self._acceptance[workload].add(counts)
+                self._fade_received(kept)
+                self._accepted += counts.tokens - counts.trees
+                paths.clear()
+
+    def _fade_received(self, kept: float) -> None:
+        self._accepted, self._received = kept * self._accepted, kept * self._received
+
+    # -- decisions ---------------------------------------------------------------------------
+
+    def _decide(self, step: Step, is_new: bool) -> None:
+        """Chooses for the batch sizes of this octave, and now and then for the others."""
+        self._count()
+        self._decided_at = self._steps
+        first = 1 << (step.batch_size.bit_length() - 1)
+        self._others_at -= 1
+        if is_new or self._others_at <= 0:
+            self._others_at = _OTHERS
+            self._choose(slice(1, None))
+        self._choose(slice(first, min(2 * first, self._batches + 1)), step.batch_size)
+
+    def _choose(self, batches: slice, present: int | None = None) -> None:
+        """Takes what gives most tokens a second; at the ``present`` size with hope (`_HOPE`).
+
+        Where nothing is drafted there is no hope: to begin may cost more than a step.
+        """
+        worth = -np.log(self._seconds_per_token(batches))
+        worth[0] += GAIN
+        chosen = self._chosen[batches]
+        if present is not None and self._times.seen.any() and self.decided(present) > 0:
+            doubts = self._times.doubts(self.decided(present), present)
+            worth += _HOPE * np.maximum(doubts - _CERTAIN, 0.0)[:, None]
+        allowed = self._sizes[:, None] <= np.array(self._most[batches])
+        worth[~(allowed & self._offered[:, batches])] = -inf
+        best, columns = worth.argmax(axis=0), np.arange(worth.shape[1])
+        is_better = worth[best, columns] > worth[chosen, columns] + GAIN
+        self._chosen[batches] = np.where(is_better, best, chosen)
+
+    def _seconds_per_token(self, batches: slice) -> Floats:
+        """Expected seconds per token of a request, ``[size, batch]``."""
+        seconds = self._times.all_seconds(batches, self._context)
+        # Fewer drafts take no longer: such steps were disturbed.
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+        tokens, octaves = self._tokens(), self._octaves[batches]
+        prompts = self._prompts.per_token(seconds, tokens, self._sizes, octaves)
+        return seconds / tokens[:, None] + prompts
+
+    def _tokens(self) -> Floats:
+        """Tokens that a request is expected to receive per step, ``[size]``."""
+        expected = self._acceptance[self._workload].expected_tokens()[self._sizes]
+        received = min(self._received / max(self._accepted, 1e-9), 1.0)
+        result: Floats = 1 + self._with_trees * received * (expected - 1)
+        return result
+
+    def _publish(self) -> None:
+        """Writes what is to be drafted."""
+        drafts = self._sizes[self._chosen]
+        if (probe := self._probe) is not None:
+            drafts = np.where(drafts == 0, np.minimum(probe.drafts, self._most), drafts)
+            if probe.drafts == 0:
+                drafts = np.zeros_like(drafts)
+        self.lookup[1:] = drafts[1:].tolist()
 
     def _follow_preemptions(self, step: Step) -> None:
         """Goes to the next smaller size for a while after requests were preempted, until some are
@@ -113,260 +262,110 @@ class DraftController:
         if is_less and since > _CALM:
             self._most[:] = self._whole
         elif step.preempted and since > _BETWEEN_SHRINKING and drafts > 0:
-            self._shrunk = self._steps
-            first = self._batch_sizes(step.batch_size).start
-            smaller = max(size for size in self._sizes_of(step.batch_size) if size < drafts)
+            self._shrunk, self._probe = self._steps, None
+            smaller = int(self._sizes[self._sizes < drafts].max())
+            first = step.batch_size
             self._most[first:] = [min(most, smaller) for most in self._most[first:]]
-            self.lookup[:] = map(min, self.lookup, self._most)
-            for octave in self._octaves.values():
-                octave.trial = None
+            self._choose(slice(1, None))
         elif step.preempted and since > _BETWEEN_SHRINKING and is_less:
-            self._most[:], self._shrunk = self._whole, self._steps + _LONGEST_WAIT
+            self._most[:], self._shrunk = self._whole, self._steps + _NOT_THE_CAUSE
 
-    def begin_with(self, rows: int) -> None:
-        """Lowers initial drafts to ``rows`` nodes in all trees of a batch, or to the fewest."""
-        for batch_size in range(1, len(self.lookup)):
-            sizes = [size for size in self._sizes_of(batch_size) if size > 0]
-            fitting = [size for size in sizes if batch_size * (1 + size) <= rows] or sizes[:1]
-            self.lookup[batch_size] = min(self.lookup[batch_size], max(fitting, default=0))
-        self._first[:] = self.lookup
+    # -- probes ------------------------------------------------------------------------------
 
-    # -- trials ------------------------------------------------------------------------------
-
-    def _octave(self, step: Step) -> Octave:
-        batch_size = step.batch_size
-        key = batch_size.bit_length()
-        if key not in self._octaves:
-            # Whether to draft at all is tried at once; what an earlier engine measured can wait.
-            drafts = self.lookup[batch_size]
-            first = _AT_ONCE if drafts > 0 else _SHORTEST_WAIT
-            self._octaves[key] = Octave({0: first})
-            if drafts == 0:
-                self._plan_trials(self._octaves[key], step, first)
-        return self._octaves[key]
-
-    def _plan_trials(self, octave: Octave, step: Step, first: int) -> None:
-        """Plans trials, the likely fastest size first: of sizes not yet known after ``first``
-        steps, others later."""
-        batch_size = step.batch_size
-        others = [size for size in self._sizes_of(batch_size) if size != self.lookup[batch_size]]
-        others.sort(key=lambda size: -self._known.likely(size, batch_size, step.workload))
-        for place, drafts in enumerate(others):
-            is_known = self._known.times.known(drafts, batch_size) is not None
-            wait = _wait(octave, drafts) if is_known else 0
-            octave.due[drafts] = octave.steps + first + wait + place * _BETWEEN_FIRST_TRIALS
-
-    def _try(self, octave: Octave, drafts: int, step: Step) -> None:
-        batch_size = step.batch_size
-        if drafts == self.lookup[batch_size] or drafts > self._most[batch_size]:
-            octave.due[drafts] = octave.steps + _LONGEST_WAIT
+    def _maybe_probe(self, step: Step) -> None:
+        """Begins a probe where nothing is drafted, or where plain steps' time is not known."""
+        decided, batch_size = self.decided(step.batch_size), step.batch_size
+        self._spare += _MOST_LOST * (step.seconds or 0.0)
+        if decided > 0:
+            self._idle, self._wait = 0, _SOONEST_PROBE
+            if self._spare < 0 or self._steps % _FIRST_PLAIN:
+                return
+            if self._times.doubts(decided, batch_size)[0] > _PLAIN_KNOWN:
+                self._probe = _Probe(0)
             return
-        if not self._could_pay(drafts, step):
-            octave.due[drafts] = octave.steps + _SHORTEST_WAIT
-            return
-        if self.lookup[batch_size] == 0 and self._known.times.known(drafts, batch_size) is not None:
-            self._known.fade(step.workload, _OLD_TREES)  # from before the pause
-        self._known.times.forget(drafts, batch_size)
-        octave.trial = Trial(drafts, before=self.lookup[self._batch_sizes(batch_size)])
-        self._set(batch_size, drafts)
+        self._idle += 1
+        offered = self._sizes[self._offered[:, batch_size]]
+        sizes = offered[(offered > 0) & (offered <= self._most[batch_size])]
+        if self._idle >= self._wait and self._spare >= 0 and len(sizes):
+            self._count()
+            self._fade_received(self._acceptance[step.workload].fade(_OLD_TREES))
+            self._probe = _Probe(int(sizes[0]))
+            self._idle, self._wait = 0, min(2 * self._wait, _LATEST_PROBE)
 
-    def _go_on(self, octave: Octave, trial: Trial, step: Step, trees: int) -> None:
-        trial.steps += 1
-        if step.drafts == trial.drafts:
-            share = trees / step.batch_size
-            if trial.before[0] == 0 and share > trial.share + _MORE:
-                self._known.times.forget(trial.drafts, step.batch_size)
-                trial.seen = 0
-            trial.share = max(share, trial.share)
-            trial.seen += 1
-            trial.trees += trees
-        if not trial.is_over(is_near=False):
-            return
-        goes_on = trial.seen % _COMPARE_EVERY or self._is_near(trial, step)
-        if goes_on and not trial.is_over(is_near=True):
-            return
-        octave.trial = None
-        octave.plain_trials += trial.drafts == 0
-        sizes = self._batch_sizes(step.batch_size)
-        self.lookup[sizes] = map(min, trial.before, self._most[sizes])
-        self._known.count()  # the trial's own
-        self._decide(octave, step)
-        current = self.lookup[step.batch_size]
-        if current != trial.drafts:
-            wait = _wait(octave, trial.drafts)
-            if wait != _SECOND_LOOK:  # what the first look lost is not to be believed either
-                wait = min(max(wait, self._steps_to_make_up(trial, step)), _LONGEST_WAIT)
-                octave.wait[trial.drafts] = min(2 * wait, _LONGEST_WAIT)
-            octave.due[trial.drafts] = octave.steps + wait
+    def _go_on(self, probe: _Probe, step: Step, trees: int) -> None:
+        """Counts a step of a probe, and ends it when it has shown enough."""
+        probe.steps += 1
+        probe.trees += trees
+        probe.seen += step.scored == step.drafts == probe.drafts
+        decided, batch_size = self.decided(step.batch_size), step.batch_size
+        if step.seconds is not None and step.prompts == 0:
+            # What the decided number of drafts would have taken for the same tokens.
+            usual = self._times.seconds(decided, batch_size, step.context)
+            tokens = self._tokens()[self._chosen[batch_size]]
+            self._spare -= step.seconds - usual * (1 + step.gained / batch_size) / tokens
+        is_over = probe.steps >= _MOST_STEPS
+        if probe.drafts == 0:
+            is_over |= probe.seen >= _PLAIN_STEPS or decided == 0
+        else:
+            is_over |= decided > 0 or probe.trees >= _MOST_TREES
+            is_over |= probe.trees >= _TREES and not self._is_promising(batch_size)
+        if is_over:
+            self._probe = None
 
-    def _is_near(self, trial: Trial, step: Step) -> bool:
-        """Whether a trial is about as fast as the drafts before it, or its time not yet known."""
-        if self._known.times.known(trial.drafts, step.batch_size) is None:
-            return True
-        self._known.count()
-        speeds = self._speeds(step.batch_size, step.workload)
-        if not {trial.drafts, trial.before[0]} <= speeds.keys():
-            return False
-        return abs(speeds[trial.drafts] / speeds[trial.before[0]] - 1) < _NEAR
+    def _is_promising(self, batch_size: int) -> bool:
+        """Whether some drafts would be about as fast as none."""
+        self._count()
+        [seconds] = self._seconds_per_token(slice(batch_size, batch_size + 1)).T
+        allowed = self._offered[:, batch_size] & (self._sizes <= self._most[batch_size])
+        return bool(seconds[0] / seconds[allowed][1:].min() > _PROMISING)
 
-    def _steps_to_make_up(self, trial: Trial, step: Step) -> int:
-        """Steps until the time lost in the trial is at most `_MOST_LOST` of the time since."""
-        speeds, drafts = self._speeds(step.batch_size, step.workload), self.lookup[step.batch_size]
-        if not {trial.drafts, drafts} <= speeds.keys():
-            return 0
-        gained = self._known.tokens(step.workload)
-        tokens = trial.all_steps + trial.seen * (gained[trial.drafts] - 1)
-        lost = trial.seconds - tokens / speeds[drafts]
-        return int(lost / (_MOST_LOST * gained[drafts] / speeds[drafts]))
-
-    def _could_pay(self, drafts: int, step: Step) -> bool:
-        """Whether so many drafts could be faster, given the times of other steps. While speculation
-        is off, one number only: the smallest unseen one if any could pay, else the best that nearly
-        pays, else the smallest. It shows current acceptance at the least cost."""
-        batch_size, current = step.batch_size, self.lookup[step.batch_size]
-        ranges = self._ranges(batch_size, step.workload)
-        if drafts == 0 or current not in ranges:
-            return True
-        now = ranges[current][0]
-        seen = {size: slow for size, (slow, fast) in ranges.items() if slow == fast}
-
-        def is_open(size: int) -> bool:
-            between = (seen[d] for d in seen if current < d < size or size < d < current)
-            fastest = self._known.fastest(size, batch_size, step.workload)
-            return fastest > now * _HOPE and min(between, default=now) > now * _NEARLY
-
-        if current > 0:
-            return is_open(drafts)
-        sizes = sorted({*ranges, drafts} - {0})
-        near = [size for size in sizes if seen.get(size, 0) > now * _NEARLY]
-        usual = max(near, key=seen.__getitem__, default=sizes[0])
-        unseen = [size for size in sizes if size not in seen]
-        return drafts == (unseen[0] if any(map(is_open, unseen)) else usual)
-
-    # -- decisions ---------------------------------------------------------------------------
-
-    def _decide(self, octave: Octave, step: Step) -> None:
-        """Switches to more drafts if clearly faster, or to fewer if as fast."""
-        octave.decided_for, octave.decide_at = step.workload, octave.steps + _DECIDE_SOON
-        current = self.lookup[step.batch_size]
-        ranges = self._ranges(step.batch_size, step.workload)
-        slow, fast = ranges.get(current, (0.0, inf))
-        if fast == inf:
-            return
-        if len(octave.due) == 1:  # only the trial of no drafts is planned so far
-            plain = dict(octave.due)
-            self._plan_trials(octave, step, _AT_ONCE)
-            octave.due.update(plain)
-        if slow == fast:
-            octave.decide_at = octave.steps + _DECIDE_EVERY
-        speeds = {current: fast}
-        for drafts, (least, most) in ranges.items():
-            # While the present speed is not known, only a certain gain counts.
-            likely = least
-            if slow == fast and least < most:
-                likely = self._known.likely(drafts, step.batch_size, step.workload)
-            if least == most or likely > fast * (1 + GAIN):
-                speeds.setdefault(drafts, likely)
-        enough = max(speeds.values()) / (1 + _WORTH_KEEPING)
-        best = min(drafts for drafts in speeds if speeds[drafts] >= enough)
-        if best >= current and speeds[best] <= fast * (1 + GAIN):
-            if slow == fast and octave.has_news:
-                self._say(octave, step, ranges)
-            return
-        self._set(step.batch_size, best)
-        # Drafts cost more in larger batches: those not seen yet begin with no more.
-        for larger in range(self._batch_sizes(step.batch_size).stop, len(self.lookup)):
-            if larger.bit_length() in self._octaves:
-                break
-            self.lookup[larger] = min(best, self._first[larger], self._most[larger])
-        self.decisions += 1
-        octave.has_news = True
-        octave.wait.clear()
-        octave.decide_at = octave.steps + 2 * FEWEST
-        self._plan_trials(octave, step, _FIRST_TRIAL)
-        if self._known.times.evidence(current, step.batch_size) < _FIRM:
-            octave.due[current] = octave.steps + _SOON
-
-    def _say(self, octave: Octave, step: Step, ranges: dict[int, tuple[float, float]]) -> None:
+    def _say(self, step: Step) -> None:
         """Logs the present number of drafts if it changed, at most once in `_SAY_EVERY`."""
-        now, drafts = time.monotonic(), self.lookup[step.batch_size]
-        seen = {size: slow for size, (slow, fast) in ranges.items() if slow == fast}
-        if now - octave.said_at < _SAY_EVERY or 0 not in seen:
+        now, drafts = time.monotonic(), self.decided(step.batch_size)
+        octave = step.batch_size.bit_length()
+        is_news = self._said.get(octave, self.schedule[step.batch_size]) != drafts
+        if not is_news or now - self._said_at < _SAY_EVERY or self._times.seen[0] == 0:
             return
-        octave.has_news = False
-        if drafts == octave.said:
-            return
-        octave.said, octave.said_at = drafts, now
-        plain = seen.pop(0)
-        shown = seen.get(drafts, max(seen.values(), default=nan))
+        self._said[octave], self._said_at = drafts, now
+        speeds = step.batch_size / self._seconds_per_token(
+            slice(step.batch_size, step.batch_size + 1)
+        )
+        seen = np.flatnonzero(self._times.seen[1:]) + 1
+        best = self._chosen[step.batch_size] or (seen[speeds[seen, 0].argmax()] if len(seen) else 1)
         logger.info(
             "Sequoia: %s at batch %d (plain %.0f tokens/s, with drafts %.0f)",
             f"{drafts} draft{'s' * (drafts > 1)}" if drafts > 0 else "speculation off",
-            step.batch_size, step.batch_size * plain, step.batch_size * shown,
+            step.batch_size, speeds[0, 0], speeds[best, 0],
         )  # fmt: skip
-
-    def _ranges(self, batch_size: int, workload: Workload) -> dict[int, tuple[float, float]]:
-        """`Speeds.ranges` of the numbers that may be drafted."""
-        sizes = {*self._sizes_of(batch_size), self.lookup[batch_size]}
-        sizes = {size for size in sizes if size <= self._most[batch_size]}
-        return self._known.ranges(batch_size, workload, sizes)
-
-    def _speeds(self, batch_size: int, workload: Workload) -> dict[int, float]:
-        """Speeds of the numbers of drafts that were measured."""
-        ranges = self._ranges(batch_size, workload)
-        return {drafts: slow for drafts, (slow, fast) in ranges.items() if slow == fast}
-
-    def _sizes_of(self, batch_size: int) -> list[int]:
-        """Numbers of drafts to choose among at this batch size, ascending."""
-        return sorted({0, *self._sizes, self.schedule[batch_size]})
-
-    def _batch_sizes(self, batch_size: int) -> slice:
-        """The batch sizes that are decided on together with this one."""
-        first = 1 << (batch_size.bit_length() - 1)
-        return slice(first, min(2 * first, len(self.lookup)))
-
-    def _set(self, batch_size: int, drafts: int) -> None:
-        sizes = self._batch_sizes(batch_size)
-        self.lookup[sizes] = [min(drafts, most) for most in self._most[sizes]]
 
     # -- across restarts -----------------------------------------------------------------------
 
     def state(self) -> AdaptationState:
         """What was learned."""
-        self._known.count()
-        lookup = list(self.lookup)
-        for key, octave in self._octaves.items():
-            if octave.trial is not None:
-                lookup[self._batch_sizes(1 << (key - 1))] = octave.trial.before
+        self._count()
         return AdaptationState(
             parents=list(self._tree.parents),
             schedule=self.schedule,
-            lookup=lookup,
-            acceptance={name: fading.state() for name, fading in self._known.acceptance.items()},
-            times=self._known.times.to_list(),
+            lookup=[0, *self._sizes[self._chosen[1:]].tolist()],
+            acceptance={name: fading.state() for name, fading in self._acceptance.items()},
+            times=self._times.to_list(),
         )
 
     def restore(self, state: AdaptationState) -> bool:
         """Goes on from what an earlier engine learned; returns whether it had this tree. From
         another tree only acceptance is taken, as the prior."""
+        is_same = tuple(state.parents) == self._tree.parents
         for workload in WORKLOADS:
             known = state.acceptance[workload]
             prior = Acceptance.of(known.vector)
-            self._known.acceptance[workload] = FadingAcceptance(
-                self._tree, prior, known.vector_trees
-            )
-        if tuple(state.parents) != self._tree.parents:
-            return False
-        for workload in WORKLOADS:
-            self._known.acceptance[workload].restore(state.acceptance[workload])
-        self._known.times.restore(state.times)
-        same_limits = state.schedule == self.schedule
-        if same_limits and len(state.lookup) == len(self.lookup):
-            self.lookup[:] = map(min, state.lookup, self._most)
-        return True
-
-
-def _wait(octave: Octave, drafts: int) -> int:
-    """Steps from a lost trial of so many drafts to the next."""
-    is_first = drafts == 0 and octave.plain_trials < 2
-    return _SECOND_LOOK if is_first else octave.wait.get(drafts, _SHORTEST_WAIT)
+            fading = FadingAcceptance(self._tree, prior, known.vector_trees)
+            if is_same:
+                fading.restore(known)
+            self._acceptance[workload] = fading
+        if is_same:
+            self._times.restore(state.times)
+        self._workload = max(WORKLOADS, key=lambda name: state.acceptance[name].trees)
+        self._wait = _LATEST_PROBE
+        self._choose(slice(1, None))
+        self._publish()
+        return is_same

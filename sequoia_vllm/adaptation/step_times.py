@@ -1,276 +1,189 @@
-"""Fits a model of step times to an engine's steps while it serves."""
+"""Predicts how long steps take by number of drafts and batch size, and learns from each step."""
 
-from collections import deque
-from dataclasses import dataclass, field
-from itertools import chain
-from math import exp, inf, log
+from collections.abc import Sequence
+from math import exp, log, log1p
 
 import numpy as np
 from numpy.typing import NDArray
 
-_KEPT = 64  # steps of each kind; older ones are forgotten
-FEWEST = 4  # steps of one kind before their time counts as known
-# Steps from one fit of the prices to the next: as many as were seen, within these bounds.
-_SOONEST_FIT, _LATEST_FIT = 24, 256
-_ROUNDS = 6  # of reweighting: steps far from the fit count less each time
-# Residuals beyond so many standard deviations weigh less (Huber).
-_OUTLYING = 1.5
-_LEAST_NOISE = 0.01
-# Seconds of the shortest step: a step whose drafting was another's may seem to take none.
-_SHORTEST = 1e-6
-# Between fits, a step's difference from its expected time counts up to this share of it.
-_CLIPPED = 0.06
-# The machine's pace counts as changed beyond this logarithm: less may be noise.
-_SAME_PACE = 0.02
-# Steps that read prompts weigh less: a prompt token's price varies in small steps.
-_MIXED, _MIXED_EVIDENCE = 8.0, 0.25
-# How firmly each price is presumed to be 0. Where no step without drafts reads prompts, nothing
-# tells what share of reading them is the draft's. It is small.
-_PRESUMED = (1.0, 25.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+from sequoia_vllm.tree import TokenTree
 
-_Sample = tuple[int, int, int, float]  # batch size, prompt tokens, context tokens, seconds
+Floats = NDArray[np.float64]
+
+# Standard deviations of the table's error, in logarithms, where nothing is measured: of all times
+# together, of all steps with drafts, for each doubling of rows and of nodes, of neighbours alike,
+# and of each time alone.
+_COMMON, _DRAFTED, _ROWS, _NODES, _ALIKE, _ALONE = 5.0, 0.15, 0.1, 0.1, 0.2, 0.05
+_CONTEXTS, _TREES_CONTEXTS = 0.15, 0.05  # of the effect of contexts, and of theirs on trees
+_CONTEXT = 8192.0  # tokens of all contexts from which they begin to count
+_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.05, 0.01, 0.3  # standard deviation of a step's logarithm
+_OUTLYING = 2.0  # residuals count up to so many standard deviations: a step may wait for anything
+_DRIFT = 0.01  # how much the machine's pace moves in a step, as a share of the noise's variance
+_FORGOTTEN = 2e-5  # share of what is known of differences between steps that a step makes old
+_NOISE_FADES = 0.03  # weight of one step in the noise's variance
+_RESTORED = 16.0  # variance of an earlier engine's times, relative to one step's
+_PACE_FADES, _LONGEST = 0.01, 4.0  # weight of one step in the pace, and its most
+_SHORTEST = 1e-6  # seconds of a step: one whose drafting was another's may seem to take none
 
 
-@dataclass(eq=False)
-class _Kind:
-    """Steps with one number of drafts, in one octave of batch sizes."""
+def assumed_seconds(
+    tree: TokenTree, batches: int, sizes: Sequence[int], knee: float = 10.0, draft: float = 0.05
+) -> Floats:
+    """Step times where nothing is known of the machine, relative to reading the weights.
 
-    drafts: int
-    samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    level: float | None = None  # seconds of a step without what the prices explain; None: not known
-    evidence: float = 0.0  # steps that this engine took; those that read prompts count less
-    batch_size: float = 0.0  # mean batch size
-    least: float = inf  # a quarter of the fastest step's seconds
-    after: "_Kind | None" = None
-    """The kind of the steps that followed its latest ones; None: it is in use."""
-    beside: tuple[_Sample, ...] = ()  # steps of `after` from then; empty: too few are known
-    beside_level: float | None = None  # their level
+    Args:
+        batches: The largest batch size.
+        sizes: Numbers of drafts.
+        knee: Rows whose arithmetic takes as long as reading the weights.
+        draft: Time of the draft's pass, relative to the target's.
+
+    Returns:
+        Float64 ``[len(sizes), 1 + batches]``, by batch size from 0 (not used) on.
+    """
+    drafts, batch = np.array(sizes, dtype=np.float64)[:, None], np.arange(batches + 1.0)
+    depths = np.maximum.accumulate(tree.depths)[list(sizes)][:, None].astype(np.float64)
+
+    def passed(rows: Floats) -> Floats:
+        result: Floats = (1 + (rows / knee) ** 3) ** (1 / 3)
+        return result
+
+    widths = batch * drafts / np.maximum(depths, 1)
+    return passed(batch * (1 + drafts)) + draft * depths * passed(widths)
 
 
 class StepTimes:
-    """Step times by number of drafts, of steps in which every decoding request has that many.
+    """A table of step times, times a correction for each number of drafts and octave of batches.
 
-    A level for each number of drafts and octave of batch sizes, and prices that all steps share:
-    see docs/internals.md, Adaptation. The steps of a kind that is not in use are old. So their time
-    is scaled by how much longer the steps take now that followed them then.
+    The corrections' logarithms are Gaussian, and alike for like steps. So each step corrects all
+    times a little, its own most (a Kalman filter). The rest is the machine's pace, which all share
+    and which drifts, and the effect of contexts.
+
+    Attributes:
+        sizes: Numbers of drafts, ascending, 0 first. All ``[size]`` below are in this order.
+        seen: Float64 ``[size]``: steps of each number of drafts that this engine took.
+        pace: Mean of recent steps' seconds over what was expected; disturbed ones are longer.
     """
 
-    def __init__(self) -> None:
-        self._kinds: dict[tuple[int, int], _Kind] = {}  # by drafts and octave
-        self._in_use: dict[int, _Kind] = {}  # by octave
-        self._prices = [0.0] * 7
-        self._seen = self._fitted = 0
+    def __init__(self, sizes: Sequence[int], seconds: Floats, doubt: float = 1.0) -> None:
+        """Starts from seconds ``[size, 1 + batches]``. ``doubt``: how wrong their ratios may be, as
+        a multiple of what is assumed where nothing is measured."""
+        self.sizes = list(sizes)
+        self.seen = np.zeros(len(sizes))
+        self._place = {drafts: place for place, drafts in enumerate(sizes)}
+        self._table = np.log(seconds)
+        batch = np.maximum(np.arange(seconds.shape[1]), 1)
+        self._octaves = int(batch[-1] - 1).bit_length() + 1
+        # Corrections of a batch size lie between those of the powers of two around it.
+        nodes, at = np.arange(self._octaves)[:, None], np.log2(batch)
+        self._between = np.maximum(1 - np.abs(at - nodes), 0.0)
+        self._batch = batch
+        self._drafted = (np.array(sizes) > 0)[:, None]
+        self._prior = _prior(self.sizes, self._octaves, doubt)
+        self._spread = self._prior.copy()  # covariance
+        self._state = np.zeros(len(self._prior))
+        self._variance = _NOISE**2
+        self.pace = 1.0
+        self._served = np.zeros((len(sizes), self._octaves))  # steps, to be saved
 
     def add(
-        self, drafts: int, batch_size: int, seconds: float, prompts: int = 0, context: int = 0
+        self, drafts: int, batch_size: int, seconds: float, context: int = 0, noise: float = 1.0
     ) -> None:
-        """Notes one step."""
-        key = drafts, batch_size.bit_length()
-        kind = self._kinds.get(key) or self._kinds.setdefault(key, _Kind(drafts))
-        self._use(kind, key[1])
-        seconds = max(seconds, _SHORTEST)
-        kind.samples.append((batch_size, prompts, context, seconds))
-        kind.evidence += 1.0 if prompts == 0 else _MIXED_EVIDENCE
-        known = len(kind.samples)
-        kind.batch_size += (batch_size - kind.batch_size) / known
-        kind.least = min(kind.least, seconds / 4)
-        self._seen += 1
-        due = self._seen - self._fitted >= min(max(_SOONEST_FIT, self._fitted), _LATEST_FIT)
-        if due or (kind.level is None and kind.evidence >= FEWEST):
-            self._fit()
-        elif kind.level is not None:
-            priced = self._priced(kind.drafts, batch_size, context, float(prompts > 0))
-            expected = kind.level + priced + prompts * self.prompt_price(kind.drafts)
-            most = _CLIPPED * expected
-            kind.level += min(max(seconds - expected, -most), most) / known
+        """Corrects the times by one step without prompts; ``noise``: of its variance."""
+        place = self._place.get(drafts)
+        if place is None:
+            return
+        entries, weights = self._row(place, batch_size, context)
+        known = self._spread[:, entries] @ weights
+        variance = noise * self._variance
+        expected = float(known[entries] @ weights) + variance
+        off = log(max(seconds, _SHORTEST)) - self._table[place, batch_size]
+        off -= float(self._state[entries] @ weights)
+        bound = _OUTLYING * expected**0.5
+        taken = min(max(off, -bound), bound)
+        if noise == 1.0:
+            surprise = min(max(taken * taken, _LEAST_NOISE**2), _MOST_NOISE**2)
+            if self.seen[place] >= 2:
+                self._variance += _NOISE_FADES * (surprise - self._variance)
+                self.pace += _PACE_FADES * (min(exp(min(off, 2.0)), _LONGEST) - self.pace)
+            self.seen[place] += 1
+            self._served[place, batch_size.bit_length() - 1] += 1
+        self._state += known * (taken / expected)
+        # What lies far off tells little, and casts doubt on what is known: the next step decides.
+        learned = 2 * taken / off - 1 if off else 1.0
+        self._spread -= np.outer(known * (learned / expected), known)
+        cells = len(self.sizes) * self._octaves
+        self._spread += _FORGOTTEN * (self._prior - self._spread)
+        self._spread[:cells, :cells] += _DRIFT * self._variance - _FORGOTTEN * _COMMON**2
 
-    def _use(self, kind: _Kind, octave: int) -> None:
-        """Notes which kind is in use, and its steps beside those of the kind before it."""
-        before = self._in_use.get(octave)
-        if before is not None and before is not kind:
-            before.after = kind
-        self._in_use[octave], kind.after, kind.beside = kind, None, ()
-        if len(kind.samples) == _KEPT:
-            for other in self._kinds.values():
-                if other.after is kind and not other.beside:
-                    other.beside, other.beside_level = tuple(kind.samples), kind.level
+    def _row(self, place: int, batch_size: int, context: float) -> tuple[list[int], Floats]:
+        """The entries of the state that a step's time depends on, and how much."""
+        low = batch_size.bit_length() - 1
+        high = min(low + 1, self._octaves - 1)
+        share = self._between[low, batch_size]
+        cell, last = place * self._octaves, len(self._state) - 1
+        length = log1p(context / _CONTEXT)
+        weights = np.array([share, 1 - share, length, length * (place > 0)])
+        return [cell + low, cell + high, last - 1, last], weights
 
-    def forget(self, drafts: int, batch_size: int) -> None:
-        """Drops the steps of this kind, so that they are measured anew."""
-        self._kinds.pop((drafts, batch_size.bit_length()), None)
+    def seconds(self, drafts: int, batch_size: int, context: float = 0.0) -> float:
+        """Seconds of one step without prompts; of the nearest number of drafts."""
+        place = self._place.get(drafts)
+        if place is None:
+            place = int(np.searchsorted(self.sizes, drafts).clip(0, len(self.sizes) - 1))
+        cells, weights = self._row(place, batch_size, context)
+        return exp(self._table[place, batch_size] + float(self._state[cells] @ weights))
 
-    def evidence(self, drafts: int, batch_size: int) -> float:
-        """Steps of this kind that this engine took; those that read prompts count less."""
-        kind = self._kinds.get((drafts, batch_size.bit_length()))
-        return 0.0 if kind is None else kind.evidence
+    def all_seconds(self, batches: slice, context: float = 0.0) -> Floats:
+        """Seconds ``[size, batch]`` of steps without prompts, each request with such a context."""
+        cells = self._state[:-2].reshape(len(self.sizes), self._octaves)
+        lengths = np.log1p(context * self._batch[batches] / _CONTEXT)
+        contexts = lengths * (self._state[-2] + self._drafted * self._state[-1])
+        result: Floats = np.exp(
+            self._table[:, batches] + cells @ self._between[:, batches] + contexts
+        )
+        return result
 
-    def known(
-        self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
-    ) -> float | None:
-        """Seconds of such a step (`add`) without its prompts, where this share of steps also reads
-        prompts; None: not known."""
-        kind = self._kinds.get((drafts, batch_size.bit_length()))
-        if kind is None or kind.level is None:
-            return None
-        return self._seconds(kind, kind.level, batch_size, context, mixed)
-
-    def bounds(
-        self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
-    ) -> tuple[float, float]:
-        """Least and most seconds of such a step, given the times of other kinds that this engine
-        measured: a pass over fewer tokens is not slower, and time grows no faster than tokens."""
-        tokens, least, most = batch_size * (1 + drafts), 0.0, inf
-        octave = batch_size.bit_length()
-        for (number, of), kind in self._kinds.items():
-            if kind.level is None or kind.evidence < FEWEST or (number, of) == (drafts, octave):
-                continue
-            seconds = self._seconds(kind, kind.level, kind.batch_size, context, mixed)
-            ratio = tokens / (kind.batch_size * (1 + kind.drafts))
-            if kind.drafts >= drafts:
-                most = min(most, seconds * max(ratio, 1.0))
-            if kind.drafts > drafts:  # an unknown share of its time was drafting
-                ratio = (1 + drafts) / (1 + kind.drafts) * min(batch_size / kind.batch_size, 1.0)
-            least = max(least, seconds * min(ratio, 1.0))
-        return min(least, most), max(least, most)
-
-    def likely(
-        self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
-    ) -> float:
-        """Seconds of such a step on a line through the nearest kinds, within its `bounds`. Beyond
-        the most drafts seen, the line is half as steep: there some rows cost nothing."""
-        least, most = self.bounds(drafts, batch_size, context, mixed)
-        seen = {
-            number: self._seconds(kind, kind.level, batch_size, context, mixed)
-            for (number, octave), kind in self._kinds.items()
-            if octave == batch_size.bit_length() and number != drafts
-            if kind.level is not None and kind.evidence >= FEWEST
-        }
-        fewer = sorted(number for number in seen if number < drafts)
-        more = [number for number in seen if number > drafts]
-        if not fewer or (len(fewer) == 1 and not more):
-            return most if least == 0 or most == inf else (least * most) ** 0.5
-        near = fewer[-1]
-        other = min(more) if more else fewer[-2]
-        slope = (seen[other] - seen[near]) / (other - near) * (1.0 if more else 0.5)
-        return min(max(seen[near] + slope * (drafts - near), least), most)
-
-    def prompt_price(self, drafts: int) -> float:
-        """Seconds per prompt token; higher with trees, as the draft reads the prompt too."""
-        return self._prices[0] + self._prices[1] * (drafts > 0)
-
-    def _seconds(
-        self, kind: _Kind, level: float, batch_size: float, context: float, mixed: float
-    ) -> float:
-        # Prices fitted to other batches must not push the time below a plausible one.
-        seconds = max(level + self._priced(kind.drafts, batch_size, context, mixed), kind.least)
-        return seconds * self._pace_since(kind, batch_size, context, mixed)
-
-    def _pace_since(self, kind: _Kind, batch_size: float, context: float, mixed: float) -> float:
-        """How much longer steps take now than when this kind was in use."""
-        pace = 1.0
-        while (after := kind.after) is not None:
-            then, now = kind.beside_level, after.level
-            if kind.beside and then is not None and now is not None:
-                priced = self._priced(after.drafts, batch_size, context, mixed)
-                pace *= max(now + priced, after.least) / max(then + priced, after.least)
-            kind = after
-        change = log(pace)
-        return exp(change - min(max(change, -_SAME_PACE), _SAME_PACE))
-
-    def _priced(self, drafts: int, batch_size: float, context: float, mixed: float) -> float:
-        """Seconds that the prices explain, without prompts."""
-        _, _, of_context, beside_trees, of_request, of_draft, beside_prompts = self._prices
-        seconds = context * (of_context + beside_trees * (drafts > 0))
-        return seconds + batch_size * (of_request + drafts * (of_draft + mixed * beside_prompts))
-
-    def _fit(self) -> None:
-        """Fits levels of all kinds of steps, and the prices, by reweighted least squares."""
-        self._fitted = self._seen
-        known = list(self._kinds.values())
-        beside = [(kind, kind.after) for kind in known if kind.beside and kind.after in known]
-        groups = [*known, *(after for _, after in beside if after)]
-        taken = [*(kind.samples for kind in known), *(kind.beside for kind, _ in beside)]
-        counts = [len(samples) for samples in taken]
-        samples = np.array(list(chain.from_iterable(taken)))
-        batch, prompts, context, seconds = samples.T
-        kinds = np.repeat(np.arange(len(groups)), counts)
-        drafts = np.repeat([float(kind.drafts) for kind in groups], counts)
-        drafted = drafts > 0
-        inputs = np.stack(
-            [
-                prompts, prompts * drafted, context, context * drafted, batch, batch * drafts,
-                batch * drafts * (prompts > 0),
-            ], axis=1,
-        )  # fmt: skip
-        scales = np.maximum(inputs.max(axis=0), 1.0)
-        inputs = inputs / scales
-        starts = np.cumsum([0, *counts[:-1]])
-        means = np.add.reduceat(seconds, starts) / counts
-        expected = np.maximum(means[kinds], seconds)
-        usual = _median(expected)
-        trust = np.ones(len(seconds))
-        for _ in range(_ROUNDS):
-            off = np.abs(seconds - expected) / expected
-            noise = max(1.48 * _median(off), _LEAST_NOISE)
-            weights = np.minimum(1.0, _OUTLYING * noise / np.maximum(off, 1e-9))
-            weights *= trust / expected**2
-            totals = np.add.reduceat(weights, starts)
-            mean_seconds = np.add.reduceat(weights * seconds, starts) / totals
-            mean_inputs = np.add.reduceat(weights[:, None] * inputs, starts) / totals[:, None]
-            centred = inputs - mean_inputs[kinds]
-            weighted = weights[:, None] * centred
-            # Ridge: without evidence a price is 0; its effect is presumed below a usual step.
-            ridge = (noise / usual) ** 2 * np.diag(_PRESUMED)
-            prices = _not_negative(
-                centred.T @ weighted + ridge, weighted.T @ (seconds - mean_seconds[kinds])
-            )
-            levels = mean_seconds - mean_inputs @ prices
-            read = inputs[:, :2] @ prices[:2]
-            expected = np.maximum(levels[kinds] + inputs @ prices, seconds / 4)
-            trust = (1 + _MIXED * np.minimum(read / expected, 1)) ** -2
-        self._prices = (prices / scales).tolist()
-        for (kind, _), level in zip(beside, levels[len(known) :].tolist(), strict=True):
-            kind.beside_level = level
-        for kind, level in zip(known, levels.tolist(), strict=False):
-            if kind.evidence >= FEWEST:
-                kind.level = level
-                kind.least = min(sample[3] for sample in kind.samples) / 4
+    def doubts(self, drafts: int, batch_size: int) -> Floats:
+        """Standard deviations ``[size]`` of the times' logarithms, relative to this number's."""
+        low = batch_size.bit_length() - 1
+        high, share = min(low + 1, self._octaves - 1), self._between[low, batch_size]
+        count = len(self.sizes)
+        cells = np.arange(count) * self._octaves
+        both = np.concatenate([cells + low, cells + high])
+        part = self._spread[np.ix_(both, both)].reshape(2, count, 2, count)
+        weights = np.array([share, 1 - share])
+        mixed = np.einsum("i,iajb,j->ab", weights, part, weights)
+        place = self._place[drafts]
+        variances = mixed.diagonal() - 2 * mixed[place] + mixed[place, place]
+        result: Floats = np.sqrt(np.maximum(variances, 0.0))
+        return result
 
     def to_list(self) -> list[tuple[int, int, float]]:
-        """(drafts, batch size, seconds without prompts and context) of every known kind."""
-        found = []
-        for (drafts, _), kind in self._kinds.items():
-            if kind.level is not None:
-                batch_size = round(kind.batch_size)
-                seconds = self._seconds(kind, kind.level, batch_size, 0.0, 0.0)
-                found.append((drafts, batch_size, seconds))
-        return found
+        """(drafts, batch size, seconds without contexts) of the kinds of steps that were seen."""
+        last = len(self._batch) - 1
+        return [
+            (self.sizes[place], size, self.seconds(self.sizes[place], size))
+            for place, octave in np.argwhere(self._served > 0).tolist()
+            if (size := min(1 << octave, last))
+        ]
 
     def restore(self, times: list[tuple[int, int, float]]) -> None:
         """Starts from an earlier engine's times; a few new steps outweigh them."""
         for drafts, batch_size, seconds in times:
-            for _ in range(FEWEST):
-                self.add(drafts, batch_size, seconds)
-        for kind in self._kinds.values():
-            kind.evidence = 0.0
+            if 1 <= batch_size < len(self._batch):
+                self.add(drafts, batch_size, seconds, noise=_RESTORED)
 
 
-def _median(values: NDArray[np.float64]) -> float:
-    """The upper median: one of the values, found faster than by ``np.median``."""
-    middle = len(values) // 2
-    return float(np.partition(values, middle)[middle])
-
-
-def _not_negative(
-    products: NDArray[np.float64], target: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Solves normal equations ``[n, n]``, ``[n]`` without negative prices: drops those below 0."""
-    kept = np.arange(len(target))
-    while len(kept):
-        found = np.linalg.solve(products[np.ix_(kept, kept)], target[kept])
-        if found.min() >= 0:
-            prices = np.zeros(len(target))
-            prices[kept] = found
-            return prices
-        kept = kept[found > 0]
-    return np.zeros(len(target))
+def _prior(sizes: Sequence[int], octaves: int, doubt: float) -> Floats:
+    """Covariance of the corrections, ``[size * octave + 2]`` twice; the last two are contexts'."""
+    drafts, octave = np.repeat(sizes, octaves), np.tile(np.arange(octaves), len(sizes))
+    nodes = np.log2(1 + drafts)
+    rows, drafted = nodes + octave, (drafts > 0).astype(np.float64)
+    apart = np.abs(np.subtract.outer(nodes, nodes)) + np.abs(np.subtract.outer(octave, octave))
+    differences = _ALIKE**2 * np.exp(-apart / 2) + _ALONE**2 * np.eye(len(drafts))
+    for deviation, values in ((_DRAFTED, drafted), (_ROWS, rows), (_NODES, nodes)):
+        differences += deviation**2 * np.outer(values, values)
+    found = np.zeros((len(drafts) + 2,) * 2)
+    found[:-2, :-2] = doubt**2 * differences + _COMMON**2
+    found[-2:, -2:] = np.diag([_CONTEXTS**2, _TREES_CONTEXTS**2])
+    return found

@@ -42,7 +42,7 @@ class StepReport:
     """The report of a step to the front end."""
 
     drafts: int | None
-    """Drafts per request at its batch size, trials left out; None: no request was scheduled."""
+    """Drafts per request at its batch size, probes left out; None: no request was scheduled."""
     paths: bytes  # its verified trees, for `TreeCounts.from_bytes`; empty: there was none
     undrafted: list[Reason] = dataclasses.field(default_factory=list)
     """The reason of each request that began with it and has no drafts."""

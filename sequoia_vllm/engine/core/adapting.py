@@ -8,11 +8,14 @@ import threading
 import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.state import AdaptationState, StateError, Workload
-from sequoia_vllm.adaptation.trials import Step
+from sequoia_vllm.adaptation.step import Step
+from sequoia_vllm.adaptation.step_times import assumed_seconds
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import StepOutcome
@@ -27,13 +30,12 @@ from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
 logger = logging.getLogger("vllm.sequoia")
 
-# Seconds between writes, after decisions and otherwise. At worst a few trials are lost.
+# Seconds between writes, after decisions and otherwise. At worst a minute is lost.
 _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
-# On two cores a step that scores so many tokens took 1.0 to 1.3 times as long as a plain one. GPUs,
-# and weights that come from a disk, have room for whole trees.
-_FREE_ROWS = 6
-# Larger batches begin with so many times the nodes of one request: right schedules lose little.
-_GROWTH = 2
+# Rows whose arithmetic takes as long as reading the weights, on CPUs, on GPUs, and where weights
+# come from a disk or the host; and the draft's share of a pass. Assumed until steps are measured.
+_KNEE_CPU, _KNEE_GPU, _KNEE_OFFLOADED = 10.0, 150.0, 1000.0
+_DRAFT, _DRAFT_WITHOUT_WEIGHTS = 0.05, 0.003
 _MOST_OPEN = 64  # steps whose drafting has not ended; two are usual
 
 
@@ -43,10 +45,16 @@ def new_adapter(vllm_config: Any, lookup: list[int] | None) -> "SchedulerAdapter
     if lookup is None or settings.adapts_as is None:
         return None
     most = [0, *most_drafts(vllm_config)]
-    controller = DraftController(settings.tree, lookup, most, fewer_drafts(vllm_config))
-    knows_nothing = settings.chosen_for is None and lookup[1:] == most[1:]
-    if not (vllm_config.use_v2_model_runner or is_offloaded(vllm_config)):
-        controller.begin_with(_FREE_ROWS if knows_nothing else _GROWTH * (1 + lookup[1]))
+    on_gpu = vllm_config.use_v2_model_runner
+    knee = _KNEE_GPU if on_gpu else _KNEE_CPU
+    assumed = partial(
+        assumed_seconds, settings.tree, len(lookup) - 1,
+        knee=_KNEE_OFFLOADED if is_offloaded(vllm_config) else knee,
+        draft=_DRAFT if drafter(settings.drafter).has_weights else _DRAFT_WITHOUT_WEIGHTS,
+    )  # fmt: skip
+    controller = DraftController(
+        settings.tree, lookup, most, fewer_drafts(vllm_config), assumed, host_bound=on_gpu
+    )
     return SchedulerAdapter(controller, settings.adapts_as, keeps=settings.keeps)
 
 
@@ -65,7 +73,7 @@ class SchedulerAdapter:
         self._has_failed_to_keep = False
         self._sampled: set[str] = set()  # unfinished requests that are not greedy
         self._greedy: set[str] = set()
-        self._drafts = -1  # of the step before
+        self._drafts = 0  # of the step before
         self._before: float | None = None
         self._follows = False  # the next step begins where the drafting of the one before ends
         # Steps whose drafting has not ended, and whether each follows another at once.
@@ -102,12 +110,10 @@ class SchedulerAdapter:
             contexts = [new.num_computed_tokens for new in scheduled.scheduled_new_reqs]
             contexts += scheduled.scheduled_cached_reqs.num_computed_tokens
             preempted = scheduled.preempted_req_ids or set()
-            # Where drafts scored and grown differ in number the time is of neither.
-            is_steady = drafts == self._drafts
             step = Step(
                 batch_size=requests,
-                drafts=drafts if is_steady else None,
-                grown=drafts,
+                drafts=drafts,
+                before=self._drafts,
                 seconds=None if self._before is None else now - self._before,
                 workload=self._workload(),
                 gained=gained,
