@@ -32,7 +32,7 @@ class Shard:
     rehearsed: tuple[str, ...] = ()
     """Files of the rehearsal; all of their tests run over the newest vLLM."""
     modules: tuple[tuple[str, ...], ...] = ()
-    """Modules of tests, with their arguments."""
+    """Modules of tests, with their arguments; ``{commits}`` is the number of commits."""
 
     def commands(self) -> Iterable[list[str]]:
         """What it runs, each from the root of the checkout."""
@@ -43,7 +43,8 @@ class Shard:
             module = "tests.gpu_rehearsal.other_versions"
             how = ("-m", "", "-n", "3", "--dist", "loadfile", "--durations", "20")
             yield [sys.executable, "-m", module, WHEELS, NEWEST, *how, *self.rehearsed]
-        yield from ([sys.executable, "-m", *words] for words in self.modules)
+        for words in self.modules:
+            yield [sys.executable, "-m", *(word.format(commits=commits()) for word in words)]
 
 
 def of(folder: str, *names: str) -> tuple[str, ...]:
@@ -52,26 +53,28 @@ def of(folder: str, *names: str) -> tuple[str, ...]:
 
 
 SHARDS = (
-    Shard(of("engine", "multimodal", "lookup", "vocabularies", "large_trees", "target_graphs")),
+    Shard(of("engine", "multimodal", "measuring", "differential", "features")),
     Shard(
-        of("engine", "architectures", "differential", "features", "interrupts", "lora", "measuring")
-        + of("engine", "offload", "sampled", "tensor_parallel", "train_draft")
+        of("engine", "architectures", "interrupts", "lookup", "lora", "mutants", "offload")
+        + of("engine", "sampled", "target_graphs", "tensor_parallel", "train_draft")
+        + of("engine", "large_trees", "undrafted_steps", "vocabularies")
+        + ("tests/server",)
     ),
     Shard(("tests/v2", "tests/kernels", "tests/unit", "tests/gpu_check")),
-    Shard(("tests/server", "tests/ray_examples", *of("gpu_rehearsal", "gpu_run", "ranks"))),
+    Shard(("tests/ray_examples", *of("gpu_rehearsal", "gpu_run", "server"))),
+    Shard(of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots", "targets")),
     Shard(
-        of("gpu_rehearsal", "architectures", "grammars", "heads", "mutants", "offloading")
-        + of("gpu_rehearsal", "requests", "server", "sleeping", "slots", "targets"),
+        of("gpu_rehearsal", "architectures", "heads", "long_contexts", "mutants", "requests")
+        + of("gpu_rehearsal", "sleeping"),
         modules=(("tests.contract.check_wheels", WHEELS, *SUPPORTED_VERSIONS["gpu"]),),
     ),
+    Shard(rehearsed=of("gpu_rehearsal", "gpu_run", "host_copies", "server", "sleeping")),
+    Shard(rehearsed=of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots", "targets")),
     Shard(
-        rehearsed=of("gpu_rehearsal", "gpu_run", "ranks", "engine", "host_copies", "requests")
-        + of("gpu_rehearsal", "heads", "dynamic_trees")
+        rehearsed=of("gpu_rehearsal", "architectures", "dynamic_trees", "engine", "heads")
+        + of("gpu_rehearsal", "long_contexts", "mutants", "requests")
     ),
-    Shard(
-        rehearsed=of("gpu_rehearsal", "architectures", "grammars", "mutants", "offloading")
-        + of("gpu_rehearsal", "server", "sleeping", "slots", "targets")
-    ),
+    Shard(modules=(("tests.mutants", "--seed", "{commits}", "--parts", "24", "--seconds", "900"),)),
 )
 
 

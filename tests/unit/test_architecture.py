@@ -195,7 +195,7 @@ def test_tests_that_start_engines_say_so():
 
 
 # At most so many lines.
-CEILINGS = {"the package": 33_000, "all": 82_000}
+CEILINGS = {"the package": 33_000, "all": 84_500}
 
 
 def test_there_is_no_more_python_than_before():
