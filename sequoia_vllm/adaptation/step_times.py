@@ -22,7 +22,7 @@ _DRIFT = 0.01  # how much the machine's pace moves in a step, as a share of the 
 _FORGOTTEN = 2e-5  # share of what is known of differences between steps that a step makes old
 _NOISE_FADES = 0.03  # weight of one step in the noise's variance
 _RESTORED = 16.0  # variance of an earlier engine's times, relative to one step's
-_PACE_FADES, _LONGEST = 0.01, 4.0  # weight of one step in the pace, and its most
+_PACE_FADES, _LONGEST = 0.01, 1.4  # weight of one step in the pace, and its most (logarithm)
 _SHORTEST = 1e-6  # seconds of a step: one whose drafting was another's may seem to take none
 
 
@@ -104,7 +104,8 @@ class StepTimes:
             surprise = min(max(taken * taken, _LEAST_NOISE**2), _MOST_NOISE**2)
             if self.seen[place] >= 2:
                 self._variance += _NOISE_FADES * (surprise - self._variance)
-                self.pace += _PACE_FADES * (min(exp(min(off, 2.0)), _LONGEST) - self.pace)
+            if expected < 2 * variance:  # the time was known
+                self.pace += _PACE_FADES * (exp(min(off, _LONGEST)) - self.pace)
             self.seen[place] += 1
             self._served[place, batch_size.bit_length() - 1] += 1
         self._state += known * (taken / expected)

@@ -36,6 +36,7 @@ _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
 # come from a disk or the host; and the draft's share of a pass. Assumed until steps are measured.
 _KNEE_CPU, _KNEE_GPU, _KNEE_OFFLOADED = 10.0, 150.0, 1000.0
 _DRAFT, _DRAFT_WITHOUT_WEIGHTS = 0.05, 0.003
+_DOUBT_GPU = 0.6  # GPUs are more alike than CPUs, see `StepTimes`
 _MOST_OPEN = 64  # steps whose drafting has not ended; two are usual
 
 
@@ -52,9 +53,9 @@ def new_adapter(vllm_config: Any, lookup: list[int] | None) -> "SchedulerAdapter
         knee=_KNEE_OFFLOADED if is_offloaded(vllm_config) else knee,
         draft=_DRAFT if drafter(settings.drafter).has_weights else _DRAFT_WITHOUT_WEIGHTS,
     )  # fmt: skip
-    controller = DraftController(
-        settings.tree, lookup, most, fewer_drafts(vllm_config), assumed, host_bound=on_gpu
-    )
+    doubt = _DOUBT_GPU if on_gpu else 1.0
+    sizes = fewer_drafts(vllm_config)
+    controller = DraftController(settings.tree, lookup, most, sizes, assumed, doubt, on_gpu)
     return SchedulerAdapter(controller, settings.adapts_as, keeps=settings.keeps)
 
 
