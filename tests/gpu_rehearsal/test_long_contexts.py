@@ -19,7 +19,9 @@ from tests.support.generating import random_prompts as prompts
 from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import counting_eager, noting_modes, recording_versions, rehearsing
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2000)]
+pytestmark = [
+    pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(2000),
+]  # fmt: skip
 
 SHORT, TURN, TOKENS = [60, 200], 12, 10  # the turn's own tokens, behind whole blocks
 
@@ -72,7 +74,7 @@ def on_processors(number: int) -> Any:
     return patched(backend_gpu, "TreeAttentionWorkspace", workspace)
 
 
-@pytest.fixture(scope="module", params=[32_768, pytest.param(131_072, marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=[32_768, 131_072])
 def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("long")
     return request.param, call_on_gpu(
