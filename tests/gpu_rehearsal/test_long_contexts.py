@@ -20,7 +20,7 @@ from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import counting_eager, noting_modes, recording_versions, rehearsing
 
 pytestmark = [
-    pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(2000),
+    pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded, pytest.mark.timeout(2000),
 ]  # fmt: skip
 
 # Outside of graphs. The engine's warm-up, which these starts leave out, compiles them:
