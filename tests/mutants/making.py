@@ -126,6 +126,8 @@ def _is_left_out(node: cst.CSTNode) -> bool:
     """
     if isinstance(node, (cst.Annotation, cst.Decorator, cst.Param, cst.Raise)):
         return True
+    if isinstance(node, cst.Arg) and node.keyword:
+        return node.keyword.value in _UNTOLD
     if not isinstance(node, cst.Call):
         return False
     called = node.func

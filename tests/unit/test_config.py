@@ -107,6 +107,8 @@ def test_several_problems_are_reported_together_and_messages_stay_short():
     assert said.count("Input should be") == 8
     assert said.endswith("; and more")
     assert len(refused(**{"k" * 10**6: 1})) < 600
+    said = refused(tree=16, max_model_len=0)
+    assert said.endswith("; max_model_len: Input should be greater than or equal to 1")
     # A wrong tree is reported once.
     said = refused(tree={"size": 16, "dept": 4})
     assert said.endswith("tree: unknown key 'dept': did you mean 'depth'?")
@@ -126,6 +128,11 @@ def test_every_field_is_documented_and_draft_keys_are_vllms_own():
         draft_vocabulary=9,
     )  # fmt: skip
     assert config.draft_keys() == {"revision": "r"}
+    ours = parsed(
+        drafter="model", retrieval=False, recycling=False, dynamic_tree=True, adapt=True,
+        verification="traversal", offload={"directory": "/disk"}, max_model_len=9,
+    )  # fmt: skip
+    assert ours.draft_keys() == {"max_model_len": 9}
 
 
 def test_what_is_left_to_us():

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sequoia_vllm.drafting import draft_plan
 from sequoia_vllm.drafting.draft_plan import DraftPlan, inner_nodes, inner_rows
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
 from sequoia_vllm.hardware.graph_sizes import (
@@ -255,3 +256,13 @@ def test_steps_of_many_tokens_are_not_captured():
     assert first_beyond([768, 768, 768], 1024) == 2
     assert first_beyond([768, 512, 256], 1024) is None
     assert first_beyond([64] * 16 + [1] * 2000, 1024) is None  # plain decoding is vLLM's affair
+
+
+def test_rows_and_widths_of_a_tree():
+    #        0 with children 1, 2 and 5; 3 and 4 below 1; 6 below 5
+    tree, root = TokenTree((-1, 0, 0, 1, 1, 0, 5)), TokenTree((-1,))
+    assert (draft_plan.level_widths(tree), draft_plan.level_widths(root)) == ([1, 2], [0])
+    assert (draft_plan.inner_nodes(tree), draft_plan.inner_rows(root)) == (3, [-1])
+    assert draft_plan.rows_per_tree(root, [-1]) == 0
+    assert DraftPlan(tree, [6] * 4, 64).widest_level == 4 * 2
+    assert DraftPlan(tree, [0] * 4, 64).widest_level == 1

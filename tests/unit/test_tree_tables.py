@@ -40,7 +40,12 @@ def test_tables_of_a_tree():
     assert second.rows.tolist() == [1, 2]  # of the nodes with children: 0, 1, 5
     assert tables.levels.depths.tolist() == [0, 1, 1]
     assert tables.levels.ancestors.int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    assert root.nodes.dtype == second.rows.dtype == torch.int32
+    assert (second.parents.tolist(), second.parents.dtype) == ([0, 0], torch.int64)
+    third = TreeTables(TokenTree((-1, 0, 0, 1, 2, 3, 4)), CPU).levels.levels[2]
+    assert third.parents.tolist() == [0, 1]
     # For scoring and verifying.
+    assert tables.shifts.tolist() == [0, 0, -1, -1, -2, -4, -4]
     assert tables.children.tolist() == [
         [1, 2, 5], [3, 4, -1], [-1] * 3, [-1] * 3, [-1] * 3, [6, -1, -1], [-1] * 3,
     ]  # fmt: skip
