@@ -155,7 +155,9 @@ def test_addresses_in_a_table(checks):
     # GPUs refuse such an access; the interpreter and CPUs do not mind.
     with pytest.raises(MemoryCheckError, match="misaligned write of the storage"):
         _fill_at[(1,)](addresses + 2, 4, 16)
-    del tensors
+    gone = torch.zeros(1 << 20)  # large: nothing else is soon at its address
+    addresses = torch.tensor([gone.data_ptr()])
+    del gone
     with pytest.raises(MemoryCheckError, match="where no live tensor is"):
         _fill_at[(1,)](addresses, 8, 16)
 
