@@ -1,8 +1,8 @@
 """Prompts beside trees at contexts of 32k tokens: from full graphs, nothing compiled late.
 
-Interpreted, 128k take too long for CI: `run` takes any length. A long request is read alone. Then it goes on beside short prompts and another turn of itself. Tiles
-are larger than a GPU's, as the interpreter's time goes by their number, and contexts are split as
-on 16 multiprocessors.
+Interpreted, 128k take too long for CI: `run` takes any length. A long request is read alone. Then
+it goes on beside short prompts and another turn of itself. Tiles are larger than a GPU's, as the
+interpreter's time goes by their number, and contexts are split as on 16 multiprocessors.
 """
 
 from collections import Counter
