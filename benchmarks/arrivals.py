@@ -18,9 +18,11 @@ from sequoia_vllm.cli.measuring import numbers
 from sequoia_vllm.measuring.provenance import provenance
 from tests.support import h200_arrivals as h200
 
+app = typer.Typer(add_completion=False)
 _UNTIL = (2.0, 5.0, 30.0, 120.0)  # seconds
 
 
+@app.command()
 def arrivals(
     rates: Annotated[str, typer.Option(help="Comma-separated requests a second.")] = "16,48",
     seconds: Annotated[float, typer.Option(help="Length of a trace.")] = 30.0,
@@ -58,4 +60,4 @@ def _row(rate: int, error: float, seconds: float, seeds: int) -> dict[str, float
 
 
 if __name__ == "__main__":
-    typer.run(arrivals)
+    app()

@@ -194,8 +194,8 @@ def test_tests_that_start_engines_say_so():
     assert [str(file) for file in starting if "pytest.mark.engine" not in files[file]] == []
 
 
-# Lines of Python in each room when its ceiling was last set: `python -m tests.unit.test_architecture`
-# prints today's. Rooms may grow by `SLACK` in between, and set lower ones with a release.
+# Lines of Python in each room when its ceiling was last set. They may grow by `SLACK` until then.
+# `python -m tests.unit.test_architecture` prints today's: set them with each release.
 LINES = {}
 SLACK, MOST = 1.03, 85_000  # of a room; of all
 
