@@ -196,7 +196,13 @@ def test_tests_that_start_engines_say_so():
 
 # Lines of Python in each room when its ceiling was last set. They may grow by `SLACK` until then.
 # `python -m tests.unit.test_architecture` prints today's: set them with each release.
-LINES = {}
+LINES = {
+    "adaptation": 882, "attention": 380, "bench": 1_157, "benchmarks": 5_851,
+    "calibration": 582, "cli": 2_335, "drafters": 1_534, "drafting": 1_302, "engine": 11_669,
+    "examples": 1_893, "hardware": 2_677, "kernels": 4_734, "library": 1_005, "measuring": 785,
+    "metrics": 480, "sequoia_vllm": 1_337, "tests": 43_552, "tree": 616, "verification": 1_074,
+    "vocabulary": 376,
+}  # fmt: skip
 SLACK, MOST = 1.03, 85_000  # of a room; of all
 
 
@@ -215,7 +221,7 @@ def test_no_room_outgrows_its_ceiling():
     found = lines_by_room()
     assert found.keys() == LINES.keys()
     over = {room: lines for room, lines in found.items() if lines > SLACK * LINES[room]}
-    assert not over, "split it, delete what nobody needs, or set its ceiling in LINES with a reason"
+    assert not over, f"{over}: delete what nobody needs, or set LINES anew and say why"
     assert sum(found.values()) <= MOST
 
 
