@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sequoia_vllm.drafters.recognition import recognise
-from sequoia_vllm.drafters.registry import Fields, draft_option, drafter, drafts_from_text
+from sequoia_vllm.drafters.registry import (
+    DRAFTERS,
+    Fields,
+    draft_option,
+    drafter,
+    drafts_from_text,
+)
 from sequoia_vllm.engine.compat.contract import current_device
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import read_json
@@ -171,7 +177,7 @@ def _by_batch_size(one: Method, ranges: list[tuple[int, int]]) -> Method:
 
 def _adaptive(one: Method, text: str) -> Method:
     config = one.speculative_config or {}
-    if config["method"] != "dspark":
+    if config["method"] not in {x.method for x in DRAFTERS.values() if x.verifies_adaptively}:
         raise BenchError(
             f"chain {text!r}: vLLM verifies adaptively with DSpark heads alone: give the folder of "
             "one with --draft-model, or leave :adaptive out"

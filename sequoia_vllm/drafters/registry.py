@@ -142,6 +142,7 @@ class Drafter:
     """Acceptance vectors by depth that its trees are made for; None: a published one."""
     in_one_pass: ClassVar[bool] = False  # whether one pass drafts all levels of a tree
     is_targets_own: ClassVar[bool] = False  # whether it is a layer of the target's own checkpoint
+    verifies_adaptively: ClassVar[bool] = False  # whether vLLM has adaptive verification for it
     ran_on: ClassVar[str | None] = "a GPU"
     """The GPU on which speed with trained weights was measured; None: none."""
     layers: ClassVar[int | None] = None  # number of layers; None: what its configuration says

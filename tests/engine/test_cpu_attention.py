@@ -6,6 +6,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
+from sequoia_vllm.attention import cpu_kernel
 from sequoia_vllm.attention.cpu_kernel import TreeQueries, keys_and_values, move_tokens
 from sequoia_vllm.engine.runner import cpu_attention
 from sequoia_vllm.engine.runner.cpu_attention import (
@@ -64,6 +65,17 @@ def test_moved_tokens_are_those_written_there():
     move_tokens(moved, slots[source], slots[target])
     write(written, keys[source], values[source], slots[target], "vec")
     assert torch.equal(moved, written)
+
+
+def test_compiled_moves_are_those_of_torch():
+    """In all layers of a group, and all heads."""
+    assert cpu_kernel.load_kernels() is not None
+    layers = torch.randn(2, 4, 3, BLOCK, 128, generator=torch.Generator().manual_seed(1))
+    expected, source, target = layers.clone(), torch.tensor([2, 40, 70]), torch.tensor([1, 2, 40])
+    for layer in expected:
+        move_tokens(layer, source, target)
+    cpu_kernel.CacheGroup(list(layers)).move_tokens(source, target)
+    assert torch.equal(layers, expected)
 
 
 @pytest.fixture(params=["kernel", "torch"])

@@ -14,7 +14,7 @@ from tests.support.mutating import assert_shown, mutants
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
-REQUESTS = generating.random_prompts([9, 14]), generating.greedy_and_seeded(2, 12)
+REQUESTS = generating.random_prompts([9, 14, 11, 20]), generating.greedy_and_seeded(4, 16)
 V2 = mutants("v2")
 
 

@@ -22,6 +22,7 @@ class DSpark(BlockHead):
     rank = 1
     ran_on = None
     method = "dspark"
+    verifies_adaptively = True
     on_v2 = "sequoia_vllm.drafters.dspark.v2.MarkovDrafter"
     speculators = MappingProxyType({"dspark": "Qwen3DSparkModel"})
     signs = (
