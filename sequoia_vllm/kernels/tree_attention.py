@@ -271,7 +271,10 @@ def tree_attention(
         merged_grid, padded_rows = (tile.rows, key_heads, at_once), tile.rows
     else:
         if context_lse is None:
-            splits = choose_splits(units, tile, workspace.processors, most_read)
+            busy = units
+            if tokens < requests * queries:  # few requests have so many rows
+                busy = min(units, -(-tokens * group // tile.rows) * key_heads)
+            splits = choose_splits(busy, tile, workspace.processors, most_read)
             splits = max(1, min(splits, workspace.rows(head_size) // (units * tile.rows)))
         partial_rows = splits * units * tile.rows if splits > 1 else 0
         grid = row_tiles * splits, key_heads, requests

@@ -34,7 +34,7 @@ def mixed_batch(requests=MIXED, nodes=NODES, **options):
     return batch, tree, np.array(rows, dtype=np.int32), np.array(has_tree)
 
 
-def run(batch, tree, rows, has_tree, window=None, **options):
+def run(batch, tree, rows, has_tree, window=None, uneven=True, **options):
     """Attention of all rows, in as many segments as a CUDA graph for them has."""
     masks = with_chain(tree)
     requests, starts = cut_rows(rows, has_tree, masks.shape[-1])
@@ -50,15 +50,15 @@ def run(batch, tree, rows, has_tree, window=None, **options):
     slots = [TREE if has_tree[request] else CHAIN for request in requests]
     batch.slots = torch.tensor([*slots, *[CHAIN] * empty])
     output = batch.run(
-        ancestors=masks, window=window, max_queries=masks.shape[-1], uneven=True, **options
+        ancestors=masks, window=window, max_queries=masks.shape[-1], uneven=uneven, **options
     )
     batch.contexts, batch.starts, batch.table, batch.slots = whole
     return output
 
 
-def check(batch, *cut, processors=1, **how):
+def check(batch, *cut, processors=1, uneven=True, **how):
     """It is plain attention."""
-    output = run(batch, *cut, processors=processors, **how)
+    output = run(batch, *cut, processors=processors, uneven=uneven, **how)
     torch.testing.assert_close(output, batch.expected(**how), atol=2e-5, rtol=2e-5)
 
 
@@ -90,6 +90,18 @@ def test_trees_of_more_nodes_than_a_segment_has_at_least():
     batch, *cut = mixed_batch(requests, nodes=45)
     assert with_chain(cut[0]).shape == (2, 45, 45)
     check(batch, *cut)
+
+
+def test_contexts_are_split_by_the_rows_that_there_are():
+    """Not by the rows that each request could have: few requests have so many. Without a plan, as
+    in steps that run in no graph."""
+    requests = [(700, 2, True), *[(0, 1, False)] * 12]
+    with counted_launches() as launches:
+        check(*mixed_batch(requests, heads=(1, 1)), processors=8, uneven=False)
+    names = {name for _, _, name in launches.counts if name.endswith("_kernel")}
+    assert names == {"tree_attention_kernel", "merge_splits_kernel"}
+    # Of the workspace each takes as many rows as it could have: here splits must fit it.
+    check(*mixed_batch(requests, heads=(1, 1)), processors=4, uneven=False)
 
 
 def test_one_long_context_among_many_has_the_programs_of_the_launch():
