@@ -10,10 +10,10 @@ from typing import get_args
 
 import numpy as np
 
-from sequoia_vllm.adaptation.prompt_steps import Floats, Gain, PromptSteps
+from sequoia_vllm.adaptation.prompt_steps import Gain, PromptSteps
 from sequoia_vllm.adaptation.state import AdaptationState, FadingAcceptance, Workload
 from sequoia_vllm.adaptation.step import Step
-from sequoia_vllm.adaptation.step_times import StepTimes, assumed_seconds
+from sequoia_vllm.adaptation.step_times import Floats, StepTimes, assumed_seconds
 from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
 

@@ -4,9 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_vllm.adaptation.step import Step
-from sequoia_vllm.adaptation.step_times import StepTimes
+from sequoia_vllm.adaptation.step_times import Floats, StepTimes
 
-Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
 
 _REMEMBERED = 50  # steps that read prompts, of the mean
