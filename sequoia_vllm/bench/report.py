@@ -32,7 +32,7 @@ MOST_SPREAD = 1.15
 LEAST_DRAFTED = 0.01
 """Trees per step below which an engine counts as plain: adaptation tries drafting now and then."""
 MOST_TRIED, NOTHING_GAINED = 0.25, 1.005
-"""Trees per step, and tokens per step, below which an engine drafted in trials alone: a short
+"""Trees per step, and tokens per step, below which an engine drafted in probes alone: a short
 measurement holds one or two, of some 24 trees each."""
 # Environment variables that change speed on CPUs.
 _ENVIRONMENT = (
@@ -109,7 +109,7 @@ class Result(FileModel):
 
     @property
     def speed_in_words(self) -> str:
-        """The speedup with its range; ``= plain`` where nothing was drafted, but for trials."""
+        """The speedup with its range; ``= plain`` where nothing was drafted, but for probes."""
         if self.is_plain:
             return "= plain"
         said = f"{self.speedup.median:.2f}x ({self.speedup.in_words})"

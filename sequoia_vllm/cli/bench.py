@@ -177,7 +177,7 @@ def speeds_table(results: list[Result]) -> Table:
     table = new_table(
         "T", "batch", "method", "tokens/s", "speed", "tokens per step", "step ms",
         left=["method"], title="Speed of decoding: medians of rounds (lowest to highest)",
-        caption="+ vLLM's best chain here; = plain: nothing was drafted, but for trials; * below",
+        caption="+ vLLM's best chain here; = plain: nothing was drafted, but for probes; * below",
     )  # fmt: skip
     for _, group in groupby(results, key=lambda result: (result.temperature, result.batch_size)):
         for number, result in enumerate(group):
