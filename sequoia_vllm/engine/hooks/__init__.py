@@ -87,11 +87,6 @@ def install() -> None:
     _wrap(LLMEngine, "get_metrics", tree_metrics.get_metrics)
 
 
-def is_patched() -> bool:
-    """Whether this process's vLLM is patched."""
-    return hasattr(EngineArgs.create_engine_config, _ORIGINAL)
-
-
 def _wrap(owner: type, name: str, replacement: Callable[..., Any], static: bool = False) -> None:
     """Replaces ``owner.name`` by ``replacement(original, *args)``, unless that was done."""
     found: Any = getattr(owner, name)
