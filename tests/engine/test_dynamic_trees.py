@@ -86,7 +86,7 @@ def test_on_gpus_they_are_for_batches_of_greedy_requests_alone(monkeypatch):
         return SimpleNamespace(np=np.zeros(count, dtype=np.int32))
 
     monkeypatch.setattr(request_modes, "UvaBackedTensor", on_host)
-    modes = RequestModes(len(KINDS) + 1, thinks_first=False, longest=99)
+    modes = RequestModes(len(KINDS) + 1, longest=99)
     undrafted = {"temperature": 0.9, "extra_args": {MOST_DRAFTS: 0}}
     for slot, options in enumerate([*KINDS.values(), undrafted]):
         params = SamplingParams(max_tokens=40, **options)

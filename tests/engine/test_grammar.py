@@ -141,7 +141,9 @@ def test_each_node_has_the_mask_of_its_path_and_what_little_is_allowed_replaces_
     words = Words(list(before), strict)
     masks = np.full((drafts + 1, VOCABULARY // 32), UNTOUCHED, dtype=np.int32)
     words.fill_bitmask(torch.from_numpy(masks), 0)
-    scored = grammar.fill_nodes(words, "a", TREE, tokens, masks, STAND_INS if strict else None)
+    stand_ins = STAND_INS if strict else None
+    on_all = grammar.Grip.on_all(TREE.size)
+    scored = grammar.fill_nodes(words, "a", TREE, tokens, masks, on_all, stand_ins)
     assert words.path == before
     assert scored == (by_brute_force(tokens, before) if strict else tokens)
     for node in range(drafts + 1):
@@ -274,6 +276,62 @@ def test_nothing_is_replaced_where_the_device_has_the_drafts(v2, ahead):
     request = request_of(Words(strict=True))
     drafts = [1, 4, 1, 1, 9]
     assert manager(v2=v2, ahead=ahead).validate_tokens(request, drafts) == drafts
+
+
+THOUGHT = 6  # ends reasoning; of the grammar it is no part
+
+
+def reasoning(own, words: Words, thoughts: list[int]):
+    """A request that has thought these tokens, in an engine with a reasoning parser."""
+    own.manager.reasoner_cls, own.manager.enable_in_reasoning = object, False
+    request = request_of(words)
+    request.all_token_ids = thoughts
+    ends = SimpleNamespace(is_reasoning_end_streaming=lambda _, new: THOUGHT in new)
+    request.structured_output_request = SimpleNamespace(
+        grammar=words, reasoning_ended=False, masked_reasoning_end_ids=(), reasoner=ends
+    )
+    return request
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_grammar_begins_where_a_path_ends_its_reasoning(seed, strict):
+    """Before, all is allowed and nothing replaced; behind, each node has the mask of its path."""
+    drawn, shares, _ = STRICT if strict else LENIENT
+    rng = np.random.default_rng(seed)
+    ends = [THOUGHT, *drawn]
+    tokens = rng.choice(ends, TREE.size - 1, p=[0.4, *(0.6 * np.array(shares))]).tolist()
+    drafts = [7 if token < 0 else token for token in tokens]
+    words, own = Words(strict=strict), manager(v2=not strict)
+    request = reasoning(own, words, [9, 9, 1])
+    scored = own.validate_tokens(request, drafts)
+    masks = own.grammar_bitmask({"a": request}, ["a"], {"a": scored})
+    assert words.path == []
+    everything = [UNTOUCHED] * (VOCABULARY // 32)
+    for node in range(TREE.size):
+        path = path_to(node, scored)
+        expected = everything
+        if THOUGHT in path:
+            below = path[path.index(THOUGHT) + 1 :]
+            expected = mask_after(below, strict=strict) or everything
+        assert masks[node].tolist() == expected
+    assert scored == (behind_thoughts(drafts, scored) if strict else drafts)
+
+
+def behind_thoughts(drafts: list[int], scored: list[int]) -> list[int]:
+    """What should be scored, by the masks of what was scored above."""
+    expected = list(drafts)
+    for node in range(TREE.size):
+        path = path_to(node, scored)
+        if THOUGHT not in path or not TREE.children[node]:
+            continue
+        mask = mask_after(path[path.index(THOUGHT) + 1 :], strict=True)
+        if mask is not None:
+            below = [drafts[child - 1] for child in TREE.children[node]]
+            found = STAND_INS(np.array(mask, dtype=np.int32), below)
+            for child, token in zip(TREE.children[node], found, strict=True):
+                expected[child - 1] = token
+    return expected
 
 
 def test_a_grammar_that_has_ended_replaces_nothing():

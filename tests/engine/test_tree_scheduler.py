@@ -27,7 +27,6 @@ from sequoia_vllm.engine.core.eligibility import (
     most_drafts,
     reason_without_drafts,
 )
-from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend import engine_config
@@ -147,12 +146,12 @@ def test_a_grammar_follows_no_placeholders(scheduler):
 def test_a_tree_needs_two_tokens_to_come():
     def most(max_tokens, longest=99, **keys):
         params = SamplingParams(temperature=0, max_tokens=max_tokens, **keys)
-        return most_committed(params, False, prompt_tokens=10, longest=longest)
+        return most_committed(params, prompt_tokens=10, longest=longest)
 
     # With 11 tokens, after its first, a request of 3 has two to come.
     assert [most(1), most(2), most(3), most(4)] == [0, 0, 11, 12]
     short = (SamplingParams(max_tokens=count) for count in (1, 2, 3))
-    assert [reason_without_drafts(p, False) for p in short] == ["max_tokens", "max_tokens", None]
+    assert [reason_without_drafts(p) for p in short] == ["max_tokens", "max_tokens", None]
     assert most(None) == most(200) == 99
     # The draft cannot read so far, not even in pieces.
     assert [most(50, longest=longest) for longest in (9, 10, 11)] == [0, 0, 11]
@@ -185,19 +184,8 @@ def test_zeros_that_ask_for_nothing_special_draft(scheduler):
 def test_a_grammar_of_a_backend_that_can_follows_trees():
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
     params.structured_outputs._backend = "xgrammar"  # as the front end decides
-    assert reason_without_drafts(params, thinks_first=False) is None
-    # Where it begins to hold amid a tree, masks would be by path, too.
-    assert reason_without_drafts(params, thinks_first=True)
-    assert reason_without_drafts(GRAMMAR, thinks_first=False)
-
-
-@pytest.mark.parametrize(
-    ("parser", "in_reasoning", "expected"),
-    [(None, False, False), ("qwen3", False, True), ("qwen3", True, False), ("", False, False)],
-)
-def test_engines_that_think_first(parser, in_reasoning, expected):
-    config = SimpleNamespace(reasoning_parser=parser, enable_in_reasoning=in_reasoning)
-    assert thinks_first(SimpleNamespace(structured_outputs_config=config)) == expected
+    assert reason_without_drafts(params) is None
+    assert reason_without_drafts(GRAMMAR)
 
 
 @pytest.mark.parametrize("how", ["given", "installed"])

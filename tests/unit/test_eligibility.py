@@ -84,12 +84,12 @@ SERVED = (
     options(sequoia_max_drafts=1),
     with_grammar("xgrammar"),
     with_grammar("guidance"),
+    params(logprob_token_ids=[3], logprobs=1),
 )
 UNSERVED = (
     (None, "no_generation"),
     (options(sequoia_max_drafts=0), "asked"),
     (with_grammar("outlines"), "structured_outputs"),
-    (params(logprob_token_ids=[3], logprobs=1), "logprob_token_ids"),
     (params(thinking_token_budget=0), "thinking_token_budget"),
     (params(max_tokens=2), "max_tokens"),
     (params(max_tokens=1), "max_tokens"),
@@ -97,25 +97,15 @@ UNSERVED = (
 
 
 def test_reasons_without_drafts():
-    assert [reason_without_drafts(one, False) for one in SERVED] == [None] * len(SERVED)
+    assert [reason_without_drafts(one) for one in SERVED] == [None] * len(SERVED)
     for one, reason in UNSERVED:
-        assert reason_without_drafts(one, False) == reason
+        assert reason_without_drafts(one) == reason
 
 
-@pytest.mark.parametrize("name", ["logprob_token_ids", "thinking_token_budget"])
-def test_parameters_that_a_version_of_vllm_lacks_are_none(name):
+def test_a_version_of_vllm_without_budgets_has_none():
     kept = {"extra_args": None, "structured_outputs": None, "max_tokens": None}
-    kept |= dict.fromkeys(("logprob_token_ids", "thinking_token_budget"))
-    del kept[name]
-    assert reason_without_drafts(SimpleNamespace(**kept), False) is None
+    assert reason_without_drafts(SimpleNamespace(**kept)) is None
     assert may_carry_placeholders(SimpleNamespace(**kept))
-
-
-def test_a_target_that_thinks_first_has_no_trees_with_grammars():
-    assert reason_without_drafts(with_grammar("xgrammar"), True) == "structured_outputs"
-    assert reason_without_drafts(params(), True) is None
-    assert most_committed(with_grammar("xgrammar"), True, 5, 100) == 0
-    assert most_committed(with_grammar("xgrammar"), False, 5, 100) == 100
 
 
 @pytest.mark.parametrize(
@@ -156,11 +146,11 @@ def test_processors_of_the_engines_user(monkeypatch):
     ],
 )
 def test_how_far_a_request_can_use_trees(given, most):
-    assert most_committed(given, False, prompt_tokens=10, longest=50) == most
+    assert most_committed(given, prompt_tokens=10, longest=50) == most
 
 
 def test_a_prompt_that_leaves_no_room_uses_no_tree():
-    found = [most_committed(params(), False, prompt, longest=50) for prompt in (49, 50, 51)]
+    found = [most_committed(params(), prompt, longest=50) for prompt in (49, 50, 51)]
     assert found == [50, 0, 0]
 
 
@@ -184,23 +174,17 @@ def test_the_draft_reads_requests_that_get_a_tree_now_or_later():
         options(sequoia_max_drafts=0),
     )  # fmt: skip
     found = requests_to_read(
-        given, False, prompt_tokens=np.array([10] * 6), longest=50,
+        given, prompt_tokens=np.array([10] * 6), longest=50,
         committed=np.array([50, 51, 12, 13, 20, 11]),
         sampled=np.array([[3, 4], [3, 4], [3, 4], [3, 4], [3, 2], [3, 4]]),
     )  # fmt: skip
     assert found.dtype == np.bool_
     assert found.tolist() == [True, False, True, False, False, False]
-    grammar = requests_to_read(
-        [with_grammar("xgrammar")], True, np.array([10]), 50, np.array([11]), np.array([[3]])
-    )
-    assert grammar.tolist() == [False]
 
 
 def test_requests_that_may_be_scored_like_those_with_trees():
-    refused = (
-        None, with_grammar("xgrammar"), params(thinking_token_budget=0),
-        params(logprob_token_ids=[3], logprobs=1),
-    )  # fmt: skip
-    assert [may_carry_placeholders(one) for one in refused] == [False] * 4
+    refused = None, with_grammar("xgrammar"), params(thinking_token_budget=0)
+    assert [may_carry_placeholders(one) for one in refused] == [False] * 3
+    assert may_carry_placeholders(params(logprob_token_ids=[3], logprobs=1)) is True
     assert may_carry_placeholders(options(sequoia_max_drafts=0)) is True
     assert may_carry_placeholders(params(max_tokens=1)) is True

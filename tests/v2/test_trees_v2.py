@@ -204,7 +204,7 @@ PADDED = [0, 1, 4]
 
 
 # They ask for no drafts, or have what trees cannot serve.
-UNDRAFTED = [1, 7, 8]
+UNDRAFTED = [1, 8]
 
 
 def counting_passes() -> Any:

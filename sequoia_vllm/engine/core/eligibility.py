@@ -55,26 +55,21 @@ def check_options(sampling_params: Any) -> None:
             )
 
 
-def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | None:
+def reason_without_drafts(sampling_params: Any) -> Reason | None:
     """Why this request gets no drafts, or None if it gets trees.
 
     The features that are left here keep a state per request; others are applied by a node's path.
 
     Args:
         sampling_params: vLLM's `SamplingParams`, as the front end completed it; None: of pooling.
-        thinks_first: Grammars hold only once a request has ended its reasoning, maybe amid a tree.
     """
     p = sampling_params
     if p is None:
         return "no_generation"
     if most_drafts(p) == 0:
         return "asked"
-    if p.structured_outputs is not None and (
-        thinks_first or p.structured_outputs._backend not in grammar.BACKENDS
-    ):
+    if p.structured_outputs is not None and p.structured_outputs._backend not in grammar.BACKENDS:
         return "structured_outputs"
-    if getattr(p, "logprob_token_ids", None):
-        return "logprob_token_ids"
     if getattr(p, "thinking_token_budget", None) is not None:
         return "thinking_token_budget"
     if p.max_tokens is not None and p.max_tokens <= _LEAST_GAIN:  # no tree before the first token
@@ -97,9 +92,7 @@ def has_custom_processors(vllm_config: Any) -> bool:
     return bool(named or entry_points(group=LOGITSPROCS_GROUP))
 
 
-def most_committed(
-    sampling_params: Any, thinks_first: bool, prompt_tokens: int, longest: int
-) -> int:
+def most_committed(sampling_params: Any, prompt_tokens: int, longest: int) -> int:
     """The most committed tokens with which this request can use a tree; 0: it never can.
 
     The draft reads a request only up to there.
@@ -108,7 +101,7 @@ def most_committed(
         prompt_tokens: Tokens of its prompt.
         longest: The most committed tokens of any request with a tree.
     """
-    if reason_without_drafts(sampling_params, thinks_first):
+    if reason_without_drafts(sampling_params):
         return 0
     if sampling_params.max_tokens is not None:
         longest = min(longest, prompt_tokens + sampling_params.max_tokens - _LEAST_GAIN)
@@ -123,7 +116,6 @@ def ends_with(sampling_params: Any, tokens: Sequence[int]) -> bool:
 
 def requests_to_read(
     sampling_params: Sequence[Any],
-    thinks_first: bool,
     prompt_tokens: NDArray[np.int64],
     longest: int,
     committed: NDArray[np.int64],
@@ -132,13 +124,13 @@ def requests_to_read(
     """Which requests get a tree, now or later, bool ``[requests]``: the draft reads no others.
 
     Args:
-        thinks_first, longest: See `most_committed`.
+        longest: See `most_committed`.
         prompt_tokens: int ``[requests]``: tokens of each prompt.
         committed: int64 ``[requests]``: how many tokens each request has.
         sampled: int ``[requests, W]``: the last of them.
     """
     most = [
-        most_committed(one, thinks_first, prompt, longest)
+        most_committed(one, prompt, longest)
         for one, prompt in zip(sampling_params, prompt_tokens.tolist(), strict=True)
     ]
     reads: NDArray[np.bool_] = np.array(most) >= committed
@@ -152,10 +144,9 @@ def may_carry_placeholders(sampling_params: Any) -> bool:
 
     Its first row has the logits of decoding without drafts, with penalties and edits applied, and
     no other row of it is looked at. This does not hold where vLLM keeps something for each scored
-    row: a grammar's state, a thinking budget, or logprobs of chosen tokens.
+    row: a grammar's state, or a thinking budget.
     """
     p = sampling_params
     if p is None or p.structured_outputs is not None:
         return False
-    has_budget = getattr(p, "thinking_token_budget", None) is not None
-    return not (has_budget or getattr(p, "logprob_token_ids", None))
+    return getattr(p, "thinking_token_budget", None) is None

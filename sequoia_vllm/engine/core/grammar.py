@@ -1,7 +1,8 @@
 """Structured output on trees: what the grammar allows after each node, along the node's own path.
 
 vLLM's manager takes a request's drafts for a chain. With trees all drafts are scored, with a mask
-for each node. Forbidden tokens then have probability 0, and are rejected.
+for each node. Forbidden tokens then have probability 0, and are rejected. Behind a reasoning parser
+a grammar begins where reasoning ends, which may be amid a path.
 
 On Model Runner V1 a forbidden draft is replaced where little is allowed (`StandIns`), and the
 verifier knows both tokens (`verification.replaced`): docs/requests.md.
@@ -75,10 +76,17 @@ BACKENDS = ("xgrammar", "guidance")
 _ALL = -1  # 32 tokens of a mask, all of them allowed
 
 
-def thinks_first(vllm_config: Any) -> bool:
-    """Whether an engine's grammars begin to hold only once a request has ended its reasoning."""
-    config = vllm_config.structured_outputs_config
-    return bool(config.reasoning_parser) and not config.enable_in_reasoning
+@dataclass(frozen=True)
+class Grip:
+    """Which nodes a grammar has a say in; the others are still reasoning."""
+
+    takes: NDArray[np.bool_]  # bool ``[N]``: the grammar reads the node's own token
+    masks: NDArray[np.bool_]  # bool ``[N]``: it says what may follow the node
+
+    @classmethod
+    def on_all(cls, nodes: int) -> "Grip":
+        """The grip of a grammar that held before the root."""
+        return cls(np.ones(nodes, dtype=bool), np.ones(nodes, dtype=bool))
 
 
 class TreeGrammars:
@@ -111,10 +119,7 @@ class TreeGrammars:
         self._walked.pop(name, None)
         if not kept or self.stand_ins is None or grammar.is_terminated():
             return kept
-        masks = self.manager.backend.allocate_token_bitmask(len(kept) + 1).fill_(_ALL).numpy()
-        grammar.fill_bitmask(torch.from_numpy(masks), 0)
-        scored = fill_nodes(grammar, name, self.tree, kept, masks, self.stand_ins)
-        self._walked[name] = scored, masks
+        scored, _ = self._walked[name] = self._walk(request, kept, self.stand_ins)
         return scored
 
     def grammar_bitmask(
@@ -127,11 +132,9 @@ class TreeGrammars:
 
         The manager fills the roots', one by one: its layout of several differs by version.
         """
-        manager, names = self.manager, structured_output_request_ids
+        names = structured_output_request_ids
         if not names:
             return None
-        if manager._grammar_bitmask is None:
-            manager._grammar_bitmask = manager.backend.allocate_token_bitmask(1)
         found = []
         for name in names:
             tokens = scheduled_spec_decode_tokens.get(name, [])
@@ -140,15 +143,41 @@ class TreeGrammars:
             if masks is not None and tokens and walked[: len(tokens)] == list(tokens):
                 masks = masks[: len(tokens) + 1]
             else:
-                root = manager.grammar_bitmask(requests, [name], {})[0]
-                masks = np.full((len(tokens) + 1, len(root)), _ALL, dtype=np.int32)
-                masks[0] = root
-                if tokens:
-                    grammar = requests[name].structured_output_request.grammar
-                    fill_nodes(grammar, name, self.tree, tokens, masks)
+                _, masks = self._walk(requests[name], tokens)
             found.append(masks)
         self._walked.clear()
         return np.concatenate(found)
+
+    def _walk(
+        self, request: Any, tokens: list[int], stand_ins: StandIns | None = None
+    ) -> tuple[list[int], NDArray[np.int32]]:
+        """The tokens to score at nodes 1, 2, ..., and int32 ``[1 + len(tokens), V / 32]``."""
+        manager, name = self.manager, request.request_id
+        if manager._grammar_bitmask is None:
+            manager._grammar_bitmask = manager.backend.allocate_token_bitmask(1)
+        root = manager.grammar_bitmask({name: request}, [name], {})[0]
+        masks = np.full((len(tokens) + 1, len(root)), _ALL, dtype=np.int32)
+        masks[0] = root
+        if not tokens:
+            return tokens, masks
+        grammar, grip = request.structured_output_request.grammar, self._grip(request, tokens)
+        return fill_nodes(grammar, name, self.tree, tokens, masks, grip, stand_ins), masks
+
+    def _grip(self, request: Any, tokens: Sequence[int]) -> Grip:
+        """Asks vLLM's manager, of each path of the tree, where its reasoning ends."""
+        nodes, manager = len(tokens) + 1, self.manager
+        found = Grip.on_all(nodes)
+        if manager._get_constraint_bounds(request, ()).constraint_start == 0:  # it has ended
+            return found
+        found.takes[0] = found.masks[0] = False
+        inner = set(self.tree.parents[:nodes])
+        for leaf in set(range(1, nodes)) - inner:
+            path = np.flatnonzero(self.tree.ancestor_mask[leaf])[1:]
+            drafts = strip_speculative_padding([tokens[node - 1] for node in path])
+            bounds, places = manager._get_constraint_bounds(request, drafts), np.arange(len(path))
+            found.takes[path] = places >= bounds.grammar_start
+            found.masks[path] = places + 1 >= bounds.constraint_start
+        return found
 
 
 def fill_nodes(
@@ -157,16 +186,19 @@ def fill_nodes(
     tree: TokenTree,
     tokens: Sequence[int],
     masks: NDArray[np.int32],
+    grip: Grip,
     stand_ins: StandIns | None = None,
 ) -> list[int]:
     """Fills the masks of a tree's nodes, and leaves the grammar's state as it was.
 
     Args:
-        grammar: vLLM's `StructuredOutputGrammar` of the request, at its root.
+        grammar: vLLM's `StructuredOutputGrammar` of the request, at its root, or before it begins.
         tree: The engine's; the request drafts its first nodes.
         tokens: Tokens of nodes 1, 2, ...; -1: none.
         masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is filled.
-            Nodes that the grammar forbids, and whatever is below, keep what is there.
+            Nodes that the grammar forbids, and whatever is below, keep what is there. Nodes that
+            still reason have the root's.
+        grip: Of the grammar, on the tree's nodes.
 
     Returns:
         The tokens to score: ``tokens``, some of them replaced.
@@ -178,7 +210,7 @@ def fill_nodes(
     def replace_children(node: int) -> None:
         """Before any of them is entered: the choice must not depend on what is below them."""
         children = [child for child in tree.children[node] if child <= len(tokens)]
-        if stand_ins is not None and children:
+        if stand_ins is not None and children and grip.masks[node]:
             drawn = [tokens[child - 1] for child in children]
             for child, token in zip(children, stand_ins(masks[node], drawn), strict=True):
                 scored[child - 1] = token
@@ -186,26 +218,36 @@ def fill_nodes(
     replace_children(0)
     for node in tree.depth_first[1:]:
         parent = tree.parents[node]
-        if node > len(tokens) or not _leave(grammar, entered, parent):
+        if node > len(tokens) or not _leave(grammar, entered, parent, grip):
             continue
         token = scored[node - 1]
-        if not allows(masks[parent], token) or grammar.is_terminated():
+        if not allows(masks[parent], token):
             continue
-        if grammar.accept_tokens(request_id, [token]):
-            entered.append(node)
-            if not grammar.is_terminated():
-                grammar.fill_bitmask(filled, node)
-                replace_children(node)
-    _leave(grammar, entered, 0)
+        if grip.takes[node]:
+            if grammar.is_terminated():
+                continue
+            # What ends reasoning by its own text may be no beginning of the grammar's.
+            if not grip.masks[parent] and not grammar.validate_tokens([token]):
+                continue
+            if not grammar.accept_tokens(request_id, [token]):
+                continue
+        entered.append(node)
+        if not grip.masks[node]:
+            masks[node] = masks[0]
+        elif not grammar.is_terminated():
+            grammar.fill_bitmask(filled, node)
+            replace_children(node)
+    _leave(grammar, entered, 0, grip)
     return scored
 
 
-def _leave(grammar: Any, entered: list[int], node: int) -> bool:
+def _leave(grammar: Any, entered: list[int], node: int, grip: Grip) -> bool:
     """Goes back to an ancestor; False: it was never entered."""
     if node not in entered:
         return False
-    count = len(entered) - 1 - entered.index(node)
-    if count > 0:
-        grammar.rollback(count)
-        del entered[-count:]
+    left = entered[entered.index(node) + 1 :]
+    if left:
+        del entered[-len(left) :]
+        if (count := int(grip.takes[left].sum())) > 0:
+            grammar.rollback(count)
     return True

@@ -22,7 +22,7 @@ from sequoia_vllm.engine.core.eligibility import (
     is_longer_than_draft,
     reason_without_drafts,
 )
-from sequoia_vllm.engine.core.grammar import TreeGrammars, thinks_first
+from sequoia_vllm.engine.core.grammar import TreeGrammars
 from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.metrics.prometheus import Reason
 
@@ -45,7 +45,6 @@ class TreeScheduling(Scheduler):
         # node's is by its own path. Until: vLLM's manager is told the topology of drafts.
         self.structured_output_manager = TreeGrammars(self.structured_output_manager)
         self.nobody_drafts = has_custom_processors(self.vllm_config)  # no request ever does
-        self.thinks = thinks_first(self.vllm_config)
         self.brought: Any = None  # drafts from the last step's output, until `take_drafts`
         # Most drafts while a measuring tool, or a draft that failed, limits them; without it those
         # that are configured by batch size, from the first limit on.
@@ -84,7 +83,7 @@ class TreeScheduling(Scheduler):
         ):
             scheduled = super().schedule(*args, **kwargs)
         if self.nobody_drafts or all(
-            reason_without_drafts(self.requests[request].sampling_params, self.thinks)
+            reason_without_drafts(self.requests[request].sampling_params)
             for request in scheduled.num_scheduled_tokens
         ):
             scheduled.num_spec_tokens_to_schedule = 0
@@ -214,7 +213,7 @@ class TreeScheduling(Scheduler):
             return ["custom_logits_processors"] * len(new)
         reasons: list[Reason] = []
         for request in new:
-            reason = reason_without_drafts(request.sampling_params, self.thinks)
+            reason = reason_without_drafts(request.sampling_params)
             prompt = request.prompt_token_ids
             if reason is None and is_longer_than_draft(self.vllm_config, prompt):
                 reason = "longer_than_draft"

@@ -48,5 +48,5 @@ class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
             self.without_drafts.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self.without_drafts.pop(new.req_id, None)
-            if reason_without_drafts(new.sampling_params, self.thinks):
+            if reason_without_drafts(new.sampling_params):
                 self.without_drafts[new.req_id] = may_carry_placeholders(new.sampling_params)

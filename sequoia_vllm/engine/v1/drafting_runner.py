@@ -21,7 +21,6 @@ from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings, without_speculation
 from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core.eligibility import most_drafts, requests_to_read
-from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.runner.tensor_parallel import survive_draft
 from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1
@@ -64,7 +63,6 @@ class DraftingRunner(CPUModelRunner):
         self._static_every = settings.static_every
         self._grown = 0  # steps that grew trees
         self.stats = StepStats(self.tree)
-        self._thinks = thinks_first(vllm_config)
         self._tables = TreeTables(self.tree, device)
         self._drafts: dict[str, Draft] = {}
         self._session_seeds = SessionSeeds()
@@ -213,9 +211,7 @@ class DraftingRunner(CPUModelRunner):
             known=known,
             sampled=sampled,
             num_sampled=num_sampled,
-            reads=requests_to_read(
-                self._params(), self._thinks, prompts, longest, known + num_sampled, sampled
-            ),
+            reads=requests_to_read(self._params(), prompts, longest, known + num_sampled, sampled),
         )
 
     def _params(self) -> list[Any]:

@@ -314,7 +314,11 @@ def _logprobs(
     emitted = tokens.flatten().clamp(min=0)
     if metadata.logprob_token_ids:
         width = tokens.shape[1]
-        by_row = {request * width: ids for request, ids in metadata.logprob_token_ids.items()}
+        by_row = {
+            request * width + column: ids
+            for request, ids in metadata.logprob_token_ids.items()
+            for column in range(width)
+        }
         return sampler.gather_specific_token_logprobs(values, by_row, emitted)
     return sampler.gather_logprobs(values, metadata.max_num_logprobs, emitted)
 

@@ -21,7 +21,6 @@ from sequoia_vllm.drafting.dynamic_levels import DynamicLevels, DynamicTrees, Sl
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.tensor_parallel import (
     make_communicator,
     survive_draft,
@@ -80,7 +79,7 @@ class TreeProposerV2(DraftModelSpeculator):
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.req_states = req_states
         self.longest = min(self.draft_model_config.max_model_len, self.max_model_len) - 1
-        self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config), self.longest)
+        self.modes = RequestModes(self.max_num_reqs, self.longest)
         most, settings = most_drafts(vllm_config), SequoiaSettings.of(vllm_config)
         self.most_scored = most_scored(most, tree.size, self.max_num_tokens)
         self.plan = DraftPlan(

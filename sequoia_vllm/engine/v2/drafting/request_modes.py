@@ -25,17 +25,15 @@ class RequestModes:
     In a step that adds requests, the runner calls `start` for each of them, then `apply_starts`.
 
     Args:
-        thinks_first: See `reason_without_drafts`.
         longest: The most committed tokens with which a request gets a tree.
     """
 
-    def __init__(self, max_num_reqs: int, thinks_first: bool, longest: int) -> None:
+    def __init__(self, max_num_reqs: int, longest: int) -> None:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_nodes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_committed = np.zeros(max_num_reqs, dtype=np.int32)
         self._can_choose = np.zeros(max_num_reqs, dtype=bool)
         self.some_draft = True  # false if no request of this engine ever drafts
-        self._thinks_first = thinks_first
         self._longest = longest
 
     @property
@@ -75,13 +73,13 @@ class RequestModes:
         """Notes a request that begins or resumes in this slot."""
         self._modes.np[slot], self._most_committed[slot] = SKIP, 0
         self._can_choose[slot] = True
-        if self.some_draft and not reason_without_drafts(sampling_params, self._thinks_first):
+        if self.some_draft and not reason_without_drafts(sampling_params):
             drawn = SAMPLED if sampling_params.seed is None else SEEDED
             is_greedy = sampling_params.temperature < GREEDY_BELOW
             self._modes.np[slot] = GREEDY if is_greedy else drawn
             self._can_choose[slot] = is_greedy and sampling_params.structured_outputs is None
             self._most_committed[slot] = most_committed(
-                sampling_params, self._thinks_first, prompt_tokens, self._longest
+                sampling_params, prompt_tokens, self._longest
             )
         most = most_drafts(sampling_params)
         self._most_nodes.np[slot] = _ANY_NUMBER if most is None else most + 1
