@@ -1,5 +1,6 @@
-"""Why a model cannot be had, and what to do: the same words in all commands and the engine."""
+"""What a model's folder or the Hub has, or why a model cannot be had: the same words everywhere."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ _LOG_IN = "log in (`hf auth login`, or set HF_TOKEN)"
 _OR = "give the path of a folder"
 _REFUSED, _UNKNOWN = (401, 403), 404  # HTTP status
 _CONFIGS = ("config.json", "params.json")
+_INDEX = "model.safetensors.index.json"
 _PATIENCE = 10  # seconds in which the Hub must answer
 
 
@@ -51,6 +53,42 @@ def name_problem(role: str, model: str, revision: str | None = None) -> str | No
     except Exception as error:  # its type depends on the HTTP library
         return f"the {role} {model!r} is no folder here, and {hub_problem(model, error)}"
     return None
+
+
+def weight_names(model: str, revision: str | None = None) -> frozenset[str] | None:
+    """The names of a checkpoint's weights, which are not read: of its index, or its files' headers.
+
+    The index of a model on the Hub is fetched if the cache has neither it nor the weights in one
+    file. None: there are no safetensors, or they cannot be had.
+    """
+    folder = Path(model)
+    try:
+        if folder.is_dir():
+            index = folder / _INDEX
+            files = [index] if index.is_file() else sorted(folder.glob("*.safetensors"))
+        else:
+            is_on_hub = not folder.exists() and not os.environ.get("VLLM_USE_MODELSCOPE")
+            files = [_from_hub(model, revision)] if is_on_hub else []
+        return frozenset(name for file in files for name in _names_in(file)) or None
+    except Exception:  # its type depends on the HTTP library; engines say what is wrong with a file
+        return None
+
+
+def _from_hub(model: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    for name in (_INDEX, "model.safetensors"):
+        if isinstance(path := try_to_load_from_cache(model, name, revision=revision), str):
+            return Path(path)
+    return Path(hf_hub_download(model, _INDEX, revision=revision, etag_timeout=_PATIENCE))
+
+
+def _names_in(file: Path) -> set[str]:
+    if file.name == _INDEX:
+        return set(json.loads(file.read_bytes())["weight_map"])
+    with file.open("rb") as opened:  # eight bytes say how long the header is, which is JSON
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return header.keys() - {"__metadata__"}
 
 
 def hub_problem(model: str, error: BaseException) -> str:

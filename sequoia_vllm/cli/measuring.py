@@ -18,7 +18,13 @@ from sequoia_vllm.hardware.support import Kind, Role, kinds_of
 from sequoia_vllm.json_input import read_json
 from sequoia_vllm.measuring.engines import EngineSpec, compare_models, load_config
 from sequoia_vllm.measuring.interrupts import engines_end_here, exit_code
-from sequoia_vllm.model_source import GIVE_FOLDER, folder_problem, hub_problem, name_problem
+from sequoia_vllm.model_source import (
+    GIVE_FOLDER,
+    folder_problem,
+    hub_problem,
+    name_problem,
+    weight_names,
+)
 
 TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
 DraftOption = Annotated[
@@ -132,7 +138,12 @@ def own_layer(target: str) -> Drafter | None:
     if by_default or (not Path(target).exists() and published_shape(target)):
         return None
     config = read_config("target", target)
-    return next((kind for kind in DRAFTERS.values() if kind.lies_in(config)), None)
+    kind = next((kind for kind in DRAFTERS.values() if kind.lies_in(config)), None)
+    weights = weight_names(target) if kind else None
+    if kind is None or weights is None:
+        return kind
+    layers = int((config.get("text_config") or config)["num_hidden_layers"])
+    return kind if any(kind.is_own_weight(name, layers) for name in weights) else None
 
 
 def check_models(target: str, draft: str) -> None:

@@ -180,6 +180,15 @@ class Drafter:
         """Whether a target's ``config.json`` says that its checkpoint has one which drafts."""
         return False
 
+    def is_own_weight(self, name: str, layers: int) -> bool:
+        """Whether a weight of a checkpoint is of its layer.
+
+        Args:
+            name: The weight's name.
+            layers: Number of the target's own layers.
+        """
+        return True
+
     def levels(self, config: Fields) -> int | None:
         """Levels of the deepest tree that it drafts; None: any number."""
         return None

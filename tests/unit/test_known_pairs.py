@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.known_heads import HUB
 from sequoia_vllm.drafters.mtp import ARCHITECTURES, MODEL_TYPES
-from sequoia_vllm.drafters.registry import DRAFTERS, KnownDrafter, drafter
+from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, KnownDrafter, drafter
 from sequoia_vllm.hardware.families import in_words
 
 pytest.importorskip("vllm")
@@ -21,6 +21,7 @@ from vllm.config.speculative import MTPModelTypes
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.cli.measuring import known_draft as named_draft
+from sequoia_vllm.cli.measuring import own_layer
 from sequoia_vllm.engine.frontend import drafts
 from sequoia_vllm.engine.frontend.draft_choice import KnownDraft, find_draft
 from sequoia_vllm.engine.frontend.draft_choice import known_drafts as drafts_of_kinds
@@ -262,7 +263,7 @@ def target(architecture: str = "MiMoForCausalLM", model_type: str = "mimo", **ch
     fields = {"num_hidden_layers": 36, "num_nextn_predict_layers": 1, **changes}
     config = PreTrainedConfig(architectures=[architecture], **fields)
     config.model_type = model_type
-    return SimpleNamespace(model="a/target", hf_config=config)
+    return SimpleNamespace(model="a/target", revision=None, hf_config=config)
 
 
 def kind_of(given: SimpleNamespace) -> str:
@@ -343,6 +344,43 @@ def test_others_are_refused_with_the_reason(given, problem):
     assert problem in str(error.value)
     assert not DRAFTERS["mtp"].lies_in(given.hf_config.to_dict())
     assert 'give "model" an EAGLE-3 or DFlash head or a draft model' in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("own", "targets"),
+    [
+        ("model.mtp_layers.0.input_proj.weight", "model.layers.35.mlp.up_proj.weight"),  # MiMo
+        ("model.layers.36.eh_proj.weight", "model.layers.3.self_attn.q_proj.weight"),  # GLM
+        ("model.mtp_block.0.mlp.up_proj.weight", "model.norm.weight"),  # Ernie
+        ("mtp.layers.0.mlp.up_proj.weight_packed", "model.language_model.layers.35.mlp.up_proj"),
+        ("model.language_model.layers.36.enorm.weight", "vision.encoder.layers.40.norm.weight"),
+    ],
+)  # fmt: skip
+def test_a_configuration_names_a_layer_whose_weights_are_missing(own, targets, tmp_path, caplog):
+    """As in some quantised checkpoints: it drafts as without a layer, and the log says so."""
+    here = target()
+    here.model = str(tmp_path)
+
+    def with_weights(*names: str) -> tuple[str, Drafter]:
+        index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+        reader = DraftReader(here, SequoiaConfig())
+        every = [*map(drafter, GPU)]
+        with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
+            return find_draft(SequoiaConfig(), here.model, every, reader.kind, reader.own_layer)
+
+    (tmp_path / "config.json").write_text(here.hf_config.to_json_string(), "utf-8")
+    assert with_weights(targets, own) == (here.model, drafter("mtp"))
+    assert own_layer(here.model) is drafter("mtp")
+    assert kind_of(here) == "mtp"
+    caplog.clear()
+    assert with_weights(targets) == ("lookup", drafter("lookup"))
+    said = f"{here.model} names {LAYER} in its configuration, and has no weights of it"
+    assert sum(line.endswith(said) for line in caplog.messages) == 1
+    assert own_layer(here.model) is None
+    with pytest.raises(ConfigError, match='"drafter": "mtp": ') as error:
+        kind_of(here)
+    assert said in str(error.value)
 
 
 def test_vllm_knows_the_layers():

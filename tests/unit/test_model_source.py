@@ -6,14 +6,17 @@ import pytest
 
 pytest.importorskip("vllm")
 import httpx2 as httpx
+import huggingface_hub
+import torch
 from huggingface_hub import errors
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from safetensors.torch import save_file
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.engine.frontend import drafts
 from sequoia_vllm.engine.frontend.drafts import DraftReader, draft_problem
 from sequoia_vllm.measuring.engines import load_config
-from sequoia_vllm.model_source import folder_problem, hub_problem
+from sequoia_vllm.model_source import folder_problem, hub_problem, weight_names
 from sequoia_vllm.prompts import load_tokenizer
 from tests.support.commands import command as run
 from tests.support.models import DRAFT, TARGET
@@ -175,3 +178,31 @@ def test_complaints_of_vllm_name_the_draft_and_the_fix(message, fix):
         assert fix in said
         assert "\n" not in said
         assert "validation error" not in said
+
+
+def test_names_of_weights_are_read_without_the_weights(tmp_path, monkeypatch):
+    """Of an index alone, as vLLM loads what it names; else of every file's header."""
+    assert weight_names(str(tmp_path)) is None  # others than safetensors
+    for name in ("one", "other"):
+        save_file({f"{name}.weight": torch.zeros(2)}, tmp_path / f"{name}.safetensors", {"a": "b"})
+    assert weight_names(str(tmp_path)) == {"one.weight", "other.weight"}
+    cached = {"model.safetensors": str(tmp_path / "one.safetensors")}
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda _, name, **__: cached.get(name)
+    )
+    assert weight_names("a/b") == {"one.weight"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"one.weight": "one.safetensors"}}', "utf-8")
+    assert weight_names(str(tmp_path)) == {"one.weight"}
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda *names, **_: asked.append(names) or str(index)
+    )
+    cached.clear()
+    assert weight_names("a/b", "main") == {"one.weight"}
+    assert asked == [("a/b", index.name)]
+    index.write_text("{}", "utf-8")
+    assert weight_names("a/b") is None
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    assert weight_names("a/b") is None
+    assert len(asked) == 2

@@ -22,6 +22,8 @@ _TARGETS = re.compile(
     r"(MiMo|Glm4Moe|Ernie4_5_Moe|HYV3|ExaoneMoe|Qwen3Next|Qwen3_5(Moe)?|InternS2Preview)For"
     r"(CausalLM|ConditionalGeneration)"
 )
+_OWN_WEIGHT = re.compile(r"(?:^|\.)mtp[._]")
+_WEIGHT_OF_LAYER = re.compile(r"(?:^|\.)(?:language_)?model\.layers\.(\d+)\.")
 _ONE_IF_UNSAID = re.compile(r"Qwen3(Next|_5).*")  # as vLLM's classes read configurations
 
 
@@ -69,6 +71,12 @@ class MTPLayer(Drafter):
         number = text.get("mtp_num_hidden_layers", target.get("num_nextn_predict_layers"))
         is_one = number == 1 or (number is None and _ONE_IF_UNSAID.fullmatch(name))
         return bool(is_one and _TARGETS.fullmatch(name))
+
+    def is_own_weight(self, name: str, layers: int) -> bool:
+        """See `Drafter.is_own_weight`; GLM and Hunyuan count it as the layer after the last."""
+        found = _WEIGHT_OF_LAYER.search(name)
+        is_after_last = found is not None and int(found[1]) >= layers
+        return is_after_last or _OWN_WEIGHT.search(name) is not None
 
     def head_shape(self, config: Fields) -> HeadShape:
         """See `Drafter.head_shape`; the output matrix is the target's."""

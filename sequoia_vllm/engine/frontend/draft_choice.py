@@ -72,7 +72,8 @@ def find_draft(
             problem = str(error)
     if asked is not None or has_model:
         raise ConfigError(problem)
-    if (layer := own_layer()) is not None and layer in kinds:
+    drafts_own = any(kind.is_targets_own for kind in kinds)
+    if drafts_own and (layer := own_layer()) is not None and layer in kinds:
         name = f"{layer.name} of the target's own checkpoint"
         logger.info("Sequoia: drafting with %s, as %s", name, problem)
         return target, layer

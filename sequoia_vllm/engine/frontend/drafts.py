@@ -1,5 +1,6 @@
 """Reads drafts as vLLM will: of what kind they are, and whether they fit the target."""
 
+import logging
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -20,7 +21,9 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.library.pair_key import PairShapes
-from sequoia_vllm.model_source import hub_problem, name_problem
+from sequoia_vllm.model_source import hub_problem, name_problem, weight_names
+
+logger = logging.getLogger("vllm.sequoia")
 
 # In the order in which they are looked for in vLLM's message.
 _FIXES = (
@@ -103,12 +106,26 @@ class DraftReader:
     def own_layer(self) -> Drafter | None:
         """The kind of layer in the target's own checkpoint that drafts trees; None: it has none."""
         stated = self.target.hf_config.to_dict()
-        own = (kind for kind in DRAFTERS.values() if kind.lies_in(stated))
-        return next((kind for kind in own if self._problem_of_own(kind) is None), None)
+        for kind in DRAFTERS.values():
+            if not kind.lies_in(stated):
+                continue
+            problem = self._problem_of_own(kind)
+            if problem is None:
+                return kind
+            model = self.target.model
+            logger.info("Sequoia: the target does not draft for itself: %s %s", model, problem)
+        return None
 
     def _problem_of_own(self, kind: Drafter) -> str | None:
-        layers = SpeculativeConfig.hf_config_override(deepcopy(self.target.hf_config))
-        return kind.target_problem(self.target, layers)
+        target = self.target
+        layers = SpeculativeConfig.hf_config_override(deepcopy(target.hf_config))
+        if problem := kind.target_problem(target, layers):
+            return problem
+        weights = weight_names(target.model, target.revision)
+        number = target.hf_config.get_text_config().num_hidden_layers
+        if weights is None or any(kind.is_own_weight(name, number) for name in weights):
+            return None
+        return f"names {kind.name} in its configuration, and has no weights of it"
 
     def levels(self, draft: str, kind: Drafter) -> int | None:
         """Levels of the deepest tree that this draft drafts; None: any number."""
