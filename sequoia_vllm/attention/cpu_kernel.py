@@ -78,12 +78,25 @@ def move_tokens(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) ->
         tokens[target_block, :, target_offset] = tokens[source_block, :, source_offset]
 
 
+def clear_tokens(kv_cache: Tensor, slots: Tensor) -> None:
+    """Writes zeros to slots, int64 ``[M]``, of one layer's cache or latents.
+
+    vLLM's kernel multiplies values that it masks by 0, which leaves NaN what it is.
+    """
+    if kv_cache.ndim == 3:
+        kv_cache.flatten(0, 1)[slots] = 0
+        return
+    for tokens in keys_and_values(kv_cache):
+        tokens[slots // kv_cache.shape[2], :, slots % kv_cache.shape[2]] = 0
+
+
 class _TreeBatch(ctypes.Structure):
     """The source's ``TreeBatch``: same fields, same order."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "rows", "block_table", "context_lens", "num_nodes", "ancestors", "depths", "partials"
+            "rows", "block_table", "context_lens", "num_nodes", "ancestors", "depths", "partials",
+            "spoilt",
         )),
         *((name, ctypes.c_int64) for name in (
             "batch", "queries", "heads", "key_heads", "head_size", "block_size",
@@ -126,6 +139,8 @@ class TreeQueries:
     ancestors: Tensor  # bool ``[Q, M]``, or ``[B, Q, M]`` by request: query q sees node j
     max_keys: int  # slots of the longest request
     only_trees: bool  # no row of the batch is anything but a tree node
+    spoilt: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.uint8))
+    """Set to 1 once a layer has met NaN or infinity among the nodes' values."""
     _batches: dict[AttentionShape, "TreeAttentionBatch"] = field(default_factory=dict)
     _masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)
 
@@ -157,6 +172,11 @@ class TreeQueries:
         ends = (self.context_lens + self.num_nodes)[:, None]
         return (torch.arange(num_keys) >= ends) | (mask == -torch.inf).all(dim=2)[:, 0]
 
+    def note(self, values: Tensor) -> None:
+        """Sets `spoilt` for values that torch attends to."""
+        if not values.isfinite().all():
+            self.spoilt.fill_(1)
+
 
 class TreeAttentionBatch:
     """The trees of one forward pass, ready to be attended layer after layer.
@@ -183,7 +203,7 @@ class TreeAttentionBatch:
         # The structure holds addresses: the tensors must live as long.
         self._tensors = (
             trees.rows.contiguous(), trees.block_table, trees.context_lens.contiguous(),
-            trees.num_nodes.contiguous(), ancestors.contiguous(), depths, partials,
+            trees.num_nodes.contiguous(), ancestors.contiguous(), depths, partials, trees.spoilt,
         )  # fmt: skip
         self._batch = ctypes.byref(_TreeBatch(
             *(tensor.data_ptr() for tensor in self._tensors),

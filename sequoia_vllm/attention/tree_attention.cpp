@@ -52,7 +52,9 @@ struct Float16 {
     // Exponent and mantissa in float32's places, then the exponent's bias is
     // made up for by a multiplication, which subnormals survive.
     Ints bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Ints);
-    Floats size = reinterpret_cast<Floats>((bits & 0x7fff) << 13) * 0x1p112f;
+    Ints magnitude = (bits & 0x7fff) << 13;
+    Floats size = reinterpret_cast<Floats>(magnitude) * 0x1p112f;
+    size = magnitude >= 0x7c00 << 13 ? reinterpret_cast<Floats>(magnitude | 0x7f800000) : size;
     return reinterpret_cast<Floats>(reinterpret_cast<Ints>(size) | ((bits & 0x8000) << 16));
   }
   static uint16_t encode(float value) {
@@ -156,6 +158,7 @@ struct TreeBatch {
   const uint8_t* ancestors;     // [batch or 1, queries, ancestors_stride]: query sees node
   const int64_t* depths;        // [batch or 1, queries]: below its root; read if there is a window
   float* partials;              // [batch, key_heads, splits, rows, head_size + 2]
+  uint8_t* spoilt;              // [1]: set where a node's values are not finite
   int64_t batch, queries, heads, key_heads, head_size, block_size;
   int64_t table_stride, ancestors_stride, splits, threads, dtype;
   int64_t window;               // tokens that a query sees, itself included; 0: all before it
@@ -211,6 +214,31 @@ inline int64_t first_position(const TreeBatch& given, int64_t request) {
   return first_seen(given, request, depth);
 }
 
+// The first position that every node of a request sees.
+inline int64_t last_start(const TreeBatch& given, int64_t request) {
+  if (given.window <= 0) return 0;
+  const int64_t* depths = given.depths_of(request);
+  return first_seen(given, request, *std::max_element(depths, depths + given.queries));
+}
+
+inline bool sees(const TreeBatch& given, int64_t request, int64_t query, int64_t slot) {
+  const int64_t node = slot - given.context_lens[request];
+  if (node >= 0) return given.ancestors_of(request)[query * given.ancestors_stride + node];
+  return given.window <= 0 || slot >= first_seen(given, request, given.depths_of(request)[query]);
+}
+
+template <class Cache>
+inline bool is_finite(const typename Cache::Stored* values, int64_t size) {
+  Floats rest = {};
+  for (int64_t column = 0; column < size; column += LANES) {
+    const Floats value = Cache::load(values + column);
+    rest += value - value;  // 0, or NaN
+  }
+  for (int lane = 0; lane < LANES; ++lane)
+    if (rest[lane] != 0.f) return false;
+  return true;
+}
+
 // Masks what of a block's scores lies before the windows of the rows.
 void mask_before_windows(const TreeBatch& given, int64_t request, int64_t start, int64_t columns,
                          float* scores) {
@@ -260,8 +288,7 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
   const int64_t group = given.heads / given.key_heads, rows = given.queries * group;
   const int64_t size = given.head_size, block_size = given.block_size;
   const int64_t context = given.context_lens[request];
-  const uint8_t* ancestors = given.ancestors_of(request);
-  const int64_t lowest = first_position(given, request);
+  const int64_t lowest = first_position(given, request), highest = last_start(given, request);
   const int64_t end = context + given.num_nodes[request];
   for (int64_t block = first; block < last; ++block) {
     const int64_t number = given.block_table[request * given.table_stride + block];
@@ -279,13 +306,25 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
     if (given.window > 0) mask_before_windows(given, request, start, columns, scores);
     for (int64_t slot = std::max(context, start); slot < start + columns; ++slot)
       for (int64_t row = 0; row < rows; ++row)
-        if (slot >= end || !ancestors[row / group * given.ancestors_stride + slot - context])
+        if (slot >= end || !sees(given, request, row / group, slot))
           scores[row * block_size + slot - start] = MASKED;
     softmax_block(scores, rows, columns, block_size, size, sums);
-    // Values that nobody sees are not read: a weight of 0 leaves NaN what it is.
-    const int64_t unseen = std::max<int64_t>(0, lowest - start);
-    multiply<Cache>(scores + unseen, block_size, values + unseen * size, size, rows,
-                    used - unseen, sums.output, size, size);
+    // A weight of 0 leaves NaN what it is. So values that nobody sees are not read, and those
+    // that are not finite count for the rows that see them alone.
+    int64_t from = std::max<int64_t>(0, lowest - start);
+    for (int64_t key = from; key <= used; ++key) {
+      const int64_t slot = start + key;
+      const bool all_see = slot >= highest && slot < context;
+      if (key < used && (all_see || is_finite<Cache>(values + key * size, size))) continue;
+      multiply<Cache>(scores + from, block_size, values + from * size, size, rows, key - from,
+                      sums.output, size, size);
+      from = key + 1;
+      if (key < used && slot >= context) __atomic_store_n(given.spoilt, 1, __ATOMIC_RELAXED);
+      for (int64_t row = 0; key < used && row < rows; ++row)
+        if (sees(given, request, row / group, slot))
+          multiply<Cache>(scores + row * block_size + key, block_size, values + key * size, size,
+                          1, 1, sums.output + row * size, size, size);
+    }
   }
 }
 

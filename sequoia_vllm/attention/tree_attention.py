@@ -89,22 +89,30 @@ def tree_attention(
             softmax and adds nothing to the output.
 
     Returns:
-        ``[B, Q, num_heads, head_size]`` in the query's dtype.
+        ``[B, Q, num_heads, head_size]`` in the query's dtype. NaN and infinity reach the rows that
+        see them, and no others.
     """
     queries, group = query.transpose(1, 2), query.shape[2] // key.shape[1]
-    if not soft_cap and sinks is None:
+    is_spoilt = ~value.isfinite().all(dim=-1)  # [B, num_kv_heads, L]
+    all_finite = not is_spoilt.any() and bool(key.isfinite().all())
+    if not soft_cap and sinks is None and all_finite:
         output = F.scaled_dot_product_attention(
             queries, key, value, attn_mask=mask, scale=scale, enable_gqa=group != 1
         )
         return output.transpose(1, 2)
-    # Step by step in float32: torch's own function lacks soft caps and sinks.
+    # Step by step in float32: torch's own function lacks soft caps and sinks. It also adds masks,
+    # which leave NaN what it is.
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
     scores = queries.float() @ keys.transpose(2, 3) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores + mask
+    is_seen = mask == 0
+    scores = torch.where(is_seen, scores, -torch.inf)
     if sinks is not None:
         own = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, own], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
-    return (weights @ values).transpose(1, 2).to(query.dtype)
+    is_spoilt = is_spoilt.repeat_interleave(group, dim=1)[:, :, None]
+    attended = weights @ values.masked_fill(is_spoilt.transpose(2, 3), 0)
+    sees_spoilt = (is_seen & is_spoilt).any(dim=-1, keepdim=True)
+    return attended.masked_fill_(sees_spoilt, torch.nan).transpose(1, 2).to(query.dtype)

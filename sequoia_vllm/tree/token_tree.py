@@ -109,11 +109,6 @@ class TokenTree:
         return order
 
     @cached_property
-    def chain_nodes(self) -> int:
-        """How many of the first nodes, the root included, are a chain."""
-        return int((self.depths == np.arange(self.size)).cumprod().sum())
-
-    @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children of each node, in draft order."""
         children: list[list[int]] = [[] for _ in self.parents]

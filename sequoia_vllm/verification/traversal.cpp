@@ -10,6 +10,7 @@
 // because a*M < D there. Where draft_mass is 0, D is uniform over the tokens not rejected, of
 // which Q has none. So a rejection costs one pass that reads P and Q.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -153,8 +154,10 @@ struct Traversal {
       const int64_t found = child_chance > 0 ? visit(below[rank], child_chance) : -1;
       if (found >= 0) return found;
       open.reject(token, trees.vocabulary);
-      if (open.chance == 0) return -1;
+      if (open.chance == 0 && !std::isnan(*open.target)) return -1;
     }
+    // A row of NaN accepts no child, and keeps its own chance.
+    if (std::isnan(*open.target)) open.chance = chance;
     if (!accepts(node, open.chance)) return -1;
     for (int64_t token = 0; token < trees.vocabulary; ++token) rest[token] = open.left(token);
     for (const int64_t token : open.rejected) rest[token] = 0;

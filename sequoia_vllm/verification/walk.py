@@ -239,11 +239,15 @@ def without_token(draft: Tensor, token: Tensor, rejected: Tensor) -> Tensor:
 
 
 def sample_rows(distribution: Tensor, uniform: Tensor) -> Tensor:
-    """One token per row of ``[A, V]`` by inversion, with ``uniform`` ``[A]`` in [0, 1)."""
+    """One token per row of ``[A, V]`` by inversion, with ``uniform`` ``[A]`` in [0, 1).
+
+    Rows of NaN give token 0, as in vLLM's sampler.
+    """
     # float64: in float32 the sums of a large vocabulary lose its rare tokens.
     cumulative = distribution.cumsum(dim=1, dtype=torch.float64)
     threshold = uniform[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    index.masked_fill_(threshold.isnan().squeeze(1), 0)
     return index.clamp_(max=distribution.shape[1] - 1)
 
 

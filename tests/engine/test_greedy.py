@@ -4,16 +4,19 @@
 prefixes from the cache; `test_cache_contents.py` has what that cache holds of accepted tokens.
 """
 
+import math
+from collections import Counter
+from itertools import chain
+
 import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.runner import tensor_parallel
-from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from tests.support.engines import (
+    chain_of,
     generated,
     metric,
-    noting,
     plain_outputs,
     runner_of,
     running,
@@ -21,13 +24,14 @@ from tests.support.engines import (
     tokens_of,
 )
 from tests.support.generating import served
-from tests.support.models import TARGET, prompts
+from tests.support.models import DRAFT, TARGET, prompts, save_spoilt_pair
 from tests.support.reference_models import accepted_by_depth
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = prompts(24)
 GREEDY = SamplingParams(temperature=0, max_tokens=96)
+UNSEEN = 4000  # a token that answers lack
 
 
 def plain(count: int) -> list[list[int]]:
@@ -52,18 +56,41 @@ def test_every_tree_is_the_reference_steps():
     assert tokens_of([answer]) == plain(1)
 
 
-@pytest.mark.parametrize("drafts", [4, 5])
-def test_chains_are_scored_by_vllms_own_attention(drafts):
-    """The tree is one of four, and a second child of the root at its end."""
-    config = sequoia(
-        tree={"parents": [-1, 0, 1, 2, 3, 0]},
-        num_speculative_tokens_per_batch_size=[[1, 8, drafts]],
-    )
-    with noting(ScoringTreesV1, "queries", lambda *_: True) as branching:
-        found, counts = served(config, PROMPTS[:8], GREEDY, max_num_batched_tokens=64)
+def test_chains_beside_prompts():
+    config = chain_of(DRAFT, 4)
+    found, counts = served(config, PROMPTS[:8], GREEDY, max_num_batched_tokens=64)
     assert found == plain(8)
     assert counts["accepted_tokens"] / counts["drafts"] > 1
-    assert bool(branching) == (drafts == 5)
+
+
+@pytest.mark.parametrize(("value", "config"), [
+    (math.nan, sequoia()), (math.inf, sequoia(dynamic_tree=True)), (math.nan, chain_of("", 3)),
+])  # fmt: skip
+def test_a_rejected_token_that_the_target_reads_as_nan(tmp_path, value, config):
+    """Trees and chains draft it all the time, and plain decoding never emits it."""
+    frequent, *_ = Counter(chain.from_iterable(plain(8))).most_common(1)[0]
+    target, draft = save_spoilt_pair(tmp_path, UNSEEN, frequent, value)
+    with running({**config, "model": draft}, model=target) as llm:
+        answers = llm.generate(PROMPTS[:8], GREEDY, use_tqdm=False)
+        drafted = runner_of(llm)._drafts.values()
+        assert any(UNSEEN in one.grown.tokens for one in drafted)
+        caches = [runner_of(llm)._kv_caches[name] for name in runner_of(llm)._target_layers]
+        assert all(cache.isfinite().all() for cache in caches)
+    assert UNSEEN not in chain(*plain(8), *(answer.prompt_token_ids for answer in answers))
+    assert tokens_of(answers) == plain(8)
+
+
+def test_a_target_of_nan_ends_as_plain(tmp_path, monkeypatch):
+    """A prompt has the token: all rows behind it are NaN, and no other request's."""
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    target, draft = save_spoilt_pair(tmp_path, UNSEEN, UNSEEN, math.nan)
+    texts = [*PROMPTS[:2], {"prompt_token_ids": [5, UNSEEN, 9]}]
+    expected = plain_outputs(texts, GREEDY, model=target)
+    with running(sequoia(draft=draft), model=target) as llm:
+        assert generated(llm, texts, GREEDY) == expected
+        assert metric(llm, "vllm:corrupted_requests") == 1
+    assert set(expected[2]) == {0}
+    assert expected[:2] == plain(2)
 
 
 def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any():

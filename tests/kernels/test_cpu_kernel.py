@@ -142,6 +142,44 @@ def test_each_request_has_its_own_tree(window):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("parts", [slice(2), slice(1, 2)])  # keys and values, or values alone
+@pytest.mark.parametrize(("dtype", "window", "soft_cap"), [
+    (torch.float32, None, 0.0), (torch.bfloat16, 40, 0.0), (torch.float16, None, 3.0),
+])  # fmt: skip
+def test_what_is_not_finite_reaches_only_the_nodes_that_see_it(
+    value, parts, dtype, window, soft_cap
+):
+    """By the compiled kernel and in torch. All rows but those are the same to the bit."""
+    generator = torch.Generator().manual_seed(5)
+    shape = AttentionShape(4, 2, 16, BLOCK, 0.5, dtype, window, soft_cap)
+    contexts, sizes, spoilt = torch.tensor([70, 2]), torch.tensor([6, 5]), 2
+    ancestors = TreeTables(TokenTree((-1, 0, 0, 1, 2, 2)), torch.device("cpu")).ancestors
+    table = torch.randperm(8, generator=generator).view(2, 4).to(torch.int32)
+    cache = torch.randn(8, 2, BLOCK, 32, generator=generator).to(dtype)
+    query = torch.randn(2, 6, 4, 16, generator=generator).to(dtype)
+    found = []
+    for written in (0.0, value):
+        for part in keys_and_values(cache)[parts]:
+            part[table[0, 2], :, 70 + spoilt - 2 * BLOCK, 3] = written
+        trees = TreeQueries(
+            torch.arange(12).view(2, 6), table, contexts, sizes, ancestors, 76, only_trees=True
+        )
+        output = torch.zeros(12, 4, 16, dtype=dtype)
+        trees.for_kernel(shape).attend(load_kernels(), query.flatten(0, 1), cache, output)
+        assert trees.spoilt.item() == (written != 0)
+        keys, values = gather_context(cache, table)
+        mask = tree_attention_mask(contexts, ancestors, keys.shape[2], dtype, window)
+        in_torch = tree_attention(query, keys, values, mask, 0.5, soft_cap)
+        found.append((output.view_as(query), in_torch))
+    is_apart = torch.ones(2, 6, dtype=torch.bool)
+    is_apart[0] = ~ancestors[:, spoilt]
+    for before, after in zip(*found, strict=True):
+        torch.testing.assert_close(after[is_apart], before[is_apart], atol=5e-3, rtol=1e-2)
+        assert not after[~is_apart].isfinite().all(dim=-1).any()
+    assert torch.equal(found[0][0][is_apart], found[1][0][is_apart])
+
+
 def test_large_scores_do_not_overflow():
     """One key outweighs all others by e**300: its value comes out, and no NaN."""
     shape = AttentionShape(1, 1, 16, BLOCK, 1.0, torch.float32)

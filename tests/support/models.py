@@ -66,6 +66,24 @@ def save_broken(path: Path, draft: str | Path, tokens: Any) -> str:
     return str(path)
 
 
+def save_spoilt_pair(folder: Path, token: int, like: int, value: float) -> tuple[str, str]:
+    """Copies of the embedded pair. The target reads this token as NaN or infinity. The draft
+    drafts it wherever it would another one."""
+    for name, source in (("target", TARGET), ("draft", DRAFT)):
+        path = shutil.copytree(source, folder / name)
+        config = json.loads((path / "config.json").read_text())
+        save_config(path, {**config, "tie_word_embeddings": False})
+        weights = load_file(path / "model.safetensors")
+        read = weights["model.embed_tokens.weight"]
+        head = weights.setdefault("lm_head.weight", read.clone())
+        if name == "target":
+            read[token] = value
+        else:
+            head[token] = 1.2 * head[like]
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return str(folder / "target"), str(folder / "draft")
+
+
 def save_random_draft(path: Path) -> Path:
     """An untrained draft with the embedded pair's vocabulary and tokenizer."""
     save_llama(path, seed=1, vocab_size=4096, max_position_embeddings=2048)

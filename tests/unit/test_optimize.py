@@ -269,8 +269,6 @@ BRANCHING = TokenTree((-1, 0, 0, 1, 1, 0, 5))
 
 def test_orders_and_chains_of_a_tree():
     assert BRANCHING.depth_first == [0, 1, 3, 4, 2, 5, 6]
-    firsts = TokenTree((-1, 0, 1, 0, 2)), TokenTree((-1, 0, 0)), TokenTree((-1,))
-    assert [tree.chain_nodes for tree in (*firsts, TokenTree.chain(3))] == [3, 2, 1, 4]
     assert TokenTree.chain(3).parents == (-1, 0, 1, 2)
     # Engines on other machines compare it.
     assert BRANCHING.checksum == zlib.crc32(struct.pack("<7i", *BRANCHING.parents))

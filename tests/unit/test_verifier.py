@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import Topology
 from sequoia_vllm.verification.walk import match_nodes, match_tree, walk_tree
 from tests.oracles.verification import algorithm_2, children_of, match, traversal
@@ -153,6 +154,25 @@ def test_the_last_token_is_drawn_finely_enough_for_a_large_vocabulary():
     with with_uniforms(uniforms[:, None]):
         result = verify_tree(rows, rows, torch.zeros(4, 1, dtype=torch.int64), root)
     assert torch.equal(result.output_tokens[:, 0], wanted)
+
+
+@pytest.mark.parametrize("method", RULES)
+def test_a_token_after_which_the_target_is_nan_is_accepted_as_often_as_any(method):
+    """Half of the time here. Its child never is, and token 0 follows, as in vLLM's sampler."""
+    target = torch.tensor([[0.7, 0.3, 0.0], [math.nan] * 3, [0.2, 0.3, 0.5]])
+    draft, count = torch.tensor([[0.4, 0.6, 0.0], [0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]), 4000
+    found = method_of(method).host_function()(
+        lambda requests, nodes: target[nodes],
+        lambda requests, nodes: draft[nodes],
+        torch.tensor([[0, 1, 2]]).expand(count, -1).contiguous(),
+        torch.tensor([[-1, 0, 1]]).expand(count, -1).contiguous(),
+        torch.Generator().manual_seed(0),
+    )
+    assert (found.accepted_nodes[:, 1] == -1).all()
+    is_accepted = found.num_accepted == 1
+    assert abs(is_accepted.float().mean() - 0.5) < 5 * 0.5 / count**0.5
+    assert (found.output_tokens[is_accepted] == torch.tensor([1, 0, -1])).all()
+    assert (found.output_tokens[~is_accepted] == torch.tensor([0, -1, -1])).all()
 
 
 def problems_of(count):

@@ -107,9 +107,11 @@ class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
         queries = query.view(heads)[tree.rows.clamp(min=0)]
         mask = tree.mask(keys.shape[2], query.dtype, window_of(self))
         unseen = tree.unseen(keys.shape[2], mask)[:, None, :, None]
+        values = values.masked_fill(unseen, 0)
+        tree.note(values)
         attended = tree_attention(
-            queries, keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0), mask, self.scale,
-            self.logits_soft_cap, self._sinks,
+            queries, keys.masked_fill(unseen, 0), values, mask, self.scale, self.logits_soft_cap,
+            self._sinks,
         )  # fmt: skip
         is_node = tree.rows >= 0
         output.view(heads)[tree.rows[is_node]] = attended[is_node]
@@ -179,6 +181,7 @@ class CPUMLATreeImpl(CPUMLAImpl):
         keys = kv_cache[tree.blocks_in_use(kv_cache.shape[1]).long()].flatten(1, 2)
         mask = tree.mask(keys.shape[1], query.dtype, None)
         keys = keys.masked_fill(tree.unseen(keys.shape[1], mask)[..., None], 0)[:, None]
+        tree.note(keys)
         queries = query[tree.rows.clamp(min=0)]
         attended = tree_attention(
             queries.flatten(1, 2).unsqueeze(2), keys, keys[..., : self.kv_lora_rank],

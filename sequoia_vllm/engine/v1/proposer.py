@@ -15,7 +15,7 @@ from vllm.model_executor.models import supports_multimodal
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from sequoia_vllm.attention.cpu_kernel import TreeQueries
+from sequoia_vllm.attention.cpu_kernel import TreeQueries, clear_tokens
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts
 from sequoia_vllm.drafting.tree_tables import DraftLevels
@@ -323,12 +323,17 @@ class TreeProposerV1(DraftModelProposer):
             only_trees=True,
         )
         metadata = CPUTreeAttentionMetadata.of_trees(tree, slots)
-        return self._forward(
+        logits = self._forward(
             tokens.flatten().to(torch.int32),
             positions,
             slots,
             dict.fromkeys(self._draft_attn_layer_names, metadata),
         )
+        if tree.spoilt:  # else NaN would reach the next tokens that vLLM's kernel reads
+            layers = self.vllm_config.compilation_config.static_forward_context
+            for name in self._draft_attn_layer_names:
+                clear_tokens(layers[name].kv_cache, slots[slots != PADDING_SLOT])
+        return logits
 
     def _forward(
         self,

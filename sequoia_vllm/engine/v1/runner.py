@@ -27,6 +27,7 @@ from sequoia_vllm.engine.v1.verifier import (
     TreeVerifierV1,
     combine_outputs,
     forget_stale_budgets,
+    rows_of,
     truncation_of,
     without_discarded,
 )
@@ -55,6 +56,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
         )
         method_of(method).compile_host()  # now, not in the first step
         self._trees: ScoringTreesV1 | None = None
+        self._verified: tuple[ScoringTreesV1, VerifyResult] | None = None
         self._target_metadata: dict[str, Any] = {}
         self._target_caches = TargetCaches()
 
@@ -132,7 +134,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
             self.query_start_loc.np[1 : num_reqs + 1],
             self.optimistic_seq_lens_cpu[:num_reqs].numpy(),
         )
-        if (trees := self._branching_trees) is not None:
+        if (trees := self._trees) is not None:
             shifts = (trees.depths - torch.arange(trees.tokens.shape[1]))[trees.is_node]
             rows = trees.rows[trees.is_node]
             self.positions[rows] += shifts
@@ -140,22 +142,15 @@ class SequoiaCPUModelRunner(DraftingRunner):
                 self.mrope_positions.gpu[:, rows] += shifts
         return prepared
 
-    @property
-    def _branching_trees(self) -> ScoringTreesV1 | None:
-        """This step's trees; None if they are chains: vLLM's positions and masks fit those."""
-        trees = self._trees
-        if trees is None or trees.is_dynamic.any():
-            return trees
-        return None if trees.tokens.shape[1] <= self.tree.chain_nodes else trees
-
-    # Until: vLLM's metadata carries a tree mask.
+    # Until: vLLM's metadata carries a tree mask, and its kernel masks values, not weights alone: a
+    # chain's rejected NaN would reach the tokens before it.
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Builds vLLM's for the target's layers only, then adds the trees' rows and masks."""
         # Lacks the draft's while the target's metadata is built: the draft builds its own. Until:
         # vLLM builds no metadata for layers that do not run.
         with patched(self, "attn_groups", self._groups_of_target):
             metadata, common = super()._build_attention_metadata(*args, **kwargs)
-        if (trees := self._branching_trees) is not None:
+        if (trees := self._trees) is not None:
             self._target_metadata = metadata
             own = (metadata[name] for name in self._target_layers)
             for layer_metadata in {id(m): m for m in own}.values():
@@ -167,7 +162,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         """Verifies trees and commits; requests without drafts go through vLLM's sampler."""
         assert logits is not None
-        trees, branching, self._trees = self._trees, self._branching_trees, None
+        trees, self._trees, self._verified = self._trees, None, None
         if self.speculative_config is not None:
             ends = self.query_start_loc.gpu[1 : self.input_batch.num_reqs + 1]
             scored = spec_decode_metadata.logits_indices if spec_decode_metadata else ends - 1
@@ -193,8 +188,8 @@ class SequoiaCPUModelRunner(DraftingRunner):
         output = combine_outputs(
             self.sampler, trees, result, logits, target, metadata, self.input_batch.num_reqs
         )
-        if branching is not None:  # a chain's accepted tokens lie in place already
-            self._commit(branching, result)
+        self._commit(trees, result)
+        self._verified = trees, result
         accepted, sizes = result.accepted_nodes.numpy(), trees.num_nodes.numpy()
         self.stats.observe(paths_of(self.tree, accepted, sizes, trees.is_dynamic))
         return output
@@ -209,14 +204,24 @@ class SequoiaCPUModelRunner(DraftingRunner):
 
     def _commit(self, trees: ScoringTreesV1, result: VerifyResult) -> None:
         self._target_caches.commit(
-            self._kv_caches, self._target_metadata, trees.first_row, result.accepted_nodes
-        )
+            self._kv_caches, self._target_metadata, trees.first_row, trees.num_nodes,
+            result.accepted_nodes,
+        )  # fmt: skip
 
     @cached_property
     def _kv_caches(self) -> dict[str, Tensor]:
         """The target's, by layer, from the first commit on."""
         layers = self.compilation_config.static_forward_context
         return {name: layers[name].kv_cache for name in self._target_layers}
+
+    # Until: vLLM counts the rows that a request's tokens are drawn from.
+    def _get_nans_in_logits(self, logits: Tensor | None) -> dict[str, int]:
+        """Calls vLLM's, but gives it for each request the rows that plain decoding has."""
+        if logits is not None and self._verified is not None:
+            _, tokens, rows, is_plain = rows_of(*self._verified, self.input_batch.num_reqs)
+            tokens[is_plain, 0] = 0
+            logits = logits[rows].masked_fill_((tokens < 0)[..., None], 0).flatten(1)
+        return super()._get_nans_in_logits(logits)
 
     # Until: vLLM stops rewinding on CPUs.
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:

@@ -249,7 +249,7 @@ def combine_outputs(
     if all_have_trees and not wants_logprobs(metadata):
         return SamplerOutput(result.output_tokens.to(torch.int32), logprobs_tensors=None)
     # Logprobs have rows of their own; the sampler samples at the roots of requests without trees.
-    root_rows, tokens, logits_rows, without_tree = _rows_of(trees, result, num_reqs)
+    root_rows, tokens, logits_rows, without_tree = rows_of(trees, result, num_reqs)
     sampled = None
     if not all_have_trees:
         in_tree = set(trees.requests.tolist())
@@ -271,7 +271,7 @@ def combine_outputs(
     return SamplerOutput(sampled_token_ids=tokens.to(torch.int32), logprobs_tensors=logprobs)
 
 
-def _rows_of(
+def rows_of(
     trees: ScoringTreesV1, result: VerifyResult, num_reqs: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Finds the logits row behind each emitted token.

@@ -75,7 +75,8 @@ class CPUTreeBackend(TreeBackend):
         accepted: Tensor,
     ) -> None:  # fmt: skip
         """Moves keys and values in compiled code, at once for layers that share a slot mapping."""
-        self._caches.commit(caches, metadata, trees.query_start_loc[:-1], accepted)
+        starts = trees.query_start_loc
+        self._caches.commit(caches, metadata, starts[:-1], starts.diff(), accepted)
 
 
 def _seen(nodes: NodeQueries) -> Tensor:
