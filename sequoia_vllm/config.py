@@ -101,8 +101,8 @@ class OffloadSpec(_Strict):
         return f"{self.weights}-{self.memory_gib:g}gib"
 
 
-class SequoiaConfig(_Strict):
-    """``{"method": "sequoia", ...}``: our keys, and vLLM's own for the draft model."""
+class _OwnKeys(_Strict):
+    """The keys that we read."""
 
     method: Literal["sequoia"] = Field(default="sequoia", description="Selects this plugin.")
     model: str | None = None
@@ -156,6 +156,11 @@ class SequoiaConfig(_Strict):
     """On CPUs: read the target's layers from a disk in every pass, for models that do not fit in
     memory: {"weights": "disk", "directory": ..., "memory_gib": ...}. (For GPUs vLLM has
     --cpu-offload-gb and --offload-backend, from the host's memory.)"""
+
+
+class SequoiaConfig(_OwnKeys):
+    """``{"method": "sequoia", ...}``: our keys, and vLLM's own for the draft model."""
+
     quantization: str | None = Field(default=None, description="The draft's quantization.")
     revision: str | None = Field(default=None, description="The draft's revision.")
     code_revision: str | None = Field(default=None, description="The draft's code revision.")
@@ -224,12 +229,7 @@ class SequoiaConfig(_Strict):
 
     def draft_keys(self) -> dict[str, Any]:
         """The keys that are vLLM's own, as given."""
-        ours = {
-            "method", "model", "drafter", "tree", "acceptance", "num_speculative_tokens",
-            "draft_vocabulary", "retrieval", "recycling", "dynamic_tree", "verification", "adapt",
-            "offload",
-        }  # fmt: skip
-        return self.model_dump(exclude=ours, exclude_none=True)
+        return self.model_dump(exclude=set(_OwnKeys.model_fields), exclude_none=True)
 
 
 def problems_of(error: ValidationError) -> str:

@@ -11,7 +11,6 @@ import triton.language as tl
 from benchmarks.compiled.attention_variants import attention_variants
 from benchmarks.compiled.variant import CAPABILITIES, Variant
 from sequoia_vllm.drafting import drafted_trees, dynamic_levels
-from sequoia_vllm.drafting.dynamic_trees import MOST_NODES
 from sequoia_vllm.kernels import (
     begin_drafting,
     children_kernels,
@@ -30,6 +29,7 @@ from sequoia_vllm.kernels import (
     verify,
     verify_kernels,
 )
+from sequoia_vllm.tree import MOST_DYNAMIC_NODES
 from sequoia_vllm.verification.retrieval import LONGEST, SHORTEST
 
 Task = tuple[Variant, int]
@@ -282,7 +282,7 @@ def _dynamic_trees() -> list[Variant]:
     }  # fmt: skip
     chosen = {"CHILDREN": dynamic_levels.CHILDREN, "BLOCKS": triton.next_power_of_2(blocks)}
     variants = []
-    for nodes in (64, MOST_NODES):
+    for nodes in (64, MOST_DYNAMIC_NODES):
         best = dynamic_levels.best_constants(nodes * dynamic_levels.CHILDREN)
         words, warps = nodes // 32, best.pop("num_warps")
         tables = {"WIDTH": nodes, "NODES": triton.next_power_of_2(nodes)}

@@ -49,11 +49,11 @@ from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, published_shape
 from sequoia_vllm.hardware.roofline import bytes_per_value, roofline_profile
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
-from sequoia_vllm.hardware.support import MAX_NODES, NOT_ON_CPUS, RUNS_ON, Role
+from sequoia_vllm.hardware.support import NOT_ON_CPUS, RUNS_ON, Role
 from sequoia_vllm.library.files import LibraryError, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey, PairShapes
 from sequoia_vllm.library.tree_library import TreeLibrary
-from sequoia_vllm.tree import Acceptance
+from sequoia_vllm.tree import MOST_RECURRENT_NODES, Acceptance
 
 _LONGEST_CHAIN = 8  # drafts, as in `bench`
 _DEVICES = (1, 2, 4, 8)
@@ -142,7 +142,7 @@ def advise_pair(
         raise found
     assert found is not None  # "auto" asks the library
     levels = draft.head.levels if draft.head else None
-    most_nodes = MAX_NODES if target.recurrent else None
+    most_nodes = MOST_RECURRENT_NODES if target.recurrent else None
     choice = plan(config, Facts(pair, drafter(head or "model"), levels, most_nodes, found)).choice
     entry, whole = found.entry, choice.tree
     if (profile := _measured_times(library, entry)) is None:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sequoia_vllm.drafting.dynamic_trees import inner_width
+from sequoia_vllm.drafting.dynamic_trees import CHILDREN_ON_GPUS, inner_width
 from sequoia_vllm.hardware.graph_sizes import half_octaves, last_with
 from sequoia_vllm.tree import TokenTree
 
@@ -136,7 +136,9 @@ class DraftPlan:
     def _widths(self, drafts: int) -> list[int]:
         tree = self._trimmed(drafts)
         widths = level_widths(tree)
-        return [*widths, inner_width(tree.size, tree.depth)] if self._dynamic else widths
+        if self._dynamic:
+            widths.append(inner_width(tree.size, tree.depth, CHILDREN_ON_GPUS))
+        return widths
 
     def _trimmed(self, drafts: int) -> TokenTree:
         return self._tree.trim(drafts + 1)

@@ -100,10 +100,10 @@ class DynamicLevels(DraftLevels):
             self.levels.append(Level(level, first, chosen, none.long(), counts, columns, none))
             first += nodes
         self._inner = first
-        self.depths = torch.arange(depth).repeat_interleave(torch.tensor(widths)).to(device)
+        depths = torch.arange(depth).repeat_interleave(torch.tensor(widths)).to(device)
         words = torch.zeros(slots, first, -(-first // WORD_BITS), dtype=torch.int32, device=device)
         words[:, 0, 0] = 1  # the root sees itself
-        self.mask = NodeMask(words, self.depths.int().repeat(slots, 1))
+        self.mask = NodeMask(words, depths.int().repeat(slots, 1))
         self.ancestors = torch.empty(0, 0)  # `mask` is all there is
 
     @property

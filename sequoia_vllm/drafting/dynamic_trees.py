@@ -10,16 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_CHILDREN = 12
-"""Children of a node to choose among on CPUs. With 8 or more nothing is lost at 16 and 32 nodes.
-Trees of depth 2 are dynamic with up to 157 nodes by this, and with 8 with up to 73."""
-CHILDREN_ON_GPUS = 8
-"""The same on GPUs: kernels need a power of 2, and compare all candidates with each other."""
-MOST_NODES = 128
-"""Nodes of the largest tree on GPUs, where a program holds all of what it chooses from."""
+CHILDREN_ON_CPUS, CHILDREN_ON_GPUS = 12, 8
+"""Children of a node to choose among. With 8 or more nothing is lost at 16 and 32 nodes. With 12,
+trees of depth 2 are dynamic with up to 157 nodes, and with 8 with up to 73. GPUs have 8: kernels
+need a power of 2, and compare all candidates with each other."""
 
 
-def inner_width(nodes: int, depth: int, children: int = MOST_CHILDREN) -> int:
+def inner_width(nodes: int, depth: int, children: int) -> int:
     """Nodes of each level that get children in trees of this size, root included, and depth.
 
     Of each, so many ``children`` can be chosen. 0: there is too little to choose from, and such
@@ -40,13 +37,14 @@ class TreeLayouts:
     ancestors: Tensor  # bool ``[B, N, N]``: which nodes each sees, itself included
 
     @classmethod
-    def of(cls, parents: Tensor, depth: int) -> "TreeLayouts":
-        """The layouts with these parents; no tree is deeper than ``depth``, in edges."""
+    def of(cls, parents: Tensor) -> "TreeLayouts":
+        """The layouts with these parents."""
         nodes = parents.shape[1]
         ancestors = torch.eye(nodes, dtype=torch.bool).repeat(len(parents), 1, 1)
+        ancestors[..., 0] = True
         up = parents.clamp(min=0)
         above = up
-        for _ in range(depth):
+        while above.any():
             ancestors.scatter_(2, above[..., None], True)
             above = up.gather(1, above)
         return cls(parents, ancestors.sum(dim=2) - 1, ancestors)
@@ -67,7 +65,7 @@ class DynamicGrowth:
     def __init__(self, roots: Tensor, nodes: int, depth: int) -> None:
         batch = len(roots)
         self.nodes, self.depth = nodes, depth
-        self.width = inner_width(nodes, depth)
+        self.width = inner_width(nodes, depth, CHILDREN_ON_CPUS)
         # int64 ``[B, m]``: tokens of the nodes of the present level that get children.
         self.tokens = self._roots = roots[:, None]
         # bool ``[B, m, M]``: which of the nodes that the draft reads each of them sees: the root,
@@ -79,19 +77,13 @@ class DynamicGrowth:
         # Of each level's candidates ``[B, c]``: the value, the token and the parent's place.
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    @property
-    def inner_depths(self) -> Tensor:
-        """int64 ``[I]``: depths of all nodes that the draft reads, the root first."""
-        levels = torch.arange(1, self.depth).repeat_interleave(self.width)
-        return torch.cat([levels.new_zeros(1), levels])
-
     def add_children(self, scores: Tensor) -> None:
         """Adds the likeliest tokens after each node of the level, as candidates.
 
         Args:
             scores: float32 ``[B, m, V]``: what Q is the softmax of.
         """
-        count = min(MOST_CHILDREN, self.nodes - 1, scores.shape[2])
+        count = min(CHILDREN_ON_CPUS, self.nodes - 1, scores.shape[2])
         # On CPUs this is several times as fast as `logsumexp`.
         best = scores.log_softmax(dim=2).topk(count, dim=2)
         values = (self._values[..., None] + best.values).flatten(1)

@@ -79,8 +79,6 @@ class DraftLevels:
                 )
             )
             above, first = nodes, first + len(nodes)
-        # int64 ``[I]``: depth of each inner node in draft order, the root first.
-        self.depths = tensor(tree.depths[order].tolist(), torch.int64)
         # bool ``[I, I]``: which inner nodes each sees, itself included.
         self.ancestors = torch.from_numpy(tree.ancestor_mask[np.ix_(order, order)]).to(device)
 

@@ -34,8 +34,6 @@ UNSUPPORTED: dict[Kind, str] = {
     "pooling": "is a pooling model",
 }  # kinds of models, each with what makes trees impossible
 
-MAX_NODES = 64  # of a tree over recurrent layers: a program of the kernels holds them all
-
 _TARGETS: frozenset[Kind] = frozenset({"mla", "hybrid", "mrope", "multimodal"})
 """Kinds that trees serve as targets. A draft reads tokens, each with one position, and has a KV
 cache alone."""

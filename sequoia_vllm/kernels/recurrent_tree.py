@@ -25,13 +25,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.kernels.recurrent_tree_kernels import (
     commit_inputs_kernel,
     commit_states_kernel,
     convolve_nodes_kernel,
 )
 from sequoia_vllm.kernels.tree_shapes import rows_per_slot
+from sequoia_vllm.tree import MOST_RECURRENT_NODES
 
 NEVER = 2**30
 """Tokens of a block that no path ends: states are given to nobody."""
@@ -207,7 +207,7 @@ def score_heads(
 
     Args:
         kernel, inputs: Of the kind, and its own arguments, which come first.
-        nodes: The trees, of `MAX_NODES` nodes at most.
+        nodes: The trees, of `MOST_RECURRENT_NODES` nodes at most.
         states: ``[blocks, Hv, V, K]``, contiguous in a block.
         kept: Its keys, updates and decays are written, of this ``layer``.
         output: ``[T, Hv, V]``, contiguous; padding's rows are left alone.
@@ -215,8 +215,9 @@ def score_heads(
     Raises:
         ValueError: Trees have more nodes.
     """
-    if (most := nodes.ancestors.shape[-1]) > MAX_NODES:
-        raise ValueError(f"trees of {most} nodes over recurrent layers: {MAX_NODES} at most")
+    if (most := nodes.ancestors.shape[-1]) > MOST_RECURRENT_NODES:
+        limit = f"{MOST_RECURRENT_NODES} at most"
+        raise ValueError(f"trees of {most} nodes over recurrent layers: {limit}")
     shape = kept.shape
     assert shape is not None
     part = _LEAST if most > 32 else shape.part

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import read_json, shortened
 from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree.limits import MOST_NODES
 
 SCHEMA = "sequoia-vllm/token-tree/v1"
-MOST_NODES = 1024
-"""Size of the largest tree that a configuration or a file may have, root included."""
 _JSON_TYPES: dict[type, str] = {
     dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number",
     float: "a number",

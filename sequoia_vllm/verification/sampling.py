@@ -12,6 +12,7 @@ nucleus: docs/internals.md says why tokens outside are lowered and not excluded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -19,8 +20,6 @@ from torch.nn.functional import threshold
 
 from sequoia_vllm.verification.retrieval import preferred
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this mean argmax; vLLM's own limit."""
 LOWERED_BY = 4.0
 """Scaled logits outside the nucleus are lowered by this: to 1/55 of their weight.
 
@@ -32,6 +31,15 @@ LARGEST_NUCLEUS = 256
 
 FEWEST_TOKENS, FEWEST_ENTRIES, BLOCK = 4_096, 32_768, 256
 """Vocabulary and entries of Q from which on it is drawn from by blocks, and a block's tokens."""
+
+
+@overload
+def is_greedy(temperature: float) -> bool: ...
+@overload
+def is_greedy(temperature: Tensor) -> Tensor: ...
+def is_greedy(temperature: float | Tensor) -> bool | Tensor:
+    """Whether a temperature, or each of a tensor's, means argmax: below vLLM's own limit."""
+    return temperature < 1e-5
 
 
 @dataclass(frozen=True)

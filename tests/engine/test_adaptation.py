@@ -232,7 +232,7 @@ def test_engines_begin_with_what_is_expected_to_pay(
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
     settings = SimpleNamespace(tree=TREE, drafter=drafter, adapts_as="p", keeps=False)
     monkeypatch.setattr(adapting, "SequoiaSettings", SimpleNamespace(of=lambda _: settings))
-    monkeypatch.setattr(adapting, "most_drafts", lambda _: [15] * 8)
+    monkeypatch.setattr(adapting, "reachable_drafts", lambda _: [15] * 8)
     monkeypatch.setattr(adapting, "fewer_drafts", lambda _: [15, 11, 7, 5, 3, 2, 1])
     monkeypatch.setattr(adapting, "is_offloaded", lambda _: has_room)
     config = SimpleNamespace(use_v2_model_runner=on_gpu)

@@ -9,9 +9,11 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import edited_by_paths
-from sequoia_vllm.engine.v1.verifier import TargetDistribution, TreeVerifierV1
+from sequoia_vllm.engine.v1.verifier import cut
+from sequoia_vllm.step.grow import Draft, GrownTrees
+from sequoia_vllm.step.score import lay_out
+from sequoia_vllm.step.verify import TargetDistribution, TreeVerifier
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import Truncation
 from tests.support.histories import Histories, penalised, with_bad_words
@@ -20,7 +22,7 @@ from tests.support.histories import Histories, penalised, with_bad_words
 
 
 SMALL_TREE = TokenTree((-1, 0, 0, 1))
-VERIFIER = TreeVerifierV1(lambda logits: logits.argmax(dim=-1), None)
+VERIFIER = TreeVerifier(lambda logits: logits.argmax(dim=-1), None)
 
 
 def verified(
@@ -30,11 +32,11 @@ def verified(
     """What is emitted where row i of the logits says token ``rows[i]``; drafted were 1, 2 and 3."""
     tokens = torch.tensor([[0, 1, 2, 3]]).expand(len(scheduled), -1)
     probs = torch.full((2, 9), 1 / 9)
-    grown = DraftedTreesV1(tokens, probs, torch.tensor([[0, 1, -1, -1]]).expand_as(tokens))
+    grown = GrownTrees(tokens, probs, torch.tensor([[0, 1, -1, -1]]).expand_as(tokens))
     lengths = np.ones(len(request_index), dtype=np.int64)
     for request, drafts in scheduled.items():
         lengths[request_index[request]] = len(drafts) + 1
-    trees = schedule_trees(
+    trees = lay_out(
         TreeTables(SMALL_TREE, torch.device("cpu")),
         scheduled,
         {request: Draft(grown, row) for row, request in enumerate(scheduled)},
@@ -45,7 +47,8 @@ def verified(
     )
     logits = torch.nn.functional.one_hot(torch.tensor(rows), 9).log()
     temperatures = None if temperature is None else torch.full((len(lengths),), temperature)
-    result = VERIFIER.verify(trees, TargetDistribution(logits, temperatures, Truncation()), {})
+    target = TargetDistribution(logits, temperatures, Truncation(), cut)
+    result = VERIFIER.verify(trees, target, {})
     return result.output_tokens.tolist()
 
 
@@ -104,9 +107,9 @@ def trees_of(found: Histories):
     rows = zip(found.requests, found.nodes, found.token_ids, strict=True)
     for request, node, token in rows:
         tokens[request, node] = token
-    grown = DraftedTreesV1(tokens, torch.zeros(0, VOCABULARY), torch.full_like(tokens, -1))
+    grown = GrownTrees(tokens, torch.zeros(0, VOCABULARY), torch.full_like(tokens, -1))
     scheduled = {name: tokens[index, 1 : SIZES[index]].tolist() for index, name in enumerate(names)}
-    return schedule_trees(
+    return lay_out(
         TreeTables(TREE, CPU),
         scheduled,
         {name: Draft(grown, index) for index, name in enumerate(names)},

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
-from sequoia_vllm.engine.frontend import tree_metrics
 from sequoia_vllm.tree import TokenTree
 from tests.support.engines import metric, plain_outputs, running, scheduler_of, sequoia
 from tests.support.generating import joined
@@ -221,14 +221,14 @@ def lowering():
 @pytest.mark.parametrize("users", [None, 400, 8])
 def test_users_decide_how_many_requests_run(users, lowering):
     of = config(users)
-    tree_metrics.check_budget(lowering, of)
+    draft_schedule.check_budget(lowering, of)
     assert of.scheduler_config.max_num_active_seqs == users
     assert not lowering.warned
 
 
 def test_other_engines_are_left_alone(lowering):
     of = config(ours=False)
-    tree_metrics.check_budget(lowering, of)
+    draft_schedule.check_budget(lowering, of)
     assert of.scheduler_config.max_num_active_seqs == 64
 
 
@@ -238,7 +238,7 @@ def test_a_budget_that_vllm_refuses_leaves_the_users_number():
 
     of = config(400)
     with pytest.raises(ValueError, match="too few"):
-        tree_metrics.check_budget(refuse, of)
+        draft_schedule.check_budget(refuse, of)
     assert of.scheduler_config.max_num_active_seqs == 400
 
 
@@ -249,4 +249,4 @@ def test_blocks_take_no_rows_of_the_targets_batch(kind, slots):
     of = SimpleNamespace()
     if kind:
         replace(SETTINGS, drafter=kind).store(of)
-    assert tree_metrics.slots_for_drafting(lambda _: 127, of) == slots
+    assert draft_schedule.drafting_slots(lambda _: 127, of) == slots

@@ -10,8 +10,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
-from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
 from sequoia_vllm.engine.v2.drafting import request_modes
 from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
 from sequoia_vllm.tree import TokenTree
@@ -79,36 +79,25 @@ def test_counts_are_those_of_each_kind(served):
     assert counts.accepted_nodes[1:5].sum() > 3 * counts.accepted_nodes[5:].sum()
 
 
-def test_on_gpus_they_are_for_batches_of_greedy_requests_alone(monkeypatch):
-    """A request that never drafts is in nobody's way; sampling and grammars are."""
+def test_on_gpus_they_are_for_batches_in_which_nobody_has_a_static_one(monkeypatch):
+    """A request that never drafts is in nobody's way."""
 
     def on_host(count, dtype):
         return SimpleNamespace(np=np.zeros(count, dtype=np.int32))
 
     monkeypatch.setattr(request_modes, "UvaBackedTensor", on_host)
-    modes = RequestModes(len(KINDS) + 1, longest=99)
-    undrafted = {"temperature": 0.9, "extra_args": {MOST_DRAFTS: 0}}
-    for slot, options in enumerate([*KINDS.values(), undrafted]):
-        params = SamplingParams(max_tokens=40, **options)
-        if params.structured_outputs is not None:
-            params.structured_outputs._backend = "xgrammar"  # as the front end does
-        modes.start(slot, params, prompt_tokens=4)
-    chosen = {name for slot, name in enumerate(KINDS) if modes.can_choose(np.array([slot]))}
-    assert chosen == DYNAMIC
-    assert modes.can_choose(np.array([0, 3, len(KINDS)]))
-    assert not modes.can_choose(np.array([0, 3, len(KINDS) - 1]))
+    modes = RequestModes(3, longest=99)
+    given = ({"temperature": 0}, {"temperature": 0.9}, {"extra_args": {MOST_DRAFTS: 0}})
+    for slot, options in enumerate(given):
+        modes.start(slot, SamplingParams(max_tokens=40, **options), prompt_tokens=4)
+    assert modes.can_choose(np.array([0, 2]))
+    assert not modes.can_choose(np.array([0, 1]))
 
 
-@pytest.mark.parametrize(("every", "static"), [(16, 2), (float("inf"), 0)])
-def test_engines_that_adapt_learn_from_some_static_trees(every, static):
-    """Also in steps in which nobody gets a tree, as prompts are read."""
-    runner = SimpleNamespace(
-        _grown=0, _has_dynamic_trees=True, _static_every=every,
-        _params=lambda: [SamplingParams(temperature=0)], input_batch=SimpleNamespace(generators={}),
-    )  # fmt: skip
-    found = [
-        DraftingRunner._have_dynamic_trees(runner, np.arange(count), TokenTree((-1, 0, 0, 1)))
-        for count in [0, 1] * 16
-    ]
-    assert {own.dtype for own in found} == {np.dtype(bool)}
-    assert sum(not own.all() for own in found) == static
+@pytest.mark.parametrize(
+    ("dynamic", "adapts_as", "static"), [(True, "a file", 2), (True, None, 0), (False, None, 32)]
+)
+def test_engines_that_adapt_learn_from_some_static_trees(dynamic, adapts_as, static):
+    tree = TokenTree((-1, 0, 0, 1))
+    settings = SequoiaSettings(tree, "", None, {}, dynamic_tree=dynamic, adapts_as=adapts_as)
+    assert sum(map(settings.is_static_step, range(1, 33))) == static

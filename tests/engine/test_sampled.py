@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from sequoia_vllm.engine.v1 import draft_sampling, verifier
+from sequoia_vllm.step import grow, verify
 from sequoia_vllm.verification import methods
 from tests.oracles.laws import assert_same_law
 from tests.support import target_only
@@ -186,7 +186,7 @@ def check_law(llm, target, length: int, mixed: list[dict] = PLAIN, seeded: bool 
 def accepted_stand_ins(monkeypatch) -> list[int]:
     """How many nodes that replaced drafts each step accepts whose sampled requests have any."""
     found = []
-    original = verifier.verify_replaced
+    original = verify.verify_replaced
 
     def counted(verify, target_at, draft_at, drawn, scored, topology):
         result = original(verify, target_at, draft_at, drawn, scored, topology)
@@ -194,7 +194,7 @@ def accepted_stand_ins(monkeypatch) -> list[int]:
         found.append(int((on_path & (result.accepted_nodes >= 0)).sum()))
         return result
 
-    monkeypatch.setattr(verifier, "verify_replaced", counted)
+    monkeypatch.setattr(verify, "verify_replaced", counted)
     return found
 
 
@@ -203,8 +203,8 @@ def test_a_draft_that_gives_nan_changes_no_law(tiny_pair, tmp_path, monkeypatch,
     """Whatever comes after token 4 is NaN: some nodes of a tree have a Q, and others none."""
     target, draft = tiny_pair
     broken, warnings = save_broken(tmp_path / "draft", draft, 4), []
-    monkeypatch.setattr(draft_sampling.logger, "warning", warnings.append)
-    draft_sampling._say_that_it_is_broken.cache_clear()
+    monkeypatch.setattr(grow.logger, "warning", warnings.append)
+    grow._say_that_it_is_broken.cache_clear()
     config = sequoia(size=12, depth=3, draft=broken, verification=verification)
     greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
     plain = plain_outputs([{"prompt_token_ids": PROMPT}], greedy, model=target, **TINY)

@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, reachable_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.v2.attention.target_graphs import LongBatch, TreeGraphManager
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
@@ -69,7 +69,7 @@ def manager_of(
         ),
     )
     settings.store(config.speculative_config)
-    sizes = capture_sizes([drafts + 1 for drafts in most_drafts(config)], budget)
+    sizes = capture_sizes([drafts + 1 for drafts in reachable_drafts(config)], budget)
     config.compilation_config = SimpleNamespace(
         cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
     )
@@ -121,7 +121,7 @@ def test_engines_that_adapt_have_graphs_for_fewer_drafts(schedule, limits):
 def test_engines_that_adapt_have_graphs_beyond_a_pessimistic_schedule():
     """For up to twice the requests, as far as the token budget has room for trees."""
     manager, _ = manager_of(TreeGraphManager, [(1, 4, 15), (5, 64, 0)], 64, 2048)
-    assert most_drafts(manager.vllm_config)[:10] == [15] * 8 + [0] * 2
+    assert reachable_drafts(manager.vllm_config)[:10] == [15] * 8 + [0] * 2
     for batch in range(1, 9):
         assert manager.dispatch(batch, batch * 16, 16, 0).cg_mode == FULL
 

@@ -1,11 +1,10 @@
-"""Which requests the scheduler of Model Runner V2 leaves without drafts; what a request may ask."""
+"""Which requests the scheduler of Model Runner V2 leaves without drafts."""
 
 import pickle
 from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -19,14 +18,7 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core import eligibility
 from sequoia_vllm.engine.core import scheduling_ahead as scheduling
-from sequoia_vllm.engine.core.eligibility import (
-    MOST_DRAFTS,
-    check_options,
-    ends_with,
-    most_committed,
-    most_drafts,
-    reason_without_drafts,
-)
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend import engine_config
@@ -143,29 +135,6 @@ def test_a_grammar_follows_no_placeholders(scheduler):
     assert (found["a"], found["b"], found["1"]) == (0, 0, DRAFTS)
 
 
-def test_a_tree_needs_two_tokens_to_come():
-    def most(max_tokens, longest=99, **keys):
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, **keys)
-        return most_committed(params, prompt_tokens=10, longest=longest)
-
-    # With 11 tokens, after its first, a request of 3 has two to come.
-    assert [most(1), most(2), most(3), most(4)] == [0, 0, 11, 12]
-    short = (SamplingParams(max_tokens=count) for count in (1, 2, 3))
-    assert [reason_without_drafts(p) for p in short] == ["max_tokens", "max_tokens", None]
-    assert most(None) == most(200) == 99
-    # The draft cannot read so far, not even in pieces.
-    assert [most(50, longest=longest) for longest in (9, 10, 11)] == [0, 0, 11]
-    assert most(50, extra_args={MOST_DRAFTS: 0}) == 0
-
-
-def test_tokens_that_end_a_request():
-    params = SamplingParams(stop_token_ids=[3, 4])
-    assert ends_with(params, [7, 4, -1])
-    assert not ends_with(params, [7, -1, -1])
-    params._eos_token_id = 7  # as the front end has it
-    assert ends_with(params, [7, -1, -1])
-
-
 def test_a_thinking_budget_follows_no_placeholders(scheduler):
     """A budget of 0 is one: no token of thinking."""
     for budget in (0, 7):
@@ -179,13 +148,6 @@ def test_zeros_that_ask_for_nothing_special_draft(scheduler):
         "logit_bias": {}, "extra_args": {}, "thinking_token_budget": -1}  # fmt: skip
     requests = {name: SamplingParams(**{name: value}) for name, value in zeros.items()}
     assert step(scheduler, requests) == dict.fromkeys(zeros, DRAFTS)
-
-
-def test_a_grammar_of_a_backend_that_can_follows_trees():
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
-    params.structured_outputs._backend = "xgrammar"  # as the front end decides
-    assert reason_without_drafts(params) is None
-    assert reason_without_drafts(GRAMMAR)
 
 
 @pytest.mark.parametrize("how", ["given", "installed"])
@@ -243,33 +205,3 @@ def test_plain_vllms_schedulers_are_left_alone():
     plugin.register()
     for scheduler in (Scheduler, AsyncScheduler, StructuredOutputManager):
         assert not [one for one in vars(scheduler).values() if hasattr(one, hooks._ORIGINAL)]
-
-
-# -- what a request may ask of speculation ---------------------------------------------------
-
-
-@pytest.mark.parametrize("drafts", [0, 1, 700])
-def test_a_number_of_drafts(drafts):
-    params = SamplingParams(extra_args={MOST_DRAFTS: drafts, "other": "x"})
-    check_options(params)
-    assert most_drafts(params) == drafts
-
-
-@pytest.mark.parametrize("extra", [None, {}, {"other": 3}])
-def test_the_engine_decides_where_nothing_is_asked(extra):
-    params = SamplingParams(extra_args=extra)
-    check_options(params)
-    assert most_drafts(params) is None
-    assert most_drafts(None) is None
-
-
-@pytest.mark.parametrize("value", [-1, 1.5, "3", True, None, [1]])
-def test_wrong_values_are_refused_by_name(value):
-    with pytest.raises(VLLMValidationError, match=f"{MOST_DRAFTS} is a number of drafts, 0 or"):
-        check_options(SamplingParams(extra_args={MOST_DRAFTS: value}))
-
-
-@pytest.mark.parametrize("name", ["sequoia_max_draft", "sequoia_tree", "Sequoia_max_drafts"])
-def test_misspelt_options_are_refused_with_the_right_one(name):
-    with pytest.raises(VLLMValidationError, match=f"no option '{name}'.*there is: {MOST_DRAFTS}"):
-        check_options(SamplingParams(extra_args={name: 1}))

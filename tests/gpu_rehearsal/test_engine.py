@@ -88,7 +88,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
 
 def draft_graphs(llm: Any) -> list[Any]:
     speculator = runner_of(llm).speculator
-    return [speculator._reader.graphs, speculator._growth_graphs]
+    return [speculator._reader.graphs, *speculator._graphs.values()]
 
 
 def untried(llm: Any) -> int:

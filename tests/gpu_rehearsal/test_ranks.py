@@ -55,16 +55,15 @@ def perturb_second_rank(worker: Any) -> None:
         def other_drafts(num_trees: int, drafts: int) -> bool:
             ran = replay(num_trees, drafts)
             proposer.drafted.tokens.add_(1).remainder_(VOCAB)
-            if proposer._dynamic is not None:
-                proposer._dynamic.parents.copy_(proposer.tables.static_parents)
+            if (dynamic := proposer._shapes.dynamic) is not None:
+                dynamic.parents.copy_(proposer.tables.static_parents)
             return ran
 
         return other_drafts
 
     model.compute_logits = with_noise(model.compute_logits)
-    for graphs in (proposer._growth_graphs, proposer._dynamic_graphs):
-        if graphs is not None:
-            graphs.replay = disturbed(graphs.replay)
+    for graphs in proposer._graphs.values():
+        graphs.replay = disturbed(graphs.replay)
 
 
 def generate_on_ranks(target: str, draft: str, kept: list[int] | None = None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import torch
 
 from sequoia_vllm.kernels.recurrent_heads import score_gdn, score_mamba
 from sequoia_vllm.kernels.recurrent_tree import (
-    MAX_NODES,
     KeptNodes,
     RecurrentHeads,
     RecurrentStates,
@@ -13,7 +12,7 @@ from sequoia_vllm.kernels.recurrent_tree import (
     commit_nodes,
     convolve_nodes,
 )
-from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.tree import MOST_RECURRENT_NODES, TokenTree
 from tests.oracles import recurrence
 from tests.support.chessboard import chessboard
 
@@ -172,8 +171,8 @@ def test_outputs_are_those_of_the_paths(kind):
 
 @pytest.mark.parametrize(("kind", "reach"), chessboard(KINDS, [2, 64]))
 def test_large_trees(kind, reach):
-    tree = random_tree(MAX_NODES, torch.Generator().manual_seed(2), reach)
-    batch = Batch([tree], [MAX_NODES], sizes=(1, 1, 16, 16), own=False, kind=kind)
+    tree = random_tree(MOST_RECURRENT_NODES, torch.Generator().manual_seed(2), reach)
+    batch = Batch([tree], [MOST_RECURRENT_NODES], sizes=(1, 1, 16, 16), own=False, kind=kind)
     check(batch, tolerance=2e-4)
 
 
@@ -278,6 +277,6 @@ def test_what_does_not_fit_is_refused():
         RecurrentStates.of(
             [torch.zeros(2, 3, 8), torch.zeros(2, 3, 9)], [torch.zeros(2)] * 2, [0, 1]
         )
-    batch = Batch([[-1, *[0] * MAX_NODES]], [1], own=False)
+    batch = Batch([[-1, *[0] * MOST_RECURRENT_NODES]], [1], own=False)
     with pytest.raises(ValueError, match="64 at most"):
         batch.score()

@@ -11,9 +11,9 @@ from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import published_shape
 from sequoia_vllm.hardware.roofline import roofline_profile
-from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.tree_library import shipped_directory
+from sequoia_vllm.tree import MOST_RECURRENT_NODES
 from tests.support.commands import command, in_words
 from tests.support.families import MIXTURES
 from tests.support.models import save_config
@@ -296,7 +296,7 @@ def test_a_targets_own_mtp_layer_is_taken_where_no_draft_is_known(tmp_path):
     one, many = found["batches"]
     assert one["plain_tokens_per_second"] == pytest.approx(3.35e12 / 54e9, rel=0.3)
     assert one["tree_speedup"] > one["chain_speedup"] > 1
-    assert many["tree_nodes"] <= one["tree_nodes"] <= MAX_NODES
+    assert many["tree_nodes"] <= one["tree_nodes"] <= MOST_RECURRENT_NODES
     assert '{"method": "sequoia", "drafter": "mtp"}' in found["command"]
     layer = "with its own multi-token prediction (MTP) layer on h100"
     said = advise(target, "--device", "h100")

@@ -14,16 +14,16 @@ from vllm.sampling_params import StructuredOutputsParams
 from sequoia_vllm.engine.core import eligibility
 from sequoia_vllm.engine.core.eligibility import (
     MOST_DRAFTS,
+    TreeTerms,
     check_options,
-    ends_with,
     has_custom_processors,
     is_longer_than_draft,
     may_carry_placeholders,
-    most_committed,
     most_drafts,
     reason_without_drafts,
     requests_to_read,
 )
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 
 
 def params(**given) -> SamplingParams:
@@ -55,7 +55,7 @@ def test_options_that_are_right_or_not_ours(right):
     check_options(right)
 
 
-@pytest.mark.parametrize("value", [-1, True, False, 1.0, "3", None])
+@pytest.mark.parametrize("value", [-1, True, False, 1.5, "3", None, [1]])
 def test_wrong_numbers_of_drafts_are_refused(value):
     with pytest.raises(VLLMValidationError, match="is a number of drafts, 0 or more") as error:
         check_options(options(sequoia_max_drafts=value))
@@ -66,6 +66,7 @@ def test_wrong_numbers_of_drafts_are_refused(value):
 @pytest.mark.parametrize(
     ("name", "suggested"),
     [("sequoia_max_draft", True), ("SEQUOIA_MAX_DRAFTS", True), ("sequoia", True),
+     ("sequoia_tree", True),
      ("sequoia-zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", False)],
 )  # fmt: skip
 def test_unknown_options_of_ours_are_refused(name, suggested):
@@ -146,12 +147,12 @@ def test_processors_of_the_engines_user(monkeypatch):
     ],
 )
 def test_how_far_a_request_can_use_trees(given, most):
-    assert most_committed(given, prompt_tokens=10, longest=50) == most
+    assert TreeTerms.of(given, prompt_tokens=10, longest=50).most_committed == most
 
 
 def test_a_prompt_that_leaves_no_room_uses_no_tree():
-    found = [most_committed(params(), prompt, longest=50) for prompt in (49, 50, 51)]
-    assert found == [50, 0, 0]
+    found = [TreeTerms.of(params(), prompt, longest=50) for prompt in (49, 50, 51)]
+    assert [terms.most_committed for terms in found] == [50, 0, 0]
 
 
 def stopping(end: int | None, stops: list[int] | None) -> SamplingParams:
@@ -160,26 +161,44 @@ def stopping(end: int | None, stops: list[int] | None) -> SamplingParams:
     return found
 
 
-def test_which_tokens_end_a_request():
-    assert ends_with(stopping(2, None), [5, 2])
-    assert ends_with(stopping(None, [7, 8]), [8, 1])
-    assert not ends_with(stopping(2, [7]), [5, 1])
-    assert not ends_with(stopping(None, None), [5, -1])
-    assert not ends_with(stopping(2, [7]), [])
+GRAMMAR = with_grammar("xgrammar").structured_outputs
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "is_static"),
+    [
+        (params(temperature=0), GREEDY, False),
+        (params(temperature=0, seed=5), GREEDY, False),
+        (params(temperature=0, repetition_penalty=1.3, min_tokens=4), GREEDY, False),
+        (params(temperature=0, structured_outputs=GRAMMAR), GREEDY, True),
+        (params(temperature=0.8), SAMPLED, True),
+        (params(temperature=0.8, seed=0), SEEDED, True),
+        (options(sequoia_max_drafts=0), SKIP, False),  # in nobody's way
+        (None, SKIP, False),
+    ],
+)
+def test_how_a_request_drafts(given, mode, is_static):
+    terms = TreeTerms.of(given, prompt_tokens=10, longest=50)
+    assert (terms.drafts_by, terms.is_static) == (mode, is_static)
+
+
+def test_a_request_asks_for_fewer_drafts():
+    asked = (params(), options(sequoia_max_drafts=7), options(sequoia_max_drafts=0))
+    assert [TreeTerms.of(one, 10, 50).most_drafts for one in asked] == [None, 7, 0]
 
 
 def test_the_draft_reads_requests_that_get_a_tree_now_or_later():
     given = (
         params(), params(), params(max_tokens=4), params(max_tokens=4), stopping(2, None),
-        options(sequoia_max_drafts=0),
+        stopping(None, [7, 8]), stopping(2, [7]), options(sequoia_max_drafts=0),
     )  # fmt: skip
     found = requests_to_read(
-        given, prompt_tokens=np.array([10] * 6), longest=50,
-        committed=np.array([50, 51, 12, 13, 20, 11]),
-        sampled=np.array([[3, 4], [3, 4], [3, 4], [3, 4], [3, 2], [3, 4]]),
-    )  # fmt: skip
+        [TreeTerms.of(one, prompt_tokens=10, longest=50) for one in given],
+        committed=np.array([50, 51, 12, 13, 20, 20, 20, 11]),
+        sampled=np.array([[3, 4], [3, 4], [3, 4], [3, 4], [3, 2], [8, -1], [3, 4], [3, 4]]),
+    )
     assert found.dtype == np.bool_
-    assert found.tolist() == [True, False, True, False, False, False]
+    assert found.tolist() == [True, False, True, False, False, False, True, False]
 
 
 def test_requests_that_may_be_scored_like_those_with_trees():

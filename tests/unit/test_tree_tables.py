@@ -9,8 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.drafting import dynamic_trees
-from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts, inner_width
+from sequoia_vllm.drafting.dynamic_trees import (
+    CHILDREN_ON_CPUS,
+    CHILDREN_ON_GPUS,
+    DynamicGrowth,
+    TreeLayouts,
+    inner_width,
+)
 from sequoia_vllm.drafting.tree_tables import TreeTables, picked
 from sequoia_vllm.tree import TokenTree
 from tests.support.reference_trees import trees
@@ -38,7 +43,6 @@ def test_tables_of_a_tree():
     assert second.counts.tolist() == [2, 1]
     assert second.columns.tolist() == [[3, 4], [6, 0]]
     assert second.rows.tolist() == [1, 2]  # of the nodes with children: 0, 1, 5
-    assert tables.levels.depths.tolist() == [0, 1, 1]
     assert tables.levels.ancestors.int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     assert root.nodes.dtype == second.rows.dtype == torch.int32
     assert (second.parents.tolist(), second.parents.dtype) == ([0, 0], torch.int64)
@@ -63,8 +67,8 @@ def test_no_two_nodes_of_a_batch_share_a_row(tree, data):
     assert rows == tables.inner_rows[nodes].tolist()
     assert sorted(nodes) == [n for n, below in enumerate(tree.trim(drafts + 1).children) if below]
     of_batch = [request * levels.rows_per_tree + row for request in range(3) for row in rows]
-    assert len(set(of_batch)) == len(of_batch) == 3 * len(levels.depths)
-    assert levels.rows_per_tree <= tables.levels.rows_per_tree == len(tables.levels.depths)
+    assert len(set(of_batch)) == len(of_batch) == 3 * len(nodes)
+    assert levels.rows_per_tree <= tables.levels.rows_per_tree == len(tables.levels.ancestors)
 
 
 @given(TREES)
@@ -82,10 +86,8 @@ def test_every_node_is_drawn_once_after_its_parent(tree):
             drawn |= set(children)
             order.append(node)
     assert drawn == set(range(tree.size))
-    assert len(levels.depths) == len(order)
     # And inner nodes see their ancestors.
     assert np.array_equal(levels.ancestors.numpy(), tree.ancestor_mask[np.ix_(order, order)])
-    assert levels.depths.tolist() == tree.depths[order].tolist()
 
 
 def test_places_are_picked_for_each_request():
@@ -134,8 +136,9 @@ def grown(drafts: list[Draft], nodes: int, depth: int):
                 for draft, own in zip(drafts, level_paths, strict=True)
             ])
         )  # fmt: skip
-    assert [len(path) for path in paths[0]] == growth.inner_depths.tolist()
-    assert len(growth.inner_depths) <= nodes
+    below = np.arange(1, depth).repeat(growth.width).tolist()
+    assert [len(path) for path in paths[0]] == [0, *below]
+    assert len(paths[0]) <= nodes
     return growth.best()
 
 
@@ -148,12 +151,12 @@ def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
 
 def chosen_plainly(draft: Draft, nodes: int, depth: int) -> list[tuple[int, ...]]:
     """The likeliest paths, by dictionaries."""
-    width, level, found = inner_width(nodes, depth), {(): 0.0}, {}
+    width, level, found = inner_width(nodes, depth, CHILDREN_ON_CPUS), {(): 0.0}, {}
     for _ in range(depth):
         below = {}
         for path, value in level.items():
             logits = draft(path)
-            kept = logits.topk(min(dynamic_trees.MOST_CHILDREN, nodes - 1)).indices.tolist()
+            kept = logits.topk(min(CHILDREN_ON_CPUS, nodes - 1)).indices.tolist()
             shares = (logits.double() - logits.double().logsumexp(0)).tolist()
             below |= {(*path, token): value + shares[token] for token in kept}
         found |= below
@@ -167,11 +170,11 @@ def chosen_plainly(draft: Draft, nodes: int, depth: int) -> list[tuple[int, ...]
 )  # fmt: skip
 @settings(deadline=None, max_examples=60)
 def test_nodes_are_the_likeliest_ones(seeds, nodes, depth, sharpness):
-    if inner_width(nodes, depth) == 0:
+    if inner_width(nodes, depth, CHILDREN_ON_CPUS) == 0:
         return
     drafts = [Draft(seed, sharpness) for seed in seeds]
     every_tokens, every_parents = grown(drafts, nodes, depth)
-    layouts = TreeLayouts.of(every_parents, depth)
+    layouts = TreeLayouts.of(every_parents)
     for row, draft in enumerate(drafts):
         tokens, parents = every_tokens[row].tolist(), every_parents[row].tolist()
         assert tokens[0] == ROOT
@@ -184,9 +187,8 @@ def test_nodes_are_the_likeliest_ones(seeds, nodes, depth, sharpness):
 
 def test_children_to_choose_among():
     """Kernels need a power of 2. With more children wider trees are dynamic."""
-    on_gpus = dynamic_trees.CHILDREN_ON_GPUS
-    assert on_gpus & (on_gpus - 1) == 0
-    for children, widest in ((dynamic_trees.MOST_CHILDREN, 157), (on_gpus, 73)):
+    assert CHILDREN_ON_GPUS & (CHILDREN_ON_GPUS - 1) == 0
+    for children, widest in ((CHILDREN_ON_CPUS, 157), (CHILDREN_ON_GPUS, 73)):
         assert inner_width(widest, 2, children) > 0 == inner_width(widest + 1, 2, children)
 
 
@@ -226,4 +228,4 @@ def test_equally_likely_nodes_come_level_by_level():
 )
 def test_width_of_levels(nodes, depth, width):
     """None where all nodes are the root's children, or where there is too little to choose from."""
-    assert inner_width(nodes, depth) == width
+    assert inner_width(nodes, depth, CHILDREN_ON_CPUS) == width

@@ -5,8 +5,9 @@ import torch
 from torch.nn.functional import one_hot
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.engine.v1.verifier import TargetDistribution
+from sequoia_vllm.engine.v1.verifier import cut
+from sequoia_vllm.step.grow import DraftSampling
+from sequoia_vllm.step.verify import TargetDistribution
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import (
     LARGEST_NUCLEUS,
@@ -42,7 +43,7 @@ def test_the_draft_is_cut_where_vllm_would_cut_the_target(values, vocabulary):
     temperature = torch.linspace(0.3, 1.1, rows)
     truncation = rows_of(rows, **values)
     everyone = torch.arange(rows)
-    target = TargetDistribution(logits, temperature, truncation)
+    target = TargetDistribution(logits, temperature, truncation, cut)
     excluded = target.process(everyone, everyone) == float("-inf")
     found = lowered(logits / temperature[:, None], truncation)
     assert excluded.any(dim=1).all()
@@ -113,7 +114,8 @@ def first_tokens(draft: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """How often each token is emitted first, by this Q."""
     scaled = TARGET.expand(REQUESTS, -1)
     everyone = torch.arange(REQUESTS)
-    target = TargetDistribution(scaled, torch.ones(REQUESTS), rows_of(REQUESTS, top_p=TOP_P))
+    truncation = rows_of(REQUESTS, top_p=TOP_P)
+    target = TargetDistribution(scaled, torch.ones(REQUESTS), truncation, cut)
     p = target.probabilities(everyone, everyone)[:, None].expand(-1, TREE.size, -1)
     q = draft[:, None].expand(-1, TREE.size, -1)
     generator = torch.Generator().manual_seed(1)

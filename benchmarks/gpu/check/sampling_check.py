@@ -116,7 +116,7 @@ def _check_dynamic_trees(run: KernelRun, vocabulary: int) -> None:
         plain.add_children(logits.view(requests, level.width, vocabulary).cpu())
     trees.write(batch.requests.slots, chosen=True)
     tokens, parents = plain.best()
-    layouts, seen = TreeLayouts.of(parents, tree.depth), unpack_ancestors(tables.mask.words)
+    layouts, seen = TreeLayouts.of(parents), unpack_ancestors(tables.mask.words)
     found = batch.drafted.tokens, tables.parents, tables.ancestors, seen, tables.mask.depths
     expected = tokens, parents, layouts.ancestors, layouts.ancestors, layouts.depths
     wrong = 0

@@ -1,11 +1,12 @@
-"""How many drafts each batch size gets, once the engine's limits are known."""
+"""How many drafts each batch size gets, by the engine's limits, and the room that they need."""
 
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.engine.common.settings import SequoiaSettings, is_tagged, without_speculation
 from sequoia_vllm.engine.offload import is_offloaded
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond, last_with
@@ -48,7 +49,7 @@ def fewer_drafts(vllm_config: Any) -> list[int]:
     return rungs(scheduled_drafts(vllm_config), between=not vllm_config.use_v2_model_runner)
 
 
-def most_drafts(vllm_config: Any) -> list[int]:
+def reachable_drafts(vllm_config: Any) -> list[int]:
     """Drafts per request that an engine may ever have, for batches of 1, 2, ... requests.
 
     Engines that adapt may exceed their schedule: on V1 up to the token budget, on V2, which
@@ -122,7 +123,7 @@ def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
     is_users = graphs.cudagraph_capture_sizes is not None
     if vllm_config.use_v2_model_runner and not (is_users or graphs.max_cudagraph_capture_size):
         tokens = [count + 1 for count in drafts_by_batch(schedule, *limits)]
-        most = [count + 1 for count in most_drafts(vllm_config)]
+        most = [count + 1 for count in reachable_drafts(vllm_config)]
         graphs.cudagraph_capture_sizes = capture_sizes(most, scheduler.max_num_batched_tokens)
         uncaptured = first_beyond(tokens, MOST_TOKENS)
         if uncaptured and not vllm_config.model_config.enforce_eager:
@@ -131,3 +132,33 @@ def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
                 "take more than %d tokens, whose arithmetic takes longer than their launches",
                 uncaptured, MOST_TOKENS,
             )  # fmt: skip
+
+
+def check_budget(original: Callable[..., None], self: Any) -> None:
+    """Checks as vLLM does, and keeps the number of requests (`counts_blocks_as_rows`).
+
+    For a pass over blocks vLLM sets a row aside for each draft of every request. Trees' passes have
+    a row for each level. vLLM lowers the number where a configuration is copied, too.
+    """
+    if not SequoiaSettings.enabled(self):
+        original(self)
+        return
+    scheduler = self.scheduler_config
+    users, scheduler.max_num_active_seqs = scheduler.max_num_active_seqs, 1
+    try:
+        original(self)
+    finally:
+        scheduler.max_num_active_seqs = users
+
+
+def drafting_slots(original: Callable[..., int], self: Any) -> int:
+    """Counts slots as vLLM does; none for blocks of a Sequoia engine (`counts_blocks_as_rows`)."""
+    blocks = is_tagged(self) and drafter(SequoiaSettings.on(self).drafter).in_one_pass
+    return 0 if blocks else original(self)
+
+
+def align_states(original: Callable[..., None], vllm_config: Any, backend: Any) -> None:
+    """Sizes cache blocks as vLLM does, but for states that have no input for each draft."""
+    if SequoiaSettings.enabled(vllm_config):
+        vllm_config = without_speculation(vllm_config)
+    original(vllm_config, backend)

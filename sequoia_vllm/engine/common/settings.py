@@ -11,7 +11,6 @@ from copy import copy
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.metadata import entry_points
-from math import inf
 from typing import Any
 
 from sequoia_vllm.drafters.registry import DrafterKind
@@ -47,14 +46,13 @@ class SequoiaSettings:
     """The target's tokens that the draft computes logits of; None: all."""
     keeps: bool = True  # whether it can write in the user's directory for its next start
 
-    @property
-    def static_every(self) -> float:
-        """One step in so many grows static trees where trees are dynamic.
+    def is_static_step(self, number: int) -> bool:
+        """Whether all trees of a step are static; steps that grow trees are counted from 1.
 
         An engine that adapts learns acceptance by child from static trees alone. The next start
         chooses its tree by that. It costs 1/16 of what dynamic ones gain.
         """
-        return inf if self.adapts_as is None else 16
+        return not self.dynamic_tree or (self.adapts_as is not None and number % 16 == 0)
 
     @staticmethod
     def enabled(vllm_config: Any) -> bool:

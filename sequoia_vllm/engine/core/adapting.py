@@ -16,7 +16,7 @@ from sequoia_vllm.adaptation.state import AdaptationState, StateError, Workload
 from sequoia_vllm.adaptation.step import Step
 from sequoia_vllm.adaptation.step_times import assumed_seconds
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, reachable_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import StepOutcome
 from sequoia_vllm.engine.offload import is_offloaded
@@ -26,7 +26,7 @@ from sequoia_vllm.library.user_files import (
     is_there,
     readable_directory,
 )
-from sequoia_vllm.verification.sampling import GREEDY_BELOW
+from sequoia_vllm.verification.sampling import is_greedy
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -45,7 +45,7 @@ def new_adapter(vllm_config: Any, lookup: list[int] | None) -> "SchedulerAdapter
     settings = SequoiaSettings.of(vllm_config)
     if lookup is None or settings.adapts_as is None:
         return None
-    most = [0, *most_drafts(vllm_config)]
+    most = [0, *reachable_drafts(vllm_config)]
     on_gpu = vllm_config.use_v2_model_runner
     knee = _KNEE_GPU if on_gpu else _KNEE_CPU
     assumed = partial(
@@ -154,8 +154,8 @@ class SchedulerAdapter:
     def _follow_requests(self, scheduled: Any) -> None:
         for new in scheduled.scheduled_new_reqs:
             params = new.sampling_params
-            is_greedy = params is None or params.temperature < GREEDY_BELOW
-            (self._greedy if is_greedy else self._sampled).add(new.req_id)
+            takes_best = params is None or is_greedy(params.temperature)
+            (self._greedy if takes_best else self._sampled).add(new.req_id)
         for request_id in scheduled.finished_req_ids:
             self._greedy.discard(request_id)
             self._sampled.discard(request_id)

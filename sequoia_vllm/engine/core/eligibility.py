@@ -5,6 +5,7 @@ Options of a request for speculation are in ``extra_args``, which HTTP clients c
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -14,7 +15,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from sequoia_vllm.engine.core import grammar
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.metrics.prometheus import Reason
+from sequoia_vllm.verification.sampling import is_greedy
 
 MOST_DRAFTS = "sequoia_max_drafts"
 _OPTIONS = (MOST_DRAFTS,)
@@ -92,50 +95,58 @@ def has_custom_processors(vllm_config: Any) -> bool:
     return bool(named or entry_points(group=LOGITSPROCS_GROUP))
 
 
-def most_committed(sampling_params: Any, prompt_tokens: int, longest: int) -> int:
-    """The most committed tokens with which this request can use a tree; 0: it never can.
+@dataclass(frozen=True)
+class TreeTerms:
+    """What trees a request may have: known when it begins, and the same in all of its steps."""
 
-    The draft reads a request only up to there.
+    drafts_by: int  # of `kernels.modes`: how children are drawn and verified; SKIP: no drafts
+    most_drafts: int | None  # see `most_drafts`
+    most_committed: int
+    """The most committed tokens with which it can use a tree, and up to which the draft reads it.
+    0: it never can."""
+    is_static: bool
+    """Whether its trees keep the engine's topology. A greedy request without a grammar may have
+    others. Sampled children must be drawn from Q, and masks are made for the engine's tree."""
+    stops: frozenset[int]  # tokens that end it
 
-    Args:
-        prompt_tokens: Tokens of its prompt.
-        longest: The most committed tokens of any request with a tree.
-    """
-    if reason_without_drafts(sampling_params):
-        return 0
-    if sampling_params.max_tokens is not None:
-        longest = min(longest, prompt_tokens + sampling_params.max_tokens - _LEAST_GAIN)
-    return longest if longest > prompt_tokens else 0
+    @classmethod
+    def of(cls, sampling_params: Any, prompt_tokens: int, longest: int) -> "TreeTerms":
+        """The terms of a request with a prompt of so many tokens.
+
+        Args:
+            longest: The most committed tokens of any request with a tree.
+        """
+        p = sampling_params
+        if reason_without_drafts(p):
+            return WITHOUT_TREES
+        greedy = is_greedy(p.temperature)
+        if p.max_tokens is not None:
+            longest = min(longest, prompt_tokens + p.max_tokens - _LEAST_GAIN)
+        return cls(
+            drafts_by=GREEDY if greedy else SAMPLED if p.seed is None else SEEDED,
+            most_drafts=most_drafts(p),
+            most_committed=longest if longest > prompt_tokens else 0,
+            is_static=not greedy or p.structured_outputs is not None,
+            stops=frozenset({p.eos_token_id, *(p.stop_token_ids or ())}),
+        )
 
 
-def ends_with(sampling_params: Any, tokens: Sequence[int]) -> bool:
-    """Whether one of the tokens that a step emitted ends this request."""
-    stops = {sampling_params.eos_token_id, *(sampling_params.stop_token_ids or ())}
-    return not stops.isdisjoint(tokens)
+WITHOUT_TREES = TreeTerms(SKIP, 0, 0, is_static=False, stops=frozenset())
 
 
 def requests_to_read(
-    sampling_params: Sequence[Any],
-    prompt_tokens: NDArray[np.int64],
-    longest: int,
-    committed: NDArray[np.int64],
-    sampled: NDArray[np.int64],
+    terms: Sequence[TreeTerms], committed: NDArray[np.int64], sampled: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Which requests get a tree, now or later, bool ``[requests]``: the draft reads no others.
 
     Args:
-        longest: See `most_committed`.
-        prompt_tokens: int ``[requests]``: tokens of each prompt.
+        terms: Each request's.
         committed: int64 ``[requests]``: how many tokens each request has.
         sampled: int ``[requests, W]``: the last of them.
     """
-    most = [
-        most_committed(one, prompt, longest)
-        for one, prompt in zip(sampling_params, prompt_tokens.tolist(), strict=True)
-    ]
-    reads: NDArray[np.bool_] = np.array(most) >= committed
+    reads: NDArray[np.bool_] = np.array([one.most_committed for one in terms]) >= committed
     for row in np.flatnonzero(reads).tolist():
-        reads[row] = not ends_with(sampling_params[row], sampled[row].tolist())
+        reads[row] = terms[row].stops.isdisjoint(sampled[row].tolist())
     return reads
 
 

@@ -53,9 +53,9 @@ from sequoia_vllm.engine.offload import (
 )
 from sequoia_vllm.engine.runner.cpu_linear import choose_linear_layers
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
-from sequoia_vllm.hardware.support import MAX_NODES
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE, reason_not_to_keep
+from sequoia_vllm.tree import MOST_RECURRENT_NODES
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -167,7 +167,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
         pair,
         kind,
         reader.levels(name, kind),
-        MAX_NODES if "hybrid" in kinds_in_vllm(target) else None,
+        MOST_RECURRENT_NODES if "hybrid" in kinds_in_vllm(target) else None,
         look_up(config, pair, shapes),
         max_model_len=target.max_model_len,
         file_name=pair.file_name,

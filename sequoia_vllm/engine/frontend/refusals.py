@@ -8,14 +8,12 @@ from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.drafting.dynamic_trees import MOST_NODES
 from sequoia_vllm.engine.common.cluster import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.families import refusal_of
 from sequoia_vllm.hardware.support import (
-    MAX_NODES,
     NOT_ON_CPUS,
     RUNS_ON,
     Kind,
@@ -24,6 +22,7 @@ from sequoia_vllm.hardware.support import (
     has_only_attention,
     kinds_of,
 )
+from sequoia_vllm.tree import MOST_DYNAMIC_NODES, MOST_RECURRENT_NODES
 from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 _FP8_CAPABILITY = 89  # our kernel converts it there
@@ -151,9 +150,8 @@ def _tree_reasons(vllm_config: Any) -> dict[str, Any]:
         f"verification by {settings.verification} needs one tree for all requests: {fix}": (
             on_v2 and settings.verification != DEFAULT_METHOD
         ),
-        f"on GPUs dynamic trees have at most {MOST_NODES} nodes: {fix}, or give a smaller tree": (
-            on_v2 and settings.tree.size > MOST_NODES
-        ),
+        f"on GPUs dynamic trees have at most {MOST_DYNAMIC_NODES} nodes: {fix}, or give a smaller "
+        "tree": (on_v2 and settings.tree.size > MOST_DYNAMIC_NODES),
     }
 
 
@@ -294,7 +292,7 @@ def _size_reasons(vllm_config: Any) -> dict[str, Any]:
         f"a tree of {nodes} nodes does not fit in max_model_len={length}: choose a smaller "
         "tree": nodes >= length,
         f"a tree of {nodes} nodes is too large for recurrent layers: choose one of "
-        f"{MAX_NODES} nodes at most": nodes > MAX_NODES
+        f"{MOST_RECURRENT_NODES} nodes at most": nodes > MOST_RECURRENT_NODES
         and "hybrid" in kinds_in_vllm(vllm_config.model_config),
         f"on GPUs vLLM warms up with requests of {warm_up_length(nodes)} tokens for a tree of "
         f"{nodes} nodes, and max_model_len={length} has no room for them: choose a smaller "

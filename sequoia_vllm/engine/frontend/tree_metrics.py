@@ -13,8 +13,7 @@ from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.engine.common.settings import SequoiaSettings, is_tagged, without_speculation
+from sequoia_vllm.engine.common.settings import SequoiaSettings, is_tagged
 from sequoia_vllm.engine.common.step_messages import REPORT, StepReport
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics, Watch
@@ -208,33 +207,3 @@ def init_acceptance_counters(
 def is_not_about_ours(record: logging.LogRecord) -> bool:
     """Whether a line of vLLM's log does not warn of our scheduler as of a user's own."""
     return "custom scheduler class sequoia_vllm." not in record.getMessage()
-
-
-def check_budget(original: Callable[..., None], self: Any) -> None:
-    """Checks as vLLM does, and keeps the number of requests (`counts_blocks_as_rows`).
-
-    For a pass over blocks vLLM sets a row aside for each draft of every request. Trees' passes have
-    a row for each level. vLLM lowers the number where a configuration is copied, too.
-    """
-    if not SequoiaSettings.enabled(self):
-        original(self)
-        return
-    scheduler = self.scheduler_config
-    users, scheduler.max_num_active_seqs = scheduler.max_num_active_seqs, 1
-    try:
-        original(self)
-    finally:
-        scheduler.max_num_active_seqs = users
-
-
-def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
-    """Counts slots as vLLM does; none for blocks of a Sequoia engine (`counts_blocks_as_rows`)."""
-    blocks = is_tagged(self) and drafter(SequoiaSettings.on(self).drafter).in_one_pass
-    return 0 if blocks else original(self)
-
-
-def align_states(original: Callable[..., None], vllm_config: Any, backend: Any) -> None:
-    """Sizes cache blocks as vLLM does, but for states that have no input for each draft."""
-    if SequoiaSettings.enabled(vllm_config):
-        vllm_config = without_speculation(vllm_config)
-    original(vllm_config, backend)

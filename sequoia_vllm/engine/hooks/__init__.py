@@ -71,14 +71,14 @@ def install() -> None:
     if counts_blocks_as_rows():
         # For block heads counts a row for each draft in the target's batch, too, which then has
         # room for fewer requests. Until: `counts_blocks_as_rows` is False of every version.
-        _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", tree_metrics.slots_for_drafting)
+        _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", draft_schedule.drafting_slots)
     else:
         # For block heads lowers max_num_active_seqs, so that a pass has a row for each draft;
         # trees' passes need one for each level, and take part of a batch. Until: vLLM asks the
         # speculative method how many requests it drafts for.
-        _wrap(VllmConfig, "_set_max_num_scheduled_tokens", tree_metrics.check_budget)
+        _wrap(VllmConfig, "_set_max_num_scheduled_tokens", draft_schedule.check_budget)
     # Makes room in each recurrent state for all drafts. Until: vLLM asks the speculative method.
-    _wrap(Platform, "_align_hybrid_block_size", tree_metrics.align_states, static=True)
+    _wrap(Platform, "_align_hybrid_block_size", draft_schedule.align_states, static=True)
     # Makes a counter for each node; a path ends at the tree's depth. Until: vLLM carries a
     # speculative method's own statistics from the worker to its loggers.
     _wrap(SpecDecodingProm, "__init__", tree_metrics.init_acceptance_counters)

@@ -48,7 +48,6 @@ class DraftProgressV1:
         self.budget = budget
         self._blocks = blocks
         self._read: dict[str, int] = {}
-        self._cached: dict[str, int] = {}  # tokens from the prefix cache, until it begins to read
 
     def start(
         self,
@@ -63,9 +62,8 @@ class DraftProgressV1:
             num_computed_tokens: How many of its first tokens are in the prefix cache.
             is_loaded: Whether a connector has loaded some of them.
         """
-        self.forget(request_id)
-        self._cached[request_id] = num_computed_tokens
-        self._blocks.start(request_id, block_ids, 0 if is_loaded else num_computed_tokens)
+        self._read.pop(request_id, None)
+        self._blocks.start(request_id, block_ids, num_computed_tokens, is_loaded)
 
     def extend(self, request_id: str, block_ids: BlockIds) -> None:
         """Notes the request's new blocks, by their ids for each cache group."""
@@ -74,7 +72,6 @@ class DraftProgressV1:
     def forget(self, request_id: str) -> None:
         """Drops a finished request."""
         self._read.pop(request_id, None)
-        self._cached.pop(request_id, None)
         self._blocks.forget(request_id)
 
     def take(
@@ -123,19 +120,15 @@ class DraftProgressV1:
     def _take_each(
         self, readers: Mapping[str, int], ends: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """First position, unread tokens and tokens to read now, int64 ``[requests]`` each.
-
-        Requests that begin to read come last, in the order in which they started: the prefix cache
-        may share blocks that an earlier request fills in this same pass.
-        """
+        """First position, unread tokens and tokens to read now, int64 ``[requests]`` each."""
         starts, counts, taken = np.zeros((3, len(ends)), dtype=np.int64)
-        beginning = [request_id for request_id in self._cached if request_id in readers]
         left = self.budget
-        for request_id in [*(i for i in readers if i in self._read), *beginning]:
+        has_begun = (request_id for request_id in readers if request_id in self._read)
+        for request_id in [*has_begun, *self._blocks.beginning(readers)]:
             row = readers[request_id]
             start = self._read.get(request_id)
             if start is None:
-                start = self._blocks.filled_tokens(request_id, self._cached[request_id])
+                start, _ = self._blocks.unread(request_id)
             counts[row] = max(int(ends[row]) - start, 0)
             starts[row], taken[row] = start, min(int(counts[row]), left)
             if taken[row] > 0:
@@ -144,6 +137,6 @@ class DraftProgressV1:
         return starts, counts, taken
 
     def _note_read(self, request_id: str, start: int, end: int) -> None:
-        self._cached.pop(request_id, None)
+        self._blocks.begin(request_id)
         self._read[request_id] = end
         self._blocks.read(request_id, start, end)

@@ -15,23 +15,21 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from sequoia_vllm.drafting.dynamic_trees import inner_width
+from sequoia_vllm.drafting.dynamic_trees import CHILDREN_ON_CPUS, inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings, without_speculation
 from sequoia_vllm.engine.common.step_messages import is_loaded
-from sequoia_vllm.engine.core.eligibility import most_drafts, requests_to_read
+from sequoia_vllm.engine.core.eligibility import TreeTerms, requests_to_read
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.runner.tensor_parallel import survive_draft
-from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
-from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.proposer import RootsV1, TreeProposerV1
-from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.verifier import truncation_of
 from sequoia_vllm.metrics.counts import StepStats
+from sequoia_vllm.step.grow import Draft, DraftSampling, GrownTrees
+from sequoia_vllm.step.seeds import SessionSeeds
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -59,12 +57,12 @@ class DraftingRunner(CPUModelRunner):
             super().__init__(vllm_config, device)
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
-        self._has_dynamic_trees = settings.dynamic_tree
-        self._static_every = settings.static_every
+        self._settings = settings
         self._grown = 0  # steps that grew trees
         self.stats = StepStats(self.tree)
         self._tables = TreeTables(self.tree, device)
         self._drafts: dict[str, Draft] = {}
+        self._terms: dict[str, TreeTerms] = {}
         self._session_seeds = SessionSeeds()
 
     @cached_property
@@ -83,12 +81,14 @@ class DraftingRunner(CPUModelRunner):
         """Calls vLLM's, and notes requests that finish, start, or resume after preemption."""
         for request_id in scheduler_output.finished_req_ids:
             self._drafts.pop(request_id, None)
+            self._terms.pop(request_id, None)
             self._session_seeds.forget(request_id)
             self.draft_progress.forget(request_id)
         for new in scheduler_output.scheduled_new_reqs:
             known = self.requests.get(new.req_id)
             if known is not None and new.req_id not in scheduler_output.finished_req_ids:
-                self._session_seeds.continue_session(known, new.num_computed_tokens)
+                emitted = new.num_computed_tokens + 1 - known.num_prompt_tokens
+                self._session_seeds.continue_session(new.req_id, known.generator, emitted)
             loaded = is_loaded(scheduler_output, new.req_id)
             self.draft_progress.start(new.req_id, new.num_computed_tokens, new.block_ids, loaded)
         cached = scheduler_output.scheduled_cached_reqs
@@ -100,7 +100,14 @@ class DraftingRunner(CPUModelRunner):
                 self.draft_progress.start(request_id, computed, blocks, loaded)
             elif blocks is not None:
                 self.draft_progress.extend(request_id, blocks)
-        return super()._update_states(scheduler_output)
+        found = super()._update_states(scheduler_output)
+        longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
+        for new in scheduler_output.scheduled_new_reqs:
+            state = self.requests[new.req_id]
+            self._terms[new.req_id] = TreeTerms.of(
+                state.sampling_params, state.num_prompt_tokens, longest
+            )
+        return found
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Does not judge the whole batch as vLLM does: `requests_to_read` decides per request."""
@@ -154,7 +161,7 @@ class DraftingRunner(CPUModelRunner):
             last, requests = committed.last[rows], committed.requests[rows]
             roots = RootsV1(
                 requests,
-                committed.tokens[last],
+                torch.from_numpy(committed.tokens[last]),
                 committed.positions[last],
                 logits if len(rows) == len(logits) else logits[rows],
             )
@@ -162,15 +169,15 @@ class DraftingRunner(CPUModelRunner):
                 grown = self.drafter.grow_dynamic(levels, roots)
             else:
                 sampling = DraftSampling.of(
-                    requests, sampling_metadata, self.input_batch.generators, truncation,
-                    levels.tree.depth,
+                    requests, sampling_metadata.temperature, self.input_batch.generators,
+                    truncation, levels.tree.depth,
                 )  # fmt: skip
                 grown = self.drafter.grow(levels, roots, sampling)
             self._keep(grown, requests, drafts)
         return drafts
 
     def _keep(
-        self, grown: DraftedTreesV1, requests: NDArray[np.int64], drafts: list[list[int]]
+        self, grown: GrownTrees, requests: NDArray[np.int64], drafts: list[list[int]]
     ) -> None:
         """Keeps these requests' trees, and puts their tokens into ``drafts``."""
         tokens = grown.tokens[:, 1:].tolist()
@@ -178,20 +185,18 @@ class DraftingRunner(CPUModelRunner):
             request_id = self.input_batch.req_ids[request]
             self._drafts[request_id] = Draft(grown, row)
             # Cutting is safe: every prefix of a tree is a tree.
-            drafts[request] = tokens[row][: most_drafts(self.requests[request_id].sampling_params)]
+            drafts[request] = tokens[row][: self._terms[request_id].most_drafts]
 
     def _have_dynamic_trees(
         self, requests: NDArray[np.int64], tree: TokenTree
     ) -> NDArray[np.bool_]:
-        """bool ``[B]``: the greedy ones, but for those whose tokens a grammar may replace."""
+        """bool ``[B]``: which requests get a tree of its own shape in this step."""
         self._grown += 1
-        is_static = not self._has_dynamic_trees or self._grown % self._static_every == 0
-        if is_static or inner_width(tree.size, tree.depth) == 0:
+        is_static = self._settings.is_static_step(self._grown)
+        if is_static or inner_width(tree.size, tree.depth, CHILDREN_ON_CPUS) == 0:
             return np.zeros(len(requests), dtype=bool)
-        every = self._params()
-        params = [every[row] for row in requests.tolist()]
-        can_choose = [p.temperature < GREEDY_BELOW and p.structured_outputs is None for p in params]
-        return np.array(can_choose, dtype=bool)
+        names = [self.input_batch.req_ids[row] for row in requests.tolist()]
+        return np.array([not self._terms[name].is_static for name in names], dtype=bool)
 
     def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
         """Prompt chunks, roots and emitted tokens that the draft has yet to read."""
@@ -203,15 +208,14 @@ class DraftingRunner(CPUModelRunner):
         discarded = self.discard_request_mask.np[:num_reqs]
         known = (computed + scheduled - np.array(drafted)).astype(np.int64)
         num_sampled = np.where(discarded, 0, (sampled >= 0).sum(axis=1))
-        prompts = self.input_batch.num_prompt_tokens[:num_reqs]
-        longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
+        terms = [self._terms[request] for request in self.input_batch.req_ids]
         return self.draft_progress.take(
             self.input_batch.req_ids,
             self.input_batch.token_ids_cpu,
             known=known,
             sampled=sampled,
             num_sampled=num_sampled,
-            reads=requests_to_read(self._params(), prompts, longest, known + num_sampled, sampled),
+            reads=requests_to_read(terms, known + num_sampled, sampled),
         )
 
     def _params(self) -> list[Any]:

@@ -17,7 +17,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
+from sequoia_vllm.step.score import StepState
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class NodesToEdit:
 
 def edited_by_paths(
     logits: Tensor,
-    trees: ScoringTreesV1,
+    trees: StepState,
     metadata: SamplingMetadata,
     sampling_params: Sequence[Any],
     batch: InputBatch,
@@ -76,7 +76,7 @@ def edited_by_paths(
     return found
 
 
-def _nodes(trees: ScoringTreesV1, chosen: Tensor) -> NodesToEdit:
+def _nodes(trees: StepState, chosen: Tensor) -> NodesToEdit:
     """All nodes of the chosen trees; ``chosen``: bool ``[B]``."""
     is_node = trees.is_node & chosen[:, None]
     tree, node = is_node.nonzero(as_tuple=True)
@@ -104,7 +104,7 @@ def edits_logits(sampling_params: Any, num_outputs: int) -> bool:
     )
 
 
-def _paths(trees: ScoringTreesV1) -> Tensor:
+def _paths(trees: StepState) -> Tensor:
     """int64 ``[B, N, D]``: nodes from the root's child down to each node itself, then -1."""
     nodes = torch.arange(trees.tokens.shape[1])
     on_path = trees.ancestors & (nodes > 0)  # all but the root

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -17,17 +18,16 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from sequoia_vllm.attention.cpu_kernel import TreeQueries, clear_tokens
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts
+from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth
 from sequoia_vllm.drafting.tree_tables import DraftLevels
 from sequoia_vllm.engine.common.cluster import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
-from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
-from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.verification.retrieval import continuations, following, preferred
+from sequoia_vllm.step.grow import DraftSampling, GrownTrees, grow, grow_dynamic
+from sequoia_vllm.verification.retrieval import continuations
 
 
 class TextDrafterV1(ABC):
@@ -56,24 +56,11 @@ PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
 
 @dataclass(frozen=True)
-class InnerNodes:
-    """Nodes that the draft reads while B requests grow trees, in draft order (see `Level`)."""
-
-    positions: Tensor
-    slots: Tensor
-    """int64 ``[B, I]``, as are `positions`, those for RoPE: the cache slot of each node."""
-    block_table: Tensor  # int32 ``[B, max_blocks]``: the cache blocks of each request
-    root_positions: Tensor  # int64 ``[B]``: the position of each root
-    num_nodes: Tensor  # int64 ``[B]``: how many of the inner nodes have slots
-    max_keys: int  # slots of the longest request, its nodes included
-
-
-@dataclass(frozen=True)
 class RootsV1:
     """The roots of B requests' trees, which grow together."""
 
     requests: NDArray[np.int64]  # int64 ``[B]``: indices of the requests in the batch
-    tokens: NDArray[np.int64]  # int64 ``[B]``
+    tokens: Tensor  # int64 ``[B]``
     positions: NDArray[np.int64]  # int64 ``[B]``
     logits: Tensor  # ``[B, V]``: the draft's
 
@@ -240,92 +227,52 @@ class TreeProposerV1(DraftModelProposer):
         first = np.repeat(computed - window + 1, committed.counts)
         slots[torch.from_numpy(committed.positions < first)] = PADDING_SLOT
 
-    def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> DraftedTreesV1:
-        """Grows one tree per request, level by level."""
-        inner = self._inner_nodes(levels.depths, roots)
-        tokens = torch.empty(len(roots.requests), levels.tree.size, dtype=torch.int64)
-        sampling.start(levels.tree, roots.logits.shape[-1])
-        logits, parents = roots.logits, torch.from_numpy(roots.tokens)[:, None]
-        told = self._told[torch.from_numpy(roots.requests)]
-        for level in levels.levels:
-            if level.depth > 0:
-                parents = tokens.index_select(1, level.nodes)
-                seen = levels.ancestors[level.first : level.first + level.width]
-                logits = self._level_logits(parents, roots.requests, inner, seen, level.first)
-            drawn = sampling.children(logits, level, following(parents, told, level.depth))
-            tokens.index_copy_(1, level.columns.flatten().long(), drawn.flatten(1))
-        # Set last: column 0 collects what nodes drew beyond their own children.
-        tokens[:, 0] = torch.from_numpy(roots.tokens)
-        take_from_rank0(tokens)
-        return sampling.finish(tokens)
+    def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> GrownTrees:
+        """Grows one tree per request, with the engine's topology."""
+        told, logits_at = self._told_of(roots), partial(self._level_logits, roots)
+        grown = grow(levels, roots.tokens, roots.logits, told, sampling, logits_at)
+        take_from_rank0(grown.tokens)
+        return grown
 
-    def grow_dynamic(self, levels: DraftLevels, roots: RootsV1) -> DraftedTreesV1:
+    def grow_dynamic(self, levels: DraftLevels, roots: RootsV1) -> GrownTrees:
         """Grows dynamic trees, as large and deep as the static one, of greedy requests."""
-        growth = DynamicGrowth(torch.from_numpy(roots.tokens), levels.tree.size, levels.tree.depth)
-        inner = self._inner_nodes(growth.inner_depths, roots)
-        logits, told = roots.logits, self._told[torch.from_numpy(roots.requests)]
-        for depth in range(growth.depth):
-            if depth > 0:
-                growth.descend()
-                first = growth.seen.shape[2] - growth.width
-                logits = self._level_logits(
-                    growth.tokens, roots.requests, inner, growth.seen, first
-                )
-            given = following(growth.tokens, told, depth)
-            scores = preferred(logits.float(), given.flatten()).view(*given.shape, -1)
-            growth.add_children(scores)
-        tokens, parents = growth.best()
-        take_from_rank0(tokens)
-        take_from_rank0(parents)
-        layouts, no_q = TreeLayouts.of(parents, growth.depth), torch.empty(0)
-        return DraftedTreesV1(tokens, no_q, no_q, layouts)
+        growth = DynamicGrowth(roots.tokens, levels.tree.size, levels.tree.depth)
+        told, logits_at = self._told_of(roots), partial(self._level_logits, roots)
+        grown = grow_dynamic(growth, roots.logits, told, logits_at)
+        assert grown.parents is not None
+        take_from_rank0(grown.tokens)
+        take_from_rank0(grown.parents)
+        return grown
 
-    def _inner_nodes(self, depths: Tensor, roots: RootsV1) -> InnerNodes:
-        # The scheduler trims nodes past the model's length. Until then they must not write
-        # outside the request's blocks, nor read outside the RoPE table.
-        requests, root_positions = roots.requests, roots.positions
-        positions = root_positions[:, None] + depths.numpy()
-        num_nodes = np.minimum(self.max_model_len - root_positions, len(depths))
-        places = root_positions[:, None] + np.arange(len(depths))
-        return InnerNodes(
-            positions=torch.from_numpy(np.minimum(positions, self.draft_max_len - 1)),
-            slots=self._slots(requests[:, None], places),
-            block_table=self._block_table(requests),
-            root_positions=torch.from_numpy(root_positions),
-            num_nodes=torch.from_numpy(num_nodes),
-            max_keys=int((root_positions + num_nodes).max()),
-        )
+    def _told_of(self, roots: RootsV1) -> Tensor:
+        return self._told[torch.from_numpy(roots.requests)]
 
     def _level_logits(
-        self, tokens: Tensor, requests: NDArray[np.int64], inner: InnerNodes, seen: Tensor,
-        first: int,
-    ) -> Tensor:  # fmt: skip
-        """Computes the draft's logits ``[B * m, V]`` at a level's m inner nodes, in one forward.
-
-        ``seen``, bool ``[m, M]`` or ``[B, m, M]``, says which inner nodes each of them sees;
-        ``first`` is the place of the first of them in draft order.
-        """
+        self, roots: RootsV1, tokens: Tensor, depth: int, sees: Tensor, first: int
+    ) -> Tensor:
+        """Computes the draft's logits at a level's nodes in one forward; see `LogitsAt`."""
+        requests, contexts, width = roots.requests, roots.positions, tokens.shape[1]
         if isinstance(self.drafter, TextDrafterV1):
-            return self._predict(tokens.flatten(), np.repeat(requests, tokens.shape[1]))
-        rows = self._rows[: tokens.numel()].view(tokens.shape)
-        nodes = slice(first, first + tokens.shape[1])
-        # Contiguous: vLLM's kernels read them without looking at strides.
-        positions, slots = (
-            values[:, nodes].flatten().contiguous() for values in (inner.positions, inner.slots)
-        )
+            return self._predict(tokens.flatten(), np.repeat(requests, width))
+        # The scheduler trims nodes past the model's length. Until then they must not write
+        # outside the request's blocks, nor read outside the RoPE table.
+        num_nodes = np.minimum(self.max_model_len - contexts, first + width)
+        positions = np.minimum(contexts + depth, self.draft_max_len - 1).repeat(width)
+        places = contexts[:, None] + np.arange(first, first + width)
+        slots = self._slots(requests[:, None], places).flatten()
         tree = TreeQueries(
-            rows=rows,
-            block_table=inner.block_table,
-            context_lens=inner.root_positions,
-            num_nodes=inner.num_nodes.clamp(max=nodes.stop),  # deeper levels come later
-            ancestors=seen,
-            max_keys=inner.max_keys,
+            rows=self._rows[: tokens.numel()].view(tokens.shape),
+            block_table=self._block_table(requests),
+            context_lens=torch.from_numpy(contexts),
+            num_nodes=torch.from_numpy(num_nodes),
+            ancestors=sees,
+            max_keys=int((contexts + num_nodes).max()),
             only_trees=True,
         )
         metadata = CPUTreeAttentionMetadata.of_trees(tree, slots)
         logits = self._forward(
             tokens.flatten().to(torch.int32),
-            positions,
+            torch.from_numpy(positions),
             slots,
             dict.fromkeys(self._draft_attn_layer_names, metadata),
         )

@@ -17,21 +17,21 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_attention
 from sequoia_vllm.engine.runner.cpu_linear import replaced_linear_layers
-from sequoia_vllm.engine.runner.kv_commit import TargetCaches
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_rank0
-from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
 from sequoia_vllm.engine.v1.path_edits import edited_by_paths
 from sequoia_vllm.engine.v1.verifier import (
-    TargetDistribution,
-    TreeVerifierV1,
     combine_outputs,
+    cut,
     forget_stale_budgets,
     rows_of,
     truncation_of,
     without_discarded,
 )
 from sequoia_vllm.metrics.counts import paths_of
+from sequoia_vllm.step.commit import TargetCaches
+from sequoia_vllm.step.score import StepState, lay_out
+from sequoia_vllm.step.verify import TargetDistribution, TreeVerifier
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import VerifyResult
 
@@ -49,14 +49,14 @@ class SequoiaCPUModelRunner(DraftingRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         method = SequoiaSettings.of(vllm_config).verification
-        self.tree_verifier = TreeVerifierV1(
+        self.tree_verifier = TreeVerifier(
             greedy_argmax=self.sampler.greedy_sample,
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
             method=method,
         )
         method_of(method).compile_host()  # now, not in the first step
-        self._trees: ScoringTreesV1 | None = None
-        self._verified: tuple[ScoringTreesV1, VerifyResult] | None = None
+        self._trees: StepState | None = None
+        self._verified: tuple[StepState, VerifyResult] | None = None
         self._target_metadata: dict[str, Any] = {}
         self._target_caches = TargetCaches()
 
@@ -125,7 +125,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
             self._trees = None
             return prepared
         num_reqs = self.input_batch.num_reqs
-        self._trees = schedule_trees(
+        self._trees = lay_out(
             self._tables,
             scheduled,
             self._drafts,
@@ -154,7 +154,9 @@ class SequoiaCPUModelRunner(DraftingRunner):
             self._target_metadata = metadata
             own = (metadata[name] for name in self._target_layers)
             for layer_metadata in {id(m): m for m in own}.values():
-                layer_metadata.tree = trees.queries(layer_metadata)
+                layer_metadata.tree = trees.queries(
+                    layer_metadata.block_table, layer_metadata.num_actual_tokens
+                )
         return metadata, common
 
     # -- after it: verify and commit ---------------------------------------------------
@@ -183,7 +185,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
         params = self._params()
         edited = edited_by_paths(logits, trees, metadata, params, self.input_batch)
         truncation = truncation_of(metadata, params)
-        target = TargetDistribution(edited, metadata.temperature, truncation)
+        target = TargetDistribution(edited, metadata.temperature, truncation, cut)
         result = self._verify(trees, target, metadata)
         output = combine_outputs(
             self.sampler, trees, result, logits, target, metadata, self.input_batch.num_reqs
@@ -195,14 +197,14 @@ class SequoiaCPUModelRunner(DraftingRunner):
         return output
 
     def _verify(
-        self, trees: ScoringTreesV1, target: TargetDistribution, metadata: SamplingMetadata
+        self, trees: StepState, target: TargetDistribution, metadata: SamplingMetadata
     ) -> VerifyResult:
         result = self.tree_verifier.verify(trees, target, metadata.generators)
         return VerifyResult(
             *from_rank0(result.accepted_nodes, result.output_tokens, result.num_accepted)
         )
 
-    def _commit(self, trees: ScoringTreesV1, result: VerifyResult) -> None:
+    def _commit(self, trees: StepState, result: VerifyResult) -> None:
         self._target_caches.commit(
             self._kv_caches, self._target_metadata, trees.first_row, trees.num_nodes,
             result.accepted_nodes,

@@ -1,9 +1,7 @@
-"""Verification of one step's trees, of all kinds of requests, and the output of the whole batch."""
+"""The outcome of verification as the output of vLLM's V1 sampler, for the whole batch."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,10 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
-from sequoia_vllm.engine.v1.batch_trees import Draft, ScoringTreesV1
-from sequoia_vllm.engine.v1.seeded import consume_seeds, peek_seeds
-from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
-from sequoia_vllm.verification.replaced import verify_replaced
-from sequoia_vllm.verification.sampling import GREEDY_BELOW, Truncation
-from sequoia_vllm.verification.topology import Topology, VerifyResult
-from sequoia_vllm.verification.walk import match_nodes, match_tree, take_rows
+from sequoia_vllm.step.score import StepState
+from sequoia_vllm.step.verify import TargetDistribution
+from sequoia_vllm.verification.sampling import Truncation
+from sequoia_vllm.verification.topology import VerifyResult
 
 
 def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Truncation:
@@ -38,185 +33,6 @@ def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Tru
     )
 
 
-@dataclass(frozen=True)
-class TargetDistribution:
-    """Applies temperature, min-p, top-k and top-p as vLLM's sampler does, in its order.
-
-    The verifier asks for rows that its walk reaches: `probabilities`, or `process` with a seed.
-    """
-
-    logits: Tensor  # ``[rows, V]``: the target's logits of this step, any float dtype
-    temperature: Tensor | None  # float32 ``[requests]``, or None if all are greedy
-    truncation: Truncation  # what each request excludes
-
-    def process(self, rows: Tensor, requests: Tensor) -> Tensor:
-        """Logits after the sampling parameters of their requests.
-
-        Args:
-            rows: int64 ``[A]``: rows of ``logits``.
-            requests: int64 ``[A]``: the request of each row.
-
-        Returns:
-            float32 ``[A, V]``, a fresh tensor; excluded tokens are -inf. Greedy requests get
-            temperature 1, and no processing if the whole batch is greedy, as in vLLM's sampler.
-        """
-        logits = self.logits[rows].to(torch.float32)
-        if self.temperature is None:
-            return logits
-        temperature = self.temperature[requests]
-        temperature = torch.where(temperature < GREEDY_BELOW, 1.0, temperature)
-        logits.div_(temperature.unsqueeze(1))
-        own = self.truncation.of(requests)
-        if own.min_p is not None:
-            probs = logits.softmax(dim=-1)
-            floor = probs.amax(dim=-1, keepdim=True) * own.min_p.unsqueeze(1)
-            logits.masked_fill_(probs < floor, float("-inf"))
-        return apply_top_k_top_p(logits, own.top_k, own.top_p)
-
-    def probabilities(self, rows: Tensor, requests: Tensor) -> Tensor:
-        """P of these rows; float32 ``[A, V]``, a fresh tensor. See `process`."""
-        return self.process(rows, requests).softmax(dim=-1, dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class TreeVerifierV1:
-    """Applies the Sequoia verifier to the trees of one step.
-
-    Greedy requests are matched against the target's argmax, seeded requests against the token that
-    their seed gives (see `seeded`). `method` verifies the others with the stored Q.
-    """
-
-    greedy_argmax: Callable[[Tensor], Tensor]  # ``logits [R, V] -> tokens [R]``: the engine's
-    seeded_argmax: Callable[[Tensor, Tensor], Tensor]
-    """``(logits [R, V], seeds [R]) -> tokens [R]``: the engine's own."""
-    method: str = DEFAULT_METHOD  # name of the method that verifies sampled requests
-
-    def verify(
-        self,
-        trees: ScoringTreesV1,
-        target: TargetDistribution,
-        generators: dict[int, torch.Generator],
-    ) -> VerifyResult:
-        """Accepted nodes and emitted tokens of every tree, in the order of ``trees.requests``.
-        The generators of seeded requests, by index, advance by one draw per emitted token."""
-        if target.temperature is None:
-            everyone = torch.arange(len(trees.requests))
-            return self._verify_greedy(trees, everyone, target)
-        greedy = target.temperature[trees.requests] < GREEDY_BELOW
-        seeded = torch.tensor([request in generators for request in trees.requests.tolist()])
-        kinds = (
-            (greedy, self._verify_greedy),
-            (seeded & ~greedy, partial(self._verify_seeded, generators=generators)),
-            (~seeded & ~greedy, self._verify_sampled),
-        )
-        results = []
-        for is_kind, verify in kinds:
-            chosen = is_kind.nonzero().squeeze(1)
-            if len(chosen):
-                results.append((chosen, verify(trees, chosen, target)))
-        if len(results) == 1:
-            return results[0][1]
-        return _merge(results, len(greedy))
-
-    def _verify_greedy(
-        self, trees: ScoringTreesV1, chosen: Tensor, target: TargetDistribution
-    ) -> VerifyResult:
-        logits, tokens = target.logits, take_rows(trees.tokens, chosen)
-        if not trees.is_all or len(chosen) < len(trees.requests):
-            logits = logits[trees.logits_rows[chosen].flatten()]
-        target_tokens = self.greedy_argmax(logits.to(torch.float32)).view(tokens.shape)
-        return match_nodes(target_tokens, tokens, topology_of(take_rows(trees.parents, chosen)))
-
-    def _verify_seeded(
-        self,
-        trees: ScoringTreesV1,
-        chosen: Tensor,
-        target: TargetDistribution,
-        generators: dict[int, torch.Generator],
-    ) -> VerifyResult:
-        requests_in_batch = trees.requests[chosen]
-        own = [generators[request] for request in requests_in_batch.tolist()]
-        seeds = torch.stack([peek_seeds(generator, trees.tokens.shape[1]) for generator in own])
-
-        def target_token(requests: Tensor, nodes: Tensor, depth: int) -> Tensor:
-            rows = trees.first_logits_row[chosen[requests]] + nodes
-            logits = target.process(rows, requests_in_batch[requests])
-            return self.seeded_argmax(logits, seeds[requests, depth])
-
-        topology = topology_of(trees.parents[chosen])
-        result = match_tree(target_token, trees.tokens[chosen], topology)
-        for generator, accepted in zip(own, result.num_accepted.tolist(), strict=True):
-            consume_seeds(generator, accepted + 1)
-        return result
-
-    def _verify_sampled(
-        self, trees: ScoringTreesV1, chosen: Tensor, target: TargetDistribution
-    ) -> VerifyResult:
-        requests_in_batch = trees.requests[chosen]
-        probs, probs_rows = _draft_probs(
-            [trees.drafts[row] for row in chosen.tolist()], trees.tokens.shape[1]
-        )
-
-        def target_at(requests: Tensor, nodes: Tensor) -> Tensor:
-            rows = trees.first_logits_row[chosen[requests]] + nodes
-            return target.probabilities(rows, requests_in_batch[requests])
-
-        def draft_at(requests: Tensor, nodes: Tensor) -> Tensor:
-            return probs[probs_rows[requests, nodes]]
-
-        verify = method_of(self.method).host_function()
-        topology = topology_of(trees.parents[chosen])
-        drawn, scored = trees.drawn[chosen], trees.tokens[chosen]
-        if torch.equal(drawn, scored):
-            return verify(target_at, draft_at, drawn, topology)
-        return verify_replaced(verify, target_at, draft_at, drawn, scored, topology)
-
-
-def topology_of(parents: Tensor) -> Topology:
-    """`Topology` of trees with parents int64 ``[B, N]``; cached, as most steps repeat them."""
-    host = parents.numpy()
-    return _topology(host.tobytes(), host.shape)
-
-
-@lru_cache(maxsize=1024)
-def _topology(parents: bytes, shape: tuple[int, int]) -> Topology:
-    array = np.frombuffer(parents, dtype=np.int64).reshape(shape)
-    return Topology.from_parents(torch.from_numpy(array.copy()))
-
-
-def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Tensor]:
-    """Stored Q of these drafts: ``probs [P, V]`` and the row of each node, ``[B, max_nodes]``."""
-    passes = {id(draft.grown): draft.grown for draft in drafts if draft is not None}
-    if not passes:
-        return torch.zeros(0, 0), torch.zeros(len(drafts), max_nodes, dtype=torch.int64)
-    stored = [grown.probs for grown in passes.values()]
-    starts = accumulate((len(part) for part in stored[:-1]), initial=0)
-    offsets = dict(zip(passes, starts, strict=True))
-    probs = stored[0] if len(stored) == 1 else torch.cat(stored)
-    rows = torch.zeros(len(drafts), max_nodes, dtype=torch.int64)
-    for index, draft in enumerate(drafts):
-        if draft is not None:
-            own = draft.grown.probs_rows[draft.row, :max_nodes]
-            rows[index, : len(own)] = own + offsets[id(draft.grown)]
-    return probs, rows
-
-
-def _merge(results: list[tuple[Tensor, VerifyResult]], batch: int) -> VerifyResult:
-    """Joins the results of disjoint sets of rows in batch order."""
-    depth = max(result.accepted_nodes.shape[1] for _, result in results)
-    accepted = torch.full((batch, depth), -1, dtype=torch.int64)
-    tokens = torch.full((batch, depth + 1), -1, dtype=torch.int64)
-    counts = torch.zeros(batch, dtype=torch.int64)
-    for chosen, result in results:
-        accepted[chosen, : result.accepted_nodes.shape[1]] = result.accepted_nodes
-        tokens[chosen, : result.output_tokens.shape[1]] = result.output_tokens
-        counts[chosen] = result.num_accepted
-    return VerifyResult(accepted, tokens, counts)
-
-
-# -- the sampler in a step with trees ---------------------------------------------------
-
-
 def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) -> SamplingMetadata:
     """Drops generators of requests in mid-prefill, as vLLM rewinds them, and CPUs' cannot be."""
     if not metadata.generators:
@@ -227,7 +43,7 @@ def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) 
 
 def combine_outputs(
     sampler: Sampler,
-    trees: ScoringTreesV1,
+    trees: StepState,
     result: VerifyResult,
     logits: Tensor,
     target: TargetDistribution,
@@ -272,7 +88,7 @@ def combine_outputs(
 
 
 def rows_of(
-    trees: ScoringTreesV1, result: VerifyResult, num_reqs: int
+    trees: StepState, result: VerifyResult, num_reqs: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Finds the logits row behind each emitted token.
 
@@ -291,6 +107,11 @@ def rows_of(
     without_tree = torch.ones(num_reqs, dtype=torch.bool)
     without_tree[trees.requests] = False
     return root_rows, tokens, root_rows[:, None] + nodes, without_tree
+
+
+def cut(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Applies top-k and top-p as vLLM's sampler does, see `TargetDistribution.cut`."""
+    return apply_top_k_top_p(logits, top_k, top_p)
 
 
 def wants_logprobs(metadata: SamplingMetadata) -> bool:

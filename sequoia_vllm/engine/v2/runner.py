@@ -94,7 +94,7 @@ class TreeRunner(GPUModelRunner):
         Raises:
             ValueError: A layer's attention cannot score trees, see `supported_layers`.
         """
-        self.speculator.allocate(self.model)
+        self.speculator.allocate(self.model, self.sampler.sampling_states)
         layers = supported_layers(self.vllm_config, self.tree_backend.unsupported_attention)
         self._target_layers = [
             name for name in layers if name not in self.speculator.draft_attn_layer_names
@@ -107,7 +107,6 @@ class TreeRunner(GPUModelRunner):
         if kept_bytes:
             self._plain_postprocess_state = self.model_state.postprocess_state
             self.model_state.postprocess_state = self._after_commit
-        self.speculator.sampling = self.sampler.sampling_states
         # Verifies chains; ours walks down trees.
         self.rejection_sampler = TreeVerifierV2(
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
@@ -134,8 +133,8 @@ class TreeRunner(GPUModelRunner):
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Calls vLLM's; a trial adds an estimate for the draft's graphs that it did not capture."""
-        self.speculator.on_trial, self.speculator.untried_bytes = profile_only, 0
-        taken: int = super().capture_model(profile_only=profile_only)
+        with patched(self.speculator, "on_trial", profile_only):
+            taken: int = super().capture_model(profile_only=profile_only)
         return taken + self.speculator.untried_bytes
 
     def forget_steps(self) -> None:

@@ -19,9 +19,9 @@ from sequoia_vllm.engine.runner.cpu_attention import (
     CPUTreeAttentionMetadata,
     unsupported_attention,
 )
-from sequoia_vllm.engine.runner.kv_commit import TargetCaches
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend
 from sequoia_vllm.kernels.node_masks import unpack_ancestors
+from sequoia_vllm.step.commit import TargetCaches
 
 
 class CPUTreeBackend(TreeBackend):

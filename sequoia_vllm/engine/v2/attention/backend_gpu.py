@@ -18,7 +18,6 @@ from sequoia_vllm.engine.runner.attention_layers import (
     unmaskable_features,
     window_of,
 )
-from sequoia_vllm.engine.runner.kv_commit import layers_by_cache
 from sequoia_vllm.engine.v2.attention import mla_layers
 from sequoia_vllm.engine.v2.attention.attention_gpu import (
     DraftMetadata,
@@ -42,6 +41,7 @@ from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.node_masks import NodeMasks
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace
+from sequoia_vllm.step.commit import layers_by_cache
 
 _PACKAGE = __name__.rpartition(".")[0]
 

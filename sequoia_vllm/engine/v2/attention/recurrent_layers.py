@@ -22,7 +22,6 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from sequoia_vllm.engine.common.settings import without_speculation
-from sequoia_vllm.engine.runner.kv_commit import layers_by_cache
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.recurrent_tree import (
     NEVER,
@@ -33,6 +32,7 @@ from sequoia_vllm.kernels.recurrent_tree import (
     commit_nodes,
     convolve_nodes,
 )
+from sequoia_vllm.step.commit import layers_by_cache
 
 
 @dataclass

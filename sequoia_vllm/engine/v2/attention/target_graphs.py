@@ -14,7 +14,11 @@ from typing import Any
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
-from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
+from sequoia_vllm.engine.common.draft_schedule import (
+    fewer_drafts,
+    reachable_drafts,
+    scheduled_drafts,
+)
 from sequoia_vllm.hardware.graph_sizes import decode_shapes, mixed_shapes
 
 
@@ -67,7 +71,7 @@ class TreeGraphManager(ModelCudaGraphManager):
         assert most_tokens is not None
         tokens_by_batch = [drafts + 1 for drafts in scheduled_drafts(self.vllm_config)]
         others = [drafts + 1 for drafts in fewer_drafts(self.vllm_config)]
-        most_by_batch = [drafts + 1 for drafts in most_drafts(self.vllm_config)]
+        most_by_batch = [drafts + 1 for drafts in reachable_drafts(self.vllm_config)]
         shapes = decode_shapes(tokens_by_batch, most_tokens, others, most_by_batch)
         uniform = [
             _full_graph(tokens * requests, requests, loras, tokens)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from sequoia_vllm.drafting.block_growth import BlockModel
 from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.draft_plan import DraftPlan
 from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.v2.drafting.draft_graphs import RAGGED, DraftGraphs
 from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress
-from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, TreeDrafter
+from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, TextDrafter, TreeDrafter
 from sequoia_vllm.engine.v2.drafting.target_states import TargetStates
+from sequoia_vllm.hardware.graph_sizes import powers_of_two
 
 # Most rows of prompts, times the tokens that they see, that a ragged graph reads. Beyond, attention
 # takes longer than the launches that it saves: our kernel reads prompts more slowly than vLLM's.
@@ -43,6 +46,28 @@ class CommittedReader:
     graphs: DraftGraphs | None = None  # of passes that read; None: there are none
     key_graphs: DraftGraphs | None = None
     """The same, for keys and values alone: of one token of each request, or of any number."""
+
+    def make_graphs(
+        self,
+        graphs_of: Callable[..., DraftGraphs],
+        plan: DraftPlan,
+        max_num_reqs: int,
+        longest: int,
+    ) -> None:
+        """Makes the graphs of its passes, to be captured, for requests of ``longest`` tokens."""
+        if not isinstance(self.drafter, TextDrafter):
+            self.graphs = graphs_of(
+                partial(self.read_captured, longest), "Capturing what the draft reads",
+                plan.read_sizes, plan.ragged_sizes(max_num_reqs),
+            )  # fmt: skip
+        if self.drafter.reads_states:  # where nothing is drafted
+            # Passes of several layers do not end early: prompts then have the graphs above.
+            ends_early = len(self.drafter.cache.groups) == 1
+            self.key_graphs = graphs_of(
+                lambda requests, each, rows: self.store_keys(requests, rows, each, longest),
+                "Capturing what the draft reads for later", {1: powers_of_two(max_num_reqs)},
+                plan.ragged_sizes(max_num_reqs) if ends_early else (),
+            )  # fmt: skip
 
     def readers(self, batch: InputBatch, reads: NDArray[np.bool_], num_trees: int) -> int:
         """How many of the first requests are read where the first ``num_trees`` get trees.

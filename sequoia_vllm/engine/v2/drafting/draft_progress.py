@@ -123,8 +123,6 @@ class ModelDraftProgress(DraftProgress):
         self._unknown_drafts = unknown_drafts
         # Lower bounds of the positions up to which the draft has read.
         self._read_at_least = np.zeros(max_num_reqs, dtype=np.int32)
-        # Cached tokens of requests that have not begun to read, in order of their start.
-        self._cached: dict[int, int] = {}
         self._blocks = DraftBlocks({})
 
     def use_cache(self, block_sizes: Mapping[int, int]) -> None:
@@ -135,9 +133,7 @@ class ModelDraftProgress(DraftProgress):
         self, slot: int, num_computed_tokens: int, block_ids: BlockIds, is_loaded: bool = False
     ) -> None:
         """See `DraftProgress.start`."""
-        self._cached.pop(slot, None)
-        self._cached[slot] = num_computed_tokens
-        self._blocks.start(slot, block_ids, 0 if is_loaded else num_computed_tokens)
+        self._blocks.start(slot, block_ids, num_computed_tokens, is_loaded)
         self._bounds[slot] = self._read_at_least[slot] = 0
         self._computed_at_least[slot] = num_computed_tokens
 
@@ -159,24 +155,21 @@ class ModelDraftProgress(DraftProgress):
     def most_unread(self, slots: NDArray[np.intp]) -> int:
         """See `DraftProgress.most_unread`."""
         bounds = self._bounds[slots]
-        for slot, row in self._beginning(slots).items():
-            bounds[row] += self._unread_cached(slot)
+        for slot, row in self._blocks.beginning(slots.tolist()).items():
+            bounds[row] += self._blocks.unread(slot)[1]
         return int(bounds.max(initial=0))
 
     def take_bounds(
         self, slots: NDArray[np.intp], reads: NDArray[np.bool_], budget: int
     ) -> NDArray[np.int32]:
-        """See `DraftProgress.take_bounds`.
-
-        Requests that begin to read come last, in the order in which they started: the prefix
-        cache may share blocks that an earlier request fills in this same pass.
-        """
-        beginning = self._beginning(slots)
+        """See `DraftProgress.take_bounds`."""
+        beginning = self._blocks.beginning(slots.tolist())
         has_begun = reads.copy()
         has_begun[list(beginning.values())] = False
         for slot in [slot for slot, row in beginning.items() if not reads[row]]:
             self._read.stage_write_elem(slot, 0)  # instead of what an earlier request left
-            del self._cached[slot], beginning[slot]
+            self._blocks.begin(slot)
+            del beginning[slot]
         bounds = np.where(has_begun, self._bounds[slots], 0)
         allowed = np.maximum(budget - (bounds.cumsum() - bounds), 0)
         taken: NDArray[np.int32] = np.minimum(bounds, allowed).astype(np.int32)
@@ -188,25 +181,13 @@ class ModelDraftProgress(DraftProgress):
         self._read.apply_write()
         return taken
 
-    def _beginning(self, slots: NDArray[np.intp]) -> dict[int, int]:
-        """Rows of the requests that begin to read, by slot, in the order of their start."""
-        if not self._cached:
-            return {}
-        rows = {slot: row for row, slot in enumerate(slots.tolist())}
-        return {slot: rows[slot] for slot in self._cached if slot in rows}
-
-    def _unread_cached(self, slot: int) -> int:
-        """Tokens from the prefix cache that a new request's draft has yet to read."""
-        cached = self._cached[slot]
-        return cached - self._blocks.filled_tokens(slot, cached)
-
     def _begin(self, slot: int, budget: int) -> int:
         """Rows to read now for a request that has read nothing yet; 0: it waits."""
         if budget == 0:
             self._read.stage_write_elem(slot, 0)
             return 0
-        unread = self._unread_cached(slot)
-        start = self._cached.pop(slot) - unread
+        start, unread = self._blocks.unread(slot)
+        self._blocks.begin(slot)
         self._read.stage_write_elem(slot, start)
         self._read_at_least[slot] = start
         self._bounds[slot] += unread

@@ -1,5 +1,6 @@
 """The proposer on Model Runner V2: reads committed tokens, and grows every request's tree."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,19 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
 from sequoia_vllm.drafting.draft_plan import MOST_RAGGED_ROWS, DraftPlan, depths_by_drafts
-from sequoia_vllm.drafting.dynamic_levels import DynamicLevels, DynamicTrees, SlotTables
+from sequoia_vllm.drafting.dynamic_levels import DynamicLevels, SlotTables
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
-from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
+from sequoia_vllm.engine.common.draft_schedule import (
+    fewer_drafts,
+    reachable_drafts,
+    scheduled_drafts,
+)
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.tensor_parallel import (
     make_communicator,
@@ -37,6 +43,7 @@ from sequoia_vllm.engine.v2.drafting.drafter import (
     TreeDrafter,
 )
 from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
+from sequoia_vllm.engine.v2.drafting.step_shapes import StepShapes
 from sequoia_vllm.engine.v2.drafting.target_states import TargetStates
 from sequoia_vllm.engine.v2.drafting.tree_memory import (
     allocate_drafted,
@@ -44,7 +51,6 @@ from sequoia_vllm.engine.v2.drafting.tree_memory import (
     most_scored,
     take_logits_memory,
 )
-from sequoia_vllm.hardware.graph_sizes import powers_of_two
 from sequoia_vllm.kernels.modes import SKIP
 
 
@@ -56,31 +62,27 @@ class TreeProposerV2(DraftModelSpeculator):
     _last_grown: DraftLevels | None = None
     _last_width = 0
     _target_states: TargetStates | None = None
-    _growth_graphs: DraftGraphs | None = None
-    _dynamic_graphs: DraftGraphs | None = None
-    _dynamic: DynamicTrees | None = None  # None: trees are static
-    grew_dynamic = False  # whether the trees for the next step are dynamic
-    _steps_grown = 0
 
     def __init__(self, drafter: TreeDrafter, req_states: RequestState, tables: TreeTables) -> None:
         vllm_config, device = drafter.chains.vllm_config, drafter.chains.device
         super().__init__(vllm_config, device)
         # The step's accepted nodes, int32 ``[R', D]``: nodes by depth, then -1, of the first R'
-        # requests of the batch, which have trees; None: no request has.
+        # requests of the batch, which have trees; None: no request has. The runner tells.
         self.accepted: Tensor | None = None
-        self.sampling: Any = None  # vLLM's `SamplingStates`, which it does not pass
         self.serves = False  # true once the engine serves users, and survives a draft that fails
         self.on_trial = False  # true while graphs are captured only to learn their memory
         self.untried_bytes = 0  # estimated memory of the graphs that were not captured on trial
         self.drafter = drafter
         self.num_extra_query_per_req = drafter.chains.num_extra_query_per_req
+        # Of passes that grow trees, by the kind of their levels; none until they are captured.
+        self._graphs: dict[type[DraftLevels], DraftGraphs] = {}
         self.tables = tables
         self.tree = tree = tables.tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.req_states = req_states
         self.longest = min(self.draft_model_config.max_model_len, self.max_model_len) - 1
         self.modes = RequestModes(self.max_num_reqs, self.longest)
-        most, settings = most_drafts(vllm_config), SequoiaSettings.of(vllm_config)
+        most, settings = reachable_drafts(vllm_config), SequoiaSettings.of(vllm_config)
         self.most_scored = most_scored(most, tree.size, self.max_num_tokens)
         self.plan = DraftPlan(
             tree, scheduled_drafts(vllm_config), self.max_num_tokens, fewer_drafts(vllm_config),
@@ -98,7 +100,6 @@ class TreeProposerV2(DraftModelSpeculator):
             self.max_num_reqs, device, int(drafter.reads_states),
             tree.depth if settings.retrieval else 0,
         )  # fmt: skip
-        self._static_every = settings.static_every
 
     # -- model and cache ---------------------------------------------------------------
 
@@ -113,15 +114,20 @@ class TreeProposerV2(DraftModelSpeculator):
         """Lets the drafter load."""
         return self.drafter.load(target_model, target_attn_layer_names)
 
-    def allocate(self, target_model: torch.nn.Module) -> None:
-        """Allocates what drafting and verification need besides models, before profiling."""
+    def allocate(self, target_model: torch.nn.Module, sampling: SamplingStates) -> None:
+        """Allocates what drafting and verification need besides models, before profiling.
+
+        ``sampling`` has the sampling parameters of all request slots.
+        """
+        self._sampling = sampling
         make_communicator(self.device)
         self.drafted = allocate_drafted(
             self.plan, self.tree, self.max_num_reqs, self.drafter.vocab_size,
             self.draft_model_config.head_dtype, self.device,
         )  # fmt: skip
-        if isinstance(self.tables, SlotTables):
-            self._dynamic = DynamicTrees(self.tables, self.drafted)
+        self._shapes = StepShapes(
+            self.tables, self.drafted, self.modes, SequoiaSettings.of(self.vllm_config)
+        )
         self.num_query_per_req = self.drafter.queries_per_request
         self._target_is_capped = has_soft_cap(target_model)
         self.drafter.allocate(target_model)
@@ -158,38 +164,29 @@ class TreeProposerV2(DraftModelSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Replaces vLLM's, which captures no graphs of standalone draft models."""
-        growth_sizes = {drafts: self.plan.graph_sizes(drafts) for drafts in self.plan.drafts}
         graphs_of = partial(DraftGraphs, self.vllm_config, self.device, cudagraph_mode)
-        growth, longest, levels_of = self._growth, self.max_model_len, self.tables.levels_of
-        if not isinstance(self.drafter, TextDrafter):
-            self._reader.graphs = graphs_of(
-                partial(self._reader.read_captured, longest),
-                "Capturing what the draft reads", self.plan.read_sizes,
-                self.plan.ragged_sizes(self.max_num_reqs),
-            )  # fmt: skip
-        self._growth_graphs = graphs_of(
-            lambda requests, drafts, _: growth.grow(requests, levels_of(drafts), longest),
-            "Capturing tree growth", growth_sizes,
-        )  # fmt: skip
-        if (dynamic := self._dynamic) is not None:
-            levels = {n: found for n in growth_sizes if (found := dynamic.levels_of(n))}
-            self._dynamic_graphs = graphs_of(
-                lambda requests, drafts, _: growth.grow(requests, levels[drafts], longest),
-                "Capturing growth of dynamic trees", {n: growth_sizes[n] for n in levels},
-            )  # fmt: skip
-        if self.drafter.reads_states:  # where nothing is drafted
-            # Passes of several layers do not end early: prompts then have the graphs above.
-            ends_early = len(self.drafter.cache.groups) == 1
-            self._reader.key_graphs = graphs_of(
-                lambda requests, each, rows: self._reader.store_keys(requests, rows, each, longest),
-                "Capturing what the draft reads for later", {1: powers_of_two(self.max_num_reqs)},
-                self.plan.ragged_sizes(self.max_num_reqs) if ends_early else (),
-            )  # fmt: skip
+        self._reader.make_graphs(graphs_of, self.plan, self.max_num_reqs, self.max_model_len)
+        levels: dict[type[DraftLevels], dict[int, DraftLevels]] = {}
+        for drafts in self.plan.drafts:
+            for kind, found in self._shapes.every_level(drafts).items():
+                levels.setdefault(kind, {})[drafts] = found
+        for kind, own in levels.items():
+            is_dynamic = kind is DynamicLevels
+            self._graphs[kind] = graphs_of(
+                partial(self._grow_captured, own),
+                "Capturing growth of dynamic trees" if is_dynamic else "Capturing tree growth",
+                {drafts: self.plan.graph_sizes(drafts) for drafts in own},
+            )
+
+    def _grow_captured(
+        self, levels: Mapping[int, DraftLevels], requests: int, drafts: int, _: int
+    ) -> None:
+        """The pass that graphs hold, by the levels of so many drafts, see `DraftGraphs`."""
+        self._growth.grow(requests, levels[drafts], self.max_model_len)
 
     def capture(self) -> None:
         """Replaces vLLM's: captures passes that read, and passes that grow trees."""
-        growth = [self._growth_graphs, self._dynamic_graphs]
-        every = [self._reader.graphs, *growth, self._reader.key_graphs]
+        every = [self._reader.graphs, *self._graphs.values(), self._reader.key_graphs]
         if found := [graphs for graphs in every if graphs is not None]:
             self.batch.slots.fill_(-1)
             self.batch.modes.fill_(SKIP)
@@ -291,34 +288,23 @@ class TreeProposerV2(DraftModelSpeculator):
     def _draft(
         self, batch: InputBatch, num_sampled: Tensor, reads: NDArray[np.bool_], drafts: int
     ) -> None:
-        num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
-        num_trees = min(num_reqs, self.plan.most_requests(drafts))
+        num_trees = min(batch.num_reqs, self.plan.most_requests(drafts))
         readers = self._reader.readers(batch, reads, num_trees)
+        levels = self._shapes.choose(batch.idx_mapping_np[:num_trees], drafts)
         bounds = self._begin(batch, num_sampled, reads[:readers], levels, num_trees)
-        dynamic = self._dynamic_levels(batch.idx_mapping_np[:num_trees], drafts)
-        self._has_trees, self._last_grown = True, dynamic or levels
+        self._has_trees, self._last_grown = True, levels
         if not isinstance(self.drafter, TextDrafter):
             self._last_width = -(-self._reader.read(batch, bounds, readers) // readers)
-        graphs = self._growth_graphs if dynamic is None else self._dynamic_graphs
+        graphs = self._graphs.get(type(levels))
         if not (graphs and graphs.replay(num_trees, drafts)):
-            self._growth.grow(num_trees, self._last_grown, max_keys(batch))
+            self._growth.grow(num_trees, levels, max_keys(batch))
         take_from_rank0(self.drafted.tokens[:num_trees])
-        if self._dynamic is not None:
-            if dynamic is not None:
-                take_from_rank0(self._dynamic.parents[:num_trees])
-            self._dynamic.write(batch.idx_mapping[:num_trees], chosen=dynamic is not None)
+        self._shapes.keep(batch.idx_mapping[:num_trees], levels)
 
-    def _dynamic_levels(self, slots: NDArray[np.intp], drafts: int) -> DynamicLevels | None:
-        """The levels of these requests' trees, if all of them can be dynamic."""
-        self.grew_dynamic = False
-        if self._dynamic is None:
-            return None
-        self._steps_grown += 1
-        if self._steps_grown % self._static_every == 0 or not self.modes.can_choose(slots):
-            return None
-        levels = self._dynamic.levels_of(drafts)
-        self.grew_dynamic = levels is not None
-        return levels
+    @property
+    def grew_dynamic(self) -> bool:
+        """Whether the trees for the next step are dynamic."""
+        return isinstance(self._last_grown, DynamicLevels)
 
     def _begin(
         self,
@@ -336,7 +322,7 @@ class TreeProposerV2(DraftModelSpeculator):
         bounds[: len(reads)] = self.progress.take_bounds(
             batch.idx_mapping_np[: len(reads)], reads, self.max_num_tokens
         )
-        slots, sampling = self.modes, self.sampling
+        slots, sampling = self.modes, self._sampling
         states = SlotStates(
             self.req_states.num_computed_tokens.gpu, self.progress.read, slots.gpu,
             slots.most_nodes, sampling.temperature.gpu, sampling.top_k.gpu, sampling.top_p.gpu,

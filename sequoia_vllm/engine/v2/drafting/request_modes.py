@@ -8,13 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
-from sequoia_vllm.engine.core.eligibility import (
-    most_committed,
-    most_drafts,
-    reason_without_drafts,
-)
-from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
-from sequoia_vllm.verification.sampling import GREEDY_BELOW
+from sequoia_vllm.engine.core.eligibility import WITHOUT_TREES, TreeTerms
+from sequoia_vllm.kernels.modes import SAMPLED, SKIP
 
 _ANY_NUMBER = np.iinfo(np.int32).max
 
@@ -25,14 +20,14 @@ class RequestModes:
     In a step that adds requests, the runner calls `start` for each of them, then `apply_starts`.
 
     Args:
-        longest: The most committed tokens with which a request gets a tree.
+        longest: See `TreeTerms.of`.
     """
 
     def __init__(self, max_num_reqs: int, longest: int) -> None:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_nodes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_committed = np.zeros(max_num_reqs, dtype=np.int32)
-        self._can_choose = np.zeros(max_num_reqs, dtype=bool)
+        self._is_static = np.ones(max_num_reqs, dtype=bool)
         self.some_draft = True  # false if no request of this engine ever drafts
         self._longest = longest
 
@@ -55,11 +50,8 @@ class RequestModes:
         return self._modes.np[slots] == SAMPLED
 
     def can_choose(self, slots: NDArray[np.intp]) -> bool:
-        """Whether all of these slots' requests may have dynamic trees: greedy, without a grammar.
-
-        The scheduler makes grammars' masks for the engine's tree.
-        """
-        return bool(self._can_choose[slots].all())
+        """Whether all of these slots' requests may have dynamic trees: one launch grows them."""
+        return not self._is_static[slots].any()
 
     def has_drafts(self, slot: int) -> bool:
         """Whether the request in this slot ever drafts."""
@@ -71,17 +63,12 @@ class RequestModes:
 
     def start(self, slot: int, sampling_params: Any, prompt_tokens: int) -> None:
         """Notes a request that begins or resumes in this slot."""
-        self._modes.np[slot], self._most_committed[slot] = SKIP, 0
-        self._can_choose[slot] = True
-        if self.some_draft and not reason_without_drafts(sampling_params):
-            drawn = SAMPLED if sampling_params.seed is None else SEEDED
-            is_greedy = sampling_params.temperature < GREEDY_BELOW
-            self._modes.np[slot] = GREEDY if is_greedy else drawn
-            self._can_choose[slot] = is_greedy and sampling_params.structured_outputs is None
-            self._most_committed[slot] = most_committed(
-                sampling_params, prompt_tokens, self._longest
-            )
-        most = most_drafts(sampling_params)
+        terms = WITHOUT_TREES
+        if self.some_draft:
+            terms = TreeTerms.of(sampling_params, prompt_tokens, self._longest)
+        most = terms.most_drafts
+        self._modes.np[slot], self._is_static[slot] = terms.drafts_by, terms.is_static
+        self._most_committed[slot] = terms.most_committed
         self._most_nodes.np[slot] = _ANY_NUMBER if most is None else most + 1
 
     def apply_starts(self) -> None:

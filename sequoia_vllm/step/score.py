@@ -1,14 +1,11 @@
-"""The trees of a batch: as the proposer grew them, and as the scheduler sends them back.
+"""Score: lays out a batch's trees for one target forward, under a mask of ancestors.
 
-A step grows trees (`DraftedTreesV1`) and returns their tokens to vLLM's scheduler, which may cut
-them, and replaces tokens that a grammar forbids. The next step lays out the returned tokens
-(`ScoringTreesV1`), scores and verifies them.
+Between steps the scheduler may cut trees, and replaces tokens that a grammar forbids.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,35 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_vllm.attention.cpu_kernel import TreeQueries
-from sequoia_vllm.drafting.dynamic_trees import TreeLayouts
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.step.grow import Draft
 
 
 @dataclass(frozen=True)
-class DraftedTreesV1:
-    """Trees of B requests from one drafting pass."""
+class StepState:
+    """A step's trees, from their scoring to the commit: their rows, shapes, tokens and drafts.
 
-    tokens: Tensor  # int64 ``[B, N]``: the tree's N nodes in stored order; column 0 is the root
-    probs: Tensor
-    """float32 ``[P, V]``: draft distributions Q, exactly as sampled. Greedy and seeded requests
-    store none: their verification does not need Q."""
-    probs_rows: Tensor  # int64 ``[B, N]``: each node's row in ``probs``; -1: none
-    layouts: TreeLayouts | None = None  # dynamic trees; None: all have the engine's topology
-
-
-@dataclass(frozen=True)
-class Draft:
-    """The tree of one request: a row of a `DraftedTreesV1`."""
-
-    grown: DraftedTreesV1
-    row: int
-
-
-@dataclass(frozen=True)
-class ScoringTreesV1:
-    """The trees of one step's batch: their rows in it, and their drafts.
-
-    Attention, verifier and commit read it. B requests have drafts, their largest tree N nodes.
+    Attention, `verify` and `commit` read it. B requests have drafts, the largest tree N nodes.
     """
 
     requests: Tensor  # int64 ``[B]``: index of each request in the batch
@@ -76,20 +53,25 @@ class ScoringTreesV1:
         """Row of each node in the step's logits, int64 ``[B, N]``; padding repeats the root's."""
         return self.rows + (self.first_logits_row - self.first_row)[:, None]
 
-    def queries(self, metadata: Any) -> TreeQueries:
-        """These trees in the form that tree attention takes, for layers with this metadata."""
+    def queries(self, block_table: Tensor, tokens: int) -> TreeQueries:
+        """These trees in the form that tree attention takes.
+
+        Args:
+            block_table: int32 ``[requests, max_blocks]``: the cache blocks of each request.
+            tokens: Of the whole batch.
+        """
         return TreeQueries(
             rows=torch.where(self.is_node, self.rows, -1),
-            block_table=metadata.block_table[self.requests],
+            block_table=block_table[self.requests],
             context_lens=self.context_lens,
             num_nodes=self.num_nodes,
             ancestors=self.ancestors,
             max_keys=int((self.context_lens + self.num_nodes).max()),
-            only_trees=int(self.num_nodes.sum()) == metadata.num_actual_tokens,
+            only_trees=int(self.num_nodes.sum()) == tokens,
         )
 
 
-def schedule_trees(
+def lay_out(
     tables: TreeTables,
     scheduled_drafts: dict[str, list[int]],
     drafts: dict[str, Draft],
@@ -97,7 +79,7 @@ def schedule_trees(
     follows_grammar: Callable[[str], bool],
     query_ends: np.ndarray,
     seq_lens: np.ndarray,
-) -> ScoringTreesV1 | None:
+) -> StepState | None:
     """Matches the drafts that the scheduler sent back with the trees that were grown.
 
     Args:
@@ -159,7 +141,7 @@ def schedule_trees(
     sampled_rows = np.ones(len(query_ends), dtype=np.int64)
     sampled_rows[requests] = num_nodes
     first_logits_row = (np.cumsum(sampled_rows) - sampled_rows)[requests]
-    return ScoringTreesV1(
+    return StepState(
         requests=torch.from_numpy(requests),
         num_nodes=torch.from_numpy(num_nodes),
         context_lens=torch.from_numpy(seq_lens[requests] - num_nodes),

@@ -7,7 +7,6 @@ the target's token at a node is a *function* of its logits, and matching verifie
 
 import torch
 from torch import Tensor
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -35,14 +34,18 @@ class SessionSeeds:
     def __init__(self) -> None:
         self._emitted: dict[str, int] = {}  # tokens of all turns but the last
 
-    def continue_session(self, state: CachedRequestState, num_computed_tokens: int) -> None:
-        """Sets a session's generator, as its next turn begins, to its state after all tokens."""
-        emitted = num_computed_tokens + 1 - state.num_prompt_tokens
-        emitted += self._emitted.get(state.req_id, 0)
-        self._emitted[state.req_id] = emitted
-        if state.generator is not None:
-            state.generator.manual_seed(state.generator.initial_seed())
-            consume_seeds(state.generator, emitted)
+    def continue_session(
+        self, request_id: str, generator: torch.Generator | None, emitted: int
+    ) -> None:
+        """Sets a session's generator, as its next turn begins, to its state after all tokens.
+
+        ``emitted`` are the tokens of the last turn.
+        """
+        emitted += self._emitted.get(request_id, 0)
+        self._emitted[request_id] = emitted
+        if generator is not None:
+            generator.manual_seed(generator.initial_seed())
+            consume_seeds(generator, emitted)
 
     def forget(self, request_id: str) -> None:
         """Drops a finished request."""

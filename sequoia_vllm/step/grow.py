@@ -1,26 +1,31 @@
-"""Draws each node's children from the draft's distribution, as the request's sampling asks."""
+"""Grow: the draft's trees of a batch, level by level.
+
+Each node's children are drawn as the request's sampling asks; dynamic trees choose their nodes.
+"""
+
+from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.v1.sample.metadata import SamplingMetadata
 
-from sequoia_vllm.drafting.tree_tables import Level
-from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
-from sequoia_vllm.engine.v1.seeded import gumbel_noise, peek_seeds
+from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts
+from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
+from sequoia_vllm.step.seeds import gumbel_noise, peek_seeds
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification.retrieval import preferred
+from sequoia_vllm.verification.retrieval import following, preferred
 from sequoia_vllm.verification.sampling import (
-    GREEDY_BELOW,
     Truncation,
     draft_distribution,
     draft_scores,
     draw_without_replacement,
+    is_greedy,
 )
 
 logger = logging.getLogger("vllm.sequoia")
@@ -34,13 +39,39 @@ def _say_that_it_is_broken() -> None:
     )
 
 
+@dataclass(frozen=True)
+class GrownTrees:
+    """Trees of B requests from one drafting pass."""
+
+    tokens: Tensor  # int64 ``[B, N]``: the tree's N nodes in stored order; column 0 is the root
+    probs: Tensor
+    """float32 ``[P, V]``: draft distributions Q, exactly as sampled. Greedy and seeded requests
+    store none: their verification does not need Q."""
+    probs_rows: Tensor  # int64 ``[B, N]``: each node's row in ``probs``; -1: none
+    parents: Tensor | None = None
+    """int64 ``[B, N]``: each node's in dynamic trees; None: all have the engine's topology."""
+
+    @cached_property
+    def layouts(self) -> TreeLayouts | None:
+        """The shapes of dynamic trees."""
+        return None if self.parents is None else TreeLayouts.of(self.parents)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The tree of one request: a row of a `GrownTrees`."""
+
+    grown: GrownTrees
+    row: int
+
+
 class DraftSampling:
     """Draws children without replacement, and keeps Q where the verifier will need it.
 
-    `TreeProposerV1.grow` calls `start`, then `children` for each level from the root down, and
+    `grow` calls `start`, then `children` for each level from the root down, and
     `finish` at the end. Greedy requests take the draft's top-k. Sampled requests draw by
     Gumbel-top-k at their temperature, and their Q is stored. Seeded requests take the top-k under
-    the noise that will decide the target's token (see `seeded`).
+    the noise that will decide the target's token (see `seeds`).
 
     Args:
         temperature: float32 ``[B]``; 0 is greedy.
@@ -61,7 +92,7 @@ class DraftSampling:
         self.sampled = (~is_seeded & ~greedy).nonzero().squeeze(1)
 
     @classmethod
-    def greedy(cls, batch: int) -> "DraftSampling":
+    def greedy(cls, batch: int) -> DraftSampling:
         """Sampling of a batch in which every request is greedy."""
         seeds, is_seeded = torch.zeros(batch, 0), torch.zeros(batch, dtype=torch.bool)
         return cls(torch.zeros(batch), seeds, is_seeded, Truncation())
@@ -70,16 +101,24 @@ class DraftSampling:
     def of(
         cls,
         requests: NDArray[np.int64],
-        metadata: SamplingMetadata,
+        every_temperature: Tensor | None,
         generators: Mapping[int, torch.Generator],
         truncation: Truncation,
         depth: int,
-    ) -> "DraftSampling":
-        """Sampling that these requests of a batch ask for."""
-        if metadata.temperature is None:
+    ) -> DraftSampling:
+        """Sampling that these requests of a batch ask for.
+
+        Args:
+            requests: int64 ``[R]``: their places in the batch.
+            every_temperature: float32, of all requests of the batch; None: all are greedy.
+            generators: Of seeded requests, by place.
+            truncation: Of all requests.
+            depth: Of the trees.
+        """
+        if every_temperature is None:
             return cls.greedy(len(requests))
-        temperature = metadata.temperature[requests]
-        temperature = torch.where(temperature < GREEDY_BELOW, 0.0, temperature)
+        temperature = every_temperature[requests]
+        temperature = torch.where(is_greedy(temperature), 0.0, temperature)
         seeds = torch.zeros(len(requests), depth, dtype=torch.int64)
         is_seeded = torch.zeros(len(requests), dtype=torch.bool)
         for row, request in enumerate(requests.tolist()):
@@ -136,9 +175,9 @@ class DraftSampling:
             drawn[self.seeded] = noisy.topk(branch, dim=-1).indices
         return drawn
 
-    def finish(self, tokens: Tensor) -> DraftedTreesV1:
+    def finish(self, tokens: Tensor) -> GrownTrees:
         """Joins tokens int64 ``[B, size]``, in stored order, with the stored Q."""
-        return DraftedTreesV1(tokens, self._probs, self._probs_rows)
+        return GrownTrees(tokens, self._probs, self._probs_rows)
 
     def _noisy(self, logits: Tensor, depth: int, given: Tensor) -> Tensor:
         """Scores of seeded requests, with their noise, from logits ``[S, m, V]`` at this depth."""
@@ -155,3 +194,52 @@ class DraftSampling:
         rows = torch.arange(self._stored, end)
         self._probs_rows[self.sampled[:, None], nodes.long()] = rows.view(len(self.sampled), -1)
         self._stored = end
+
+
+LogitsAt = Callable[[Tensor, int, Tensor, int], Tensor]
+"""``(tokens, depth, sees, first) -> logits``: the draft's, ``[B * m, V]``, at m nodes of each tree.
+
+``tokens`` are int64 ``[B, m]``, all nodes at one ``depth``. ``sees``, bool ``[m, M]`` or
+``[B, m, M]``, says which of the nodes that the draft reads each of them sees. ``first`` is their
+first one's place among these. Logits come request after request."""
+
+
+def grow(
+    levels: DraftLevels, roots: Tensor, logits: Tensor, told: Tensor, sampling: DraftSampling,
+    logits_at: LogitsAt,
+) -> GrownTrees:  # fmt: skip
+    """Grows one tree for each of B requests, with the engine's topology.
+
+    Args:
+        roots: int64 ``[B]``: tokens of the roots.
+        logits: ``[B, V]``: the draft's, after them.
+        told: int64 ``[B, D]``: what the requests' texts say comes next, see `continuations`.
+    """
+    tokens = torch.empty(len(roots), levels.tree.size, dtype=torch.int64)
+    sampling.start(levels.tree, logits.shape[-1])
+    parents = roots[:, None]
+    for level in levels.levels:
+        if level.depth > 0:
+            parents = tokens.index_select(1, level.nodes)
+            sees = levels.ancestors[level.first : level.first + level.width]
+            logits = logits_at(parents, level.depth, sees, level.first)
+        drawn = sampling.children(logits, level, following(parents, told, level.depth))
+        tokens.index_copy_(1, level.columns.flatten().long(), drawn.flatten(1))
+    tokens[:, 0] = roots  # last: column 0 collects what nodes drew beyond their own children
+    return sampling.finish(tokens)
+
+
+def grow_dynamic(
+    growth: DynamicGrowth, logits: Tensor, told: Tensor, logits_at: LogitsAt
+) -> GrownTrees:
+    """Grows trees of their own shapes for greedy requests; other arguments as of `grow`."""
+    for depth in range(growth.depth):
+        if depth > 0:
+            growth.descend()
+            first = growth.seen.shape[2] - growth.width
+            logits = logits_at(growth.tokens, depth, growth.seen, first)
+        given = following(growth.tokens, told, depth)
+        growth.add_children(preferred(logits.float(), given.flatten()).view(*given.shape, -1))
+    tokens, parents = growth.best()
+    no_q = torch.empty(0)
+    return GrownTrees(tokens, no_q, no_q, parents)
