@@ -18,7 +18,7 @@ from sequoia_vllm.tree import TokenTree
 _LABELS = ("model_name", "engine")  # as vLLM's
 
 Reason = Literal[
-    "asked", "structured_outputs", "thinking_token_budget",
+    "asked", "structured_outputs",
     "custom_logits_processors", "no_generation", "longer_than_draft",
     "max_tokens",
 ]  # fmt: skip

@@ -10,9 +10,12 @@ from tests.support.interpreted import call_on_v2
 from tests.support.thinking import CHOSEN, CLOSING, KINDS, both_answers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-SIZES = {"V1": {"count": 6, "max_tokens": 48}, "V2": {"count": 2, "max_tokens": 32}}
+SIZES = {"V1": {"count": 6, "max_tokens": 48}, "V2": {"count": 2, "max_tokens": 28}}
 # Interpreted kernels take their time.
-ON_V2 = ["json after thinking", "json while it thinks", "chosen logprobs"]
+ON_V2 = [
+    "json after thinking", "json while it thinks", "chosen logprobs", "budget of 11", "no budget",
+    "budget, then json",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["V1", "V2"])

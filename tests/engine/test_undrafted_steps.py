@@ -31,7 +31,6 @@ PROCESSORS = {
 REASONS: dict[str, dict[str, Any]] = {
     "asked": {"extra_args": {MOST_DRAFTS: 0}},
     "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{40,}")},
-    "thinking_token_budget": {"thinking_token_budget": 60},
 }
 # On V1 one of plain vLLM's fills is a copy. On V2 vLLM stores the drafts that a step does not have.
 _V2 = {"fill_": 1, "index": 1, "index_put_": 1}
@@ -41,7 +40,6 @@ SURPLUS: dict[str, dict[str, dict[str, int]]] = {
     "V1": {
         "asked": {"copy_": 1, CALLS: 57},
         "structured_outputs": {"copy_": 1, CALLS: 58},
-        "thinking_token_budget": {"copy_": 1, CALLS: 58},
         "decided": {"copy_": 1, CALLS: 55},
         "custom_processors": {"copy_": 1, CALLS: 50},
     },
@@ -49,7 +47,6 @@ SURPLUS: dict[str, dict[str, dict[str, int]]] = {
         "asked": {**_V2, CALLS: 63},
         # vLLM brings the drafts of requests with grammars to the host, though there are none.
         "structured_outputs": {**_V2, "_to_copy": 1, CALLS: 71},
-        "thinking_token_budget": {**_V2, CALLS: 63},
         "decided": {**_V2, CALLS: 63},
         "custom_processors": {**_V2, CALLS: 57},
         "asked, of a head": {

@@ -29,6 +29,8 @@ OPTIONS: dict[str, Any] = {
         "backend": "xgrammar", "reasoning_parser": "brackets", "reasoning_parser_plugin": __file__,
         "disable_any_whitespace": True,
     },
+    # What a budget forces has three tokens.
+    "reasoning_config": {"reasoning_parser": "brackets", "reasoning_end_str": "so\n)"},
 }  # fmt: skip
 SCHEMA = {
     "type": "object",
@@ -47,6 +49,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "choice after thinking": CHOICE,
     "json while it thinks": {**JSON, "logit_bias": {CLOSING: -100.0}},
     "json, edited": {**JSON, "repetition_penalty": 1.2, "min_tokens": 12},
+    "budget of 11": {"thinking_token_budget": 11},
+    "no budget": {"thinking_token_budget": 0},
+    "budget of 2, edited": {"thinking_token_budget": 2, "repetition_penalty": 1.2},
+    "budget never reached": {"thinking_token_budget": 500},
+    "budget, then json": {**JSON, "thinking_token_budget": 5, "logit_bias": {CLOSING: -100.0}},
     "chosen logprobs": {"logprob_token_ids": CHOSEN},
     "chosen logprobs, and others": {"logprob_token_ids": CHOSEN, "logprobs": len(CHOSEN)},
 }
@@ -76,7 +83,7 @@ def answers(
     found: dict[str, Any] = {}
     with running(config, **{**OPTIONS, **options}) as llm:
         for name, own in params.items():
-            texts = [f"{text} (" for text in prompts(len(own))]
+            texts = [f"{text}(" for text in prompts(len(own))]
             outputs = llm.generate(texts, own, use_tqdm=False)
             found[name] = answered(outputs) | {
                 "texts": [output.outputs[0].text for output in outputs],

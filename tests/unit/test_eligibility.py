@@ -86,12 +86,12 @@ SERVED = (
     with_grammar("xgrammar"),
     with_grammar("guidance"),
     params(logprob_token_ids=[3], logprobs=1),
+    params(thinking_token_budget=0),
 )
 UNSERVED = (
     (None, "no_generation"),
     (options(sequoia_max_drafts=0), "asked"),
     (with_grammar("outlines"), "structured_outputs"),
-    (params(thinking_token_budget=0), "thinking_token_budget"),
     (params(max_tokens=2), "max_tokens"),
     (params(max_tokens=1), "max_tokens"),
 )
@@ -101,12 +101,6 @@ def test_reasons_without_drafts():
     assert [reason_without_drafts(one) for one in SERVED] == [None] * len(SERVED)
     for one, reason in UNSERVED:
         assert reason_without_drafts(one) == reason
-
-
-def test_a_version_of_vllm_without_budgets_has_none():
-    kept = {"extra_args": None, "structured_outputs": None, "max_tokens": None}
-    assert reason_without_drafts(SimpleNamespace(**kept)) is None
-    assert may_carry_placeholders(SimpleNamespace(**kept))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +196,8 @@ def test_the_draft_reads_requests_that_get_a_tree_now_or_later():
 
 
 def test_requests_that_may_be_scored_like_those_with_trees():
-    refused = None, with_grammar("xgrammar"), params(thinking_token_budget=0)
-    assert [may_carry_placeholders(one) for one in refused] == [False] * 3
-    assert may_carry_placeholders(params(logprob_token_ids=[3], logprobs=1)) is True
+    refused = None, with_grammar("xgrammar")
+    assert [may_carry_placeholders(one) for one in refused] == [False] * 2
+    assert may_carry_placeholders(params(thinking_token_budget=0)) is True
     assert may_carry_placeholders(options(sequoia_max_drafts=0)) is True
     assert may_carry_placeholders(params(max_tokens=1)) is True

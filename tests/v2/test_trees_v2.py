@@ -203,8 +203,8 @@ def generate_special() -> dict[str, Any]:
 PADDED = [0, 1, 4]
 
 
-# They ask for no drafts, or have what trees cannot serve.
-UNDRAFTED = [1, 8]
+# It asks for no drafts.
+UNDRAFTED = [1]
 
 
 def counting_passes() -> Any:

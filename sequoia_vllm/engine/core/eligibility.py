@@ -73,8 +73,6 @@ def reason_without_drafts(sampling_params: Any) -> Reason | None:
         return "asked"
     if p.structured_outputs is not None and p.structured_outputs._backend not in grammar.BACKENDS:
         return "structured_outputs"
-    if getattr(p, "thinking_token_budget", None) is not None:
-        return "thinking_token_budget"
     if p.max_tokens is not None and p.max_tokens <= _LEAST_GAIN:  # no tree before the first token
         return "max_tokens"
     return None
@@ -155,9 +153,6 @@ def may_carry_placeholders(sampling_params: Any) -> bool:
 
     Its first row has the logits of decoding without drafts, with penalties and edits applied, and
     no other row of it is looked at. This does not hold where vLLM keeps something for each scored
-    row: a grammar's state, or a thinking budget.
+    row: a grammar's state.
     """
-    p = sampling_params
-    if p is None or p.structured_outputs is not None:
-        return False
-    return getattr(p, "thinking_token_budget", None) is None
+    return sampling_params is not None and sampling_params.structured_outputs is None

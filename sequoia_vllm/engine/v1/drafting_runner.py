@@ -25,6 +25,7 @@ from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.runner.tensor_parallel import survive_draft
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
 from sequoia_vllm.engine.v1.proposer import RootsV1, TreeProposerV1
+from sequoia_vllm.engine.v1.thinking_budgets import ThinkingBudgets
 from sequoia_vllm.engine.v1.verifier import truncation_of
 from sequoia_vllm.metrics.counts import StepStats
 from sequoia_vllm.step.grow import Draft, DraftSampling, GrownTrees
@@ -84,11 +85,13 @@ class DraftingRunner(CPUModelRunner):
             self._terms.pop(request_id, None)
             self._session_seeds.forget(request_id)
             self.draft_progress.forget(request_id)
+            self._forget_budget(request_id)
         for new in scheduler_output.scheduled_new_reqs:
             known = self.requests.get(new.req_id)
             if known is not None and new.req_id not in scheduler_output.finished_req_ids:
                 emitted = new.num_computed_tokens + 1 - known.num_prompt_tokens
                 self._session_seeds.continue_session(new.req_id, known.generator, emitted)
+            self._forget_budget(new.req_id)
             loaded = is_loaded(scheduler_output, new.req_id)
             self.draft_progress.start(new.req_id, new.num_computed_tokens, new.block_ids, loaded)
         cached = scheduler_output.scheduled_cached_reqs
@@ -108,6 +111,16 @@ class DraftingRunner(CPUModelRunner):
                 state.sampling_params, state.num_prompt_tokens, longest
             )
         return found
+
+    @cached_property
+    def _budgets(self) -> ThinkingBudgets | None:
+        """In an engine with a reasoning configuration, from its first step on."""
+        holder = self.input_batch.thinking_budget_state_holder
+        return None if holder is None else ThinkingBudgets(holder)
+
+    def _forget_budget(self, request_id: str) -> None:
+        if self._budgets is not None:
+            self._budgets.forget(request_id)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Does not judge the whole batch as vLLM does: `requests_to_read` decides per request."""

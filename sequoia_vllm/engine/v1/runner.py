@@ -1,5 +1,6 @@
 """vLLM's V1 CPU model runner with Sequoia trees; each method says what it replaces."""
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +24,6 @@ from sequoia_vllm.engine.v1.path_edits import edited_by_paths
 from sequoia_vllm.engine.v1.verifier import (
     combine_outputs,
     cut,
-    forget_stale_budgets,
     rows_of,
     truncation_of,
     without_discarded,
@@ -169,21 +169,20 @@ class SequoiaCPUModelRunner(DraftingRunner):
             ends = self.query_start_loc.gpu[1 : self.input_batch.num_reqs + 1]
             scored = spec_decode_metadata.logits_indices if spec_decode_metadata else ends - 1
             self.drafter.learn(scored, logits)
-        if self.input_batch.thinking_budget_state_holder is not None:
-            # The sampler gets one row per request, not one per draft. Requests with a budget have
-            # no drafts, and in a step without any the holder counts no rows for them: it forces the
-            # first request's tokens. Until: vLLM counts the rows that its sampler is given.
-            self.input_batch.thinking_budget_state_holder.in_spec_mode = False
-            forget_stale_budgets(self.input_batch.thinking_budget_state_holder, self._params())
         metadata = without_discarded(
             self.input_batch.sampling_metadata, self.discard_request_mask.np
         )
+        if (budgets := self._budgets) is not None:
+            budgets.follow([self.requests[name] for name in self.input_batch.req_ids])
+            metadata = replace(metadata, thinking_budget_state_holder=budgets)
         if trees is None:
             output = self.sampler(logits=logits, sampling_metadata=metadata)
             take_from_rank0(output.sampled_token_ids)
             return output
         params = self._params()
         edited = edited_by_paths(logits, trees, metadata, params, self.input_batch)
+        if budgets is not None:
+            edited = budgets.force_nodes(edited, trees)
         truncation = truncation_of(metadata, params)
         target = TargetDistribution(edited, metadata.temperature, truncation, cut)
         result = self._verify(trees, target, metadata)

@@ -1,6 +1,5 @@
 """The outcome of verification as the output of vLLM's V1 sampler, for the whole batch."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
-from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.step.score import StepState
@@ -142,15 +139,3 @@ def _logprobs(
         }
         return sampler.gather_specific_token_logprobs(values, by_row, emitted)
     return sampler.gather_logprobs(values, metadata.max_num_logprobs, emitted)
-
-
-def forget_stale_budgets(holder: ThinkingBudgetStateHolder, sampling_params: Sequence[Any]) -> None:
-    """Removes budgets from the rows of requests, in batch order, that have none.
-
-    vLLM keeps budgets by batch row. When a request ends, another one without a budget may move into
-    its row. The sampler would force the end of thinking on it, and on its neighbours with drafts.
-    """
-    if not holder.has_tracked_requests():
-        return
-    rows = [row for row, p in enumerate(sampling_params) if p.thinking_token_budget is None]
-    holder.sync_batch(BatchUpdate(len(sampling_params), removed=rows, added=(), moved=()))

@@ -35,6 +35,7 @@ from sequoia_vllm.engine.v2.drafting.tree_memory import log_added, most_masked
 from sequoia_vllm.engine.v2.path_copies import DraftingClock, PathCopies
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
 from sequoia_vllm.engine.v2.verification.path_edits import along_paths
+from sequoia_vllm.engine.v2.verification.thinking_budgets import PathBudgets
 from sequoia_vllm.engine.v2.verification.verifier import TreeVerifierV2
 from sequoia_vllm.metrics.counts import StepStats
 
@@ -114,10 +115,13 @@ class TreeRunner(GPUModelRunner):
         kinds = map(type, self.sampler.logits_processors)
         if any(not kind.__module__.startswith("vllm.") for kind in kinds):  # the user's own
             self.speculator.modes.give_no_drafts()
-        # Penalties and bad words take the rows before a node for its history. Until: vLLM's sampler
-        # is told each row's history.
+        # Penalties, bad words and budgets take the rows before a node for its history. Until:
+        # vLLM's sampler is told each row's history.
         self.sampler.logits_processors = along_paths(
             self.sampler.logits_processors, self._tables.parents
+        )
+        self.sampler.thinking_budget_state = PathBudgets(
+            self.sampler.thinking_budget_state, self._tables.parents, self._tables.ancestors
         )
         self._plain_prepare_attn = self.model_state.prepare_attn
         # Attention metadata has no place for a tree; the class of the model's state is vLLM's
