@@ -337,5 +337,5 @@ def _scoring(
 ) -> Variant:
     part = dict.fromkeys(("PART", "KEY_PART"), 16 if nodes > 32 else recurrent_tree._KEY_PART)
     constants, signature = {**heads, **part, "NODES": nodes}, {**inputs, "states": "*fp32"}
-    warps = 8 if nodes > 32 else 4
-    return Variant(f"{name} of trees of {nodes}", kernel, signature, constants, warps, num_stages=1)
+    warps, registers = (8, None) if nodes > 32 else (4, recurrent_tree.REGISTERS)
+    return Variant(f"{name} of trees of {nodes}", kernel, signature, constants, warps, 1, registers)

@@ -105,19 +105,19 @@ def score_gdn_kernel(
     # As vLLM's decoding kernel makes vectors of length 1.
     per_key = 1.0 / tl.sqrt(squared + 1e-6)
     wanted = strength[:, None] * (update - before * with_state * per_key[:, None])
-    strict = tl.where(node[:, None] != node[None, :], since, 0.0)
-    coupling = (strength * per_key)[:, None] * strict * with_keys * per_key[None, :]
+    coupling = (strength * per_key)[:, None] * since * with_keys * per_key[None, :]
+    coupling = tl.where((since < 0) | (node[:, None] == node[None, :]), 0.0, coupling)
     update = wanted
     # Forward substitution, a level of the tree at once: a level's rows hold after as many rounds.
     for _ in range(depth):
-        update = wanted - dot(coupling, update)
+        update = wanted - dot(coupling, tl.where(update * 0.0 == 0, update, 0.0))
     with_keys, with_state, squared = products(
         convolved + vectors + key_head * KEY, at_keys, states, exists, has_state, KEY, KEY_PART,
         NODES, PART,
     )  # fmt: skip
     per_query = (scale / tl.sqrt(squared + 1e-6))[:, None]
     reading = per_query * since * with_keys * per_key[None, :]
-    result = before * with_state * per_query + dot(reading, update)
+    result = before * with_state * per_query + sum_of_seen(reading, since, update)
 
     keep_head(
         result, update, decay, at_keys, per_key[:, None], output, updates, decays, keys, row,
@@ -162,7 +162,7 @@ def score_mamba_kernel(
     with_keys, with_state, _ = products(
         at_keys + HEADS * KEY, at_keys, states, exists, has_state, KEY, KEY_PART, NODES, PART
     )
-    result = tl.exp(decay)[:, None] * with_state + dot(since * with_keys, update)
+    result = tl.exp(decay)[:, None] * with_state + sum_of_seen(since * with_keys, since, update)
     result += tl.load(d + head).to(tl.float32) * x
     keep_head(
         result, update, decay, at_keys, 1.0, output, updates, decays, keys, row, exists, head,
@@ -199,13 +199,21 @@ def softplus(value):
 
 @triton.jit
 def decays_of(log_decay, slots, request, slot_rows, ancestors, max_nodes, node, exists):
-    """G of each node, and e^{G_i - G_j} where node i sees j, else 0."""
+    """G of each node, and e^{G_i - G_j} where node i sees j, else -1."""
     seen_at = (shape_row(slots, request, slot_rows) + node[:, None]) * max_nodes + node[None, :]
     both = exists[:, None] & exists[None, :]
     seen = tl.load(ancestors + seen_at, mask=both, other=0) != 0
     decay = tl.sum(tl.where(seen, log_decay[None, :], 0.0), axis=1)
     since = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0))
-    return decay, tl.where(seen, since, 0.0)
+    return decay, tl.where(seen, since, -1.0)
+
+
+@triton.jit
+def sum_of_seen(weights, since, update):
+    """Each node's weighted sum of the updates that it sees; NaN is a sum's that sees it alone."""
+    nothing = update * 0.0  # or NaN
+    weights += tl.sum(nothing, axis=1)[None, :]
+    return dot(tl.where(since < 0, 0.0, weights), tl.where(nothing == 0, update, 0.0))
 
 
 @triton.jit

@@ -41,6 +41,8 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 _LEAST = 16
 _NODES, _CHANNELS = 16, 128
 _KEY_PART = 32
+REGISTERS = 168
+"""Per thread, where trees have up to 32 nodes. Else the compiler spills to have 128."""
 _COMMITTED_CHANNELS, _COMMITTED_KEYS = 256, 64
 
 
@@ -230,6 +232,7 @@ def score_heads(
             KEY_PART=_LEAST if most > 32 else min(_KEY_PART, shape.key),
             NODES=max(_LEAST, triton.next_power_of_2(most)), PART=part,
             num_warps=8 if most > 32 else 4, num_stages=1,
+            maxnreg=None if most > 32 else REGISTERS,
         )  # fmt: skip
 
 

@@ -154,11 +154,14 @@ def commit_inputs_kernel(
 
 
 @triton.jit
-def _state_after(state, key, update, decay, tokens, PATH: tl.constexpr):
-    """The state after so many tokens of the path."""
+def _state_after(state, keys, updates, decay, tokens, PATH: tl.constexpr):
+    """The state after so many tokens of the path; later ones may be NaN, and are not read."""
     step = tl.arange(0, PATH)
+    taken = step < tokens
+    key = tl.load(keys, mask=taken[:, None], other=0.0)
+    update = tl.load(updates, mask=taken[:, None], other=0.0)
     last = tl.sum(tl.where(step == tokens - 1, decay, 0.0))
-    since = tl.where(step < tokens, tl.exp(tl.where(step < tokens, last - decay, 0.0)), 0.0)
+    since = tl.where(taken, tl.exp(tl.where(taken, last - decay, 0.0)), 0.0)
     return tl.exp(last) * state + dot(tl.trans(update * since[:, None]), key)
 
 
@@ -179,14 +182,12 @@ def commit_states_kernel(
     first, num_nodes, state_index = rows_and_state(cu_nodes, state_indices, request)
     path, tokens = _accepted_tokens(accepted, request, accepted_stride, depth, num_nodes, PATH)
     if tokens > 0:
-        taken = path >= 0
         row = tl.load(places + layer).to(tl.int64) * layer_rows + first + path
         at_key = (row[:, None] * HEADS + head // (VALUE_HEADS // HEADS)) * KEY + feature[None, :]
-        key = tl.load(keys + at_key, mask=taken[:, None], other=0.0)
         at_head = row * VALUE_HEADS + head
         at_update = at_head[:, None] * VALUE + value[None, :]
-        update = tl.load(updates + at_update, mask=taken[:, None], other=0.0)
-        decay = tl.load(decays + at_head, mask=taken, other=0.0)
+        own_keys, own_updates = keys + at_key, updates + at_update
+        decay = tl.load(decays + at_head, mask=path >= 0, other=0.0)
         blocks = tl.load(addresses + layer).to(tl.pointer_type(TYPE))
         blocks += (head * VALUE + value[:, None]) * KEY + feature[None, :]
         state = tl.load(blocks + state_index * block_stride).to(tl.float32)
@@ -194,7 +195,7 @@ def commit_states_kernel(
             block_table, table_stride, context_lens, request, tokens, block_size
         )
         if to_edge > 0:
-            at_edge = _state_after(state, key, update, decay, to_edge, PATH)
+            at_edge = _state_after(state, own_keys, own_updates, decay, to_edge, PATH)
             tl.store(blocks + edge_state * block_stride, at_edge.to(TYPE))
-        final = _state_after(state, key, update, decay, tokens, PATH)
+        final = _state_after(state, own_keys, own_updates, decay, tokens, PATH)
         tl.store(blocks + state_index * block_stride, final.to(TYPE))

@@ -154,6 +154,7 @@ def wave_kernel(
                         own_tokens, children + parent * children_stride, rank, part, vocabulary,
                         PART,
                     )  # fmt: skip
+                    left = tl.where(scale == scale, left, scale)  # NaN if the row is
                     own_part = own_partials + (node * num_parts + part) * 2
                     tl.store(own_part, left)
                     tl.store(own_part + 1, drafts)
@@ -325,8 +326,9 @@ def _after_rejection(
             # 1 - chance first: a certain path stays certain to the bit.
             chance = mass / (mass + (1.0 - chance))
         else:
-            # Impossible from here on; or still certain, except for rounding.
-            chance = tl.where(chance < 1.0, 0.0, chance)
+            # Impossible from here on; or still certain, except for rounding. A row of NaN keeps
+            # its chance, and accepts no child.
+            chance = tl.where((chance < 1.0) & (left == left), 0.0, chance)
         s = tl.sum(drafts.to(tl.float64), axis=0)
     return chance, a, k, c, s
 

@@ -1,5 +1,7 @@
 """Trees over recurrent layers against every path walked by the plain recurrence in float64."""
 
+from itertools import chain
+
 import pytest
 import torch
 
@@ -182,6 +184,52 @@ def test_large_trees(kind, reach):
 )
 def test_sizes_of_heads_that_models_have(kind, sizes):
     check(Batch([[-1, 0, 1, 0]], [4], sizes=sizes, own=False, kind=kind), tolerance=2e-4)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "conv"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_only_the_nodes_below(kind, value):
+    """In outputs, and in the states of paths that leave it out or end before it in a block."""
+    tree = [-1, 0, 0, 1, 2, 2, 3, 4]
+    found = []
+    for part in (None, "inputs", "gates"):
+        batch = Batch([tree], [8, 8], own=False, kind=kind)
+        if part is not None:
+            for each in batch.inputs if part == "inputs" else chain(*batch.gates):
+                each[2] = value
+        outputs = [output.clone() for output in batch.score()]
+        batch.commit([[0, 1, 3, 6], [0, 2, 4, 7]])
+        found.append([outputs, [each.clone() for each in (*batch.history, *batch.states)]])
+    below = torch.tensor([2, 4, 5, 7])
+    (expected, states), *spoilt = found
+    for outputs, kept in spoilt:
+        for output, finite in zip(outputs, expected, strict=True):
+            others = torch.ones(16, dtype=torch.bool)
+            others[below] = False
+            torch.testing.assert_close(output[others], finite[others])
+            if kind != "conv" and not (kind == "mamba" and value > 0):
+                assert not output[below].isfinite().flatten(1).all(dim=1).any()
+        for state, finite in zip(kept, states, strict=True):
+            torch.testing.assert_close(state, finite)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_at_an_edge_does_not_know_what_follows(kind):
+    """The path's last token is NaN, and a block of tokens ends before it."""
+    states = []
+    for value in (0.5, float("nan")):
+        batch = Batch([[-1, 0, 1, 2]], [4], own=False, kind=kind)
+        for each in batch.inputs:
+            each[3] = value
+        batch.score()
+        free = next(i for i in range(1, BLOCKS) if i not in batch.indices)
+        table = torch.full((1, 3), free, dtype=torch.int32)
+        batch.commit([[0, 1, 2, 3]], contexts=[5], table=table, block_size=8)
+        states.append([each[free].clone() for each in (*batch.history, *batch.states)])
+        assert not batch.states[0][batch.indices[0]].isfinite().all() or value == 0.5
+    for finite, state in zip(*states, strict=True):
+        assert finite.isfinite().all()
+        torch.testing.assert_close(state, finite)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -85,6 +85,20 @@ def test_other_modes_and_requests_without_rows(lanes):
     check(tree, requests[1::2], lanes)
 
 
+@pytest.mark.parametrize("method", ["traversal", "sequoia"])
+def test_a_token_after_which_the_target_is_nan_is_accepted_as_often_as_any(lanes, method):
+    """Half of the time here. Its child never is, and token 0 follows."""
+    target = np.log([[0.7, 0.3, 1e-9], [1, 1, 1], [0.2, 0.3, 0.5]]).astype(np.float32)
+    target[1] = np.nan
+    draft = np.log([[0.4, 0.6, 1e-9], [0.5, 0.25, 0.25]]).astype(np.float32)
+    requests = [Request([0, 1, 2], target, draft, seed=seed) for seed in range(100)]
+    found = run(TokenTree((-1, 0, 1)), requests, method=method)
+    accepted = [tokens for path, tokens in found if path]
+    assert 25 < len(accepted) < 75
+    assert all(path == [1] and tokens == [1, 0] for path, tokens in found if path)
+    assert all(tokens == [0] for path, tokens in found if not path)
+
+
 # -- the order -----------------------------------------------------------------------
 
 
