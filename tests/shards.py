@@ -62,7 +62,7 @@ SHARDS = (
         + of("engine", "large_trees", "undrafted_steps", "vocabularies")
         + ("tests/server",)
     ),
-    Shard(("tests/v2", "tests/kernels", "tests/unit", "tests/gpu_check")),
+    Shard(("tests/v2", "tests/kernels", "tests/ops", "tests/unit", "tests/gpu_check")),
     Shard(("tests/ray_examples", *of("gpu_rehearsal", "gpu_run", "server"))),
     Shard(of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots", "targets")),
     Shard(

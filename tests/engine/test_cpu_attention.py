@@ -6,8 +6,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from sequoia_vllm.attention import cpu_kernel
-from sequoia_vllm.attention.cpu_kernel import TreeQueries, keys_and_values, move_tokens
+from sequoia_vllm.attention.cpu_kernel import TreeQueries, keys_and_values
 from sequoia_vllm.engine.runner import cpu_attention
 from sequoia_vllm.engine.runner.cpu_attention import (
     CPUTreeAttentionImpl,
@@ -51,31 +50,6 @@ def test_layout_is_that_of_vllms_own_cache_update(dtype, head_size, isa):
     assert torch.equal(found_keys[block, :, offset], keys[kept])
     assert torch.equal(found_values[block, :, offset], values[kept])
     assert int((kv_cache != 0).sum()) == int((keys[kept] != 0).sum() + (values[kept] != 0).sum())
-
-
-def test_moved_tokens_are_those_written_there():
-    """Chains of moves (a slot is source and target) equal writing the tokens anew."""
-    generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 8, 3, 64, generator=generator)
-    slots = torch.randperm(4 * BLOCK, generator=generator)[:8]
-    moved, written = torch.zeros(2, 4, 3, BLOCK, 128)
-    write(moved, keys, values, slots, "vec")
-    write(written, keys, values, slots, "vec")
-    source, target = torch.tensor([2, 3, 6]), torch.tensor([1, 2, 3])
-    move_tokens(moved, slots[source], slots[target])
-    write(written, keys[source], values[source], slots[target], "vec")
-    assert torch.equal(moved, written)
-
-
-def test_compiled_moves_are_those_of_torch():
-    """In all layers of a group, and all heads."""
-    assert cpu_kernel.load_kernels() is not None
-    layers = torch.randn(2, 4, 3, BLOCK, 128, generator=torch.Generator().manual_seed(1))
-    expected, source, target = layers.clone(), torch.tensor([2, 40, 70]), torch.tensor([1, 2, 40])
-    for layer in expected:
-        move_tokens(layer, source, target)
-    cpu_kernel.CacheGroup(list(layers)).move_tokens(source, target)
-    assert torch.equal(layers, expected)
 
 
 @pytest.fixture(params=["kernel", "torch"])

@@ -1,4 +1,4 @@
-"""Tests of the kernels.
+"""Tests of the kernels alone; `tests/ops` has the laws that the host's code obeys, too.
 
 Those in `test_*_interpreted.py` run in processes whose Triton interprets kernels, which
 test_kernels.py starts; all others run where it compiles them.
@@ -33,6 +33,28 @@ def memory_checked():
     restore = memory_checks.install(checks) if checked else lambda: None
     yield checks
     restore()
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch):
+    """The interpreter multiplies the bit patterns of bfloat16: give it their values instead."""
+    if not INTERPRETED:
+        return
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def exact(handle):
+        if handle.dtype.scalar != bfloat16:
+            return handle
+        bits = handle.data.astype("uint32") << 16
+        return TensorHandle(bits.view("float32"), float32)
+
+    def patched(self, a, b, *rest):
+        return create_dot(self, exact(a), exact(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", patched)
 
 
 @pytest.fixture

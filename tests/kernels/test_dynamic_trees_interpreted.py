@@ -1,6 +1,7 @@
 """Dynamic trees of kernels: the likeliest paths, and tables that the target's pass reads."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.retrieval import preferred
 from tests.kernels import test_growth_interpreted as growing
 from tests.kernels.test_growth_interpreted import CONTEXTS, CPU, DEPTH, LONGEST, SLOTS, logits_after
+from tests.oracles.dynamic_trees import likeliest, paths_of
 
 TREE = TokenTree((-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 3, 5))
 # What requests' texts say comes next: nothing, or three tokens; 90 is none of the draft's.
@@ -22,24 +24,10 @@ TOLD = [[5, 7, 90], [-1] * 3, [-1] * 3, [10, 2, 3]]
 
 
 def scores_after(path, told):
-    """float64 ``[V]``: logarithms of Q, by the texts, too."""
-    is_told = told[0] >= 0 and path == told[: len(path)]
+    """float32 ``[V]``: what Q is the softmax of, by the texts, too."""
+    is_told = told[0] >= 0 and list(path) == told[: len(path)]
     given = torch.tensor([told[len(path)] if is_told else -1])
-    return preferred(logits_after(path)[None], given)[0].double().log_softmax(0)
-
-
-def likeliest(nodes, depth, told):
-    """Tokens of the tree's paths, the likeliest ones first."""
-    width, level, found = inner_width(nodes, depth, CHILDREN), {(): 0.0}, {}
-    for _ in range(depth):
-        below = {}
-        for path, value in level.items():
-            scores = scores_after(list(path), told).tolist()
-            best = sorted(range(len(scores)), key=lambda token: -scores[token])[:CHILDREN]
-            below |= {(*path, token): value + scores[token] for token in best}
-        found |= below
-        level = dict(sorted(below.items(), key=lambda item: -item[1])[:width])
-    return sorted(found, key=lambda path: -found[path])[: nodes - 1]
+    return preferred(logits_after(path)[None], given)[0]
 
 
 def texts():
@@ -64,24 +52,19 @@ def grown(drafts, retrieval=False):
     return tables, made[0], drafted.tokens[:, : drafts + 1]
 
 
-def paths_of(tokens, parents):
-    found = [()]
-    for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        found.append((*found[parent], token))
-    return found[1:]
-
-
 @pytest.mark.parametrize("drafts", [4, 7, 11])
 @pytest.mark.parametrize("retrieval", [False, True])
 def test_nodes_are_the_likeliest_ones(drafts, retrieval):
     """In this order; requests and padding beside each other change nothing."""
     _, trees, tokens = grown(drafts, retrieval)
-    depth = TREE.trim(drafts + 1).depth
+    nodes, depth = drafts + 1, TREE.trim(drafts + 1).depth
+    width = inner_width(nodes, depth, CHILDREN)
     for request, slot in enumerate(SLOTS):
         if slot >= 0:
-            parents = trees.parents[request, : drafts + 1].tolist()
+            parents = trees.parents[request, :nodes].tolist()
             own = TOLD[request] if retrieval else [-1] * DEPTH
-            expected = likeliest(drafts + 1, depth, own)
+            scores = partial(scores_after, told=own)
+            expected = likeliest(scores, nodes, depth, width, CHILDREN)
             assert paths_of(tokens[request].tolist(), parents) == expected
 
 

@@ -10,14 +10,10 @@ from sequoia_vllm.drafting.draft_plan import DraftPlan, inner_nodes, inner_rows
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
-from sequoia_vllm.kernels import begin_drafting as kernels
-from sequoia_vllm.kernels.begin_drafting import find_continuations
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SKIP
 from sequoia_vllm.kernels.node_masks import unpack_ancestors
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification import retrieval
-from sequoia_vllm.verification.retrieval import continuations
 
 CPU = torch.device("cpu")
 # One, two and one nodes with children at depths 0, 1 and 2.
@@ -242,24 +238,3 @@ def test_growth_reads_what_follows_and_keeps_the_last_states(most, chain):
     assert torch.equal(queries.ancestors, torch.ones_like(queries.ancestors).tril())
     first, _, *others = roots
     assert [first, *others] == [expected[2], expected[read - 2], expected[read - 1]]
-
-
-# -- What texts say comes next, against the function on the host -----------------------------
-
-
-@pytest.mark.parametrize(("window", "block"), [(8192, 1024), (16, 4), (8192, 8)])
-def test_they_are_those_of_the_host(window, block, monkeypatch):
-    monkeypatch.setattr(kernels, "_BLOCK", block)
-    for module in (kernels, retrieval):
-        monkeypatch.setattr(module, "WINDOW", window)
-    draw = torch.Generator().manual_seed(0)
-    texts = torch.randint(3, (30, 41), generator=draw, dtype=torch.int32)
-    texts[0, :20], texts[1, :9] = torch.tensor([2, 1]).repeat(10), 1
-    slots = torch.cat([torch.randperm(30, generator=draw), torch.tensor([-1])])
-    roots = torch.randint(41, (31,), generator=draw, dtype=torch.int32)
-    roots[slots == 0], roots[slots == 1], roots[5] = 19, 8, 0
-    told = torch.full((31, 5), -9)
-    find_continuations(texts, slots, roots, told)
-    expected = continuations(texts, slots[:-1], roots[:-1] + 1, 5)
-    assert torch.equal(told[:-1], expected)
-    assert 10 < (expected[:, 0] >= 0).sum() < 30

@@ -15,10 +15,11 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FILES = {
     file.stem.removeprefix("test_").removesuffix("_interpreted"): file
-    for file in sorted((ROOT / "tests" / "kernels").glob("test_*_interpreted.py"))
+    for files in ("kernels/test_*_interpreted.py", "ops/test_*.py")
+    for file in sorted((ROOT / "tests").glob(files))
 }
 # These have processes of their own; most others take less time than a process's imports.
-LONG = ["children", "mutants", "tree_attention", "verify"]
+LONG = ["attend", "children", "mutants", "tree_attention", "verify"]
 NAMES = {**{name: [name] for name in LONG}, "others": sorted(FILES.keys() - LONG)}
 
 

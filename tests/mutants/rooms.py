@@ -13,6 +13,7 @@ class Room(NamedTuple):
     name: str
     paths: str  # files and folders of the package
     tests: str  # files: ``unit/test_NAME.py``, or ``kernels/test_NAME_interpreted.py``
+    laws: str = ""  # files: ``ops/test_NAME.py``
     interpreted: bool = False  # with kernels, which Triton interprets
 
     @property
@@ -26,7 +27,8 @@ class Room(NamedTuple):
     def test_files(self) -> list[str]:
         """Paths of the tests, from the root."""
         form = "kernels/test_{}_interpreted.py" if self.interpreted else "unit/test_{}.py"
-        return [f"tests/{form.format(name)}" for name in self.tests.split()]
+        laws = [f"tests/ops/test_{name}.py" for name in self.laws.split()]
+        return [f"tests/{form.format(name)}" for name in self.tests.split()] + laws
 
 
 ROOMS = (
@@ -34,6 +36,7 @@ ROOMS = (
         "verification",
         "verification",
         "verifier verification_methods replaced retrieval sampling truncation",
+        laws="continue_texts",
     ),
     Room("tree", "tree", "optimize tree_bad_input tree_tables"),
     Room("eligibility", "engine/core/eligibility.py", "eligibility"),

@@ -3,6 +3,7 @@
 - `verification`: Algorithm 2 of the Sequoia paper, and drafting for it.
 - `laws`: what follows every outcome with its probability, and chi-square tests.
 - `attention`: tree attention over a paged KV cache, and the commit of accepted paths.
+- `dynamic_trees`: the likeliest paths of a draft.
 - `recurrence`: recurrent layers, token by token.
 - `random_numbers`: what the kernels' random numbers are.
 

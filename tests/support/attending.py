@@ -1,6 +1,7 @@
 """Calls `tree_attention` for batches of random requests in a paged cache."""
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
@@ -10,7 +11,12 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.kernels.node_masks import NodeMask
-from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
+from sequoia_vllm.kernels.tree_attention import (
+    TreeAttentionWorkspace,
+    choose_splits,
+    choose_tile,
+    tree_attention,
+)
 from tests.oracles.attention import (
     dense_attention,
     gathered,
@@ -26,7 +32,7 @@ class Batch:
     """Random requests in a paged cache whose unused positions hold NaN.
 
     With `extra`, the cache holds latents: keys of so many channels more than their values. `keys`
-    and `values` are those of the first of its `layers`.
+    and `values` are those of the first of its `layers`. With `is_block` all nodes see one another.
     """
 
     def __init__(
@@ -35,10 +41,13 @@ class Batch:
         block_size: int = 16, dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None, seed: int = 0, spare_blocks: int = 2,
         extra: int = 0, layers: int = 1, device: torch.device | str = "cpu",
+        is_block: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator(device).manual_seed(seed)
         nodes = nodes or max([*sizes, 1]) + first_node
         self.ancestors = random_ancestors(nodes, torch.Generator().manual_seed(seed)).to(device)
+        if is_block:
+            self.ancestors = torch.ones_like(self.ancestors)
         self.slots = torch.arange(len(contexts), device=device)
         self.first_node = first_node
         self.contexts = torch.tensor(contexts, dtype=torch.int32, device=device)
@@ -72,6 +81,18 @@ class Batch:
         self.ancestors = torch.stack(
             [random_ancestors(nodes, generator) for _ in range(len(self.slots) + 2)]
         )
+
+    def only(self, request: int) -> "Batch":
+        """A batch of this request alone, in the same cache."""
+        found, one = copy(self), slice(request, request + 1)
+        found.contexts, found.table, found.slots = (
+            self.contexts[one],
+            self.table[one],
+            self.slots[one],
+        )
+        found.query = self.query[self.starts[request] :]
+        found.starts = self.starts[request : request + 2] - self.starts[request]
+        return found
 
     def attend_to_contexts(self) -> tuple[Tensor, Tensor]:
         """Attention over contexts alone, and its log-sum-exps ``[Hq, T]``, as of another kernel."""
@@ -124,6 +145,15 @@ class Batch:
             **{**scales, **arguments},
         )  # fmt: skip
 
+    def splits(self, processors: int) -> int:
+        """How many splits `tree_attention` chooses for the batch."""
+        _, heads, head_size = self.query.shape
+        _, block_size, key_heads, _ = self.keys.shape
+        rows = (len(self.ancestors) - self.first_node) * heads // key_heads
+        tile = choose_tile(rows, head_size, self.query.element_size(), 90)
+        units = len(self.contexts) * key_heads * -(-rows // tile.rows)
+        return choose_splits(units, tile, processors, self.table.shape[1] * block_size)
+
     def drop_blocks_before(self, window: int) -> None:
         """Gives each request's blocks that lie before its root's window to somebody else."""
         size = self.keys.shape[1]
@@ -132,6 +162,9 @@ class Batch:
             for cache in (self.keys, self.values):
                 cache[row[:gone].long()] = float("nan")
             row[:gone] = len(self.keys) - 1  # as vLLM's null block: one for all
+            beyond = torch.arange(gone * size, max(0, context - window + 1))
+            for cache in (self.keys, self.values):
+                _fill_with_nan(cache, row[beyond // size].long(), beyond % size)
 
     def forget_from(self, ends: Sequence[int]) -> None:
         """Nobody has written what lies from these positions of the requests on."""

@@ -1,6 +1,4 @@
-"""Drafts from text: what a request's own says comes next, and the table of successors."""
-
-import random
+"""Drafts from text: how Q prefers what a request's own says, and the table of successors."""
 
 import numpy as np
 import pytest
@@ -10,32 +8,6 @@ from sequoia_vllm.drafters.lookup import table
 from sequoia_vllm.drafters.lookup.table import BY_RANK, OTHERS, SUCCESSORS, Successors
 from sequoia_vllm.verification import retrieval
 from sequoia_vllm.verification.sampling import draft_distribution
-
-
-def expected(text: list[int], depth: int) -> list[int]:
-    """By trying every place, the latest first."""
-    for length in range(retrieval.LONGEST, retrieval.SHORTEST - 1, -1):
-        for end in range(len(text) - 1, length - 1, -1):
-            if text[end - length : end] == text[-length:]:
-                ahead = text[end:]
-                return [ahead[place % len(ahead)] for place in range(depth)]
-    return [-1] * depth
-
-
-@pytest.mark.parametrize("window", [16, 8192])
-def test_continuations_are_those_of_the_latest_longest_match(window, monkeypatch):
-    monkeypatch.setattr(retrieval, "WINDOW", window)
-    draw = random.Random(1)
-    texts = [[draw.randrange(4) for _ in range(draw.randint(1, 40))] for _ in range(300)]
-    texts += [[2, 3] * 10, [1] * 9, [7], [7, 7], [1, 2, 3, 1, 2]]
-    held = torch.full((len(texts), 41), 3, dtype=torch.int32)  # what is behind a text is no text
-    for row, text in enumerate(texts):
-        held[row, : len(text)] = torch.tensor(text)
-    rows = torch.randperm(len(texts))
-    lengths = torch.tensor([len(texts[row]) for row in rows.tolist()], dtype=torch.int32)
-    found = retrieval.continuations(held, rows, lengths, depth=5)
-    assert found.tolist() == [expected(texts[row][-window:], 5) for row in rows.tolist()]
-    assert (found[:, 0] >= 0).sum() > 100
 
 
 def test_a_node_goes_on_with_the_match_if_it_has_its_token():

@@ -1,6 +1,5 @@
 """Index tables of a tree; and dynamic trees against a plain choice over paths."""
 
-import itertools
 import math
 
 import numpy as np
@@ -18,6 +17,7 @@ from sequoia_vllm.drafting.dynamic_trees import (
 )
 from sequoia_vllm.drafting.tree_tables import TreeTables, picked
 from sequoia_vllm.tree import TokenTree
+from tests.oracles.dynamic_trees import likeliest, paths_of
 from tests.support.reference_trees import trees
 
 CPU = torch.device("cpu")
@@ -142,35 +142,14 @@ def grown(drafts: list[Draft], nodes: int, depth: int):
     return growth.best()
 
 
-def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        found.append((*found[parent], token))
-    return found[1:]
-
-
-def chosen_plainly(draft: Draft, nodes: int, depth: int) -> list[tuple[int, ...]]:
-    """The likeliest paths, by dictionaries."""
-    width, level, found = inner_width(nodes, depth, CHILDREN_ON_CPUS), {(): 0.0}, {}
-    for _ in range(depth):
-        below = {}
-        for path, value in level.items():
-            logits = draft(path)
-            kept = logits.topk(min(CHILDREN_ON_CPUS, nodes - 1)).indices.tolist()
-            shares = (logits.double() - logits.double().logsumexp(0)).tolist()
-            below |= {(*path, token): value + shares[token] for token in kept}
-        found |= below
-        level = dict(itertools.islice(sorted(below.items(), key=lambda item: -item[1]), width))
-    return sorted(found, key=lambda path: -found[path])[: nodes - 1]
-
-
 @given(
     seeds=st.lists(st.integers(0, 1 << 20), min_size=1, max_size=3),
     nodes=st.integers(3, 20), depth=st.integers(2, 6), sharpness=st.floats(0.3, 6.0),
 )  # fmt: skip
 @settings(deadline=None, max_examples=60)
 def test_nodes_are_the_likeliest_ones(seeds, nodes, depth, sharpness):
-    if inner_width(nodes, depth, CHILDREN_ON_CPUS) == 0:
+    width = inner_width(nodes, depth, CHILDREN_ON_CPUS)
+    if width == 0:
         return
     drafts = [Draft(seed, sharpness) for seed in seeds]
     every_tokens, every_parents = grown(drafts, nodes, depth)
@@ -180,7 +159,7 @@ def test_nodes_are_the_likeliest_ones(seeds, nodes, depth, sharpness):
         assert tokens[0] == ROOT
         tree = TokenTree(tuple(parents))  # refuses what is no tree, and so any prefix
         assert tree.size == nodes
-        assert paths_of(tokens, parents) == chosen_plainly(draft, nodes, depth)
+        assert paths_of(tokens, parents) == likeliest(draft, nodes, depth, width, CHILDREN_ON_CPUS)
         assert layouts.depths[row].tolist() == tree.depths.tolist()
         assert layouts.ancestors[row].tolist() == tree.ancestor_mask.tolist()
 

@@ -136,7 +136,7 @@ def _has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
-def _batch(run: KernelRun, case: Case, **cache: int) -> Batch:
+def _batch(run: KernelRun, case: Case, **cache: Any) -> Batch:
     """A case's queries, trees, and a cache; the same each time."""
     heads, seed = case.heads, sum(case.sizes) + sum(case.contexts)
     return Batch(
