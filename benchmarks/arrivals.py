@@ -2,8 +2,9 @@
 
     python -m benchmarks.arrivals --out arrivals.json
 
-Steps take what they took on an H200 (`tests.support.h200_arrivals`). The oracle knows the fastest
-number of drafts at each batch size. Each error is that of the times measured at start.
+Steps take what they took on an H200 (`tests.support.h200_arrivals`). An oracle knows the fastest
+number of drafts at each batch size. There are two: they count steps that read prompts differently.
+Each error is that of the times measured at start; "none": nothing was measured.
 """
 
 import json
@@ -20,6 +21,7 @@ from tests.support import h200_arrivals as h200
 
 app = typer.Typer(add_completion=False)
 _UNTIL = (2.0, 5.0, 30.0, 120.0)  # seconds
+_ERRORS = (0.02, 0.1, None)
 
 
 @app.command()
@@ -27,13 +29,14 @@ def arrivals(
     rates: Annotated[str, typer.Option(help="Comma-separated requests a second.")] = "16,48",
     seconds: Annotated[float, typer.Option(help="Length of a trace.")] = 30.0,
     seeds: Annotated[int, typer.Option(help="Traces of each rate.")] = 5,
+    first: Annotated[int, typer.Option(help="The first seed; tests take those from 0.")] = 1000,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Serves traces with the controller; prints the lost share of the oracle's capacity."""
     rows = []
     for rate in numbers("--rates", rates):
-        for error in (0.02, 0.1):
-            rows.append(_row(rate, error, seconds, seeds))
+        for policy in ("oracle", "oracle, fixed share", *_ERRORS):
+            rows.append(_row(rate, policy, seconds, range(first, first + seeds)))
             typer.echo(json.dumps(rows[-1]))
     shown = [[str(value) for value in row.values()] for row in rows]
     typer.echo(markdown_table(list(rows[0]), shown))
@@ -41,20 +44,28 @@ def arrivals(
         out.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
 
 
-def _row(rate: int, error: float, seconds: float, seeds: int) -> dict[str, float]:
-    oracle, lost, answers = h200.oracle(rate), [], []
+def _row(rate: int, policy: str | float | None, seconds: float, seeds: range) -> dict[str, object]:
+    """Serves by a controller with this error of its times, or by the table of an oracle."""
+    oracles = {"": h200.oracle(rate), ", fixed share": h200.oracle(rate, fixed_share=True)}
     until = [end for end in _UNTIL if end <= seconds]
-    for seed in range(seeds):
-        controlled = h200.controller(h200.table(error, np.random.default_rng(seed + 99)))
+    lost: dict[str, list[float]] = {}
+    answers = []
+    for seed in seeds:
         trace = h200.arrivals(rate, seconds, seed)
-        steps = h200.serve(controlled.lookup, controlled.observe, trace, seed + 1)
-        lost.append([oracle.lost(steps, end) for end in until])
+        if isinstance(policy, str):
+            steps = h200.serve(oracles[policy.removeprefix("oracle")].lookup, None, trace, seed + 1)
+        else:
+            rng = np.random.default_rng(seed + 99)
+            controlled = h200.controller(None if policy is None else h200.table(policy, rng))
+            steps = h200.serve(controlled.lookup, controlled.observe, trace, seed + 1)
+        for name, oracle in oracles.items():
+            for end in until:
+                lost.setdefault(f"lost in {end:g} s{name}", []).append(oracle.lost(steps, end))
         answers.append(np.mean([request.last - request.arrival for request in trace]))
-    shares = np.mean(lost, axis=0).round(4).tolist()
     return {
         "arrivals a second": rate,
-        "error of times": error,
-        **{f"lost in {end:g} s": share for end, share in zip(until, shares, strict=True)},
+        "table, or error of times": "none" if policy is None else policy,
+        **{name: round(float(np.mean(shares)), 4) for name, shares in lost.items()},
         "answer, ms": round(1e3 * float(np.mean(answers)), 1),
     }
 

@@ -13,7 +13,7 @@ import numpy as np
 from sequoia_vllm.adaptation.prompt_steps import Gain, PromptSteps
 from sequoia_vllm.adaptation.state import AdaptationState, FadingAcceptance, Workload
 from sequoia_vllm.adaptation.step import Step
-from sequoia_vllm.adaptation.step_times import Floats, StepTimes, assumed_seconds
+from sequoia_vllm.adaptation.step_times import Floats, StepTimes, Timed, assumed_seconds
 from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
 
@@ -32,6 +32,7 @@ _SHARE_FADES = 0.02  # weight of one step in shares of requests and of time
 _CONTEXT_FADES = 0.01
 # Accepted tokens that count as received before any was: a single end says little.
 _RECEIVED = 16.0
+_DOUBT_MEASURED = 0.3  # of times that are measured at start, see `StepTimes`
 # Share of the time that probes may lose.
 _MOST_LOST = 0.005
 # Steps from one probe to the next while nothing is drafted; and until plain steps are first timed.
@@ -145,6 +146,12 @@ class DraftController:
             self._changed_at = self._steps
         if self._steps - self._changed_at >= _SETTLED and self._steps % _LATER == 0:
             self._say(step)
+
+    def take_times(self, timed: Sequence[Timed]) -> None:
+        """Starts anew from times of steps that were measured before the engine served."""
+        self._times = self._times.measured(timed, _DOUBT_MEASURED)
+        self._choose(slice(1, None))
+        self._publish()
 
     def decided(self, batch_size: int) -> int:
         """Drafts at this batch size, probes left out."""

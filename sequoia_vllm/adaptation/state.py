@@ -23,6 +23,9 @@ _FEWEST_TREES = 500.0
 HALF_LIFE = 1000.0
 # After this many offers, a position's own count weighs as much as the mean over all depths.
 _POOLED = 8.0
+# Offers at all depths together that the prior counts as, at first: else an engine's first trees
+# decide. It fades with the counts.
+_ASSUMED = 2.0
 
 
 class StateError(SequoiaError, ValueError):
@@ -80,7 +83,7 @@ class FadingAcceptance:
         self._tree = tree
         self._prior = prior or REFERENCE_ACCEPTANCE
         self.trees = 0.0
-        self._vector_trees = prior_trees
+        self._vector_trees, self._assumed = prior_trees, _ASSUMED
         self._expected: NDArray[np.float64] | None = None  # cached until counts change
         self._offered, self._accepted = np.zeros((2, tree.depth, tree.max_branch))
         self._dynamic = np.zeros((2, tree.size))  # of dynamic trees: scored and accepted nodes
@@ -92,6 +95,7 @@ class FadingAcceptance:
         self.trees = kept * self.trees + counts.trees
         static = counts.trees - int(counts.scored_nodes[0])
         self._vector_trees = 0.5 ** (static / HALF_LIFE) * self._vector_trees + static
+        self._assumed *= kept
         self._dynamic = kept * self._dynamic + [counts.scored_nodes, counts.accepted_nodes]
         self._offered = kept * self._offered + counts.offered
         self._accepted = kept * self._accepted + counts.accepted
@@ -105,6 +109,7 @@ class FadingAcceptance:
         self.trees *= kept
         self._offered, self._accepted = kept * self._offered, kept * self._accepted
         self._dynamic *= kept
+        self._assumed *= kept
         return kept
 
     def estimate(self) -> Acceptance:
@@ -116,7 +121,8 @@ class FadingAcceptance:
         rows = np.minimum(np.arange(shape[0]), len(prior) - 1)
         elsewhere = _padded(prior[rows], shape)
         seen = offered.sum(axis=0) > 0
-        elsewhere[:, seen] = accepted.sum(axis=0)[seen] / offered.sum(axis=0)[seen]
+        pooled = accepted.sum(axis=0) + self._assumed * elsewhere
+        elsewhere[:, seen] = (pooled / (offered.sum(axis=0) + self._assumed))[:, seen]
         table = (accepted + _POOLED * elsewhere) / (offered + _POOLED)
         assumed = table[:, ~seen].sum(axis=1, keepdims=True)
         room = 1 - table[:, seen].sum(axis=1, keepdims=True)

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from sequoia_vllm.tree import TokenTree
 
 Floats = NDArray[np.float64]
+Timed = tuple[int, int, float]
+"""Drafts, batch size, and seconds of a step."""
 
 # Standard deviations of the table's error, in logarithms, where nothing is measured: of all times
 # together, of all steps with drafts, for each doubling of rows and of nodes, of neighbours alike,
@@ -159,8 +161,27 @@ class StepTimes:
         result: Floats = np.sqrt(np.maximum(variances, 0.0))
         return result
 
-    def to_list(self) -> list[tuple[int, int, float]]:
-        """(drafts, batch size, seconds without contexts) of the kinds of steps that were seen."""
+    def measured(self, timed: Sequence[Timed], doubt: float) -> "StepTimes":
+        """Starts from these times of steps, and doubts them so much.
+
+        A batch takes as long as the next larger one. Beyond the last, and for numbers without any,
+        ratios are the table's.
+        """
+        table, batches = np.exp(self._table), np.arange(len(self._batch))
+        table *= np.mean(
+            [took / table[self._place[n], b] for n, b, took in timed if n in self._place]
+        )
+        for place, drafts in enumerate(self.sizes):
+            known = sorted((batch, took) for number, batch, took in timed if number == drafts)
+            if known:
+                sizes, seconds = np.array(known).T
+                at, last = np.searchsorted(sizes, batches), int(sizes[-1])
+                table[place] *= seconds[-1] / table[place, last]
+                table[place, : last + 1] = seconds[at[: last + 1]]
+        return StepTimes(self.sizes, table, doubt)
+
+    def to_list(self) -> list[Timed]:
+        """Times without contexts of the kinds of steps that were seen."""
         last = len(self._batch) - 1
         return [
             (self.sizes[place], size, self.seconds(self.sizes[place], size))
@@ -168,7 +189,7 @@ class StepTimes:
             if (size := min(1 << octave, last))
         ]
 
-    def restore(self, times: list[tuple[int, int, float]]) -> None:
+    def restore(self, times: list[Timed]) -> None:
         """Starts from an earlier engine's times; a few new steps outweigh them."""
         for drafts, batch_size, seconds in times:
             if 1 <= batch_size < len(self._batch):

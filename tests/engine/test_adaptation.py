@@ -14,6 +14,7 @@ from sequoia_vllm.adaptation.step_times import StepTimes
 from sequoia_vllm.engine.common.step_messages import StepOutcome
 from sequoia_vllm.engine.core import adapting
 from sequoia_vllm.engine.core.adapting import SchedulerAdapter
+from sequoia_vllm.engine.v2.graph_times import decode_times
 from sequoia_vllm.engine.v2.path_copies import DraftingClock
 from sequoia_vllm.tree import TokenTree, optimize_tree
 from sequoia_vllm.tree.acceptance import REFERENCE_ACCEPTANCE
@@ -168,6 +169,30 @@ def test_on_gpus_a_step_ends_with_its_drafting(told):
     assert [step.seconds for step in told.steps] == pytest.approx([0.8, 0.6, 0.8, 0.6, 0.6])
     assert [step.prompts for step in told.steps] == [99, 0, 49, 0, 0]
     assert [step.paths for step in told.steps] == [b"one", b"two", b"", b"three", b""]
+
+
+def test_times_that_a_worker_measured_at_start_are_taken_once(told):
+    adapter, timed = SchedulerAdapter(told, "a-pair", keeps=False), []
+    told.take_times = timed.append
+    for times in (((3, 1, 0.02),), ()):
+        adapter.before_step(1.0, set())
+        outcome = StepOutcome(times=times)
+        adapter.follow(step_of(cached=[("a", 4, 3, 9)]), outcome, 0, 1.5, is_busy=True)
+    assert timed == [((3, 1, 0.02),)]
+
+
+def test_graphs_of_a_decode_step_are_added_up():
+    """The smallest that fit; without one of a kind that others have, a time is not known."""
+    depths = [0, 1, 2, 2]
+    target = {("target", 1, 1): 1.0, ("target", 1, 4): 2.0, ("target", 4, 2): 3.0}
+    growth = {("growth", 3, 1): 0.25, ("growth", 3, 2): 0.5, ("growth", 3, 4): 0.75}
+    model = {**target, **growth, ("read", 2, 8): 90.0, ("read", 3, 2): 0.125}
+    found = [(0, 1, 1.0), (0, 4, 2.0), (3, 1, 3.375), (3, 2, 3.625)]
+    assert decode_times(model, depths) == found  # none scores four trees of three drafts
+    lookup = {**target, **growth}  # no model reads anything
+    assert decode_times(lookup, depths)[2:] == [(3, 1, 3.25), (3, 2, 3.5)]
+    head = {**model, ("keys", 1, 2): 0.5, ("dynamic growth", 3, 2): 7.0}
+    assert decode_times(head, depths) == [(0, 1, 1.5), (3, 1, 10.125), (3, 2, 10.125)]
 
 
 def test_a_gpu_times_drafting_without_being_waited_for(monkeypatch):

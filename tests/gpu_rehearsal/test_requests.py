@@ -1,6 +1,7 @@
 """Requests that join, end, are aborted and preempted, on the GPU engine under its graphs."""
 
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def run(models: str) -> dict[str, Any]:
 
     The contexts of the last are read by FlashAttention.
     """
-    from gpu_stand_in import flash_attention
+    from gpu_stand_in import flash_attention, graphs
 
     target, draft = save_related_pair(Path(models))
     requests, long = random_prompts(LENGTHS), random_prompts(LONG)
@@ -51,12 +52,22 @@ def run(models: str) -> dict[str, Any]:
     with rehearsing(None, **options, max_model_len=MAX_LEN) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, requests, params())}
         answers["plain long"] = generate(llm, long, params(LONG))
+    # Here, as an engine has put the stand-ins in place.
+    from sequoia_vllm.engine.v2.graph_times import ReplayClock
+
     tiers = sequoia(
         size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=TIERS, adapt=True
     )
-    with rehearsing(
-        tiers, **options, max_model_len=MAX_LEN, attention_backend="TRITON_ATTN"
-    ) as llm:
+    before = graphs.report()
+    with (
+        noting(ReplayClock, "time", lambda clock, graph, replay: graph) as timed,
+        rehearsing(tiers, **options, max_model_len=MAX_LEN, attention_backend="TRITON_ATTN") as llm,
+    ):
+        answers["timed"] = {"graphs": sorted(timed), "held": uniform_graphs(llm), **since(before)}
+        times = [deepcopy(scheduler_of(llm).adapter.controller._times)]
+        generate(llm, requests[:1], params()[:1])
+        times.append(scheduler_of(llm).adapter.controller._times)
+        answers["timed"]["times"] = [[one.seconds(n, 1) for n in (0, 3, 7)] for one in times]
         scheduler_of(llm).end_adaptation()  # decided on below
         answers["tiers"] = generate_with_trees(llm, requests, params())
         answers["any"] = decide_often(llm, requests, most=[7] * 5, params=params())
@@ -65,6 +76,7 @@ def run(models: str) -> dict[str, Any]:
         answers["fewer"] = decide_often(llm, requests[:3], scheduled, params()[:3])
         answers["joining"] = join_and_abort(llm, requests, params(), ABORTED)
         answers["long"] = join_and_abort(llm, long, params(LONG), ABORTED)
+        answers["timed"]["captured later"] = since(before)["captured"]
         answers["least token"] = int(runner_of(llm).speculator.drafted.tokens.min())
     # Blocks for two or three requests; eight nodes at once of each, of 26 at most.
     parents = [-1, *[0] * 8, *range(1, 9)]
@@ -90,6 +102,15 @@ def run(models: str) -> dict[str, Any]:
         answers["pressed"] |= {"rows": sum(rows, Counter()), "attended rows": attended}
     answers["pressed"]["over contexts"] = flash_attention.attended[False]
     return answers
+
+
+def uniform_graphs(llm: Any) -> list[tuple[str, int, int]]:
+    """All graphs of decode steps: what they do, tokens or drafts of each request, requests."""
+    runner = runner_of(llm)
+    held = {"target": runner.cudagraph_manager, **runner.speculator.graphs}
+    shapes = [(kind, shape) for kind, one in held.items() for shape in one.graphs]
+    found = [(kind, shape.uniform_token_count, shape.num_reqs) for kind, shape in shapes]
+    return sorted(graph for graph in found if graph[1])
 
 
 def rows_of(output: Any) -> Counter[str]:
@@ -122,6 +143,18 @@ def decide_often(
 
 
 answers = called_once(call_on_gpu, run)
+
+
+def test_an_engine_that_adapts_has_timed_each_graph_before_it_serves(answers):
+    """Each three times, and no other; none is captured later. The core has the times at once."""
+    found = answers["timed"]
+    assert found["graphs"] == found["held"]
+    assert {kind for kind, _, _ in found["held"]} == {"target", "read", "growth"}
+    assert sum(found["replayed"].values()) == 3 * len(found["held"])
+    assert found["captured"] == found["captured later"]
+    assumed, measured = found["times"]
+    assert 1.0 <= assumed[0] < assumed[2]  # relative to a pass that reads the weights
+    assert 0 < measured[0] < measured[2] != assumed[2]
 
 
 def test_tiers_of_a_schedule_are_replayed(answers):

@@ -7,7 +7,7 @@ drafts are accepted in 0.40 of cases. The acceptance of later children is assume
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.step import Step
+from sequoia_vllm.adaptation.step_times import assumed_seconds
 from sequoia_vllm.library.tree_library import find_vector
 from sequoia_vllm.tree import TokenTree, optimize_tree
 from tests.support.open_loop import Machine, Request, Server, poisson, walks_of
@@ -23,6 +24,7 @@ SIZES = [1, 3, 8, 15, 31]
 HEAD = (0.40, 0.13, 0.07, 0.045, 0.03, 0.025, 0.02, 0.015)
 MOST_RUNNING = 32
 ANSWER = 64  # tokens
+_KNEE_GPU, _DOUBT_GPU = 150.0, 0.6  # as `engine.core.adapting` assumes where nothing is measured
 READING = 0.015  # seconds of a step that reads a prompt, 0.002 more with drafts: the host bounds it
 _ROWS = (1, 8, 32, 64, 96, 128, 160, 256, 512, 1024)
 _SECONDS = (0.0045, 0.0046, 0.0048, 0.0051, 0.0055, 0.00595, 0.0063, 0.0079, 0.013, 0.024)
@@ -91,10 +93,20 @@ def table(error: float, rng: np.random.Generator) -> np.ndarray:
     )
 
 
-def controller(times: np.ndarray, doubt: float = 0.3) -> DraftController:
-    """A controller as on GPUs, that begins with these times."""
+def controller(times: np.ndarray | None) -> DraftController:
+    """A controller as on GPUs: these times were measured at start; None: none were."""
     whole = [0] + [SIZES[-1]] * MOST_RUNNING
-    return DraftController(tree(), whole, whole, SIZES, lambda _: times, doubt, host_bound=True)
+    assumed = partial(assumed_seconds, tree(), MOST_RUNNING, knee=_KNEE_GPU)
+    controlled = DraftController(tree(), whole, whole, SIZES, assumed, _DOUBT_GPU, host_bound=True)
+    if times is not None:
+        controlled.take_times(
+            [
+                (drafts, batch_size, float(times[place, batch_size]))
+                for place, drafts in enumerate([0, *SIZES])
+                for batch_size in range(1, MOST_RUNNING + 1)
+            ]
+        )
+    return controlled
 
 
 @dataclass(frozen=True)
@@ -143,10 +155,15 @@ def arrivals(
 
 @dataclass(frozen=True)
 class Oracle:
-    """Knows the fastest drafts at each batch size, with the steps there that read prompts."""
+    """Knows the fastest drafts at each batch size, with the steps there that read prompts.
+
+    With a ``fixed_share`` the share of these steps does not depend on the choice. Then tokens pay
+    that come without fewer prompts, though prompts are as many however many tokens a step brings.
+    """
 
     lookup: list[int]
     shares: list[float]  # by batch size, of steps that read prompts
+    fixed_share: bool = False
 
     def speed(self, batch_size: int, drafts: int) -> float:
         """Tokens per second of a request.
@@ -156,7 +173,7 @@ class Oracle:
         """
         seconds, share = decode_seconds(drafts, batch_size), self.shares[batch_size]
         added = max(READING + 2e-3 * (drafts > 0) - seconds, 1e-3) * share
-        if share in (0.0, 1.0):
+        if share in (0.0, 1.0) or self.fixed_share:
             return tokens_of(drafts) / (seconds + added)
         apart = -(1 - share) * np.log(1 - share) / share
         usual = tokens_of(self.lookup[batch_size]) / tokens_of(drafts)
@@ -175,9 +192,9 @@ class Oracle:
 
 
 @cache
-def oracle(rate: float) -> Oracle:
+def oracle(rate: float, fixed_share: bool = False) -> Oracle:
     """What is best at this rate of arrivals, by what its own servers see of prompts."""
-    found = Oracle([SIZES[-1]] * (MOST_RUNNING + 1), [0.0] * (MOST_RUNNING + 1))
+    found = Oracle([SIZES[-1]] * (MOST_RUNNING + 1), [0.0] * (MOST_RUNNING + 1), fixed_share)
     for _ in range(3):
         counts = np.zeros((2, MOST_RUNNING.bit_length() + 1))
         for seed in (50, 51):
@@ -185,10 +202,10 @@ def oracle(rate: float) -> Oracle:
                 counts[int(step.prompts > 0), step.batch_size.bit_length()] += 1
         by_octave = counts[1] / np.maximum(counts.sum(axis=0), 1)
         shares = [float(by_octave[b.bit_length()]) for b in range(MOST_RUNNING + 1)]
-        found = Oracle(found.lookup, shares)
+        found = replace(found, shares=shares)
         best = [
             max([0, *SIZES], key=partial(found.speed, batch_size))
             for batch_size in range(1, MOST_RUNNING + 1)
         ]
-        found = Oracle([0, *best], shares)
+        found = replace(found, lookup=[0, *best])
     return found

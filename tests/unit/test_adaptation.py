@@ -140,12 +140,14 @@ def test_speculation_that_does_not_pay_is_off_within_50_steps(batch_size, sizes)
 @pytest.mark.parametrize("batch_size", [1, 6, 64])
 def test_speculation_is_on_within_200_steps_where_the_load_changes(batch_size):
     """However long it was off, if a probe costs little; here a third of a step."""
+    idle = []
     for seed in range(4):
         for off in (100, 3000):
             engine = Engine(controller(), NONE, batch_size, slope=0.01, draft=0.1, seed=seed)
-            assert engine.run(off).history[-20:].count(0) > 10
+            idle.append(engine.run(off).history[-50:].count(0) / 50)
             engine.acceptance = CODE
             assert engine.run(200).controlled.decided(batch_size) > 0
+    assert np.mean(idle) > 0.7  # a few accepted drafts may seem to pay for some steps
 
 
 @pytest.mark.parametrize("rate", [16, 48])
@@ -162,25 +164,23 @@ def test_arrivals_lose_little_of_what_the_fastest_drafts_would_bring(rate, error
     assert np.mean(lost) < most
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "least"), [(1, 0.93), (2, 0.93), (4, 0.97), (8, 0.97), (16, 0.97), (32, 0.97)]
-)
-def test_fresh_engines_are_near_the_best_fixed_number_after_30_steps(batch_size, least):
-    """By the same prices, at one batch size. Few trees say little of the last of 31 drafts."""
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8, 16, 32])
+def test_fresh_engines_are_near_the_best_fixed_number_after_30_steps(batch_size):
+    """By the same prices, at one batch size: one or two requests verify some 30 to 60 trees."""
     sizes = [0, *h200_arrivals.SIZES]
     speeds = [
         h200_arrivals.tokens_of(drafts) / h200_arrivals.decode_seconds(drafts, batch_size)
         for drafts in sizes
     ]
     found = []
-    for seed in range(4):
+    for seed in range(12):
         controlled = h200_arrivals.controller(
             h200_arrivals.table(0.02, np.random.default_rng(seed))
         )
         trace = [Request(0.0, 1, 60, h200_arrivals.HEAD, n + 99 * seed) for n in range(batch_size)]
         h200_arrivals.serve(controlled.lookup, controlled.observe, trace, seed)
         found.append(speeds[sizes.index(controlled.decided(batch_size))] / max(speeds))
-    assert np.mean(found) > least
+    assert np.mean(found) > 0.97
 
 
 @pytest.mark.parametrize("sizes", [SIZES, FINER])
@@ -732,6 +732,33 @@ def test_times_that_are_half_wrong_are_learned(wrong):
     assert times.seconds(7, 4) == pytest.approx(true[3, 4], rel=0.3)
     assert (times.doubts(3, 1)[[0, 2, 4]] < 0.05).all()
     assert (times.doubts(3, 1) < step_times().doubts(3, 1) + 1e-9).all()
+
+
+def test_times_that_were_measured_at_start_replace_what_was_assumed():
+    """A batch takes a larger one's graph; without graphs ratios are as assumed."""
+    timed = [(0, 1, 0.01), (0, 4, 0.012), (7, 1, 0.02), (7, 2, 0.024), (9, 1, 7.0)]
+    assumed, times = step_times(), step_times().measured(timed, 0.3)
+    for drafts, batch_size, seconds in ((0, 1, 0.01), (0, 2, 0.012), (0, 3, 0.012), (7, 2, 0.024)):
+        assert times.seconds(drafts, batch_size) == pytest.approx(seconds)
+
+    def more(of: StepTimes, drafts: int, first: int, second: int) -> float:
+        return of.seconds(drafts, second) / of.seconds(drafts, first)
+
+    for drafts, first in ((0, 4), (7, 2), (3, 1)):
+        assert more(times, drafts, first, 64) == pytest.approx(more(assumed, drafts, first, 64))
+    assert 0.01 < times.seconds(3, 1) < 0.024
+    assert (times.doubts(7, 1) < step_times().doubts(7, 1) + 1e-9).all()
+
+
+@pytest.mark.parametrize(("slope", "drafts"), [(1e-4, 15), (1.0, 0)])
+def test_measured_times_decide_before_any_step(slope, drafts):
+    controlled = controller(7)
+    timed = [(n, size, 1 + slope * n) for n in (0, *SIZES) for size in (1, 8, 64)]
+    controlled.take_times(timed)
+    assert set(controlled.lookup[1:]) == {drafts}
+    # As certain as they are, a few other steps change them.
+    engine = Engine(controlled, CODE).run(50)
+    assert engine.controlled.decided(1) > 0
 
 
 def test_contexts_are_told_from_the_rest():

@@ -9,13 +9,14 @@ stored a block before the draft read its tokens. So a draft model reads them aga
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
+from sequoia_vllm.adaptation.step_times import Timed
 from sequoia_vllm.metrics.prometheus import Reason
 
 REPORT = "sequoia_report"  # field that is added to SchedulerStats
@@ -35,6 +36,7 @@ class StepOutcome:
     """Seconds from the outcomes of steps to the ends of their drafting, of the steps that have
     ended since, in order; None: outcomes come after drafting."""
     drafted: float = 0.0  # seconds of drafting before the outcome
+    times: Sequence[Timed] = ()  # of decode steps, if the worker timed graphs; the first says it
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ class SchedulerAdapter:
             now: When its outcome came, by ``time.perf_counter``.
             is_busy: Whether requests go on.
         """
+        if outcome.times:
+            self.controller.take_times(outcome.times)
         self._follow_requests(scheduled)
         requests = len(scheduled.num_scheduled_tokens)
         drafts = scheduled.num_spec_tokens_to_schedule

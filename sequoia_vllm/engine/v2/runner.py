@@ -1,5 +1,6 @@
 """Model Runner V2 with token trees."""
 
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pkgutil import resolve_name
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from sequoia_vllm.adaptation.step_times import Timed
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_levels import SlotTables
 from sequoia_vllm.drafting.tree_tables import TreeTables
@@ -52,6 +54,7 @@ class TreeRunner(GPUModelRunner):
     """
 
     backend_class: type[TreeBackend]  # tree attention and commit of the device
+    step_times: Sequence[Timed] = ()  # of decode steps, measured at start, until they are told
     rejection_sampler: TreeVerifierV2
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:

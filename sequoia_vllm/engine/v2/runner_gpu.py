@@ -1,5 +1,7 @@
 """Model Runner V2 with trees on GPUs."""
 
+import logging
+import time
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from sequoia_vllm.drafting.draft_plan import depths_by_drafts
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import report_offloading
@@ -18,8 +21,11 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import GPUTreeForward
 from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.v2.attention.mixed_steps import MixedSteps
 from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
+from sequoia_vllm.engine.v2.graph_times import decode_times, time_graphs
 from sequoia_vllm.engine.v2.runner import TreeRunner
 from sequoia_vllm.hardware.graph_sizes import ContextRule
+
+logger = logging.getLogger("vllm.sequoia")
 
 # A mixed step runs in a full graph up to so many rows of prompts times the tokens that they see.
 # Beyond, attention takes longer than the launches that a graph saves: our kernel reads prompts more
@@ -54,6 +60,17 @@ class SequoiaGPUModelRunner(TreeRunner):
         # captures for each range of a schedule its own batches.
         with patched(model_runner, "ModelCudaGraphManager", manager):
             super().initialize_kv_cache(*args, **kwargs)
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """See `TreeRunner.capture_model`. Engines that adapt then time the graphs."""
+        taken = super().capture_model(profile_only=profile_only)
+        settings = SequoiaSettings.of(self.vllm_config)
+        if not profile_only and settings.adapts_as is not None:
+            started, seconds = time.perf_counter(), time_graphs(self)
+            self.step_times = decode_times(seconds, depths_by_drafts(self.tree))
+            took = time.perf_counter() - started
+            logger.info("Sequoia: timed %d CUDA graphs in %.1f s", len(seconds), took)
+        return taken
 
     def set_up_trees(self) -> None:
         """See `TreeRunner.set_up_trees`. Then makes `MixedSteps`, if this engine can have them."""

@@ -91,7 +91,7 @@ class SequoiaWorker(AgreeingWorker):
     # Until: vLLM carries a speculative method's own statistics from the worker to its loggers.
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Calls vLLM's; its output says what became of its trees, and which are next."""
-        stats, drafts, drafting = self.model_runner.stats, None, None
+        stats, drafts, drafting, times = self.model_runner.stats, None, None, ()
         before = stats.drafting
         stats.steps += 1
         output = super().sample_tokens(grammar_output)
@@ -100,11 +100,14 @@ class SequoiaWorker(AgreeingWorker):
         if self.use_v2_model_runner:
             self.model_runner.drafting_clock.end()
             drafting = self.model_runner.drafting_clock.ended()
+            times, self.model_runner.step_times = self.model_runner.step_times, ()
         has_failed = self._proposer.has_failed
         if has_failed:
             self._draft_limit = 0
         paths, drafted = stats.take_paths(), stats.drafting - before
-        outcome = StepOutcome(paths, self._draft_limit, has_failed, drafts, drafting, drafted)
+        outcome = StepOutcome(
+            paths, self._draft_limit, has_failed, drafts, drafting, drafted, times
+        )
         return attach_outcome(output, outcome)
 
     def sequoia_stats(self, reset: bool = False) -> dict[str, Any]:

@@ -184,10 +184,18 @@ class TreeProposerV2(DraftModelSpeculator):
         """The pass that graphs hold, by the levels of so many drafts, see `DraftGraphs`."""
         self._growth.grow(requests, levels[drafts], self.max_model_len)
 
+    @property
+    def graphs(self) -> dict[str, DraftGraphs]:
+        """Graphs of the draft's passes, by what these do."""
+        every = {
+            "read": self._reader.graphs, "growth": self._graphs.get(DraftLevels),
+            "dynamic growth": self._graphs.get(DynamicLevels), "keys": self._reader.key_graphs,
+        }  # fmt: skip
+        return {kind: graphs for kind, graphs in every.items() if graphs is not None}
+
     def capture(self) -> None:
         """Replaces vLLM's: captures passes that read, and passes that grow trees."""
-        every = [self._reader.graphs, *self._graphs.values(), self._reader.key_graphs]
-        if found := [graphs for graphs in every if graphs is not None]:
+        if found := list(self.graphs.values()):
             self.batch.slots.fill_(-1)
             self.batch.modes.fill_(SKIP)
             self.untried_bytes = capture_drafting(found, self.on_trial)
