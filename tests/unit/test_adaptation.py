@@ -269,11 +269,15 @@ def test_the_speedup_is_of_the_last_seconds(batch_size):
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_probes_cost_next_to_nothing(batch_size):
     """Drafts double a step's time, and could each pay until they are measured."""
-    engine = Engine(controller(), PROSE, batch_size, slope=0.12, draft=0.7).run(300)
-    assert engine.controlled.decided(batch_size) == 0
-    engine.run(2000)
-    assert engine.speed > 0.99 * engine.fastest()
-    assert engine.history[300:].count(0) < 2000  # something is probed
+    decided, speeds = [], []
+    for seed in range(4):
+        engine = Engine(controller(), PROSE, batch_size, slope=0.12, draft=0.7, seed=seed).run(300)
+        decided.append(engine.controlled.decided(batch_size))
+        engine.run(2000)
+        speeds.append(engine.speed / engine.fastest())
+        assert engine.history[300:].count(0) < 2000  # something is probed
+    assert decided.count(0) >= 3
+    assert np.mean(speeds) > 0.99
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -703,7 +707,7 @@ def test_one_step_that_waited_for_something_moves_a_time_little():
     for _ in range(30):
         times.add(15, 8, 2.0)
     times.add(15, 8, 50.0)
-    assert times.seconds(15, 8) == pytest.approx(2.0, rel=0.015)
+    assert times.seconds(15, 8) == pytest.approx(2.0, rel=0.011)
 
 
 def test_steps_that_seem_to_take_no_time_are_no_error():
