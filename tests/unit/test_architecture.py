@@ -210,7 +210,7 @@ def test_tests_that_start_engines_say_so():
 # Lines of Python in each room when its ceiling was last set. They may grow by `SLACK` until then.
 # `python -m tests.unit.test_architecture` prints today's: set them with each release.
 LINES = {
-    "adaptation": 882, "attention": 400, "bench": 1_157, "benchmarks": 5_851,
+    "adaptation": 915, "attention": 400, "bench": 1_157, "benchmarks": 5_851,
     "calibration": 582, "cli": 2_335, "drafters": 1_534, "drafting": 1_302, "engine": 11_430,
     "examples": 1_893, "hardware": 2_677, "kernels": 4_734, "library": 1_005, "measuring": 785,
     "metrics": 480, "sequoia_vllm": 1_337, "step": 743, "tests": 43_252, "tree": 616,
