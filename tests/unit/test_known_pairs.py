@@ -109,7 +109,7 @@ def test_commands_say_and_take_the_same(monkeypatch, capsys):
 
 
 def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypatch):
-    """By the predictions of docs/drafters.md: so they are taken once they ran on GPUs."""
+    """By the notebook's predictions of 2026-11-25: so they are taken once they ran on GPUs."""
     monkeypatch.setattr(type(DRAFTERS["dflash"]), "ran_on", "a GPU")
     assert kinds_for("Qwen/Qwen3-8B") == ["dflash"] * 4 + ["eagle3"] * 3 + ["model"]
     assert kinds_for("Qwen/Qwen3-14B")[0] == "eagle3"
