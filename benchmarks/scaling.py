@@ -129,7 +129,12 @@ def with_interconnect(
 def weights_bytes(
     target: ModelShape, draft: ModelShape, devices: int = 1, streamed: StreamedWeights | None = None
 ) -> float:
-    """Bytes of both models' weights in the memory of one device of so many, with buffers."""
+    """Bytes of both models' weights in the memory of one of ``devices``.
+
+    Args:
+        streamed: Weights of the target that are read from elsewhere: only their buffers count here.
+            None: there are none.
+    """
     weights = sum(shape.weights_bytes(_VALUE_BYTES) for shape in (target, draft)) / devices
     return weights + (streamed.buffer_bytes - streamed.bytes_per_pass if streamed else 0)
 

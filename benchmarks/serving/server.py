@@ -54,9 +54,14 @@ class Load:
 
 
 def make_loads(rates: Sequence[float], requests: Sequence[float]) -> list[Load]:
-    """All loads, in the order in which a server gets them: arrivals per second for 1 request
-    running, for 4, for a full batch, and of long prompts; requests at the first three rates, in the
-    burst, at temperature 1, and with long prompts."""
+    """All loads, in the order in which a server gets them.
+
+    Args:
+        rates: Arrivals per second with which 1 request runs, 4 run, and a full batch; and of
+            requests with long prompts.
+        requests: Their number at the first three rates, in the burst, at temperature 1, and with
+            long prompts.
+    """
     one, four, full, long = rates
     sent = [int(count) for count in requests]
     return [
@@ -101,7 +106,16 @@ class ServingError(SequoiaError, ValueError):
 
 @contextmanager
 def running_server(model: str, options: list[str], log: Path, trees: Path) -> Iterator[str]:
-    """Starts ``vllm serve``, waits until it answers, yields its URL without a path, and ends it."""
+    """Starts ``vllm serve``, waits until it answers, yields its URL without a path, and ends it.
+
+    Args:
+        options: Of ``vllm serve``, besides model, host and port.
+        log: The file that its output goes to.
+        trees: The user's directory of trees that it reads and writes.
+
+    Raises:
+        ServingError: It ended, or did not answer in time.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

