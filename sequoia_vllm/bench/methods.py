@@ -15,6 +15,7 @@ from sequoia_vllm.drafters.registry import (
     draft_option,
     drafter,
     drafts_from_text,
+    is_kind_alone,
 )
 from sequoia_vllm.engine.compat.contract import current_device
 from sequoia_vllm.errors import SequoiaError
@@ -106,16 +107,18 @@ PLAIN_FULL = Method("plain vLLM, full graphs", Kind.PLAIN, None, 0, full_graphs=
 
 def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
     """vLLM's own chain of ``drafts`` tokens, by a draft model or a head.
-    A folder's ``config.json`` says which it is, and must be readable; without weights, what
-    followed the last tokens before is drafted."""
+    A folder's ``config.json`` says which it is, and must be readable. "mtp" is the target's own
+    layer; without weights, what followed the last tokens before is drafted."""
     if drafts_from_text(draft):
         return _ngram_chain(drafts)
+    own = is_kind_alone(draft)
     kind, path = None, Path(draft, "config.json")
     if path.is_file():
         stated = read_json(path, "configuration", BenchError)
         kind = recognise(Fields(stated), lambda: stated.get("model_type")).kind
     config: dict[str, Any] = {
-        "method": drafter(kind or "model").method, "model": draft, "num_speculative_tokens": drafts,
+        "method": drafter(draft if own else kind or "model").method,
+        **({} if own else {"model": draft}), "num_speculative_tokens": drafts,
         **{_KEYS[word]: word for word in sampling},
     }  # fmt: skip
     name = ", ".join([f"chain of {drafts}", *sampling])
@@ -126,7 +129,7 @@ def chain_of_words(draft: str, text: str) -> Method:
     """Parses a chain: its drafts, then words for how it drafts and runs.
 
     Args:
-        draft: The draft model or head, or "lookup".
+        draft: The draft model or head, "mtp" or "lookup".
         text: ``4``; or ``4/2@9/0@33`` (4 drafts, 2 from 9 requests at once, none from 33). Then
             ``:probabilistic``, ``:block``, ``:adaptive`` (vLLM's adaptive verification of DSpark
             heads), ``:ngram`` or ``:suffix`` (both without a draft), ``:full`` (full CUDA graphs).

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sequoia_vllm.drafters.registry import draft_option, drafts_from_text
+from sequoia_vllm.drafters.registry import draft_option, drafts_from_text, is_kind_alone
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.library.files import AcceptanceCounts, AcceptanceFile
 from sequoia_vllm.measuring.engines import (
@@ -166,7 +166,7 @@ def measure_acceptance(
     engine = settings.engine
     encoded = encode_prompts(load_prompts(settings.prompts), load_tokenizer(engine.target))
     from_text = drafts_from_text(engine.draft)
-    levels = None if from_text else drafted_levels(load_config(engine.draft))
+    levels = None if is_kind_alone(engine.draft) else drafted_levels(load_config(engine.draft))
     tail = TAIL if levels is None else max(0, min(TAIL, levels - settings.depth))
     tree = probing_tree(settings.branch, settings.depth, tail)
     # Trees must not be trimmed: leave room for a whole one after the last token.

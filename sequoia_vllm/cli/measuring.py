@@ -12,7 +12,7 @@ import typer
 
 from sequoia_vllm.cli.common import engines_print_aside, fail, note, progress_bar
 from sequoia_vllm.config import ConfigError, OffloadSpec
-from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, drafts_from_text, known_for
+from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, is_kind_alone, known_for
 from sequoia_vllm.hardware.models import published_shape
 from sequoia_vllm.hardware.support import Kind, Role, kinds_of
 from sequoia_vllm.json_input import read_json
@@ -31,8 +31,8 @@ DraftOption = Annotated[
     str,
     typer.Option(
         "--draft-model",
-        help="Draft model, name or path, or lookup, which drafts without one; none: the known "
-        "one, or else lookup.",
+        help="Draft model or head, name or path; mtp, the target's own layer; or lookup, which "
+        "drafts without one. None: the known one, or else mtp where GPUs have it, or else lookup.",
     ),
 ]
 PromptsOption = Annotated[
@@ -95,7 +95,15 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
 
 
 def draft_to_measure(target: str) -> str:
-    """The draft of an engine for which none is named: without weights where none is known."""
+    """The draft of an engine for which none is named, as engines take it: where none is known, the
+    target's own layer, or else one without weights."""
+    own = _layer_by_default(target)
+    if own is not None and _runs_here(own):
+        note(
+            f"no draft that engines take by default is known for {target!r}: measuring {own.kind}, "
+            f"{own.name} of its own"
+        )
+        return own.kind
     found = known_draft(target)
     if found is None:
         found = next(kind.kind for kind in DRAFTERS.values() if not kind.has_weights)
@@ -134,9 +142,19 @@ def known_draft(target: str, heads: bool | None = None) -> str | None:
 def own_layer(target: str) -> Drafter | None:
     """The kind of layers that draft by default in the target's own checkpoint; None: others first.
     It refuses a target whose configuration is not available."""
-    by_default = any(kind.by_default for kind, _ in known_for(target))
-    if by_default or (not Path(target).exists() and published_shape(target)):
+    if not Path(target).exists() and published_shape(target):
         return None
+    return _layer_by_default(target)
+
+
+def _layer_by_default(target: str) -> Drafter | None:
+    by_default = any(kind.by_default for kind, _ in known_for(target))
+    return None if by_default else _layer_in(target)
+
+
+def _layer_in(target: str) -> Drafter | None:
+    """The kind of layers that draft in the target's checkpoint, by its configuration and weights.
+    It refuses a target whose configuration is not available."""
     config = read_config("target", target)
     kind = next((kind for kind in DRAFTERS.values() if kind.lies_in(config)), None)
     weights = weight_names(target) if kind else None
@@ -146,13 +164,40 @@ def own_layer(target: str) -> Drafter | None:
     return kind if any(kind.is_own_weight(name, layers) for name in weights) else None
 
 
+def is_targets_own(draft: str) -> bool:
+    """Whether a draft's name is that of a kind of layers in the target's own checkpoint."""
+    return draft in DRAFTERS and DRAFTERS[draft].is_targets_own
+
+
+def _runs_here(kind: Drafter) -> bool:
+    from sequoia_vllm.engine.frontend.drafts import kinds_here
+
+    return kind in kinds_here()
+
+
+def _check_own(target: str, kind: Drafter) -> None:
+    """Refuses a target without layers of this kind, and a process whose engines cannot run them."""
+    if not _runs_here(kind):
+        raise ConfigError(
+            f"--draft-model {kind.kind}: {kind.name} needs vLLM's Model Runner V2, which GPUs use: "
+            "measure on a GPU, or leave --draft-model out for what engines take here"
+        )
+    if _layer_in(target) is not kind:
+        raise ConfigError(
+            f"--draft-model {kind.kind}: {target!r} has no {kind.short_name} that trees draft "
+            "with, or no weights of it: leave --draft-model out, or name a draft model or a head"
+        )
+
+
 def check_models(target: str, draft: str) -> None:
-    """Refuses, before any engine starts, models that do not exist or share too few tokens.
-    A draft without weights fits every target."""
-    has_weights = not drafts_from_text(draft)
+    """Refuses, before any engine starts, models that do not exist or share too few tokens, and a
+    layer that the target has not. A draft without weights fits every target."""
+    has_weights = not is_kind_alone(draft)
     models = {"target": target} | ({"draft": draft} if has_weights else {})
     for role, model in models.items():
         check_name(role, model)
+    if is_targets_own(draft):
+        _check_own(target, DRAFTERS[draft])
 
     for model in models.values():
         load_config(model)

@@ -184,18 +184,19 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
     times.save(files.profile)
     entry = tuned_entry(vector, times, context, largest)
     path = library.save_user_tree(pair, entry)
-    picture, title = files.directory / "tree.svg", f"{pair.target} with {pair.draft}"
+    picture, title = files.directory / "tree.svg", f"{pair.target} with {engine.draft}"
     picture.unlink(missing_ok=True)
     with suppress(FigureError):  # matplotlib is an extra
         plot_tree(entry.tree, vector.vector, title, picture)
-    config: dict[str, Any] = {"method": "sequoia", **draft_option(pair.draft), "tree": "auto"}
+    config: dict[str, Any] = {"method": "sequoia", **draft_option(engine.draft), "tree": "auto"}
     if engine.offload is not None:
         config["offload"] = engine.offload.model_dump(mode="json", exclude_defaults=True)
-    asked = SequoiaConfig.parse({**draft_option(pair.draft), "tree": "auto"})
+    asked = SequoiaConfig.parse({**draft_option(engine.draft), "tree": "auto"})
     facts = Facts(pair, drafter("model"), library=look_up(asked, pair))
-    keys = ("device", "target", "draft", "dtype", "tensor_parallel_size")
+    keys = ("device", "target", "dtype", "tensor_parallel_size")
     return {
         **{key: getattr(pair, key) for key in keys},
+        "draft": engine.draft,
         "context_length": context,
         "speculates": entry.tree.size > 1,
         "tree": {"size": entry.tree.size, "depth": entry.tree.depth},
@@ -213,7 +214,8 @@ def tune_pair(counting: AcceptanceSettings, timing: ProfileSettings) -> dict[str
 
 
 def pair_here(engine: EngineSpec) -> PairKey:
-    """The key with which such an engine looks up its tree on this machine.
+    """The key with which such an engine looks up its tree on this machine. A layer of the target's
+    own checkpoint goes by the target's name there.
     It refuses a target whose configuration vLLM cannot read."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -224,8 +226,9 @@ def pair_here(engine: EngineSpec) -> PairKey:
     except (ValueError, OSError) as error:
         raise CalibrationError(f"vLLM cannot use the target {engine.target!r}: {error}") from error
     dtype = str(config.dtype).removeprefix("torch.")
+    draft = engine.target if shared.is_targets_own(engine.draft) else engine.draft
     return PairKey(
-        current_device_name(), engine.target, engine.draft, dtype, engine.tensor_parallel_size,
+        current_device_name(), engine.target, draft, dtype, engine.tensor_parallel_size,
         engine.offload.name if engine.offload else None,
     )  # fmt: skip
 

@@ -248,9 +248,16 @@ def drafts_from_text(draft: str) -> bool:
     return draft in DRAFTERS and not DRAFTERS[draft].has_weights
 
 
+def is_kind_alone(draft: str) -> bool:
+    """Whether a draft's name is that of a kind without a checkpoint of its own: without weights, or
+    a layer of the target's."""
+    kind = DRAFTERS.get(draft)
+    return kind is not None and (kind.is_targets_own or not kind.has_weights)
+
+
 def draft_option(draft: str) -> dict[str, str]:
-    """What ``--speculative-config`` says of a draft: its model, or its kind without weights."""
-    return {"drafter" if drafts_from_text(draft) else "model": draft}
+    """What ``--speculative-config`` says of a draft: its model, or its kind (`is_kind_alone`)."""
+    return {"drafter" if is_kind_alone(draft) else "model": draft}
 
 
 def known_for(target: str) -> list[tuple[Drafter, KnownDrafter]]:

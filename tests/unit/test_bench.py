@@ -29,8 +29,9 @@ from sequoia_vllm.bench.report import (
     shown,
     synthetic_note,
 )
-from sequoia_vllm.cli import app
+from sequoia_vllm.cli import app, measuring
 from sequoia_vllm.cli.bench import print_report
+from sequoia_vllm.cli.measuring import draft_to_measure
 from sequoia_vllm.config import OffloadSpec, SequoiaConfig
 from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.measuring import provenance
@@ -38,6 +39,7 @@ from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.step_recorder import StepRecorder
 from sequoia_vllm.tree import TokenTree
 from tests.support.commands import command, in_words
+from tests.support.heads import save_mimo
 from tests.support.models import DRAFT, TARGET
 
 OWN_PROCESSES = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -108,6 +110,37 @@ def test_without_a_draft_chains_are_of_n_grams_and_trees_from_text():
         methods("lookup", [], ["served", "lookup"])
     named = [method.name for method in methods("d", [], ["served", "lookup"])]
     assert named[1:] == ["Sequoia", "Sequoia, lookup"]
+
+
+def test_the_targets_own_layer_is_drafted_with_by_its_kind():
+    """vLLM finds the layer in the target, for its chains and for trees."""
+    _, chain_, probable, tree = methods("mtp", ["4", "2:probabilistic"], ["served"])
+    assert chain_.speculative_config == {"method": "mtp", "num_speculative_tokens": 4}
+    assert probable.speculative_config == {
+        "method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic",
+    }  # fmt: skip
+    assert tree.speculative_config == {"method": "sequoia", "drafter": "mtp"}
+
+
+@pytest.mark.parametrize("name", ["bench", "tune"])
+def test_a_layer_that_cannot_be_measured_is_refused_with_the_fix(name, tmp_path, monkeypatch):
+    """The engine needs V2, and the checkpoint the layer's weights."""
+    target = save_mimo(tmp_path / "target")
+    asked = name, "--model", target, "--draft-model", "mtp"
+    said = in_words(command(*asked, code=2).stderr)
+    assert (
+        "--draft-model mtp: a multi-token prediction (MTP) layer needs vLLM's Model Runner" in said
+    )
+    assert "measure on a GPU, or leave --draft-model out" in said
+    assert draft_to_measure(target) == "lookup"  # as engines take it here
+    monkeypatch.setattr(measuring, "_runs_here", lambda kind: True)
+    assert draft_to_measure(target) == "mtp"
+    index = Path(target, "model.safetensors.index.json")
+    index.write_text('{"weight_map": {"model.norm.weight": ""}}', "utf-8")
+    assert draft_to_measure(target) == "lookup"
+    said = in_words(command(*asked, code=2).stderr)
+    assert f"{target!r} has no multi-token prediction (MTP) layer that trees draft with" in said
+    assert "leave --draft-model out, or name a draft model or a head" in said
 
 
 def arrivals(*steps):

@@ -5,6 +5,7 @@ tiny ones, among them mixtures of experts, whose own layer drafts. In CI `test_s
 has DFlash, and `tests/gpu_rehearsal/test_heads.py` EAGLE-3, each from graphs.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,10 +17,17 @@ import torch
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
+from sequoia_vllm.bench.report import BenchReport
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
+from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.tree_library import TreeLibrary
+from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
 from tests.oracles.dflash import dflash_drafts, target_layers
 from tests.support.block_heads import save_dflash2, save_dspark, save_lilicorr
 from tests.support.calling import called_once
+from tests.support.commands import command, in_words
 from tests.support.engines import chain_of, running, sequoia, whole_trees
 from tests.support.expert_layers import KINDS, save_experts
 from tests.support.generating import (
@@ -33,7 +41,7 @@ from tests.support.generating import (
 )
 from tests.support.heads import DFLASH, EAGLE3, save_dflash, save_mimo
 from tests.support.interpreted import call_on_v2
-from tests.support.models import MODELS, prompts, save_llama
+from tests.support.models import MODELS, prompts, save_llama, save_word_tokenizer
 from tests.support.recurrent import run_chains, run_in_float32
 from tests.support.train_drafter import script_modules
 
@@ -317,3 +325,63 @@ def test_mtp_layers_draft_as_in_vllms_chain(kind, tmp_path):
     }
     assert per_tree["tree"] == per_tree["again"] >= per_tree["chain"] > 1.2
     assert per_tree["sampled"] > 1.1
+
+
+def measure_by_layer(target: str, name: str, *options: str) -> dict[str, Any]:
+    """What one of the commands that measure says of a target, with little to do."""
+    done = command(
+        name, "--model", target, "--prompts", Path(target, "prompts.txt"), "--eager", "--dtype",
+        "float32", "--kv-cache-gib", "0.03125", "--batch-sizes", "1", "--max-tokens", "12",
+        "--json", *options,
+    )  # fmt: skip
+    return {"said": done.stderr, **json.loads(done.stdout)}
+
+
+def bench_by_layer(target: str) -> dict[str, Any]:
+    return measure_by_layer(
+        target, "bench", "--rounds", "1", "--temperature", "0", "--chain", "2", "--trees", "4x2",
+        "--num-prompts", "1",
+    )  # fmt: skip
+
+
+def tune_by_layer(target: str) -> dict[str, Any]:
+    return measure_by_layer(
+        target, "tune", "--draft-model", "mtp", "--quick", "--max-tokens-total", "40",
+        "--tokens", "1,4", "--context", "16",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def drafts_itself(tmp_path) -> str:
+    """A target with an MTP layer, a tokenizer and prompts."""
+    target = save_mimo(tmp_path / "target")
+    save_word_tokenizer(Path(target))
+    words = (" ".join(f"w{(7 * i + k) % 250}" for i in range(9)) for k in range(4))
+    Path(target, "prompts.txt").write_text("\n".join(words), "utf-8")
+    return target
+
+
+def test_bench_measures_the_targets_own_layer(drafts_itself, tmp_path):
+    """Without a name, as no draft is known; vLLM's chain of the same layer beside it."""
+    found = call_on_v2(bench_by_layer, tmp_path, target=drafts_itself)
+    assert f"measuring mtp, {drafter('mtp').name} of its own" in in_words(found.pop("said"))
+    report = BenchReport.model_validate(found)
+    plain, chain, tree = report.results
+    assert [one.method for one in report.results] == ["plain vLLM", "chain of 2", "Sequoia 4x2"]
+    assert report.draft.name == "mtp"
+    assert report.greedy.identical == report.greedy.compared > 0
+    assert (plain.drafts, chain.drafts, tree.drafts, tree.depth) == (0, 2, 3, 2)
+    assert plain.tokens_per_step == 1
+    assert all(one.tokens_per_step > 1 and one.split.draft > 0 for one in (chain, tree))
+
+
+def test_tune_measures_the_targets_own_layer(drafts_itself, tmp_path, monkeypatch):
+    """An engine that drafts with it finds the tree: by the target's name."""
+    monkeypatch.setenv(USER_DIRECTORY_VARIABLE, str(tmp_path / "trees"))
+    tuned = call_on_v2(tune_by_layer, tmp_path, target=drafts_itself)
+    assert (tuned["target"], tuned["draft"]) == (drafts_itself, "mtp")
+    assert "tuned here" in tuned["now_used"]
+    assert '"drafter": "mtp"' in tuned["command"]
+    pair = PairKey(tuned["device"], drafts_itself, drafts_itself, "float32")
+    assert TreeLibrary().tuned(pair).entry.tree.size == tuned["tree"]["size"]
+    assert Profile.load(TreeLibrary().measurements(pair).profile).head.kind == "mtp"

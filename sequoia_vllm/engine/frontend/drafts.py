@@ -195,6 +195,8 @@ def head_shape(vllm_config: Any) -> ModelShape | None:
     if not kind.is_head:
         return None
     draft = vllm_config.speculative_config.draft_model_config
+    if kind.is_targets_own:  # vLLM reads the target's as one without the target's layers
+        draft = vllm_config.model_config
     return read_shape(draft.hf_text_config, draft.model, draft.quantization, kind.kind)
 
 
