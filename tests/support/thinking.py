@@ -1,15 +1,11 @@
-"""Requests that think before they answer, and the reasoning parser of their engines.
-
-The embedded target's thinking is what it writes between brackets.
-"""
+"""Requests that think before they answer: between brackets, see `brackets`."""
 
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.reasoning import ReasoningParserManager
-from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.support import brackets
 from tests.support.engines import running, undrafted, whole_trees
 from tests.support.generating import answered, counted
 from tests.support.models import prompts
@@ -17,17 +13,10 @@ from tests.support.models import prompts
 CLOSING = 11
 """The token that ends thinking."""
 
-
-class BracketParser(BaseThinkingReasoningParser):
-    start_token = "("
-    end_token = ")"
-
-
-ReasoningParserManager.register_module("brackets", module=BracketParser)
 OPTIONS: dict[str, Any] = {
     "structured_outputs_config": {
-        "backend": "xgrammar", "reasoning_parser": "brackets", "reasoning_parser_plugin": __file__,
-        "disable_any_whitespace": True,
+        "backend": "xgrammar", "disable_any_whitespace": True,
+        "reasoning_parser": "brackets", "reasoning_parser_plugin": brackets.__file__,
     },
     # What a budget forces has three tokens.
     "reasoning_config": {"reasoning_parser": "brackets", "reasoning_end_str": "so\n)"},
