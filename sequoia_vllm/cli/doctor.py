@@ -140,6 +140,20 @@ def _device() -> Finding:
     return Finding(False, name or "none found", fix)
 
 
+def _instructions() -> Finding:
+    """Names the vectors that CPUs compute with, and the type in which trees are fastest there."""
+    import torch
+
+    from sequoia_vllm.linear_rows import pays_here
+
+    if current_device() == "gpu":
+        return Finding(True, "none wanted on GPUs")
+    name = torch.backends.cpu.get_cpu_capability()
+    native = name == "AVX512" and torch.cpu._is_avx512_bf16_supported()
+    dtype = "bfloat16" if native or pays_here(torch.bfloat16) else "float32"
+    return Finding(True, f"{name}, {'with' if native else 'no'} bfloat16: --dtype {dtype} pays")
+
+
 def _compiler() -> Finding:
     """Checks for a C++ compiler: on CPUs engines compile with torch.compile when they start."""
     name = os.environ.get("CXX") or "g++"
@@ -211,8 +225,8 @@ def _preloaded() -> Finding:
 _CHECKS: dict[str, Callable[[], Finding]] = {
     "torch": lambda: _installed("torch"), "torch companions": _companions,
     "vllm": _vllm, "vllm command": _vllm_command,
-    "device": _device, "C++ compiler": _compiler, "plugin": _registered,
-    "contract with vLLM": _contract, "CPU libraries": _preloaded,
+    "device": _device, "instructions": _instructions, "C++ compiler": _compiler,
+    "plugin": _registered, "contract with vLLM": _contract, "CPU libraries": _preloaded,
 }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def test_compiled_code_is_kept_whatever_the_tree(has_own_layers, monkeypatch):
 
     But where a CPU has no bfloat16 instructions layers call another operator.
     """
-    monkeypatch.setattr(cpu_linear, "pays_here", lambda: has_own_layers)
+    monkeypatch.setattr(cpu_linear, "pays_here", lambda dtype: has_own_layers)
 
     def compiled_as(speculative_config) -> str:
         return configured(speculative_config, dtype="bfloat16").compute_hash()

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -47,6 +48,21 @@ def test_fixes_are_shown_as_they_are_written(monkeypatch):
     shown = printed(monkeypatch, [("vllm", check)])
     assert "-> pip install '.[cpu]'" in shown
     assert "[red] missing" in shown
+
+
+@pytest.mark.parametrize(
+    ("vectors", "has_bfloat16", "words"),
+    [
+        ("AVX512", True, "AVX512, with bfloat16: --dtype bfloat16 pays"),
+        ("AVX2", False, "AVX2, no bfloat16: --dtype bfloat16 pays"),
+        ("DEFAULT", False, "DEFAULT, no bfloat16: --dtype float32 pays"),
+    ],
+)
+def test_instruction_sets_and_the_type_that_pays(vectors, has_bfloat16, words, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_bfloat16)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
+    assert doctor._instructions().found == words
 
 
 def test_the_compiler_that_cpus_need(monkeypatch):

@@ -1,55 +1,110 @@
 """Linear layers for few rows on CPUs without bfloat16 instructions."""
 
+import ctypes
+
 import pytest
 import torch
+from torch._inductor import config as compiler
 
-from sequoia_vllm.linear_rows import linear_rows, suits
+from sequoia_vllm import linear_rows as rows_of
+from sequoia_vllm.linear_rows import linear_rows, pays_here, suits
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+BLOCKS = 2 * 16384 + 96  # columns: more than the kernel takes at once
 
 
-def whole_numbers(*shape: int) -> torch.Tensor:
-    return torch.randint(-8, 9, shape).bfloat16()
+@pytest.fixture(params=["here", "avx2"])
+def build(request, monkeypatch):
+    """The kernel as it is compiled here, and for AVX2 alone, as by `benchmarks.avx2`: its name."""
+    march = compiler.cpp.march
+    if request.param == "avx2":
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+        march = "x86-64-v3"
+    rows_of.load_kernel.cache_clear()
+    with compiler.patch({"cpp.march": march}):
+        yield request.param
+    rows_of.load_kernel.cache_clear()
 
 
-@pytest.mark.parametrize("inner", [48, 2 * 16384 + 48], ids=["", "blocks"])
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 13, 130])
+def whole_numbers(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randint(-8, 9, shape).to(dtype)
+
+
+def test_it_is_compiled_for_the_vectors_asked_for(build):
+    library = rows_of.load_library(rows_of._SOURCE, "")
+    lanes = ctypes.c_int64.in_dll(library, "sequoia_lanes").value
+    assert lanes == 8 or (build == "here" and lanes == 16)
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("inner", [32, 96, BLOCKS])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
-def test_sums_are_exact_and_rounded_once(rows, has_bias, inner):
+def test_sums_are_exact_and_rounded_once(dtype, has_bias, inner):
     """Sums of whole numbers below 2^24 have no error in float32."""
-    torch.manual_seed(rows)
-    x, weight = whole_numbers(rows, inner), whole_numbers(20, inner)
-    bias = whole_numbers(20) if has_bias else None
-    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    assert torch.equal(linear_rows(x, weight, bias), exact.bfloat16())
+    torch.manual_seed(inner)
+    for outputs, most in ((4, 8), (20, 64), (132, 19)) if inner < BLOCKS else ((20, 7),):
+        weight = whole_numbers(dtype, outputs, inner)
+        bias = whole_numbers(dtype, outputs) if has_bias else None
+        for rows in (*range(most + 1), 130):
+            x = whole_numbers(dtype, rows, inner)
+            exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+            assert torch.equal(linear_rows(x, weight, bias), exact.to(dtype)), (rows, outputs)
 
 
-@pytest.mark.parametrize("inner", [320, 16384 + 320], ids=["", "blocks"])
-def test_a_row_does_not_depend_on_the_others(inner):
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("inner", [320, BLOCKS])
+def test_a_row_does_not_depend_on_the_others(dtype, inner):
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 17, inner).bfloat16(), torch.randn(64, inner).bfloat16()
+    x, weight = torch.randn(2, 32, inner).to(dtype), torch.randn(68, inner).to(dtype)
     together = linear_rows(x, weight, None)
-    apart = torch.stack([linear_rows(row, weight, None) for row in x.flatten(0, 1)])
-    assert together.shape == (2, 17, 64)
-    assert torch.equal(together.flatten(0, 1), apart)
+    assert together.shape == (2, 32, 68)
+    for rows in range(1, 64) if inner < BLOCKS else (1, 2, 3, 4, 5, 6, 7, 40):
+        apart = torch.cat([linear_rows(x, weight, None) for x in x.flatten(0, 1).split(rows)])
+        assert torch.equal(together.flatten(0, 1), apart), rows
     exact = x.double() @ weight.double().T
-    assert (together - exact).abs().max() <= exact.abs().max() * 2**-8
+    error = (together - exact).abs().max() / exact.abs().max()
+    assert error <= (2**-8 if dtype == BFLOAT16 else 4e-6)
 
 
-def test_infinities_and_nans_stay_and_it_is_traced_as_one_operation():
-    x, weight = torch.ones(1, 16).bfloat16(), torch.ones(4, 16).bfloat16()
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_infinities_and_nans_stay_and_it_is_traced_as_one_operation(dtype):
+    x, weight = torch.ones(1, 32).to(dtype), torch.ones(4, 32).to(dtype)
     weight[1, 3], weight[2, 5] = torch.inf, torch.nan
-    assert str(linear_rows(x, weight, None).tolist()) == "[[16.0, inf, nan, 16.0]]"
+    assert str(linear_rows(x, weight, None).tolist()) == "[[32.0, inf, nan, 32.0]]"
     traced = torch.ops.sequoia_vllm.linear_rows.default
-    torch.library.opcheck(traced, (whole_numbers(3, 16), whole_numbers(4, 16), None))
+    torch.library.opcheck(traced, (whole_numbers(dtype, 3, 32), whole_numbers(dtype, 4, 32), None))
+
+
+@pytest.mark.parametrize(
+    ("capability", "avx512", "bfloat16", "paying"),
+    [
+        ("AVX2", False, False, {BFLOAT16, FLOAT32}),
+        ("AVX2", True, True, {BFLOAT16, FLOAT32}),
+        ("AVX512", True, False, {BFLOAT16}),
+        ("AVX512", True, True, set()),
+        ("DEFAULT", False, False, set()),
+    ],
+    ids=["EPYC 1 to 3", "as if", "AVX-512", "bfloat16", "others"],
+)
+def test_where_it_pays(capability, avx512, bfloat16, paying, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    assert {one for one in (BFLOAT16, FLOAT32, torch.float16) if pays_here(one)} == paying
 
 
 @pytest.mark.parametrize(
     "weight",
     [
-        torch.empty(4, 16), torch.empty(6, 16).bfloat16(), torch.empty(4, 24).bfloat16(),
-        torch.empty(16, 4).bfloat16().T, torch.empty(1, 4, 16).bfloat16(),
+        torch.empty(4, 32).half(), torch.empty(6, 32).bfloat16(), torch.empty(4, 48).bfloat16(),
+        torch.empty(32, 4).bfloat16().T, torch.empty(1, 4, 32).bfloat16(),
     ],
-    ids=["float32", "outputs", "inner", "transposed", "experts"],
+    ids=["float16", "outputs", "inner", "transposed", "experts"],
 )  # fmt: skip
 def test_other_weights_stay_with_vllm(weight):
     assert not suits(weight)
-    assert suits(torch.empty(4, 16).bfloat16())
+    assert suits(torch.empty(4, 32).bfloat16())
+    assert suits(torch.empty(4, 32))

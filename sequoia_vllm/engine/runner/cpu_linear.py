@@ -18,23 +18,26 @@ operator. False there leaves the layers to vLLM."""
 def choose_linear_layers(vllm_config: Any) -> None:
     """Lets our kernel run the linear layers of an engine on this CPU, where it pays."""
     additional, dtype = vllm_config.additional_config, vllm_config.model_config.dtype
-    if pays_here() and dtype == torch.bfloat16 and isinstance(additional, dict):
+    if pays_here(dtype) and isinstance(additional, dict):
         vllm_config.additional_config = {KEY: True, **additional}
 
 
 def replaced_linear_layers(vllm_config: Any) -> AbstractContextManager[None]:
     """Within the block, layers that load take our kernel, if it was chosen."""
-    additional = vllm_config.additional_config
-    if not isinstance(additional, dict) or not additional.get(KEY) or load_kernel() is None:
+    additional, dtype = vllm_config.additional_config, vllm_config.model_config.dtype
+    if not isinstance(additional, dict) or not additional.get(KEY) or load_kernel(dtype) is None:
         return nullcontext()
-    ours = partial(_dispatch, utils.dispatch_cpu_unquantized_gemm)
+    ours = partial(_dispatch, utils.dispatch_cpu_unquantized_gemm, dtype)
     # Until: vLLM's library takes little longer for a few rows than for one on these CPUs.
     return patched(utils, "dispatch_cpu_unquantized_gemm", ours)
 
 
-def _dispatch(original: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
+def _dispatch(
+    original: Any, dtype: torch.dtype, layer: torch.nn.Module, remove_weight: bool
+) -> None:
     """Replaces vLLM's choice of a layer's product where the kernel takes its weight."""
-    if layer.weight.is_meta or not suits(layer.weight):
+    weight = layer.weight
+    if weight.is_meta or weight.dtype != dtype or not suits(weight):
         original(layer, remove_weight)
     else:
         layer.cpu_linear = torch.ops.sequoia_vllm.linear_rows
