@@ -2,7 +2,7 @@
 
 A tree's step asks a layer for several rows. vLLM's library takes four times as long for six rows as
 for one on such CPUs, so that trees would not pay there. With AVX2 alone the kernel also serves
-float32, where vLLM's library takes half again as long for six rows.
+float32, where vLLM's library takes 1.2 to 1.5 times as long for six rows.
 """
 
 import ctypes

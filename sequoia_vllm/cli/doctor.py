@@ -141,7 +141,7 @@ def _device() -> Finding:
 
 
 def _instructions() -> Finding:
-    """Names the vectors that CPUs compute with, and the type in which trees are fastest there."""
+    """Names the vectors that CPUs compute with, and the types that our linear layers serve."""
     import torch
 
     from sequoia_vllm.linear_rows import pays_here
@@ -150,8 +150,9 @@ def _instructions() -> Finding:
         return Finding(True, "none wanted on GPUs")
     name = torch.backends.cpu.get_cpu_capability()
     native = name == "AVX512" and torch.cpu._is_avx512_bf16_supported()
-    dtype = "bfloat16" if native or pays_here(torch.bfloat16) else "float32"
-    return Finding(True, f"{name}, {'with' if native else 'no'} bfloat16: --dtype {dtype} pays")
+    ours = [one for one in ("bfloat16", "float32") if pays_here(getattr(torch, one))]
+    words = f"{name}, {'with' if native else 'no'} bfloat16"
+    return Finding(True, f"{words}; linear layers of ours: {', '.join(ours) or 'none'}")
 
 
 def _compiler() -> Finding:

@@ -53,12 +53,12 @@ def test_fixes_are_shown_as_they_are_written(monkeypatch):
 @pytest.mark.parametrize(
     ("vectors", "has_bfloat16", "words"),
     [
-        ("AVX512", True, "AVX512, with bfloat16: --dtype bfloat16 pays"),
-        ("AVX2", False, "AVX2, no bfloat16: --dtype bfloat16 pays"),
-        ("DEFAULT", False, "DEFAULT, no bfloat16: --dtype float32 pays"),
+        ("AVX512", True, "AVX512, with bfloat16; linear layers of ours: none"),
+        ("AVX2", False, "AVX2, no bfloat16; linear layers of ours: bfloat16, float32"),
+        ("DEFAULT", False, "DEFAULT, no bfloat16; linear layers of ours: none"),
     ],
 )
-def test_instruction_sets_and_the_type_that_pays(vectors, has_bfloat16, words, monkeypatch):
+def test_instruction_sets_and_the_types_of_our_layers(vectors, has_bfloat16, words, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_bfloat16)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
