@@ -259,7 +259,7 @@ def passes():
     def reads(_, committed):
         trace.append((len(committed.counts), len(committed.tokens)))
 
-    def grows(_, tokens, *more):
+    def grows(_, roots, tokens, *more):
         trace.append((len(tokens), tokens.numel()))
 
     with (

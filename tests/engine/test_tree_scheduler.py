@@ -135,11 +135,11 @@ def test_a_grammar_follows_no_placeholders(scheduler):
     assert (found["a"], found["b"], found["1"]) == (0, 0, DRAFTS)
 
 
-def test_a_thinking_budget_follows_no_placeholders(scheduler):
+def test_requests_with_a_thinking_budget_draft(scheduler):
     """A budget of 0 is one: no token of thinking."""
     for budget in (0, 7):
         thinking = SamplingParams(thinking_token_budget=budget)
-        assert step(scheduler, {"a": thinking, "b": GREEDY}) == {"a": 0, "b": DRAFTS}
+        assert step(scheduler, {"a": thinking, "b": GREEDY}) == {"a": DRAFTS, "b": DRAFTS}
 
 
 def test_zeros_that_ask_for_nothing_special_draft(scheduler):

@@ -141,5 +141,5 @@ def test_broadcasts_have_their_communicator_before_memory_is_profiled(monkeypatc
         draft_model_config=SimpleNamespace(head_dtype=0),
     )  # fmt: skip
     with pytest.raises(ZeroDivisionError):
-        proposer.TreeProposerV2.allocate(shared, torch.nn.Module())
+        proposer.TreeProposerV2.allocate(shared, torch.nn.Module(), None)
     assert allocated == [["torch's" if disabled else "vLLM's"]]

@@ -119,6 +119,7 @@ class TreeGrammars:
         self._walked.pop(name, None)
         if not kept or self.stand_ins is None or grammar.is_terminated():
             return kept
+        self._make_room()
         scored, _ = self._walked[name] = self._walk(request, kept, self.stand_ins)
         return scored
 
@@ -132,9 +133,10 @@ class TreeGrammars:
 
         The manager fills the roots', one by one: its layout of several differs by version.
         """
-        names = structured_output_request_ids
+        manager, names = self.manager, structured_output_request_ids
         if not names:
             return None
+        self._make_room()
         found = []
         for name in names:
             tokens = scheduled_spec_decode_tokens.get(name, [])
@@ -142,24 +144,27 @@ class TreeGrammars:
             walked, masks = self._walked.get(name, ([], None))
             if masks is not None and tokens and walked[: len(tokens)] == list(tokens):
                 masks = masks[: len(tokens) + 1]
-            else:
+            elif tokens:
                 _, masks = self._walk(requests[name], tokens)
+            else:
+                masks = manager.grammar_bitmask(requests, [name], {}).copy()
             found.append(masks)
         self._walked.clear()
         return np.concatenate(found)
+
+    def _make_room(self) -> None:
+        """Lets vLLM's manager fill one mask at a time, not those of a chain."""
+        if self.manager._grammar_bitmask is None:
+            self.manager._grammar_bitmask = self.manager.backend.allocate_token_bitmask(1)
 
     def _walk(
         self, request: Any, tokens: list[int], stand_ins: StandIns | None = None
     ) -> tuple[list[int], NDArray[np.int32]]:
         """The tokens to score at nodes 1, 2, ..., and int32 ``[1 + len(tokens), V / 32]``."""
         manager, name = self.manager, request.request_id
-        if manager._grammar_bitmask is None:
-            manager._grammar_bitmask = manager.backend.allocate_token_bitmask(1)
         root = manager.grammar_bitmask({name: request}, [name], {})[0]
         masks = np.full((len(tokens) + 1, len(root)), _ALL, dtype=np.int32)
         masks[0] = root
-        if not tokens:
-            return tokens, masks
         grammar, grip = request.structured_output_request.grammar, self._grip(request, tokens)
         return fill_nodes(grammar, name, self.tree, tokens, masks, grip, stand_ins), masks
 
