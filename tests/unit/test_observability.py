@@ -203,7 +203,7 @@ EXCUSED = {
     "speeds/echoes-xeon.json": {"commit": "changes that were not kept"},
     "speeds/echo-kinds.json": {"command": "benchmarks.echo_kinds went with commit 056c2bc2"},
     "speeds/echo-kinds-sampled.json": {"command": "the same"},
-    "batch-budget.json": {"command": "benchmarks.batch_budget went with commit 68f19733"},
+    "batch-budget.json": {"command": "benchmarks.batch_budget went with commit c84858f7"},
     "speeds/echo-kinds-chains.json": {
         "command": "the same", "commit": "changes that were not kept",
     },
