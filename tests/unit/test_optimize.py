@@ -130,6 +130,8 @@ class TestLimits:
             Frontier.of([0.5], 0, 3)
         with pytest.raises(TreeError, match="max_depth must be at least 1"):
             Frontier.of([0.5], 4, 0)
+        with pytest.raises(TreeError, match="max_branch must be at least 1"):
+            Frontier.of([0.5], 4, 3, 0)
 
     def test_tiny_probabilities_do_not_underflow_into_nonsense(self):
         tree = optimize_tree([0.1], 400)

@@ -89,13 +89,13 @@ def test_large_files_are_not_read(tmp_path, monkeypatch):
 
 
 def test_missing_files(tmp_path):
-    for read, error in (
-        (Acceptance.load, AcceptanceError),
-        (AcceptanceFile.load, AcceptanceError),
-        (TokenTree.load, TreeError),
-        (Profile.load, ProfileError),
+    for read, error, what in (
+        (Acceptance.load, AcceptanceError, "acceptance"),
+        (AcceptanceFile.load, AcceptanceError, "acceptance"),
+        (TokenTree.load, TreeError, "tree"),
+        (Profile.load, ProfileError, "profile"),
     ):
-        with pytest.raises(error, match="No such file"):
+        with pytest.raises(error, match=f"cannot read {what} file .*No such file"):
             read(tmp_path / "none.json")
         with pytest.raises(error, match="Is a directory"):
             read(tmp_path)
