@@ -21,17 +21,10 @@ from tests.support.engines import (
 )
 from tests.support.generating import answered, check_logprobs
 from tests.support.models import prompts
+from tests.support.thinking import SCHEMA
 
 pytestmark = pytest.mark.engine
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
-    },
-    "required": ["name", "sizes"],
-}
 EDITED = {
     "repetition_penalty": {"repetition_penalty": 1.3},
     "presence_penalty": {"presence_penalty": 0.8},

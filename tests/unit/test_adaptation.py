@@ -198,6 +198,20 @@ def test_what_is_fastest_is_found_and_kept(acceptance, batch_size, sizes):
     assert min(chosen) > 0.9
 
 
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_the_speedup_is_known_once_no_drafts_were_seen(batch_size):
+    """A figure is of the last seconds, and varies by a tenth: many have a mean."""
+    found, true = [], []
+    for seed in range(3):
+        engine = Engine(controller(), CODE, batch_size, seed=seed)
+        assert engine.controlled.speedup is None
+        engine.run(100)
+        for _ in range(50):
+            found.append(engine.run(20).controlled.speedup)
+            true.append(engine.speed_of(engine.controlled.decided(batch_size)))
+    assert np.mean(found) == pytest.approx(np.mean(true), rel=0.05)
+
+
 def test_what_is_said_to_be_drafted_changes_with_decisions_alone():
     """Probes come and go; metrics and the log leave them out."""
     engine, said = Engine(controller(), NONE).run(100), []
@@ -505,6 +519,14 @@ def test_engines_for_cpus_begin_with_few_nodes_in_all():
     assert 3 <= begins[0] <= 7
     assert begins == sorted(begins, reverse=True)
     assert all(size * (1 + drafts) <= 16 for size, drafts in enumerate(begins, 1) if drafts)
+
+
+def test_where_nothing_is_drafted_the_fewest_drafts_are_probed():
+    """More might gain more by what is assumed of them, and cost more to find out."""
+    controlled = controller(sizes=FINER)
+    controlled._acceptance["greedy"].add(rejected(200, 1))
+    engine = Engine(controlled, NONE, 16).run(1000)
+    assert set(engine.history[8:]) == {0, 1}
 
 
 def test_children_that_were_never_offered_are_assumed():

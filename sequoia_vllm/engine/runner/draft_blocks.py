@@ -64,8 +64,10 @@ class DraftBlocks:
             self._given_anew(blocks[0 if is_loaded else num_computed_tokens // size :])
 
     def beginning(self, requests: Iterable[Any]) -> dict[Any, int]:
-        """Those of these requests that have not begun to read, in the order of their start, each
-        with its place among all of them."""
+        """The requests that have not begun to read, and their places among these.
+
+        They come in the order in which they started.
+        """
         if not self._cached:
             return {}
         places = {request: place for place, request in enumerate(requests)}
