@@ -217,7 +217,7 @@ LINES = {
     "verification": 1_074,
     "vocabulary": 376,
 }  # fmt: skip
-SLACK, MOST = 1.03, 86_300  # of a room; of all
+SLACK, MOST = 1.03, 90_000  # of a room; of all
 
 
 def lines_by_room() -> dict[str, int]:
