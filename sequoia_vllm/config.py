@@ -140,9 +140,9 @@ class _OwnKeys(_Strict):
     False: requests learn nothing of each other, and only their own texts tell what to draft."""
     dynamic_tree: bool | None = None
     """Greedy requests score the nodes that are likeliest by what the draft says in this step,
-    instead of a fixed topology: as many nodes, and no more levels. On GPUs they do in steps in
-    which all requests are greedy. None: true with a draft model on vLLM's V1 runner, which CPUs
-    take (docs/trees.md)."""
+    instead of a fixed topology. On CPUs they share the nodes of a step. On GPUs each has as many,
+    in steps in which all requests are greedy. None: true with a draft model on vLLM's V1 runner,
+    which CPUs take (docs/trees.md)."""
     verification: MethodName | None = None
     """How sampled trees are verified; output has the target's law by either. With "sequoia" by the
     paper's Algorithm 2, one decision after another. With "traversal" whole paths at once (arXiv

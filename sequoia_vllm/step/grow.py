@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, TreeLayouts
+from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, SharedNodes, TreeLayouts
 from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
 from sequoia_vllm.step.seeds import gumbel_noise, peek_seeds
 from sequoia_vllm.tree import TokenTree
@@ -48,13 +48,13 @@ class GrownTrees:
     """float32 ``[P, V]``: draft distributions Q, exactly as sampled. Greedy and seeded requests
     store none: their verification does not need Q."""
     probs_rows: Tensor  # int64 ``[B, N]``: each node's row in ``probs``; -1: none
-    parents: Tensor | None = None
-    """int64 ``[B, N]``: each node's in dynamic trees; None: all have the engine's topology."""
+    shared: SharedNodes | None = None
+    """Dynamic trees, in memory for N nodes of each; None: all have the engine's topology."""
 
     @cached_property
     def layouts(self) -> TreeLayouts | None:
         """The shapes of dynamic trees."""
-        return None if self.parents is None else TreeLayouts.of(self.parents)
+        return None if self.shared is None else TreeLayouts.of(self.shared.parents)
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,13 @@ def grow(
 
 
 def grow_dynamic(
-    growth: DynamicGrowth, logits: Tensor, told: Tensor, logits_at: LogitsAt
-) -> GrownTrees:
-    """Grows trees of their own shapes for greedy requests; other arguments as of `grow`."""
+    growth: DynamicGrowth, logits: Tensor, told: Tensor, logits_at: LogitsAt,
+    most: Tensor, deepest: Tensor,
+) -> SharedNodes:  # fmt: skip
+    """Grows trees of their own shapes for greedy requests, which share their nodes.
+
+    ``most`` and ``deepest`` are as in `DynamicGrowth.best`, other arguments as of `grow`.
+    """
     for depth in range(growth.depth):
         if depth > 0:
             growth.descend()
@@ -240,6 +244,4 @@ def grow_dynamic(
             logits = logits_at(growth.tokens, depth, growth.seen, first)
         given = following(growth.tokens, told, depth)
         growth.add_children(preferred(logits.float(), given.flatten()).view(*given.shape, -1))
-    tokens, parents = growth.best()
-    no_q = torch.empty(0)
-    return GrownTrees(tokens, no_q, no_q, parents)
+    return growth.best(told, most, deepest)

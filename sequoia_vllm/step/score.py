@@ -40,7 +40,7 @@ class StepState:
     is_dynamic: NDArray[np.bool_]  # bool ``[B]``: has a topology of its own
     drafts: tuple[Draft | None, ...]
     """Each request's draft; None: the scheduled tokens are not ours, and no node is accepted."""
-    is_all: bool  # true if the step's logits are exactly these trees' rows, without padding
+    is_all: bool  # true if the step's logits are exactly these trees' rows
 
     @cached_property
     def rows(self) -> Tensor:
@@ -52,6 +52,20 @@ class StepState:
     def logits_rows(self) -> Tensor:
         """Row of each node in the step's logits, int64 ``[B, N]``; padding repeats the root's."""
         return self.rows + (self.first_logits_row - self.first_row)[:, None]
+
+    def counted(self, accepted: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Accepted nodes ``[B, D]`` and nodes scored ``[B]``, in the form that `paths_of` takes.
+
+        A node that requests shared counts by its place. So counts say what smaller budgets, which
+        have its first places, would bring.
+        """
+        nodes, sizes = accepted.numpy().copy(), self.num_nodes.numpy().copy()
+        for row, draft in enumerate(self.drafts):
+            if draft is not None and (shared := draft.grown.shared) is not None:
+                own = nodes[row] >= 0
+                nodes[row, own] = shared.places[draft.row].numpy()[nodes[row, own]]
+                sizes[row] = 1 + int(shared.places.max())
+        return nodes, sizes
 
     def queries(self, block_table: Tensor, tokens: int) -> TreeQueries:
         """These trees in the form that tree attention takes.
@@ -155,5 +169,5 @@ def lay_out(
         ancestors=ancestors,
         is_dynamic=np.isin(np.arange(len(entries)), list(layouts)),
         drafts=tuple(matched),
-        is_all=bool(len(requests) == len(query_ends) and is_node.all()),
+        is_all=len(requests) == len(query_ends),
     )

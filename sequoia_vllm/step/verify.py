@@ -105,9 +105,11 @@ class TreeVerifier:
         self, trees: StepState, chosen: Tensor, target: TargetDistribution
     ) -> VerifyResult:
         logits, tokens = target.logits, take_rows(trees.tokens, chosen)
+        is_node = take_rows(trees.is_node, chosen)
         if not trees.is_all or len(chosen) < len(trees.requests):
-            logits = logits[trees.logits_rows[chosen].flatten()]
-        target_tokens = self.greedy_argmax(logits.to(torch.float32)).view(tokens.shape)
+            logits = logits[trees.logits_rows[chosen][is_node]]
+        target_tokens = torch.zeros_like(tokens)  # padding has none
+        target_tokens[is_node] = self.greedy_argmax(logits.to(torch.float32)).view(-1)
         return match_nodes(target_tokens, tokens, topology_of(take_rows(trees.parents, chosen)))
 
     def _verify_seeded(

@@ -8,6 +8,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from sequoia_vllm.drafting.dynamic_trees import SharedNodes
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v1.path_edits import edited_by_paths
 from sequoia_vllm.engine.v1.verifier import cut
@@ -78,6 +79,36 @@ def test_replaced_drafts_are_accepted_where_a_grammar_may_have_replaced_them(tem
     rows = [5, 3, 8, 7, 5, 6, 8, 4, 5, 3, 8, 7]
     found = verified(replaced, index, rows, grammars="ab", temperature=temperature)
     assert [[token for token in row if token >= 0] for row in found] == [[5, 3, 7], [5, 6, 4], [5]]
+
+
+def test_nodes_that_requests_share_count_by_their_places():
+    """One has four of six nodes, of two each in the mean; a third request has the engine's tree.
+
+    The first node of each counts for trees with one draft; with two there are the others, too.
+    """
+    tokens = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 0]])
+    parents = torch.tensor([[-1, 0, 1, 2], [-1, 0, 0, 0]])
+    shared = SharedNodes(tokens, parents, torch.tensor([[0, 1, 2, 2], [0, 1, 0, 0]]))
+    assert shared.sizes.tolist() == [4, 2]
+    nothing = torch.empty(0)
+    own, other = (GrownTrees(tokens, nothing, nothing, trees) for trees in (shared, None))
+    drafts = {"a": Draft(own, 0), "b": Draft(own, 1), "c": Draft(other, 0)}
+    trees = lay_out(
+        TreeTables(SMALL_TREE, torch.device("cpu")),
+        {"a": [1, 2, 3], "b": [1], "c": [1, 2, 3]},
+        drafts,
+        {"a": 0, "b": 1, "c": 2},
+        lambda name: False,
+        np.array([4, 6, 10]),
+        np.array([14, 12, 14]),
+    )
+    assert trees.is_dynamic.tolist() == [True, True, False]
+    logits = torch.nn.functional.one_hot(torch.tensor([1, 2, 3, 4, 1, 5, 2, 8, 6, 8]), 9).log()
+    result = VERIFIER.verify(trees, TargetDistribution(logits, None, Truncation(), cut), {})
+    assert result.output_tokens.tolist() == [[1, 2, 3, 4], [1, 5, -1, -1], [2, 6, -1, -1]]
+    nodes, sizes = trees.counted(result.accepted_nodes)
+    assert nodes.tolist() == [[1, 2, 2], [1, -1, -1], [2, -1, -1]]
+    assert sizes.tolist() == [3, 3, 4]
 
 
 # -- what sampling parameters change at nodes ------------------------------------------------

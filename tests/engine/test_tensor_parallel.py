@@ -37,11 +37,14 @@ def perturb_second_rank(worker: Any) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        sequoia(draft_vocabulary=3000, dynamic_tree=True),
+        sequoia(
+            draft_vocabulary=3000, dynamic_tree=True,  # five nodes each in the mean, of up to ten
+            num_speculative_tokens_per_batch_size=[[1, 1, 15], [2, 256, 5]],
+        ),
         pytest.param(lookup_trees(), marks=pytest.mark.sharded),
     ],
     ids=["model", "lookup"],
-)
+)  # fmt: skip
 def test_two_ranks_give_the_tokens_of_one(config, monkeypatch):
     """In float32, where the order of the ranks' sums changes no token.
 

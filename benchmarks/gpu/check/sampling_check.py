@@ -115,14 +115,16 @@ def _check_dynamic_trees(run: KernelRun, vocabulary: int) -> None:
             plain.descend()
         plain.add_children(logits.view(requests, level.width, vocabulary).cpu())
     trees.write(batch.requests.slots, chosen=True)
-    tokens, parents = plain.best()
+    nodes = torch.full((requests,), tree.num_speculative_tokens)  # of each: nothing is shared
+    chosen = plain.best(torch.full((requests, tree.depth), -1), nodes, nodes)
+    tokens, parents = chosen.tokens, chosen.parents
     layouts, seen = TreeLayouts.of(parents), unpack_ancestors(tables.mask.words)
     found = batch.drafted.tokens, tables.parents, tables.ancestors, seen, tables.mask.depths
     expected = tokens, parents, layouts.ancestors, layouts.ancestors, layouts.depths
     wrong = 0
     for ours, plainly in zip(found, expected, strict=True):
-        nodes = ours[:requests, : tree.size].cpu()[..., : plainly.shape[-1]]
-        wrong += int((nodes != plainly)[:, 1:].sum())  # the root's token is not written
+        own = ours[:requests, : tree.size].cpu()[..., : plainly.shape[-1]]
+        wrong += int((own != plainly)[:, 1:].sum())  # the root's token is not written
     run.check("dynamic trees", float(wrong), 0.0)
 
 

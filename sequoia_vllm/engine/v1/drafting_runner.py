@@ -15,7 +15,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from sequoia_vllm.drafting.dynamic_trees import CHILDREN_ON_CPUS, inner_width
+from sequoia_vllm.drafting.dynamic_trees import can_choose
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings, without_speculation
@@ -179,7 +179,7 @@ class DraftingRunner(CPUModelRunner):
                 logits if len(rows) == len(logits) else logits[rows],
             )
             if dynamic:
-                grown = self.drafter.grow_dynamic(levels, roots)
+                grown = self.drafter.grow_dynamic(levels, roots, *self._limits(roots, drafts_each))
             else:
                 sampling = DraftSampling.of(
                     requests, sampling_metadata.temperature, self.input_batch.generators,
@@ -193,12 +193,27 @@ class DraftingRunner(CPUModelRunner):
         self, grown: GrownTrees, requests: NDArray[np.int64], drafts: list[list[int]]
     ) -> None:
         """Keeps these requests' trees, and puts their tokens into ``drafts``."""
-        tokens = grown.tokens[:, 1:].tolist()
+        tokens, shared = grown.tokens[:, 1:].tolist(), grown.shared
         for row, request in enumerate(requests.tolist()):
             request_id = self.input_batch.req_ids[request]
             self._drafts[request_id] = Draft(grown, row)
-            # Cutting is safe: every prefix of a tree is a tree.
-            drafts[request] = tokens[row][: self._terms[request_id].most_drafts]
+            most = self._terms[request_id].most_drafts
+            if shared is not None:
+                most = int(shared.sizes[row]) - 1
+            drafts[request] = tokens[row][:most]  # safe: every prefix of a tree is a tree
+
+    def _limits(self, roots: RootsV1, drafts_each: int) -> tuple[Tensor, Tensor]:
+        """Most drafts of requests that share them, and most levels, int64 ``[B]`` each.
+
+        vLLM has room for the engine's tree. With more than twice its share a request gains nothing,
+        and attention pads all trees to the largest. Below a request's last token no node can be
+        accepted.
+        """
+        most = min(self.tree.num_speculative_tokens, 2 * drafts_each)
+        terms = [self._terms[self.input_batch.req_ids[row]] for row in roots.requests.tolist()]
+        own = [most if one.most_drafts is None else min(one.most_drafts, most) for one in terms]
+        last = np.array([one.most_committed for one in terms])
+        return torch.tensor(own), torch.from_numpy(last - roots.positions)
 
     def _have_dynamic_trees(
         self, requests: NDArray[np.int64], tree: TokenTree
@@ -206,7 +221,7 @@ class DraftingRunner(CPUModelRunner):
         """bool ``[B]``: which requests get a tree of its own shape in this step."""
         self._grown += 1
         is_static = self._settings.is_static_step(self._grown)
-        if is_static or inner_width(tree.size, tree.depth, CHILDREN_ON_CPUS) == 0:
+        if is_static or not can_choose(tree.size, tree.depth):
             return np.zeros(len(requests), dtype=bool)
         names = [self.input_batch.req_ids[row] for row in requests.tolist()]
         return np.array([not self._terms[name].is_static for name in names], dtype=bool)

@@ -18,7 +18,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from sequoia_vllm.attention.cpu_kernel import TreeQueries, clear_tokens
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth
+from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, SharedNodes
 from sequoia_vllm.drafting.tree_tables import DraftLevels
 from sequoia_vllm.engine.common.cluster import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -234,15 +234,20 @@ class TreeProposerV1(DraftModelProposer):
         take_from_rank0(grown.tokens)
         return grown
 
-    def grow_dynamic(self, levels: DraftLevels, roots: RootsV1) -> GrownTrees:
-        """Grows dynamic trees, as large and deep as the static one, of greedy requests."""
+    def grow_dynamic(
+        self, levels: DraftLevels, roots: RootsV1, most: Tensor, deepest: Tensor
+    ) -> GrownTrees:
+        """Grows dynamic trees of greedy requests: as large as the static one in the mean.
+
+        ``most`` and ``deepest`` are as in `DynamicGrowth.best`.
+        """
         growth = DynamicGrowth(roots.tokens, levels.tree.size, levels.tree.depth)
         told, logits_at = self._told_of(roots), partial(self._level_logits, roots)
-        grown = grow_dynamic(growth, roots.logits, told, logits_at)
-        assert grown.parents is not None
-        take_from_rank0(grown.tokens)
-        take_from_rank0(grown.parents)
-        return grown
+        own = grow_dynamic(growth, roots.logits, told, logits_at, most, deepest)
+        together = torch.stack([own.tokens, own.parents, own.places])
+        take_from_rank0(together)
+        shared, no_q = SharedNodes(*together), torch.empty(0)
+        return GrownTrees(shared.tokens, no_q, no_q, shared)
 
     def _told_of(self, roots: RootsV1) -> Tensor:
         return self._told[torch.from_numpy(roots.requests)]

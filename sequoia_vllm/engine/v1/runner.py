@@ -191,8 +191,8 @@ class SequoiaCPUModelRunner(DraftingRunner):
         )
         self._commit(trees, result)
         self._verified = trees, result
-        accepted, sizes = result.accepted_nodes.numpy(), trees.num_nodes.numpy()
-        self.stats.observe(paths_of(self.tree, accepted, sizes, trees.is_dynamic))
+        counted = trees.counted(result.accepted_nodes)
+        self.stats.observe(paths_of(self.tree, *counted, trees.is_dynamic))
         return output
 
     def _verify(
