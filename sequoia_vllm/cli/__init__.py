@@ -65,9 +65,13 @@ def shown_as_written(command: Any) -> Any:
 COMMANDS = {
     "advise": "sequoia_vllm.cli.advise:advise", "tree": "sequoia_vllm.cli.tree:app",
     "tune": "sequoia_vllm.cli.tune:tune", "bench": "sequoia_vllm.cli.bench:bench",
+    "verify": "sequoia_vllm.cli.verify:verify",
     "demo": "sequoia_vllm.cli.demo:demo", "doctor": "sequoia_vllm.cli.doctor:doctor",
     "setup-cpu": "sequoia_vllm.cli.doctor:setup_cpu",
 }  # fmt: skip
+
+TAKING_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Settings of a command that hands options which it does not know to vLLM."""
 
 
 class LazyCommands(TyperGroup):
@@ -85,7 +89,8 @@ class LazyCommands(TyperGroup):
         found = getattr(importlib.import_module(module), attribute)
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
-            found.command(cmd_name, cls=AliasedCommand)(function)
+            settings = TAKING_OTHERS if cmd_name == "verify" else None
+            found.command(cmd_name, cls=AliasedCommand, context_settings=settings)(function)
         command = typer.main.get_command(found)
         command.name = cmd_name
         return shown_as_written(command)

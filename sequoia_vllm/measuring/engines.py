@@ -51,27 +51,35 @@ def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterato
     Raises:
         CalibrationError: vLLM cannot start it.
     """
-    from vllm import LLM
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         # Several engines share a GPU, and by default vLLM wants most of it to be free.
         options.setdefault("gpu_memory_utilization", _SHARE_OF_GPU)
+    with open_llm(
+        model=engine.target,
+        dtype=engine.dtype,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        enforce_eager=engine.enforce_eager,
+        kv_cache_memory_bytes=int(engine.kv_cache_gib * (1 << 30)),
+        additional_config=with_offload(None, engine.offload),
+        seed=seed,
+        **options,
+    ) as llm:
+        yield llm
+
+
+@contextmanager
+def open_llm(**options: Any) -> Iterator[Any]:
+    """Opens a ``vllm.LLM`` with these arguments alone; otherwise like `open_engine`."""
+    from vllm import LLM
+
     try:
         with interrupts_get_through():
-            llm = LLM(
-                model=engine.target,
-                dtype=engine.dtype,
-                tensor_parallel_size=engine.tensor_parallel_size,
-                enforce_eager=engine.enforce_eager,
-                kv_cache_memory_bytes=int(engine.kv_cache_gib * (1 << 30)),
-                additional_config=with_offload(None, engine.offload),
-                seed=seed,
-                **options,
-            )
+            llm = LLM(**options)
     except (ValueError, OSError, RuntimeError) as error:
         draft = (options.get("speculative_config") or {}).get("model")
-        pair = repr(engine.target) + (f" with draft {draft!r}" if draft else "")
+        pair = repr(options["model"]) + (f" with draft {draft!r}" if draft else "")
         raise CalibrationError(f"vLLM cannot start an engine for {pair}: {error}") from error
     try:
         yield llm

@@ -206,3 +206,15 @@ class StepRecorder:
     def sequoia_take_steps(self, decoding: int | None = None) -> list[dict[str, Any]]:
         """Takes the recorded steps, see `Recording.take`."""
         return self._sequoia_recording.take(decoding)
+
+    def sequoia_memory(self) -> dict[str, int]:
+        """Memory in use, bytes: of this process, and of its device if that is a GPU."""
+        import psutil  # vLLM depends on it
+
+        found = {"process": int(psutil.Process().memory_info().rss)}
+        if self.model_runner.device.type == "cuda":
+            import torch
+
+            free, total = torch.cuda.mem_get_info()
+            found |= {"allocated": torch.cuda.memory_allocated(), "device": total - free}
+        return found

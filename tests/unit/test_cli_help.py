@@ -30,7 +30,7 @@ def test_narrow_help_shows_whole_names():
     assert "x>=1" in shown
 
 
-@pytest.mark.parametrize("name", ["advise", "bench", "demo", "tune"])
+@pytest.mark.parametrize("name", ["advise", "bench", "demo", "tune", "verify"])
 def test_narrow_help_breaks_lines_where_they_are_full(name):
     shown = CliRunner().invoke(app, [name, "-h"], env={"COLUMNS": "80"}).output
     text = [line.strip() for line in shown.split("╭")[0].splitlines()]
