@@ -1,4 +1,4 @@
-"""A batch's trees on V1: edits along paths, verification; against plain loops."""
+"""Edits of logits along the paths of a batch's trees on V1, against plain loops."""
 
 from types import SimpleNamespace
 
@@ -8,111 +8,12 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from sequoia_vllm.drafting.dynamic_trees import SharedNodes
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v1.path_edits import edited_by_paths
-from sequoia_vllm.engine.v1.verifier import cut
 from sequoia_vllm.step.grow import Draft, GrownTrees
 from sequoia_vllm.step.score import lay_out
-from sequoia_vllm.step.verify import TargetDistribution, TreeVerifier
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification.sampling import Truncation
 from tests.support.histories import Histories, penalised, with_bad_words
-
-# -- verification ----------------------------------------------------------------------------
-
-
-SMALL_TREE = TokenTree((-1, 0, 0, 1))
-VERIFIER = TreeVerifier(lambda logits: logits.argmax(dim=-1), None)
-
-
-def verified(
-    scheduled: dict[str, list[int]], request_index: dict[str, int], rows: list[int],
-    grammars: str = "", temperature: float | None = None,
-):  # fmt: skip
-    """What is emitted where row i of the logits says token ``rows[i]``; drafted were 1, 2 and 3."""
-    tokens = torch.tensor([[0, 1, 2, 3]]).expand(len(scheduled), -1)
-    probs = torch.full((2, 9), 1 / 9)
-    grown = GrownTrees(tokens, probs, torch.tensor([[0, 1, -1, -1]]).expand_as(tokens))
-    lengths = np.ones(len(request_index), dtype=np.int64)
-    for request, drafts in scheduled.items():
-        lengths[request_index[request]] = len(drafts) + 1
-    trees = lay_out(
-        TreeTables(SMALL_TREE, torch.device("cpu")),
-        scheduled,
-        {request: Draft(grown, row) for row, request in enumerate(scheduled)},
-        request_index,
-        grammars.__contains__,
-        lengths.cumsum(),
-        lengths + 10,
-    )
-    logits = torch.nn.functional.one_hot(torch.tensor(rows), 9).log()
-    temperatures = None if temperature is None else torch.full((len(lengths),), temperature)
-    target = TargetDistribution(logits, temperatures, Truncation(), cut)
-    result = VERIFIER.verify(trees, target, {})
-    return result.output_tokens.tolist()
-
-
-def test_whole_batch_of_whole_trees():
-    found = verified({"a": [1, 2, 3], "b": [1, 2, 3]}, {"a": 0, "b": 1}, [1, 3, 8, 7, 2, 8, 6, 8])
-    assert found == [[1, 3, 7], [2, 6, -1]]
-
-
-@pytest.mark.parametrize(
-    ("names", "rows"),
-    [
-        (["a", "plain", "b"], [1, 7, 8, 5, 1, 3, 8, 6]),
-        (["plain", "a", "b"], [5, 1, 7, 8, 1, 3, 8, 6]),
-    ],
-)
-def test_rows_of_others_are_not_taken_for_padding(names, rows):
-    """A trimmed tree and a request without one: as many rows as two whole trees have."""
-    index = {name: place for place, name in enumerate(names)}
-    found = verified({"a": [1, 2], "b": [1, 2, 3]}, index, rows)
-    assert found == [[1, 7, -1], [1, 3, 6]]
-
-
-@pytest.mark.parametrize("temperature", [None, 1.0])
-def test_replaced_drafts_are_accepted_where_a_grammar_may_have_replaced_them(temperature):
-    index = {"a": 0, "b": 1, "plain": 2}
-    replaced = {"a": [5, 2, 3], "b": [5, 2, 6], "plain": [5, 2, 3]}
-    rows = [5, 3, 8, 7, 5, 6, 8, 4, 5, 3, 8, 7]
-    found = verified(replaced, index, rows, grammars="ab", temperature=temperature)
-    assert [[token for token in row if token >= 0] for row in found] == [[5, 3, 7], [5, 6, 4], [5]]
-
-
-def test_nodes_that_requests_share_count_by_their_places():
-    """One has four of six nodes, of two each in the mean; a third request has the engine's tree.
-
-    The first node of each counts for trees with one draft; with two there are the others, too.
-    """
-    tokens = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 0]])
-    parents = torch.tensor([[-1, 0, 1, 2], [-1, 0, 0, 0]])
-    shared = SharedNodes(tokens, parents, torch.tensor([[0, 1, 2, 2], [0, 1, 0, 0]]))
-    assert shared.sizes.tolist() == [4, 2]
-    nothing = torch.empty(0)
-    own, other = (GrownTrees(tokens, nothing, nothing, trees) for trees in (shared, None))
-    drafts = {"a": Draft(own, 0), "b": Draft(own, 1), "c": Draft(other, 0)}
-    trees = lay_out(
-        TreeTables(SMALL_TREE, torch.device("cpu")),
-        {"a": [1, 2, 3], "b": [1], "c": [1, 2, 3]},
-        drafts,
-        {"a": 0, "b": 1, "c": 2},
-        lambda name: False,
-        np.array([4, 6, 10]),
-        np.array([14, 12, 14]),
-    )
-    assert trees.is_dynamic.tolist() == [True, True, False]
-    logits = torch.nn.functional.one_hot(torch.tensor([1, 2, 3, 4, 1, 5, 2, 8, 6, 8]), 9).log()
-    result = VERIFIER.verify(trees, TargetDistribution(logits, None, Truncation(), cut), {})
-    assert result.output_tokens.tolist() == [[1, 2, 3, 4], [1, 5, -1, -1], [2, 6, -1, -1]]
-    nodes, sizes = trees.counted(result.accepted_nodes)
-    assert nodes.tolist() == [[1, 2, 2], [1, -1, -1], [2, -1, -1]]
-    assert sizes.tolist() == [3, 3, 4]
-
-
-# -- what sampling parameters change at nodes ------------------------------------------------
-
 
 VOCABULARY = 12
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 3))

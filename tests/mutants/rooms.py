@@ -41,14 +41,20 @@ ROOMS = (
     Room("tree", "tree", "optimize tree_bad_input tree_tables"),
     Room("eligibility", "engine/core/eligibility.py", "eligibility"),
     Room("config", "config.py", "config"),
-    Room("drafting", "drafting/draft_plan.py drafting/tree_tables.py", "draft_plan tree_tables"),
+    Room(
+        "drafting",
+        "drafting/draft_plan.py drafting/dynamic_trees.py drafting/tree_tables.py",
+        "draft_plan tree_tables step",
+    ),
     Room(
         "growth",
         "drafting/block_growth.py drafting/draft_batch.py drafting/drafted_trees.py "
-        "drafting/dynamic_levels.py drafting/dynamic_trees.py drafting/growth.py",
+        "drafting/dynamic_levels.py drafting/growth.py",
         "begin_drafting children dynamic_trees growth no_waits",
         interpreted=True,
     ),
+    Room("adaptation", "adaptation", "adaptation"),
+    Room("step", "step", "step truncation", laws="move"),
     Room("library", "library", "library computed_trees known_pairs cli_tree tree_bad_input plan"),
     Room(
         "hardware",

@@ -15,9 +15,11 @@ import sys
 import tempfile
 import time
 import traceback
+from bisect import bisect_right
 from collections import defaultdict
 from functools import _lru_cache_wrapper
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -34,6 +36,9 @@ SELECTED = "not engine and not slow and not upstream"
 # the processor's: the machine may be busy.
 TIMES_LONGER, SECONDS_LONGER, MORE_MEMORY = 5, 5, 4 << 30
 LONGEST_WAIT = 900  # by the clock
+# The quickest tests of a line, in seconds together. Simulations that take longer are left out: what
+# only they find counts as surviving, and a small test should find it.
+MOST_SECONDS = 15.0
 MOST_EXAMPLES = 40  # of a property: nearly all mistakes show in the first ones
 
 KILLED, SURVIVED, FAILS, BROKEN = 1, 0, 3, 4  # exit codes
@@ -119,7 +124,7 @@ class Trying:
             return pid
         try:
             self._begin_child()
-            chosen = sorted(tests, key=reach.seconds.__getitem__)
+            chosen = quickest(tests, reach.seconds)
             most = SECONDS_LONGER + TIMES_LONGER * sum(reach.seconds[i] for i in chosen)
             signal.setitimer(signal.ITIMER_PROF, most)
             signal.alarm(LONGEST_WAIT)
@@ -183,6 +188,13 @@ class Trying:
             for line, found in by_line.items()
         }
         return Reach(seconds, tests)
+
+
+def quickest(tests: set[int], seconds: list[float]) -> list[int]:
+    """The tests in the order of their seconds, as many as take `MOST_SECONDS`; at least one."""
+    ordered = sorted(tests, key=seconds.__getitem__)
+    together = list(accumulate(seconds[test] for test in ordered))
+    return ordered[: max(1, bisect_right(together, MOST_SECONDS))]
 
 
 def caches() -> list[Any]:

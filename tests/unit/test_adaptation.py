@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sequoia_vllm.adaptation.controller import DraftController
+from sequoia_vllm.adaptation.prompt_steps import PromptSteps
 from sequoia_vllm.adaptation.state import AdaptationState, FadingAcceptance, StateError
 from sequoia_vllm.adaptation.step import Step
 from sequoia_vllm.adaptation.step_times import StepTimes, assumed_seconds
@@ -782,6 +783,49 @@ def test_contexts_are_told_from_the_rest():
         for context in (500, 6000):
             expected = seconds(drafts, 5, context)
             assert times.seconds(drafts, 5, context) == pytest.approx(expected, rel=0.06)
+    # Many times at once are each of them alone.
+    for place, row in enumerate(times.all_seconds(slice(4, 8), 1000.0)):
+        alone = [times.seconds(times.sizes[place], b, 1000.0 * b) for b in range(4, 8)]
+        np.testing.assert_allclose(row, alone)
+    assert [kind[:2] for kind in times.to_list()] == [(0, 4), (3, 4), (15, 4)]
+
+
+def test_batches_between_powers_of_two_are_between_their_times():
+    times = step_times()
+    before = [times.seconds(3, batch) for batch in (4, 6, 8)]
+    for _ in range(200):
+        times.add(3, 4, 2.0 * before[0])
+        times.add(3, 8, 0.5 * before[2])
+    ratios = [times.seconds(3, batch) / t for batch, t in zip((4, 6, 8), before, strict=True)]
+    assert ratios[0] == pytest.approx(2.0, rel=0.1)
+    assert ratios[2] == pytest.approx(0.5, rel=0.1)
+    assert ratios[0] > ratios[1] > ratios[2]
+    # Numbers of drafts without a row have the next larger one's.
+    assert times.seconds(2, 4) == times.seconds(3, 4)
+    assert times.seconds(99, 4) == times.seconds(times.sizes[-1], 4)
+
+
+@pytest.mark.parametrize("host_bound", [False, True])
+@pytest.mark.parametrize("every", [1, 4])
+def test_prompts_cost_their_steps_share(every, host_bound):
+    """A step takes a second, and three where prompts are read; of the table's half a second more.
+
+    Where all steps read prompts, each token bears a step's part. Where few do, each prompt is read
+    once, however many tokens a step gives.
+    """
+    prompts = PromptSteps(3, host_bound)
+    for step in range(400):
+        is_read = step % every == 0
+        one = Step(2, 0, 3.0 if is_read else 1.0, "greedy", prompts=100 * is_read)
+        prompts.add(one, one.seconds, 1.0, 0.0)
+    table, tokens = np.array([[1.0], [1.5]]), np.array([1.0, 2.0])
+    [plain], [drafted] = prompts.per_token(table, tokens, np.array([0, 3]), np.array([1]))
+    more = (2.0, 1.5) if host_bound else (2.0, 2.0)
+    assert plain == pytest.approx(more[0] / every, rel=0.05)
+    if every == 1:
+        assert drafted == pytest.approx(more[1] / 2, rel=0.001)
+    else:
+        assert 0.85 < drafted / plain * more[0] / more[1] < 1.0
 
 
 def test_dynamic_trees_are_expected_as_they_were_accepted():
@@ -802,6 +846,11 @@ def test_dynamic_trees_are_expected_as_they_were_accepted():
     assert expected[-1] < expected[5] + 1.0  # what was never scored
     assert fading.trees == trees
     assert fading.state() == before  # nothing about a static tree was learned
+    fading.fade(1000.0)
+    np.testing.assert_allclose(fading.expected_tokens()[:6], expected[:6], rtol=0.05)
+    roots = FadingAcceptance(TREE)  # of trees that were cut to their roots
+    roots.add(TreeCounts.of_paths(TREE, [paths_of(TREE, nodes[:9] * 0 - 1, np.ones(9), True)]))
+    assert np.isfinite(roots.expected_tokens()).all()
 
 
 def test_static_and_dynamic_trees_are_expected_by_their_shares():

@@ -213,7 +213,7 @@ LINES = {
     "adaptation": 915, "attention": 400, "bench": 1_740, "benchmarks": 5_851,
     "calibration": 582, "cli": 2_583, "drafters": 1_534, "drafting": 1_330, "engine": 11_570,
     "examples": 1_893, "hardware": 2_677, "kernels": 4_734, "library": 1_005, "measuring": 785,
-    "metrics": 480, "sequoia_vllm": 1_385, "step": 743, "tests": 43_252, "tree": 616,
+    "metrics": 480, "sequoia_vllm": 1_385, "step": 743, "tests": 43_800, "tree": 616,
     "verification": 1_074,
     "verifying": 462, "vocabulary": 376,
 }  # fmt: skip

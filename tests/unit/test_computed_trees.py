@@ -175,6 +175,8 @@ def test_acceptance_counted_while_serving_is_taken(library, caplog):
     found = library.select(pair, shapes=SHAPES_7B)
     assert found.entry.name.endswith("/learned")
     assert "acceptance counted while serving greedy requests" in found.reason
+    assert (before.entry.temperature, found.entry.temperature) == (None, 0.0)
+    assert found.entry.profile.sha256 is None  # it is computed, not measured
     assert found.entry.tree == TokenTree.chain(found.entry.tree.num_speculative_tokens)
     assert found.entry.tree.depth > before.entry.tree.depth
     assert found.entry.estimates[0].speedup > before.entry.estimates[0].speedup

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sequoia_vllm.drafting import draft_plan
 from sequoia_vllm.drafting.draft_plan import DraftPlan, inner_nodes, inner_rows
+from sequoia_vllm.drafting.dynamic_trees import CHILDREN_ON_GPUS, inner_width
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
 from sequoia_vllm.hardware.graph_sizes import (
     MOST_TOKENS,
@@ -36,6 +37,13 @@ def test_rows_follow_the_widest_level_or_the_longest_path():
     for batch, requests in ((100, 66), (66, 66), (7, 7)):
         plan = DraftPlan(WIDE, [61] * batch, most_rows=2000)
         assert plan.most_requests(61) == plan.graph_sizes(61)[-1] == requests  # of 30 rows each
+    assert DraftPlan(WIDE, [61] * 4, most_rows=10).most_requests(61) == 1  # at least
+    # Levels of dynamic trees have as many inner nodes as fit: 5 nodes, 2 levels below the root's.
+    dynamic = DraftPlan(chain, [5], 100, dynamic=True)
+    assert dynamic.widest_level == inner_width(6, 5, CHILDREN_ON_GPUS) == 1
+    deep = TokenTree((-1, 0, 0, 0, 0, 0, 1, 6))
+    assert DraftPlan(deep, [7], 100, dynamic=True).widest_level == 3
+    assert DraftPlan(deep, [7], 100).widest_level == 1
 
 
 def test_only_what_the_schedule_reaches_is_captured():
@@ -78,6 +86,7 @@ def test_logits_are_kept_for_the_largest_product_of_batch_and_nodes():
     assert plan.logits_rows == 32
     assert plan.most_requests(6) == 4
     assert plan.most_requests(5) == 16  # a limit that a tool sets: as many as can be kept
+    assert DraftPlan(TREE, [1] * 7, most_rows=2048).most_requests(5) == 3  # 7 rows, of 2 each
     nothing = DraftPlan(TREE, [0] * 8, most_rows=2048)
     assert (nothing.drafts, nothing.widest_level) == ([], 1)
     assert nothing.logits_rows >= inner_nodes(TREE)
@@ -264,5 +273,6 @@ def test_rows_and_widths_of_a_tree():
     assert (draft_plan.level_widths(tree), draft_plan.level_widths(root)) == ([1, 2], [0])
     assert (draft_plan.inner_nodes(tree), draft_plan.inner_rows(root)) == (3, [-1])
     assert draft_plan.rows_per_tree(root, [-1]) == 0
+    assert draft_plan.depths_by_drafts(tree) == [0, 1, 1, 2, 2, 2, 2]
     assert DraftPlan(tree, [6] * 4, 64).widest_level == 4 * 2
     assert DraftPlan(tree, [0] * 4, 64).widest_level == 1

@@ -206,6 +206,10 @@ def test_user_trees_come_first(library):
     selection = library.select(H200)
     assert selection.entry.name == f"user/{path.stem}"
     assert f"tuned here ({path})" in selection.reason
+    files = library.measurements(H200)
+    assert files.directory == library.user / "measurements" / H200.file_name
+    names = [path.relative_to(files.directory).as_posix() for path in files[1:]]
+    assert names == ["acceptance.json", "profile.json"]
     assert library.entry(selection.entry.name).tree == selection.entry.tree
     assert library.entries()[0].name == selection.entry.name
     path.write_text("{")
@@ -231,6 +235,8 @@ def test_user_tree_names():
     assert name.startswith("nvidia-h200--meta-llama-llama-3.1-8b--m-d--bfloat16--tp2--")
     assert name == replace(key, draft="/m/d").file_name
     assert name != replace(key, target="meta-llama/llama-3.1-8b").file_name
+    cut = replace(key, target="ab-" + "c" * 39).file_name  # a part has 40 characters at most
+    assert "---" not in cut
     long = PairKey("x" * 300, "/" * 9, "名", "bfloat16").file_name
     assert len(long) < 200
     assert "/" not in long

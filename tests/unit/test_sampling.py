@@ -127,6 +127,15 @@ def test_draft_distribution_is_softmax(rows, temperature):
     assert torch.allclose(draft.double(), expected, atol=1e-6)
 
 
+def test_the_generator_alone_decides():
+    logits = torch.zeros(50, 9)
+    found = []
+    for seed in (1, 1, 2):
+        torch.rand(1)  # the default one moves on
+        found.append(drawn_from(logits, 3, 1.0, generator(seed)).tolist())
+    assert found[0] == found[1] != found[2]
+
+
 def test_half_precision_logits_give_float32_probabilities_and_are_left_alone():
     logits = torch.randn(3, 9, generator=generator(0)).bfloat16()
     before = logits.clone()

@@ -56,7 +56,10 @@ def test_tables_of_a_tree():
     assert tables.children.tolist() == [
         [1, 2, 5], [3, 4, -1], [-1] * 3, [-1] * 3, [-1] * 3, [6, -1, -1], [-1] * 3,
     ]  # fmt: skip
+    assert tables.parents.tolist() == list(TREE.parents)
     assert tables.inner_rows.tolist() == [0, 1, -1, -1, -1, 2, -1]
+    for read_by_kernels in (tables.parents, tables.children, tables.inner_rows):
+        assert read_by_kernels.dtype == torch.int32
     assert np.array_equal(tables.ancestors.numpy(), TREE.ancestor_mask)
 
 
