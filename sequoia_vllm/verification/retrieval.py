@@ -13,13 +13,17 @@ from torch.nn.functional import pad
 
 LONGEST, SHORTEST = 8, 2
 """Tokens in a row that make a match: the longest match wins, then the latest."""
+LONGEST_RUN = 32
+"""Tokens in a row that are counted of the match that won."""
 WINDOW = 8192
 """A request's last tokens, in which a match is looked for: memory and time are bounded."""
 TOLD_SHARE = 0.7
 """Least probability in Q of a token that the text says comes next."""
 
 
-def continuations(texts: Tensor, rows: Tensor, lengths: Tensor, depth: int) -> Tensor:
+def continuations(
+    texts: Tensor, rows: Tensor, lengths: Tensor, depth: int
+) -> tuple[Tensor, Tensor]:
     """What followed the latest of the longest earlier occurrences of each text's end.
 
     A text that ends in a repetition goes on with it.
@@ -31,7 +35,8 @@ def continuations(texts: Tensor, rows: Tensor, lengths: Tensor, depth: int) -> T
         depth: Tokens asked for.
 
     Returns:
-        int64 ``[R, depth]``; -1 in rows whose last two tokens did not occur before.
+        int64 ``[R, depth]``; -1 in rows whose last two tokens did not occur before. And int64
+        ``[R]``: the match's tokens, at most `LONGEST_RUN`; 0 in those rows.
     """
     longest = texts.shape[1]
     window = min(longest, WINDOW)
@@ -50,7 +55,11 @@ def continuations(texts: Tensor, rows: Tensor, lengths: Tensor, depth: int) -> T
     found, is_match = best % window, best >= SHORTEST * window
     ahead = torch.arange(depth, device=texts.device) % (last - found).clamp(min=1)
     told = inside.gather(1, (found + 1 + ahead).clamp(max=window - 1).long()).long()
-    return told.masked_fill(~is_match, -1)
+    back = torch.arange(min(LONGEST_RUN, window), device=texts.device)
+    ends = (inside.gather(1, (place - back).clamp(min=0).long()) for place in (last, found))
+    is_same = torch.eq(*ends) & (back <= found)
+    runs = is_same.cumprod(dim=1).sum(dim=1)
+    return told.masked_fill(~is_match, -1), runs.masked_fill(~is_match[:, 0], 0)
 
 
 def following(tokens: Tensor, told: Tensor, depth: int) -> Tensor:

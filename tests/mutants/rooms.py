@@ -35,7 +35,7 @@ ROOMS = (
     Room(
         "verification",
         "verification",
-        "verifier verification_methods replaced retrieval sampling truncation",
+        "verifier verification_methods replaced retrieval prediction sampling truncation",
         laws="continue_texts",
     ),
     Room("tree", "tree", "optimize tree_bad_input tree_tables"),

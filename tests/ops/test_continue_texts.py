@@ -19,6 +19,16 @@ def expected(text: list[int], depth: int) -> list[int]:
     return [-1] * depth
 
 
+def longest_run(text: list[int]) -> int:
+    """Tokens of the latest of the longest matches, counted beyond what makes one longer."""
+    for length in range(retrieval.LONGEST, retrieval.SHORTEST - 1, -1):
+        for end in range(len(text) - 1, length - 1, -1):
+            if text[end - length : end] == text[-length:]:
+                most = range(length, min(end, retrieval.LONGEST_RUN) + 1)
+                return max(n for n in most if text[end - n : end] == text[-n:])
+    return 0
+
+
 def on_device(texts, rows, lengths, depth):
     """With padding behind the batch."""
     from sequoia_vllm.kernels.begin_drafting import find_continuations
@@ -51,7 +61,10 @@ def test_continuations_are_those_of_the_latest_longest_match(window, block, monk
         held[row, : len(text)] = torch.tensor(text)
     rows = torch.randperm(len(texts))
     lengths = torch.tensor([len(texts[row]) for row in rows.tolist()], dtype=torch.int32)
-    find = on_device if INTERPRETED else retrieval.continuations
-    found = find(held, rows, lengths, 5)
+    if INTERPRETED:
+        found = on_device(held, rows, lengths, 5)
+    else:
+        found, runs = retrieval.continuations(held, rows, lengths, 5)
+        assert runs.tolist() == [longest_run(texts[row][-window:]) for row in rows.tolist()]
     assert found.tolist() == [expected(texts[row][-window:], 5) for row in rows.tolist()]
     assert len(texts) // 3 < (found[:, 0] >= 0).sum() < len(texts)

@@ -211,10 +211,10 @@ def test_tests_that_start_engines_say_so():
 # `python -m tests.unit.test_architecture` prints today's: set them with each release.
 LINES = {
     "adaptation": 915, "attention": 400, "bench": 1_740, "benchmarks": 5_851,
-    "calibration": 582, "cli": 2_583, "drafters": 1_534, "drafting": 1_330, "engine": 11_570,
+    "calibration": 582, "cli": 2_583, "drafters": 1_534, "drafting": 1_330, "engine": 12_060,
     "examples": 1_893, "hardware": 2_677, "kernels": 4_734, "library": 1_005, "measuring": 785,
-    "metrics": 480, "sequoia_vllm": 1_385, "step": 743, "tests": 43_800, "tree": 616,
-    "verification": 1_074,
+    "metrics": 480, "sequoia_vllm": 1_385, "step": 743, "tests": 44_800, "tree": 616,
+    "verification": 1_190,
     "verifying": 462, "vocabulary": 376,
 }  # fmt: skip
 SLACK, MOST = 1.03, 90_000  # of a room; of all

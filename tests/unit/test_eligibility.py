@@ -23,6 +23,7 @@ from sequoia_vllm.engine.core.eligibility import (
     reason_without_drafts,
     requests_to_read,
 )
+from sequoia_vllm.engine.core.prediction_option import PREDICTION
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 
 
@@ -65,14 +66,14 @@ def test_wrong_numbers_of_drafts_are_refused(value):
 
 @pytest.mark.parametrize(
     ("name", "suggested"),
-    [("sequoia_max_draft", True), ("SEQUOIA_MAX_DRAFTS", True), ("sequoia", True),
-     ("sequoia_tree", True),
-     ("sequoia-zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", False)],
+    [("sequoia_max_draft", MOST_DRAFTS), ("SEQUOIA_MAX_DRAFTS", MOST_DRAFTS),
+     ("sequoia", PREDICTION), ("sequoia_predicted", PREDICTION),
+     ("sequoia-zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", None)],
 )  # fmt: skip
 def test_unknown_options_of_ours_are_refused(name, suggested):
     """Also after others; the nearest name is suggested, if one is near."""
-    hint = " (did you mean sequoia_max_drafts?)" if suggested else ""
-    message = f"there is no option '{name}'{hint}; there is: sequoia_max_drafts"
+    hint = f" (did you mean {suggested}?)" if suggested else ""
+    message = f"there is no option '{name}'{hint}; there is: {MOST_DRAFTS}, {PREDICTION}"
     with pytest.raises(VLLMValidationError, match=re.escape(message)) as error:
         check_options(options(other=1, **{name: 5}))
     assert (error.value.parameter, error.value.value) == (name, 5)

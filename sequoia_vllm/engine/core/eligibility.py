@@ -15,12 +15,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from sequoia_vllm.engine.core import grammar
+from sequoia_vllm.engine.core.prediction_option import PREDICTION, check_prediction
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.metrics.prometheus import Reason
 from sequoia_vllm.verification.sampling import is_greedy
 
 MOST_DRAFTS = "sequoia_max_drafts"
-_OPTIONS = (MOST_DRAFTS,)
+_OPTIONS = (MOST_DRAFTS, PREDICTION)
 _PREFIX = "sequoia"  # of names that can only be meant for us
 
 # A step emits one token without drafts. So a tree gains nothing before a request's last token.
@@ -40,7 +41,9 @@ def check_options(sampling_params: Any) -> None:
         VLLMValidationError: One is unknown or wrong. HTTP clients get status 400.
     """
     for name, value in (sampling_params.extra_args or {}).items():
-        if name in _OPTIONS:
+        if name == PREDICTION:
+            check_prediction(value)
+        elif name == MOST_DRAFTS:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise VLLMValidationError(
                     f"{name} is a number of drafts, 0 or more (0: no speculation for this "

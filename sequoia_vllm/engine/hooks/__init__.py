@@ -25,6 +25,7 @@ from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.settings import SequoiaSettings, is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.common.step_messages import add_report_field
 from sequoia_vllm.engine.compat.versions import counts_blocks_as_rows, cuts_length_to_draft
+from sequoia_vllm.engine.core import prediction_option
 from sequoia_vllm.engine.core.eligibility import check_options
 from sequoia_vllm.engine.core.scheduling import post_step
 from sequoia_vllm.engine.frontend import engine_config, request, tree_metrics
@@ -43,6 +44,12 @@ def install() -> None:
     # Refuses min_p and logit_bias with any speculation; Sequoia serves them. Until: vLLM asks the
     # speculative method.
     _wrap(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
+    # Knows no option of ours that needs the tokenizer or the vocabulary. Until: vLLM hands a
+    # request's own options to the speculative method, with its tokenizer.
+    _wrap(SamplingParams, "verify", prediction_option.verify)
+    _wrap(SamplingParams, "update_from_tokenizer", prediction_option.update_from_tokenizer)
+    # --enable-log-requests would log a prediction's text. Until: vLLM's log leaves out extra_args.
+    _wrap(SamplingParams, "__repr__", prediction_option.describe_params)
     add_report_field()
     # Asks the workers for drafts, which the step's output has brought. Until: vLLM's engine core
     # sends workers one message per step.

@@ -1,6 +1,7 @@
 """The drafting half of the V1 runner: whose tokens the draft reads, and the trees that it grows."""
 
 import time
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +24,7 @@ from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core.eligibility import TreeTerms, requests_to_read
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.runner.tensor_parallel import survive_draft
-from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
+from sequoia_vllm.engine.v1.draft_progress import DraftProgressV1
 from sequoia_vllm.engine.v1.proposer import RootsV1, TreeProposerV1
 from sequoia_vllm.engine.v1.thinking_budgets import ThinkingBudgets
 from sequoia_vllm.engine.v1.verifier import truncation_of
@@ -36,6 +37,16 @@ from sequoia_vllm.tree import TokenTree
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
     """Calls vLLM's `build_logitsprocs` as for an engine without speculation."""
     return build_logitsprocs(without_speculation(vllm_config), *args)
+
+
+@dataclass(frozen=True)
+class EmittedTokens:
+    """What a step has added to the requests of a batch."""
+
+    known: NDArray[np.int64]  # int64 ``[requests]``: tokens of each before, the step's drafts not
+    tokens: NDArray[np.integer]  # int ``[requests, W]``: the new ones; behind them -1
+    counts: NDArray[np.int64]  # int64 ``[requests]``: how many are new
+    reads: NDArray[np.bool_]  # bool ``[requests]``: whether it gets a tree, now or later
 
 
 class DraftingRunner(CPUModelRunner):
@@ -86,6 +97,7 @@ class DraftingRunner(CPUModelRunner):
             self._session_seeds.forget(request_id)
             self.draft_progress.forget(request_id)
             self._forget_budget(request_id)
+            self.drafter.foretold.forget(request_id)
         for new in scheduler_output.scheduled_new_reqs:
             known = self.requests.get(new.req_id)
             if known is not None and new.req_id not in scheduler_output.finished_req_ids:
@@ -110,6 +122,8 @@ class DraftingRunner(CPUModelRunner):
             self._terms[new.req_id] = TreeTerms.of(
                 state.sampling_params, state.num_prompt_tokens, longest
             )
+            if self._terms[new.req_id].most_committed:
+                self.drafter.foretold.start(new.req_id, state.sampling_params)
         return found
 
     @cached_property
@@ -158,7 +172,16 @@ class DraftingRunner(CPUModelRunner):
         drafts_each = self._drafts_each(scheduler_output)
         if drafts_each == 0:
             return drafts
-        committed = self._committed_tokens(sampled_token_ids)
+        emitted = self._emitted_tokens(sampled_token_ids)
+        self._look_back(emitted)
+        committed = self.draft_progress.take(
+            self.input_batch.req_ids,
+            self.input_batch.token_ids_cpu,
+            known=emitted.known,
+            sampled=emitted.tokens,
+            num_sampled=emitted.counts,
+            reads=emitted.reads,
+        )
         if committed is None:
             return drafts
         logits = self.drafter.advance(committed)
@@ -226,8 +249,8 @@ class DraftingRunner(CPUModelRunner):
         names = [self.input_batch.req_ids[row] for row in requests.tolist()]
         return np.array([not self._terms[name].is_static for name in names], dtype=bool)
 
-    def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
-        """Prompt chunks, roots and emitted tokens that the draft has yet to read."""
+    def _emitted_tokens(self, sampled_token_ids: Tensor) -> EmittedTokens:
+        """What this step has added to each request."""
         num_reqs = self.input_batch.num_reqs
         scheduled = np.diff(self.query_start_loc.np[: num_reqs + 1])
         drafted = [len(ids) for ids in self.input_batch.spec_token_ids[:num_reqs]]
@@ -237,14 +260,22 @@ class DraftingRunner(CPUModelRunner):
         known = (computed + scheduled - np.array(drafted)).astype(np.int64)
         num_sampled = np.where(discarded, 0, (sampled >= 0).sum(axis=1))
         terms = [self._terms[request] for request in self.input_batch.req_ids]
-        return self.draft_progress.take(
-            self.input_batch.req_ids,
-            self.input_batch.token_ids_cpu,
-            known=known,
-            sampled=sampled,
-            num_sampled=num_sampled,
-            reads=requests_to_read(terms, known + num_sampled, sampled),
-        )
+        reads = requests_to_read(terms, known + num_sampled, sampled)
+        return EmittedTokens(known, sampled, num_sampled, reads)
+
+    def _look_back(self, emitted: EmittedTokens) -> None:
+        """Notes what the requests' texts and predictions say comes next."""
+        rows = np.flatnonzero(emitted.reads & (emitted.counts > 0))
+        if len(rows) == 0:
+            return
+        lengths = (emitted.known + emitted.counts)[rows]
+        texts = self.input_batch.token_ids_cpu[rows, : lengths.max()]
+        # vLLM notes new tokens later.
+        place, column = np.nonzero(np.arange(emitted.tokens.shape[1]) < emitted.counts[rows, None])
+        texts[place, emitted.known[rows][place] + column] = emitted.tokens[rows[place], column]
+        names = [self.input_batch.req_ids[row] for row in rows.tolist()]
+        prompts = self.input_batch.num_prompt_tokens[rows]
+        self.drafter.foretold.look_back(rows, names, texts, prompts, lengths)
 
     def _params(self) -> list[Any]:
         """Each request's `SamplingParams`, in batch order."""

@@ -26,8 +26,8 @@ from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
+from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
 from sequoia_vllm.step.grow import DraftSampling, GrownTrees, grow, grow_dynamic
-from sequoia_vllm.verification.retrieval import continuations
 
 
 class TextDrafterV1(ABC):
@@ -113,9 +113,7 @@ class TreeProposerV1(DraftModelProposer):
         assert kind.on_v1 is not None, f"{kind.name} needs vLLM's Model Runner V2"
         self.drafter: DrafterV1 | TextDrafterV1 = resolve_name(kind.on_v1)()
         self._rows = torch.arange(runner.max_num_tokens)
-        # What each request's own text says comes next, int64 [requests, D]; -1: nothing.
-        self._told = torch.full((runner.max_num_reqs, settings.tree.depth), -1)
-        self._retrieves = settings.retrieval
+        self.foretold = ForetoldTexts(runner.max_num_reqs, settings.tree.depth, settings.retrieval)
 
     # Until: vLLM asks whether a draft has layers that would read M-RoPE's positions.
     def _raise_if_mrope(self) -> None:
@@ -159,8 +157,6 @@ class TreeProposerV1(DraftModelProposer):
     def advance(self, committed: CommittedTokens) -> Tensor:
         """Reads committed tokens; returns draft logits ``[R, V]`` after each request's last one."""
         requests, counts, last = committed.requests, committed.counts, committed.last
-        if self._retrieves:
-            self._look_back(committed)
         if isinstance(self.drafter, TextDrafterV1):
             return self._predict(torch.from_numpy(committed.tokens[last]), requests)
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
@@ -187,20 +183,6 @@ class TreeProposerV1(DraftModelProposer):
         tokens = torch.from_numpy(committed.tokens.astype(np.int32))
         rows = torch.from_numpy(last) if len(tokens) > len(counts) else None
         return self._forward(tokens, positions, slots, metadata, rows)
-
-    def _look_back(self, committed: CommittedTokens) -> None:
-        """Notes what the requests' own texts say comes next."""
-        lengths = committed.positions[committed.last] + 1
-        texts = self.runner.input_batch.token_ids_cpu[committed.requests, : lengths.max()]
-        rows = np.arange(len(lengths))
-        # vLLM notes new tokens later.
-        texts[np.repeat(rows, committed.counts), committed.positions] = committed.tokens
-        self._told[torch.from_numpy(committed.requests)] = continuations(
-            torch.from_numpy(texts),
-            torch.from_numpy(rows),
-            torch.from_numpy(lengths),
-            self._told.shape[1],
-        )
 
     def learn(self, scored: Tensor, logits: Tensor) -> None:
         """Shows a draft without a model the target's logits after these rows of the step."""
@@ -229,7 +211,7 @@ class TreeProposerV1(DraftModelProposer):
 
     def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> GrownTrees:
         """Grows one tree per request, with the engine's topology."""
-        told, logits_at = self._told_of(roots), partial(self._level_logits, roots)
+        told, logits_at = self.foretold.told_of(roots.requests), partial(self._level_logits, roots)
         grown = grow(levels, roots.tokens, roots.logits, told, sampling, logits_at)
         take_from_rank0(grown.tokens)
         return grown
@@ -242,15 +224,12 @@ class TreeProposerV1(DraftModelProposer):
         ``most`` and ``deepest`` are as in `DynamicGrowth.best`.
         """
         growth = DynamicGrowth(roots.tokens, levels.tree.size, levels.tree.depth)
-        told, logits_at = self._told_of(roots), partial(self._level_logits, roots)
+        told, logits_at = self.foretold.told_of(roots.requests), partial(self._level_logits, roots)
         own = grow_dynamic(growth, roots.logits, told, logits_at, most, deepest)
         together = torch.stack([own.tokens, own.parents, own.places])
         take_from_rank0(together)
         shared, no_q = SharedNodes(*together), torch.empty(0)
         return GrownTrees(shared.tokens, no_q, no_q, shared)
-
-    def _told_of(self, roots: RootsV1) -> Tensor:
-        return self._told[torch.from_numpy(roots.requests)]
 
     def _level_logits(
         self, roots: RootsV1, tokens: Tensor, depth: int, sees: Tensor, first: int

@@ -1,0 +1,74 @@
+"""What the texts and predictions of requests say comes next, on the V1 runner."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sequoia_vllm.engine.core.prediction_option import foretold
+from sequoia_vllm.verification.prediction import Prediction
+from sequoia_vllm.verification.retrieval import continuations
+
+
+class ForetoldTexts:
+    """The tokens that are told of each request of the batch: the longest match's, of its prediction
+    or else of its own text.
+
+    Attributes:
+        told: int64 ``[requests, depth]``, by place in the batch; -1: nothing is said.
+
+    Args:
+        requests: Most requests of a batch.
+        depth: Tokens told of each.
+        retrieves: Whether requests' own texts are looked at.
+    """
+
+    def __init__(self, requests: int, depth: int, retrieves: bool) -> None:
+        self.told = torch.full((requests, depth), -1)
+        self._retrieves = retrieves
+        self._predictions: dict[str, Prediction] = {}
+
+    def start(self, request_id: str, sampling_params: Any) -> None:
+        """Notes a request that begins."""
+        self.forget(request_id)
+        if (tokens := foretold(sampling_params)) is not None:
+            self._predictions[request_id] = Prediction(tokens)
+
+    def forget(self, request_id: str) -> None:
+        """Drops a finished request, with its prediction."""
+        self._predictions.pop(request_id, None)
+
+    def look_back(
+        self,
+        rows: NDArray[np.int64],
+        names: Sequence[str],
+        texts: NDArray[np.int32],
+        prompts: NDArray[np.integer],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Notes what comes next of R requests.
+
+        Args:
+            rows: int64 ``[R]``: their places in the batch.
+            names: Their ids.
+            texts: int32 ``[R, L]``: their tokens.
+            prompts, lengths: ``[R]``: tokens of each prompt, and of each text.
+        """
+        told = torch.full((len(rows), self.told.shape[1]), -1)
+        runs = torch.zeros(len(rows), dtype=torch.int64)
+        if self._retrieves:
+            given = torch.from_numpy(texts), torch.arange(len(rows)), torch.from_numpy(lengths)
+            told, runs = continuations(*given, told.shape[1])
+        for place, name in enumerate(names):
+            if (prediction := self._predictions.get(name)) is not None:
+                prediction.follow(texts[place, prompts[place] : lengths[place]])
+                if not prediction.is_lost and prediction.run >= runs[place]:
+                    told[place] = torch.from_numpy(prediction.told(told.shape[1]))
+        self.told[torch.from_numpy(rows)] = told
+
+    def told_of(self, rows: NDArray[np.int64]) -> Tensor:
+        """int64 ``[R, depth]`` of these places in the batch."""
+        return self.told[torch.from_numpy(rows)]

@@ -1,0 +1,90 @@
+"""Text that a user foretells: where a request's output has arrived in it, and what it says next.
+
+A *diagonal* pairs each token of the output with the prediction's token at a fixed distance. Each of
+the output's last tokens that the diagonal has counts, the latest most. The best diagonal says where
+the output has arrived. So a replaced token changes nothing, and after inserted or left-out tokens
+one token in common is enough.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+REACH = 32
+"""Last tokens of the output that are compared, and the longest run."""
+_WEIGHTS = 0.6 ** np.arange(REACH - 1, -1, -1)  # of the last tokens, the latest last
+_LEAST = 0.25  # least sum of a diagonal that is followed: four tokens replaced in a row
+_NEAR = 1e-3  # what breaks ties: nearness to where the former diagonal goes on
+# Trust rises by a share of what lacks with each token that came true, and falls likewise. Below
+# the least, a place needs two tokens in a row.
+_RISE, _FALL, _LEAST_TRUST, _EVIDENCE = 0.1, 0.3, 0.4, 2
+# Before the prediction's first token and before the output's first. No token is one of these.
+_START, _BEFORE, _BEFORE_OUTPUT = -3, -2, -4
+
+
+class Prediction:
+    """One request's foretold text; `follow` is told the output as it grows.
+
+    Attributes:
+        run: Last tokens of the output that stand before the prediction's next one, too, at most
+            `REACH`. The beginning counts as a token that both have.
+
+    Args:
+        tokens: The text as the target's tokens, at least one.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = np.array([*[_BEFORE] * (REACH - 1), _START, *tokens], dtype=np.int64)
+        self._ends = np.lib.stride_tricks.sliding_window_view(self._tokens, REACH)
+        self._next: int | None = 0  # place of the token that it foretells; None: it is lost
+        self._diagonal = 0  # the next token's place on the diagonal that was followed last
+        self._seen, self._trust = 0, 1.0
+        self.run = 1
+
+    def follow(self, output: NDArray[np.integer]) -> int:
+        """Takes the whole output so far, int ``[n]``; finds the place of its next token.
+
+        Returns:
+            How many of the tokens since the last call it foretold, up to the first other one.
+        """
+        new = output[self._seen :]
+        told = self.told(len(new))
+        differs = np.flatnonzero(told != new)
+        hits = int(differs[0]) if len(differs) else len(new)
+        self._trust = 1 - (1 - self._trust) * (1 - _RISE) ** hits
+        if hits < len(new) and told[hits] >= 0:
+            self._trust *= 1 - _FALL
+        self._diagonal += len(new)
+        self._seen = len(output)
+        self._find(output)
+        return hits
+
+    def _find(self, output: NDArray[np.integer]) -> None:
+        last = np.full(REACH, _BEFORE_OUTPUT, dtype=np.int64)
+        if len(output) < REACH:
+            last[REACH - 1 - len(output)] = _START
+        if len(output):
+            last[-min(len(output), REACH) :] = output[-REACH:]
+        same = self._ends == last
+        distance = np.abs(np.arange(len(same)) - self._diagonal)
+        best = int((same @ _WEIGHTS + _NEAR / (1 + distance)).argmax())
+        differs = np.flatnonzero(~same[best, ::-1])
+        self.run = int(differs[0]) if len(differs) else REACH
+        is_sure = self._trust >= _LEAST_TRUST or self.run >= _EVIDENCE
+        self._next = None
+        if is_sure and same[best] @ _WEIGHTS >= _LEAST:
+            self._next = self._diagonal = best
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it says nothing, as the output is not in it, or at its end."""
+        return self._next is None or self._next == len(self._ends) - 1
+
+    def told(self, depth: int) -> NDArray[np.int64]:
+        """int64 ``[depth]``: what it says comes next; -1 behind its end, or where it is lost."""
+        found = np.full(depth, -1, dtype=np.int64)
+        if self._next is not None:
+            ahead = self._tokens[REACH + self._next :][:depth]
+            found[: len(ahead)] = ahead
+        return found

@@ -1,0 +1,69 @@
+"""Predictions in V1 engines: plain vLLM's tokens, in fewer steps, whatever is foretold."""
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from sequoia_vllm.engine.core.prediction_option import PREDICTION
+from tests.support.engines import generated, lookup_trees, metric, runner_of, running, whole_trees
+from tests.support.generating import random_prompts
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TOKENS = 60
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0}, "seeded": {"temperature": 0.8, "seed": 5},
+    "penalised": {"temperature": 0, "repetition_penalty": 1.2},
+}  # fmt: skip
+CONFIGS = {
+    "draft": whole_trees(size=12), "lookup": lookup_trees(size=12),
+    "dynamic": whole_trees(size=12, dynamic_tree=True, retrieval=True),
+}  # fmt: skip
+
+
+def params_of(foretold: list[Any]) -> list[SamplingParams]:
+    """One request of each kind for each foretold text; None: nothing is."""
+    return [
+        SamplingParams(
+            **kind, max_tokens=TOKENS, ignore_eos=True,
+            extra_args=None if text is None else {PREDICTION: text},
+        )
+        for kind, text in zip(KINDS.values(), foretold, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return random_prompts([20, 33, 48])
+
+
+@pytest.fixture(scope="module")
+def plain(prompts):
+    with running() as llm:
+        return generated(llm, prompts, params_of([None] * len(KINDS)))
+
+
+def edited(tokens: list[int]) -> list[int]:
+    """Three changed places: a token replaced, one left out, two more."""
+    return [*tokens[:15], 7, *tokens[16:30], *tokens[31:45], 9, 9, *tokens[45:]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_plains_and_what_was_foretold_is_accepted(name, prompts, plain):
+    """The texts are forgotten with their requests."""
+    steps = {}
+    with running(CONFIGS[name]) as llm:
+        texts = {
+            "nothing": [None] * len(plain), "edited": [edited(tokens) for tokens in plain],
+            "other": [list(reversed(tokens)) for tokens in plain],
+        }  # fmt: skip
+        for kind, foretold in texts.items():
+            before = metric(llm, "vllm:spec_decode_num_drafts")
+            assert generated(llm, prompts, params_of(foretold)) == plain, kind
+            steps[kind] = metric(llm, "vllm:spec_decode_num_drafts") - before
+        # vLLM tells workers with the next step which requests have finished.
+        generated(llm, prompts[:1], [SamplingParams(max_tokens=4)])
+        assert runner_of(llm).drafter.foretold._predictions == {}
+    assert steps["edited"] < 0.75 * steps["nothing"]
+    assert steps["other"] < 1.15 * steps["nothing"]

@@ -1,0 +1,160 @@
+"""A foretold text is followed from its start, and found again after what its writer changed."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from sequoia_vllm.engine.core.eligibility import check_options
+from sequoia_vllm.engine.core.prediction_option import (
+    MOST_PREDICTED,
+    PREDICTION,
+    describe_params,
+    update_from_tokenizer,
+    verify,
+)
+from sequoia_vllm.verification.prediction import REACH, Prediction
+
+TEXT = np.random.default_rng(0).integers(0, 500, 400)
+OTHER = 501  # not in the text
+
+
+def steps(prediction: Prediction, written: np.ndarray) -> int:
+    """Steps in which all that is told and right is written, and one token more."""
+    done = count = 0
+    while done < len(written):
+        told = prediction.told(len(written) - done)
+        differs = np.flatnonzero(told != written[done:])
+        hits = int(differs[0]) if len(differs) else len(told)
+        done, count = min(done + hits + 1, len(written)), count + 1
+        assert prediction.follow(written[:done]) == hits
+    return count
+
+
+def edited(kind: str, places: list[int]) -> np.ndarray:
+    text = TEXT.tolist()
+    for place in reversed(places):
+        if kind != "left out":
+            text.insert(place, OTHER)
+        if kind != "inserted":
+            del text[place + (kind == "replaced")]
+    return np.array(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "each"), [("replaced", 1), ("inserted", 3), ("left out", 2)]
+)  # fmt: skip
+@pytest.mark.parametrize("places", [[], [7], [0, 3, 9, 200, 202, 390]])
+def test_each_edit_costs_a_few_steps(kind, each, places):
+    assert 1 <= steps(Prediction(TEXT.tolist()), edited(kind, places)) <= 1 + each * len(places)
+
+
+def test_the_beginning_is_told_before_anything_is_written():
+    prediction = Prediction([5, 6, 7])
+    assert not prediction.is_lost
+    assert prediction.told(5).tolist() == [5, 6, 7, -1, -1]
+    assert prediction.follow(np.array([5, 6])) == 2
+    assert (prediction.told(2).tolist(), prediction.run) == ([7, -1], 3)
+    prediction.follow(np.array([5, 6, 7]))
+    assert prediction.is_lost
+    assert prediction.told(2).tolist() == [-1, -1]
+
+
+def test_runs_are_counted_up_to_the_reach():
+    prediction = Prediction(TEXT.tolist())
+    prediction.follow(TEXT[:10])
+    assert prediction.run == 11
+    prediction.follow(TEXT[:90])
+    assert prediction.run == REACH
+    prediction.follow(np.array([*TEXT[:90], OTHER]))
+    assert prediction.run == 0
+    assert prediction.told(2).tolist() == TEXT[91:93].tolist()
+
+
+def test_of_equal_places_the_nearest_to_where_it_went_on_is_taken():
+    record = TEXT[:40].tolist()
+    prediction = Prediction([*record, 1, *record, 2, *record, 3])
+    prediction.follow(np.array([*record, 1, *record]))
+    assert prediction.told(1).tolist() == [2]
+
+
+def test_another_text_is_not_followed():
+    prediction, written = Prediction(TEXT.tolist()), 600 + TEXT
+    said = 0
+    for end in range(len(written)):
+        said += not prediction.is_lost
+        assert prediction.follow(written[: end + 1]) == 0
+    assert said <= 5
+
+
+def test_a_prediction_that_fails_needs_more_in_common():
+    """Single tokens that both texts have are no evidence after a few wrong ones."""
+    prediction = Prediction([1, 2, 1, 3, 1, 4])
+    written = np.array([1, 9] * 20)
+    said = [not prediction.is_lost]
+    for end in range(1, len(written)):
+        prediction.follow(written[:end])
+        said.append(not prediction.is_lost)
+    assert said[0]
+    assert not any(said[12:])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(3, "not a int"), (True, "not a bool"), (None, "not a NoneType"), ({}, "not a dict"),
+     ([1, 2.5], "not a list with a float"), ([True], "list with a bool"), ("", "is empty"),
+     ([], "is empty"), ([1] * (MOST_PREDICTED + 1), "of 65536 at most"),
+     ("a" * (8 * MOST_PREDICTED + 1), "characters")],
+)  # fmt: skip
+def test_what_is_no_prediction_is_refused(value, message):
+    with pytest.raises(VLLMValidationError, match=message) as error:
+        check_options(SamplingParams(extra_args={PREDICTION: value}))
+    assert error.value.parameter == PREDICTION
+
+
+class Vocabulary:
+    @staticmethod
+    def get_vocab_size() -> int:
+        return 10
+
+
+class Tokenizer:
+    @staticmethod
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+def nothing(*given) -> None:
+    """In the place of vLLM's own."""
+
+
+@pytest.mark.parametrize(
+    ("value", "tokenizer", "message"),
+    [([3, 10], None, "id 10, of a vocabulary of 10"), ([-1], None, "id -1"),
+     ("text", None, "must be token ids"), ("text", Tokenizer, None), ([0, 9], None, None)],
+)  # fmt: skip
+def test_tokens_are_compared_with_the_vocabulary(value, tokenizer, message):
+    given = SamplingParams(extra_args={PREDICTION: value}), Vocabulary, None, None, tokenizer
+    if message is None:
+        verify(nothing, *given)
+    else:
+        with pytest.raises(VLLMValidationError, match=message):
+            verify(nothing, *given)
+
+
+def test_a_text_becomes_tokens_of_the_request_alone():
+    users = {PREDICTION: "ab", "other": 1}
+    params = SamplingParams(extra_args=users)
+    update_from_tokenizer(nothing, params, Tokenizer)
+    assert params.extra_args == {PREDICTION: [97, 98], "other": 1}
+    assert users == {PREDICTION: "ab", "other": 1}
+
+
+def test_a_prediction_is_not_logged():
+    params = SamplingParams(extra_args={PREDICTION: "a secret", "other": 1}, top_p=0.5)
+    shown = describe_params(lambda self: f"{self.top_p} {self.extra_args}", params)
+    assert shown == "0.5 {'sequoia_prediction': '<8 long>', 'other': 1}"
+    assert params.extra_args[PREDICTION] == "a secret"
