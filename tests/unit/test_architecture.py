@@ -217,7 +217,7 @@ LINES = {
     "verification": 1_190,
     "verifying": 462, "vocabulary": 376,
 }  # fmt: skip
-SLACK, MOST = 1.03, 90_000  # of a room; of all
+SLACK, MOST = 1.15, 93_000  # of a room; of all
 
 
 def lines_by_room() -> dict[str, int]:
