@@ -206,6 +206,30 @@ def test_a_draft_that_failed_is_counted_once_and_named_in_every_interval(log):
     assert log.messages == ["Sequoia: engine 001: no drafts since the draft model failed"] * 2
 
 
+def test_drafts_that_are_hardly_ever_accepted_are_named_once(log):
+    """By engine, from enough trees on, and again when they had been accepted meanwhile."""
+
+    def in_an_interval(share: float, trees: int) -> list[str]:
+        tokens = trees + round(share * trees)
+        accepted = np.full((trees, 1), -1)
+        accepted[: tokens - trees] = 1
+        paths = paths_of(TREE, accepted, np.full(trees, TREE.size)).tobytes()
+        stats = SchedulerStats(num_running_reqs=1)
+        setattr(stats, REPORT, StepReport(3, paths, tree=TREE.checksum, requests=1))
+        front.logger.record(stats, None, engine_idx=1)
+        log.clear()
+        front.logger.log()
+        return [line.levelname for line in log.records]
+
+    front = Front()
+    assert in_an_interval(0.05, 20) == ["INFO"]
+    assert in_an_interval(0.05, 20) == ["INFO", "WARNING"]
+    assert "engine 001: hardly any draft is accepted (1.05 tokens per step)" in log.text
+    assert in_an_interval(0.05, 100) == ["INFO"]
+    assert in_an_interval(0.5, 100) == ["INFO"]
+    assert "WARNING" in in_an_interval(0.05, 40)
+
+
 def test_line_of_all_engines(log):
     front = Front(aggregate=True)
     front.record(0, trees=1, speedup=1.2)

@@ -21,6 +21,9 @@ from sequoia_vllm.tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia")
 
+# Tokens per step below which hardly any draft is accepted, judged by at least so many trees.
+_HARDLY_ANY, _FEWEST_TREES = 1.1, 32
+
 _shown: TreeMetrics | None = None  # in vLLM's registry, which has one engine's metrics at a time
 
 
@@ -109,6 +112,8 @@ class TreeStatLogger(AggregateStatLoggerBase):
         self._watch = Watch(self.metrics)
         self._others: set[int] = set()  # engines that draft another tree
         self._failed: set[int] = set()  # engines whose draft has failed
+        self._unjudged = dict.fromkeys(self.engine_indexes, (0, 0))  # trees, and tokens
+        self._useless: set[int] = set()  # engines whose drafts were hardly ever accepted
 
     def record(
         self,
@@ -160,8 +165,28 @@ class TreeStatLogger(AggregateStatLoggerBase):
         if self.logs:
             self._log_interval()
         for engine, counts in self._interval.items():
+            if self.logs:
+                self._judge(engine, counts)
             self.metrics.flush(engine)
             counts.clear()
+
+    def _judge(self, engine: int, counts: TreeCounts) -> None:
+        """Names drafts that are hardly ever accepted: once, until they are accepted again."""
+        trees, tokens = self._unjudged[engine]
+        trees, tokens = trees + counts.trees, tokens + counts.tokens
+        if trees < _FEWEST_TREES:  # an engine that stopped drafting tries it now and then
+            self._unjudged[engine] = trees, tokens
+            return
+        self._unjudged[engine] = 0, 0
+        if tokens >= _HARDLY_ANY * trees:
+            self._useless.discard(engine)
+        elif engine not in self._useless:
+            self._useless.add(engine)
+            logger.warning(
+                "Sequoia: engine %03d: hardly any draft is accepted (%.2f tokens per step): is the "
+                "draft made for this target and its chat template?",
+                engine, tokens / trees,
+            )  # fmt: skip
 
     def _log_interval(self) -> None:
         for engine in sorted(self._failed):
