@@ -1,7 +1,7 @@
 """JSON files as pydantic models: reading with errors a user can act on, and writing."""
 
 import json
-import os
+import uuid
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -37,11 +37,19 @@ class FileModel(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def save(self, path: Path) -> None:
-        """Writes a file that engines may share, with its folder: whole, or not at all."""
+        """Writes a file that engines may share, with its folder: whole, or not at all.
+
+        Raises:
+            OSError: It cannot be written; a former file stays as it was.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(dump_json(self.to_dict()), encoding="utf-8")
-        partial.replace(path)
+        # Engines in two containers may have one process number.
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        try:
+            partial.write_text(dump_json(self.to_dict()), encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 Model = TypeVar("Model", bound=BaseModel)

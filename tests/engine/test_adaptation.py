@@ -1,6 +1,13 @@
 """Engines that draft as much as pays: what the core tells its controller, and what it decides."""
 
 import json
+import os
+import resource
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +17,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from sequoia_vllm.adaptation.controller import DraftController
+from sequoia_vllm.adaptation.state import AdaptationState
 from sequoia_vllm.adaptation.step_times import StepTimes
 from sequoia_vllm.engine.common.step_messages import StepOutcome
 from sequoia_vllm.engine.core import adapting
@@ -239,6 +247,97 @@ def test_requests_that_a_user_reset_were_not_preempted(told):
     adapter.before_step(1.5, set())
     adapter.follow(step_of(cached=[("c", 4, 3, 9)], preempted=["a"]), nothing, 0, 2.0, True)
     assert [step.preempted for step in told.steps] == [1, 1]
+
+
+@contextmanager
+def disk_is_full() -> Iterator[None]:
+    """No file of this process may have more than 100 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def as_somebody_else() -> Iterator[None]:
+    """As a user who may look into folders of ours, and no more, where this one is root."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
+
+
+@pytest.fixture
+def shared(monkeypatch) -> Iterator[Path]:
+    """What an engine of ours has learned, in a folder that all may look into."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        monkeypatch.setenv("SEQUOIA_VLLM_TREES", folder)
+        first = adapter_of_a_pair()
+        first._save(first.controller.state())
+        yield Path(folder) / "adaptation" / "a-pair.json"
+
+
+def adapter_of_a_pair() -> SchedulerAdapter:
+    return SchedulerAdapter(DraftController(TREE, [15] * 5, [15] * 5, range(16)), "a-pair")
+
+
+def test_a_full_disk_keeps_what_was_whole(shared, caplog):
+    adapter, before = adapter_of_a_pair(), shared.read_text()
+    caplog.clear()
+    with disk_is_full():
+        for _ in range(2):
+            adapter._save(adapter.controller.state())
+    [line] = caplog.messages
+    assert "what was learned about drafts is not kept" in line
+    assert shared.read_text() == before
+    assert list(shared.parent.iterdir()) == [shared]
+
+
+def test_another_users_file_is_left_alone(shared, caplog):
+    before = shared.read_text()
+    shared.chmod(0o000)
+    shared.parent.chmod(0o555)
+    caplog.clear()
+    with as_somebody_else():
+        adapter = adapter_of_a_pair()
+        for _ in range(2):
+            adapter._save(adapter.controller.state())
+    read, kept = caplog.messages
+    assert "learning about drafts from the start" in read
+    assert "is not kept" in kept
+    shared.parent.chmod(0o755)
+    shared.chmod(0o644)
+    assert shared.read_text() == before
+
+
+def test_a_torn_file_is_named_and_written_anew(shared, caplog):
+    shared.write_bytes(shared.read_bytes()[:200])
+    caplog.clear()
+    adapter = adapter_of_a_pair()
+    [line] = caplog.messages
+    assert "from the start" in line
+    assert "a-pair.json" in line
+    adapter._save(adapter.controller.state())
+    assert AdaptationState.load(shared).parents == list(TREE.parents)
+
+
+def test_engines_that_save_at_once_leave_a_whole_file(shared):
+    """Their processes may have one number: in containers that share a folder."""
+    adapters = [adapter_of_a_pair() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        saves = [
+            pool.submit(each._save, each.controller.state()) for each in adapters for _ in range(50)
+        ]
+        while not all(save.done() for save in saves):
+            assert AdaptationState.load(shared).parents == list(TREE.parents)
+    assert not any(adapter._has_failed_to_keep for adapter in adapters)
+    assert list(shared.parent.iterdir()) == [shared]
 
 
 @pytest.mark.parametrize(
