@@ -1,9 +1,9 @@
 """Kinds of targets and of drafters on vLLM's GPU engine: tokens are plain vLLM's, from its graphs.
 
 Qwen3Next has Gated DeltaNet layers, GraniteMoeHybrid and NemotronH have Mamba2's, Lfm2 short
-convolutions and DeepseekV3 latent attention. MiMo's and Qwen3Next's own MTP layers draft, and in
-"lookup" no model does. Qwen2-VL and Qwen3.5 read images: a draft that reads text drafts for the
-one, its MTP layer for the other, which has recurrent layers, too.
+convolutions and DeepseekV3 latent attention. MiMo's, Qwen3Next's and DeepseekV3's own MTP layers
+draft, and in "lookup" no model does. Qwen2-VL and Qwen3.5 read images: a draft that reads text
+drafts for the one, its MTP layer for the other, which has recurrent layers, too.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from tests.support.expert_layers import save_experts
 from tests.support.generating import greedy_and_seeded, random_prompts, save_related_pair
 from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_gpu, gpu_environment
-from tests.support.latents import rehearse_on_gpus, save_latent_pair
+from tests.support.latents import rehearse_on_gpus, save_latent_layer, save_latent_pair
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.models import save_word_tokenizer
 from tests.support.multimodal import IMAGE, call_with_images, requests_with_images, save_multimodal
@@ -45,7 +45,9 @@ MTP = {
     "method": "sequoia", "drafter": "mtp", "tree": {"size": 8, "depth": 3}, "adapt": False,
     "dynamic_tree": True,
 }  # fmt: skip
+MTP_OF_DEEPSEEK = "DeepseekV3's MTP layer"
 MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
+TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
 JOINED = ["Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", "DeepseekV3"]
 
 
@@ -78,6 +80,9 @@ def start_and_generate(folder: str, name: str) -> dict[str, Any]:
         return plain_and_trees(lookup_trees(size=8), save_related_pair(place)[0], texts, greedy)
     if name == "MiMo":
         return plain_and_trees(MTP, save_mimo(place / "target"), texts, greedy)
+    if name == MTP_OF_DEEPSEEK:
+        rehearse_on_gpus()
+        return plain_and_trees(MTP, save_latent_layer(place, 256), texts, greedy, **TRITON_MLA)
     rehearse_in_float32()
     if name == MTP_OF_QWEN:
         target = save_experts(place / "target", "Qwen3Next")
@@ -93,7 +98,7 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
         save_word_tokenizer(Path(path))
     texts = random_prompts(LENGTHS, VOCABULARY)
     options = {"model": pair[0], "skip_tokenizer_init": False}
-    plain = {"attention_config": {"backend": "TRITON_MLA"}} if name == "DeepseekV3" else {}
+    plain = TRITON_MLA if name == "DeepseekV3" else {}
     with rehearsing(None, **options, **plain) as llm:
         answers = {"plain": generate(llm, texts, params())}
     config = sequoia(8, 3, draft=pair[1], dynamic_tree=name in ("Qwen3Next", "DeepseekV3"))
@@ -104,7 +109,7 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
     return answers
 
 
-OTHERS = ["MiMo", MTP_OF_QWEN, MADE_UP, *JOINED]
+OTHERS = ["MiMo", MTP_OF_QWEN, MTP_OF_DEEPSEEK, MADE_UP, *JOINED]
 
 
 @pytest.fixture(

@@ -1,13 +1,15 @@
 """A tiny target with latent attention (MLA) and an ordinary draft; what runs it as on GPUs here."""
 
+import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.expert_layers import add_layer
 from tests.support.models import save_pair
 
 VOCABULARY = 64
@@ -24,23 +26,36 @@ _ROPE = {
 }  # fmt: skip
 
 
-def save_latent_pair(directory: Path, vocab: int = VOCABULARY) -> tuple[str, str]:
-    """A DeepSeek V3 of a dense layer and one of experts, and a Llama as its draft.
+_KINDS: dict[str, dict[str, Any]] = {
+    "DeepseekV3": {
+        "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    },
+    "Glm4MoeLite": {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse"]},
+}  # fmt: skip
+LATENT_KINDS = [*_KINDS]
+
+
+def save_latent_pair(
+    directory: Path, vocab: int = VOCABULARY, kind: str = "DeepseekV3"
+) -> tuple[str, str]:
+    """A target of a dense layer and one of experts, and a Llama as its draft.
 
     They share embeddings and head, which know each token's likeliest successor. The target's layers
     decide how often the draft is wrong.
     """
+    import transformers
+
     torch.manual_seed(0)
     shared = {**_SHARED, "vocab_size": vocab}
-    of_target = DeepseekV3Config(
-        **shared, num_hidden_layers=2, num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=512,
-        qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32, first_k_dense_replace=1,
+    of_target = getattr(transformers, f"{kind}Config")(
+        **shared, **_KINDS[kind], num_hidden_layers=2, num_key_value_heads=2, q_lora_rank=16,
+        kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
         n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
-        moe_intermediate_size=32, topk_method="noaux_tc", scoring_func="sigmoid",
-        rope_parameters=_ROPE,
+        moe_intermediate_size=32, rope_parameters=_ROPE,
     )  # fmt: skip
     of_draft = LlamaConfig(**shared, num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
-    target, draft = DeepseekV3ForCausalLM(of_target).float(), LlamaForCausalLM(of_draft).float()
+    target = getattr(transformers, f"{kind}ForCausalLM")(of_target).float()
+    draft = LlamaForCausalLM(of_draft).float()
     embeddings = torch.randn(vocab, _SHARED["hidden_size"])
     for model in (target, draft):
         with torch.no_grad():
@@ -52,6 +67,18 @@ def save_latent_pair(directory: Path, vocab: int = VOCABULARY) -> tuple[str, str
             model.model.embed_tokens.weight.copy_(embeddings)
             model.lm_head.weight.copy_(embeddings.roll(1, 0) * 0.2)
     return save_pair(directory, target, draft)
+
+
+def save_latent_layer(directory: Path, vocab: int = VOCABULARY, kind: str = "DeepseekV3") -> str:
+    """The same target with a layer of multi-token prediction (MTP): its last layer again."""
+    target, _ = save_latent_pair(directory, vocab, kind)
+    file = Path(target, "config.json")
+    config = {**json.loads(file.read_text("utf-8")), "num_nextn_predict_layers": 1}
+    file.write_text(json.dumps(config), "utf-8")
+    last = f"model.layers.{config['num_hidden_layers']}"
+    names = f"{last}.enorm", f"{last}.hnorm", f"{last}.eh_proj", f"{last}.shared_head.norm"
+    add_layer(Path(target), "model.layers.1.", last, names, states=0.5)
+    return target
 
 
 def rehearse_on_gpus() -> None:

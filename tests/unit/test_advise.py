@@ -287,6 +287,11 @@ def test_without_a_known_draft_the_command_drafts_without_one(tmp_path):
     shown = advise(target, "--device", "h200")
     assert shown.startswith("DeepSeek V2, V3, R1 (DeepseekV3ForCausalLM): runs as a target")
     assert shown.endswith(f"{found['command']} {found['conclusion']}")
+    # The published one has a layer of its own, with latents.
+    own = save_config(tmp_path / "DeepSeek-R1", {**config, "num_nextn_predict_layers": 1})
+    found = advice(own, "--device", "h200", "--batch-sizes", "1")
+    assert '{"method": "sequoia", "drafter": "mtp"}' in found["command"]
+    assert found["batches"][0]["tree_speedup"] > 1.1
 
 
 def test_a_targets_own_mtp_layer_is_taken_where_no_draft_is_known(tmp_path):

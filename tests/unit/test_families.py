@@ -82,6 +82,7 @@ def test_the_file_that_shows_it_has_the_architecture(row):
         ("(*IMAGE", "multimodal"),
         ('"name", CONFIGS', "architectures"),
         ("*KINDS]", "expert_layers"),
+        ("LATENT_KINDS", "latents"),
     ):
         if table in text:
             text += (ROOT / "tests" / "support" / f"{name}.py").read_text(encoding="utf-8")

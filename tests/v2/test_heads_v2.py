@@ -8,6 +8,7 @@ has DFlash, and `tests/gpu_rehearsal/test_heads.py` EAGLE-3, each from graphs.
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +42,7 @@ from tests.support.generating import (
 )
 from tests.support.heads import DFLASH, EAGLE3, save_dflash, save_mimo
 from tests.support.interpreted import call_on_v2
+from tests.support.latents import LATENT_KINDS, save_latent_layer
 from tests.support.models import MODELS, prompts, save_llama, save_word_tokenizer
 from tests.support.recurrent import run_chains, run_in_float32
 from tests.support.train_drafter import script_modules
@@ -309,13 +311,20 @@ def generate_by_layer(target: str, is_hybrid: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["MiMo", *KINDS])
+OTHER_LAYERS = {
+    "MiMo": save_mimo,
+    **{kind: partial(save_latent_layer, vocab=256, kind=kind) for kind in LATENT_KINDS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*OTHER_LAYERS, *KINDS])
 def test_mtp_layers_draft_as_in_vllms_chain(kind, tmp_path):
     """What the prefix cache keeps the layer has read."""
     folder, is_hybrid = tmp_path / "target", kind == "Qwen3Next"
-    target = save_mimo(folder) if kind == "MiMo" else save_experts(folder, kind)
-    given = {"target": target, "is_hybrid": is_hybrid}
-    found = call_on_v2(generate_by_layer, tmp_path, gpu_attention=is_hybrid, **given)
+    save = OTHER_LAYERS.get(kind, partial(save_experts, kind=kind))
+    given = {"target": save(folder), "is_hybrid": is_hybrid}
+    as_on_gpus = kind in ("Qwen3Next", *LATENT_KINDS)
+    found = call_on_v2(generate_by_layer, tmp_path, gpu_attention=as_on_gpus, **given)
     for name in ("vLLM's chain", "chain", "tree", "again"):
         assert found[name]["tokens"] == found["plain"]["tokens"], name
     check_chain(found["chain"], found["vLLM's chain"], least=0)

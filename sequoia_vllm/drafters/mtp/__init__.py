@@ -11,16 +11,16 @@ MODEL_TYPES = r".*mtp"
 ARCHITECTURES = frozenset(
     {
         "MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "HYV3MTPModel", "ExaoneMoeMTP",
-        "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP",
+        "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "DeepSeekMTPModel", "Glm4MoeLiteMTPModel",
     }
 )  # fmt: skip
 """Architectures of such layers that take one state of the target and give one back, and attend with
-keys and values; of hybrid targets, too. vLLM's registry has others: with latents, recurrent layers,
-several layers that take turns, or states of other widths.
+keys and values, or with latents (MLA); of hybrid targets, too. vLLM's registry has others: with
+recurrent layers, several layers that take turns, or states of other widths.
 """
 _TARGETS = re.compile(
-    r"(MiMo|Glm4Moe|Ernie4_5_Moe|HYV3|ExaoneMoe|Qwen3Next|Qwen3_5(Moe)?|InternS2Preview)For"
-    r"(CausalLM|ConditionalGeneration)"
+    r"(MiMo|Glm4Moe(Lite)?|Ernie4_5_Moe|HYV3|ExaoneMoe|Qwen3Next|Qwen3_5(Moe)?|InternS2Preview|"
+    r"DeepseekV3)For(CausalLM|ConditionalGeneration)"
 )
 _OWN_WEIGHT = re.compile(r"(?:^|\.)mtp[._]")
 _WEIGHT_OF_LAYER = re.compile(r"(?:^|\.)(?:language_)?model\.layers\.(\d+)\.")

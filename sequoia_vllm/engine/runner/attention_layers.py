@@ -16,12 +16,22 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
-KEYS_ONLY = object()
-"""A layer's attention metadata that ends the pass there: `KeysAreWritten`."""
-
 
 class KeysAreWritten(Exception):  # noqa: N818 (no error)
     """Raised in a pass that is for keys and values alone; nothing behind the layer is computed."""
+
+
+class _KeysOnly:
+    num_decode_tokens = 0  # vLLM's latent layers (MLA) ask for it before they write
+
+    @property
+    def num_actual_tokens(self) -> int:
+        """Ends the pass: vLLM's latent layers ask for it first of all once latents are written."""
+        raise KeysAreWritten
+
+
+KEYS_ONLY = _KeysOnly()
+"""A layer's attention metadata that ends the pass there: `KeysAreWritten`."""
 
 
 class TreeForward(ABC):

@@ -103,6 +103,26 @@ class DraftMetadata:
     tree: GPUTreeQueries
     slot_mapping: Tensor  # int64 ``[rows]``: slots of their keys and values
 
+    # What vLLM's latent layers (MLA) ask of a batch. All of its rows are decoded: none reads a
+    # prompt by keys and values of each head.
+    num_prefills = 0
+    decode = True
+
+    @property
+    def num_actual_tokens(self) -> int:
+        """All rows."""
+        return len(self.slot_mapping)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """All rows."""
+        return len(self.slot_mapping)
+
+    @property
+    def num_decodes(self) -> int:
+        """All requests."""
+        return len(self.tree.context_lens)
+
 
 class GPUTreeForward(TreeForward):
     """Tree attention in Triton, on the KV caches of vLLM's GPU backends."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from sequoia_vllm.drafting.chain_pieces import chain_pieces
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import (
     reason_of,
@@ -155,7 +156,10 @@ class GPUTreeBackend(TreeBackend):
     def draft_metadata(
         self, queries: NodeQueries, block_table: Tensor, slots: Tensor
     ) -> DraftMetadata:
-        """Metadata whose rows are all tree nodes."""
+        """Metadata whose rows are all tree nodes, or committed tokens in chains of any length."""
+        if queries.mask is None and queries.width > queries.ancestors.shape[-1]:
+            queries, owners = chain_pieces(queries, len(slots))
+            block_table = block_table[owners]
         return DraftMetadata(tree=self.queries(queries, block_table), slot_mapping=slots)
 
     def queries(self, nodes: NodeQueries, block_table: Tensor, **more: Any) -> GPUTreeQueries:

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.mla.triton_mla import (
 
 from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import LatentTreeBuilder
-from sequoia_vllm.engine.v2.attention.attention_gpu import GPUTreeQueries
+from sequoia_vllm.engine.v2.attention.attention_gpu import DraftMetadata, GPUTreeQueries
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.tree_attention import EXTRA_SIZES, tree_attention
 
@@ -98,6 +98,8 @@ class MLATreeImpl(TritonMLAImpl):
     ) -> tuple[Tensor, Tensor | None]:
         """Runs decoding like vLLM's, but masks each tree node to its ancestors."""
         trees: tuple[GPUTreeQueries, ...] = getattr(attn_metadata, "tree", ())
+        if isinstance(attn_metadata, DraftMetadata):
+            trees = (attn_metadata.tree,)
         if not trees:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q

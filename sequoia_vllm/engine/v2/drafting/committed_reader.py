@@ -96,6 +96,9 @@ class CommittedReader:
         if most <= path or isinstance(self.drafter, BlockModel):  # such a head attends to nothing
             # Always as if a path: for other numbers another kernel might have to be compiled.
             read = self.growth.read_committed(num_reqs, rows, path, max_keys(batch), states)
+        elif self.drafter.cache.has_latents:
+            # vLLM's attention asks the host which rows are a prompt's, and only the device knows.
+            read = self.growth.read_committed(num_reqs, rows, most, max_keys(batch), states)
         else:
             read = self._read_prompts(batch, bounds, states)
         if not self.drafter.only_keys:

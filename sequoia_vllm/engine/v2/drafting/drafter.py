@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -34,6 +34,7 @@ class DraftCache:
     groups: dict[str, int]  # index of the cache group of each draft layer
     block_sizes: dict[int, int]  # tokens per block, by group
     windows: dict[int, int]  # sliding window in tokens, by group; groups without one are absent
+    has_latents: bool = False  # whether its layers keep latents (MLA), not keys and values
 
     @classmethod
     def of(
@@ -63,7 +64,8 @@ class DraftCache:
                 f"tree of depth {depth}: choose a shallower tree"
             )
         sizes = {index: spec.block_size for index, spec in specs.items()}
-        return cls(block_tables, groups, sizes, windows)
+        has_latents = any(isinstance(spec, MLAAttentionSpec) for spec in specs.values())
+        return cls(block_tables, groups, sizes, windows, has_latents)
 
     def by_layer(self, slots: Tensor) -> dict[str, Tensor]:
         """Each draft layer's row of ``slots``."""
