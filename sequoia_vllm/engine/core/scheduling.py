@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, mark_loaded, outcome_of
@@ -40,7 +41,12 @@ class TreeScheduling(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.tree = SequoiaSettings.of(self.vllm_config).tree  # requests draft its first nodes
+        settings = SequoiaSettings.of(self.vllm_config)
+        self.tree = settings.tree  # requests draft its first nodes
+        if not drafter(settings.drafter).is_head:
+            # vLLM 0.33 asks for no drafts where steps only read prompts. A draft model reads them
+            # in these steps, too: else the first step that drafts would read a whole prompt.
+            self.can_skip_drafts = False
         # Drops drafts after the first that a grammar forbids, and fills the masks of a chain; a
         # node's is by its own path. Until: vLLM's manager is told the topology of drafts.
         self.structured_output_manager = TreeGrammars(self.structured_output_manager)
