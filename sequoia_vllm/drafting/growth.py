@@ -21,6 +21,11 @@ from sequoia_vllm.kernels.draft_inputs import DraftInputs
 from sequoia_vllm.kernels.node_masks import NodeMask
 
 
+def chain_ancestors(nodes: int, device: torch.device) -> Tensor:
+    """bool ``[N, N]``: each node of a chain sees itself and all before it."""
+    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeQueries:
     """What nodes of R requests' trees attend to, in a pass of the draft or the target."""
@@ -134,7 +139,7 @@ class TreeGrowth:
         self._roots: DraftStates | None = None
         # New tokens are a tree without branches below what the draft has read: a path's, or more.
         self._chains = [
-            batch.slots.new_ones(length, length, dtype=torch.bool).tril_()
+            chain_ancestors(length, batch.slots.device)
             for length in (depth + 1, max(depth + 1, longest_chain))
         ]
 

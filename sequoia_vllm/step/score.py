@@ -67,6 +67,11 @@ class StepState:
                 sizes[row] = 1 + int(shared.places.max())
         return nodes, sizes
 
+    def shifts(self) -> tuple[Tensor, Tensor]:
+        """All M nodes' rows in the flat tokens, and their depths minus indices, int64 ``[M]``."""
+        shifts = self.depths - torch.arange(self.tokens.shape[1])
+        return self.rows[self.is_node], shifts[self.is_node]
+
     def queries(self, block_table: Tensor, tokens: int) -> TreeQueries:
         """These trees in the form that tree attention takes.
 

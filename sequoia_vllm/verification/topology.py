@@ -103,6 +103,15 @@ class VerifyResult:
     num_accepted: Tensor  # int64 ``[B]``: length of the path; one token more is emitted
 
 
+def drawn_at(accepted_nodes: Tensor) -> Tensor:
+    """The node whose logits each token of a path was drawn from; the root's beyond its end.
+
+    Token j of a path was drawn at its node j - 1, and the first at the root. ``accepted_nodes`` are
+    integers ``[B, D]``, padded with -1, and the answer is ``[B, D + 1]``.
+    """
+    return torch.nn.functional.pad(accepted_nodes.clamp(min=0), (1, 0))
+
+
 def _check_parents(parents: Tensor) -> None:
     if parents.dim() != 2 or parents.shape[1] == 0:
         raise ValueError(f"parents must be [requests, nodes], not {list(parents.shape)}")

@@ -35,7 +35,8 @@ ROOMS = (
     Room(
         "verification",
         "verification",
-        "verifier verification_methods replaced retrieval prediction sampling truncation",
+        "verifier verification_methods replaced retrieval prediction sampling truncation "
+        "thinking_budgets",
         laws="continue_texts",
     ),
     Room("tree", "tree", "optimize tree_bad_input tree_tables"),

@@ -137,6 +137,70 @@ def test_permitted_imports_are_of_rooms_and_without_circles():
     TopologicalSorter(graph).prepare()
 
 
+# What chooses tokens: none of these is called by what adapts one of vLLM's runners.
+CHOOSES = {
+    "argmax", "argsort", "bernoulli", "cumprod", "exponential_", "log_softmax", "logsumexp",
+    "multinomial", "normal_", "rand", "rand_like", "randint", "randn", "softmax",
+    "topk", "tril", "tril_", "uniform_",
+}  # fmt: skip
+# A tree's shape. An adapter may hand it on, and ask where it lies.
+SHAPES, ABOUT_MEMORY = {"ancestors", "children", "depths", "parents"}, {"device", "ndim", "shape"}
+
+
+def own_logic(source: str) -> list[str]:
+    """Where a file samples, verifies or walks trees by itself: by lines, in their order.
+
+    That is a call of `CHOOSES`; an import of functions of probabilities; and every use of `SHAPES`
+    but as an argument, a field or a result, to see whether there is one, or to cut it to a batch.
+    """
+    hands_on = ast.arguments | ast.arg | ast.keyword | ast.Assign | ast.AnnAssign | ast.Return
+    tree, found = ast.parse(source), set()
+    for node in ast.walk(tree):
+        permitted = (
+            isinstance(node, hands_on | ast.Tuple | ast.List | ast.Call)
+            or (isinstance(node, ast.Attribute) and node.attr in ABOUT_MEMORY)
+            or (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot))
+            or (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice))
+        )
+        names = {_name(child).lstrip("_") for child in ast.iter_child_nodes(node)}
+        is_choice = isinstance(node, ast.Call) and _name(node.func) in CHOOSES
+        if is_choice or (not permitted and names & SHAPES):
+            found.add((node.lineno, ast.unparse(node)))
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            text = ast.unparse(node)
+            if re.search(r"torch\.(nn\.functional|distributions)|numpy\.random", text):
+                found.add((node.lineno, text))
+    return [text for _, text in sorted(found)]
+
+
+def _name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def test_what_is_logic_of_a_runner_is_found():
+    planted = (
+        "import torch.nn.functional as F", "probs = logits.softmax(-1)",
+        "tokens = torch.multinomial(probs, 1)", "above = trees.parents[node]",
+        "on_path = self._ancestors & real", "deepest = trees.depths.max()",
+        "for child in children: pass",
+    )  # fmt: skip
+    assert len(own_logic("\n".join(planted))) == len(planted)
+    handed_on = (
+        "run(trees.parents, depth=trees.depths, on=ancestors.device); self.parents = parents"
+    )
+    assert own_logic(handed_on) == []
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room[0] == "v"])
+def test_runners_have_no_logic_of_a_step(room):
+    """It is in `step`, `verification`, `drafting`, `tree` and `kernels`."""
+    files = {name: file for name, file in FILES.items() if room_of(name) == room}
+    found = {name: own_logic(file.read_text(encoding="utf-8")) for name, file in files.items()}
+    assert len(files) > 1
+    assert not {name: lines for name, lines in found.items() if lines}
+    assert "sequoia_vllm.reference_step" not in set().union(*(IMPORTS[name] for name in files))
+
+
 def test_nothing_lies_loose_in_the_engine():
     assert [file.name for file in ENGINE.glob("*.py")] == ["__init__.py"]
     modules = [name for name in IMPORTS if name.startswith("sequoia_vllm.engine.")]

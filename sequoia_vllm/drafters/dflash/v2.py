@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.drafting.block_growth import BlockGrowth, BlockModel, LogitsAt
-from sequoia_vllm.drafting.growth import DraftQueries, DraftStates, TreeGrowth
+from sequoia_vllm.drafting.growth import DraftQueries, DraftStates, TreeGrowth, chain_ancestors
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.v2.drafting.drafter import DraftPass, HeadDrafter
 
@@ -41,9 +41,7 @@ class BlockDrafter(HeadDrafter, BlockModel):
         names = self.model.get_draft_kv_cache_layer_names()
         causal = zip(names, self.model.get_draft_attn_causal(), strict=True)
         self._causal_layers = frozenset(name for name, is_causal in causal if is_causal)
-        queries = self.tree.depth + 1
-        chain = torch.ones(queries, queries, dtype=torch.bool, device=self.chains.device)
-        self._chain = chain.tril_()
+        self._chain = chain_ancestors(self.tree.depth + 1, self.chains.device)
 
     def new_growth(self, **shared: Any) -> TreeGrowth:
         """See `TreeDrafter.new_growth`."""

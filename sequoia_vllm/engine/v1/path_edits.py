@@ -5,7 +5,6 @@ edits that row. A node's history is these tokens and those of its path.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
+from sequoia_vllm.step.paths import NodePaths, node_paths
 from sequoia_vllm.step.score import StepState
-
-
-@dataclass(frozen=True)
-class NodesToEdit:
-    """The M nodes, of any requests, whose logits change."""
-
-    rows: Tensor  # int64 ``[M]``: each node's row in the step's logits
-    requests: Tensor  # int64 ``[M]``: the batch index of each node's request
-    depths: Tensor  # int64 ``[M]``: each node's depth
-    paths: Tensor  # int64 ``[M, D]``: tokens from the root's child down to the node itself, then -1
 
 
 def edited_by_paths(
@@ -59,7 +49,7 @@ def edited_by_paths(
         index: batch.token_ids_cpu[index, starts[index] : ends[index]]
         for index in np.flatnonzero(edits).tolist()
     }
-    nodes = _nodes(trees, torch.from_numpy(of_tree))
+    nodes = node_paths(trees, torch.from_numpy(of_tree))
     found = logits.to(torch.float32, copy=True)
     own = found[nodes.rows]
     if metadata.allowed_token_ids_mask is not None:
@@ -76,20 +66,6 @@ def edited_by_paths(
     return found
 
 
-def _nodes(trees: StepState, chosen: Tensor) -> NodesToEdit:
-    """All nodes of the chosen trees; ``chosen``: bool ``[B]``."""
-    is_node = trees.is_node & chosen[:, None]
-    tree, node = is_node.nonzero(as_tuple=True)
-    steps = _paths(trees)[tree, node]  # [M, D]
-    tokens = trees.tokens[tree[:, None], steps.clamp(min=0)]
-    return NodesToEdit(
-        rows=trees.logits_rows[tree, node],
-        requests=trees.requests[tree],
-        depths=trees.depths[tree, node],
-        paths=torch.where(steps >= 0, tokens, -1),
-    )
-
-
 def edits_logits(sampling_params: Any, num_outputs: int) -> bool:
     """Whether vLLM edits a request's logits before the temperature, after so many outputs."""
     p = sampling_params
@@ -104,21 +80,9 @@ def edits_logits(sampling_params: Any, num_outputs: int) -> bool:
     )
 
 
-def _paths(trees: StepState) -> Tensor:
-    """int64 ``[B, N, D]``: nodes from the root's child down to each node itself, then -1."""
-    nodes = torch.arange(trees.tokens.shape[1])
-    on_path = trees.ancestors & (nodes > 0)  # all but the root
-    size = (*trees.tokens.shape, int(trees.depths.max()) + 1)
-    # Column d is for the ancestor of depth d + 1. The last one collects what is on no path.
-    column = torch.where(on_path, trees.depths[:, None] - 1, size[2] - 1)
-    paths = torch.full(size, -1)
-    paths.scatter_(2, column, torch.where(on_path, nodes, -1).expand_as(column))
-    return paths[..., :-1]
-
-
 def _exclude_bad_words(
     logits: Tensor,
-    nodes: NodesToEdit,
+    nodes: NodePaths,
     metadata: SamplingMetadata,
     outputs: Mapping[int, NDArray[np.int32]],
 ) -> None:
@@ -132,12 +96,12 @@ def _exclude_bad_words(
 
 
 def _keep_going(
-    logits: Tensor, of_request: Tensor, nodes: NodesToEdit, params: Any, num_outputs: int
+    logits: Tensor, of_request: Tensor, nodes: NodePaths, params: Any, num_outputs: int
 ) -> None:
     """Excludes stop tokens below ``min_tokens``, unless a grammar allows no other, as vLLM."""
     if params.min_tokens <= num_outputs or not params.all_stop_token_ids:
         return
-    short = of_request & (nodes.depths + num_outputs < params.min_tokens)
+    short = of_request & (nodes.generated(num_outputs) < params.min_tokens)
     stops = torch.tensor(sorted(params.all_stop_token_ids))
     rows = short.nonzero()
     before = logits[rows, stops]
@@ -149,7 +113,7 @@ def _keep_going(
 
 def _penalise(
     logits: Tensor,
-    nodes: NodesToEdit,
+    nodes: NodePaths,
     metadata: SamplingMetadata,
     outputs: Mapping[int, NDArray[np.int32]],
 ) -> Tensor:

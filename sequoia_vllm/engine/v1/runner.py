@@ -135,8 +135,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
             self.optimistic_seq_lens_cpu[:num_reqs].numpy(),
         )
         if (trees := self._trees) is not None:
-            shifts = (trees.depths - torch.arange(trees.tokens.shape[1]))[trees.is_node]
-            rows = trees.rows[trees.is_node]
+            rows, shifts = trees.shifts()
             self.positions[rows] += shifts
             if self.uses_mrope:
                 self.mrope_positions.gpu[:, rows] += shifts

@@ -1,7 +1,8 @@
-"""Thinking budgets on tree nodes: what vLLM would force after each node's own path.
+"""Thinking budgets on tree nodes: what vLLM's V1 state would force after each node's own path.
 
 vLLM's state of a budget goes forward one step at a time, by the tokens that the step emitted. Here
-it goes forward by one token at a time, as without drafts. Nodes have copies of it.
+it goes forward by one token at a time, as without drafts. Nodes have copies of it. So the rule is
+vLLM's own. Model Runner V2 has another one (`verification.thinking_budgets`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
+from sequoia_vllm.step.paths import drafted_nodes
 from sequoia_vllm.step.score import StepState
 
 
@@ -122,9 +124,9 @@ class ThinkingBudgets:
             if row not in self._rows:
                 continue
             budget, output = self._rows[row]
-            nodes = int(trees.num_nodes[place])
-            tokens = trees.tokens[place, :nodes].tolist()
-            if not budget.may_force(tokens[1:], int(trees.depths[place, :nodes].max())):
+            nodes = drafted_nodes(trees, place)
+            deepest = max((depth for _, depth, _ in nodes), default=0)
+            if not budget.may_force([token for *_, token in nodes], deepest):
                 continue
             if own is logits:
                 own = logits.to(torch.float32, copy=True)
@@ -133,8 +135,8 @@ class ThinkingBudgets:
             budget.force(own[first : first + 1])
             if trees.drafts[place] is None:  # no node can be accepted
                 continue
-            for node, parent in enumerate(trees.parents[place, 1:nodes].tolist(), start=1):
-                outputs.append([*outputs[parent], tokens[node]])
+            for node, (parent, _, token) in enumerate(nodes, start=1):
+                outputs.append([*outputs[parent], token])
                 budgets.append(budgets[parent].below(outputs[node]))
                 budgets[node].force(own[first + node : first + node + 1])
         return own

@@ -17,7 +17,7 @@ from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.step.score import StepState
 from sequoia_vllm.step.verify import TargetDistribution
 from sequoia_vllm.verification.sampling import Truncation
-from sequoia_vllm.verification.topology import VerifyResult
+from sequoia_vllm.verification.topology import VerifyResult, drawn_at
 
 
 def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Truncation:
@@ -98,9 +98,8 @@ def rows_of(
     width = result.output_tokens.shape[1]
     tokens = torch.full((num_reqs, width), -1, dtype=torch.int64)
     tokens[trees.requests] = result.output_tokens
-    # Token j of a path was drawn at its node j - 1; the first at the root.
     nodes = torch.zeros(num_reqs, width, dtype=torch.int64)
-    nodes[trees.requests, 1:] = result.accepted_nodes.clamp(min=0)
+    nodes[trees.requests] = drawn_at(result.accepted_nodes)
     without_tree = torch.ones(num_reqs, dtype=torch.bool)
     without_tree[trees.requests] = False
     return root_rows, tokens, root_rows[:, None] + nodes, without_tree

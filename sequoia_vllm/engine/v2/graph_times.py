@@ -90,10 +90,10 @@ def _prepare(runner: Any, shape: BatchExecutionDescriptor) -> None:
     buffers.is_padding[:rows] = False  # a mixture computes nothing for padding
 
 
-def decode_times(seconds: Mapping[Graph, float], depths: Sequence[int]) -> list[Timed]:
+def decode_times(seconds: Mapping[Graph, float], levels: Sequence[int]) -> list[Timed]:
     """Adds up the graphs of each kind of decode step that has all of them.
 
-    ``depths`` are those of trees of 0, 1, 2, ... drafts: a draft reads as many tokens and one.
+    ``levels`` are the depths of trees of 0, 1, 2, ... drafts: a draft reads as many tokens and one.
     """
 
     def smallest(kind: str, each: int, most: int, requests: int) -> float:
@@ -108,7 +108,7 @@ def decode_times(seconds: Mapping[Graph, float], depths: Sequence[int]) -> list[
     for drafts, requests in sorted(targets | growth):
         took = smallest("target", drafts + 1, drafts + 1, requests)
         if drafts > 0:
-            took += smallest("read", depths[drafts] + 1, depths[-1] + 1, requests)
+            took += smallest("read", levels[drafts] + 1, levels[-1] + 1, requests)
             dynamic = smallest("dynamic growth", drafts, drafts, requests)
             is_dynamic = 0.0 < dynamic < inf
             took += dynamic if is_dynamic else smallest("growth", drafts, drafts, requests)

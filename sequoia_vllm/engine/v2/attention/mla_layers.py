@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.mla.triton_mla import (
     TritonMLAMetadataBuilder,
 )
 
-from sequoia_vllm.drafting.growth import NodeQueries
+from sequoia_vllm.drafting.growth import NodeQueries, chain_ancestors
 from sequoia_vllm.engine.runner.attention_layers import LatentTreeBuilder
 from sequoia_vllm.engine.v2.attention.attention_gpu import DraftMetadata, GPUTreeQueries
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
@@ -30,13 +30,12 @@ logger = logging.getLogger("vllm.sequoia")
 
 
 def longest_chain(ancestors: Tensor) -> Tensor:
-    """bool ``[N, N]``: each node of a chain as long as the tree is large sees all before it.
+    """`chain_ancestors` of a chain as long as the tree is large.
 
     Called once, at the start: it logs what decodes latents.
     """
     logger.info("Sequoia: latent attention (MLA) is decoded in Triton, as trees need it")
-    nodes = ancestors.shape[-1]
-    return torch.ones(nodes, nodes, dtype=torch.bool, device=ancestors.device).tril()
+    return chain_ancestors(ancestors.shape[-1], ancestors.device)
 
 
 def decoded_nodes(

@@ -34,11 +34,13 @@ class DraftProgress:
     block's last entry holds the next block's first token.
 
     Args:
-        depths: The most drafts that a step can accept if it scores 0, 1, 2, ... of them.
+        most_accepted: The most drafts that a step can accept if it scores 0, 1, 2, ... of them.
     """
 
-    def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
-        self._depths = np.array(depths, dtype=np.int32)
+    def __init__(
+        self, max_num_reqs: int, most_accepted: Sequence[int], device: torch.device
+    ) -> None:
+        self._most_accepted = np.array(most_accepted, dtype=np.int32)
         self._bounds = np.zeros(max_num_reqs, dtype=np.int32)
         # Lower bounds of the positions up to which the target has read.
         self._computed_at_least = np.zeros(max_num_reqs, dtype=np.int32)
@@ -84,7 +86,7 @@ class DraftProgress:
         scheduled, drafts = batch.num_scheduled_tokens, batch.num_draft_tokens_per_req
         if drafts is None:
             drafts = np.zeros_like(scheduled)
-        return batch.idx_mapping_np, scheduled - drafts, self._depths[drafts]
+        return batch.idx_mapping_np, scheduled - drafts, self._most_accepted[drafts]
 
     def most_unread(self, slots: NDArray[np.intp]) -> int:
         """The most tokens that the draft may have to read for one of these requests."""
@@ -117,9 +119,13 @@ class ModelDraftProgress(DraftProgress):
     """
 
     def __init__(
-        self, max_num_reqs: int, depths: Sequence[int], unknown_drafts: int, device: torch.device
+        self,
+        max_num_reqs: int,
+        most_accepted: Sequence[int],
+        unknown_drafts: int,
+        device: torch.device,
     ) -> None:
-        super().__init__(max_num_reqs, depths, device)
+        super().__init__(max_num_reqs, most_accepted, device)
         self._unknown_drafts = unknown_drafts
         # Lower bounds of the positions up to which the draft has read.
         self._read_at_least = np.zeros(max_num_reqs, dtype=np.int32)

@@ -88,13 +88,13 @@ class TreeProposerV2(DraftModelSpeculator):
             tree, scheduled_drafts(vllm_config), self.max_num_tokens, fewer_drafts(vllm_config),
             drafter.least_rows, most, isinstance(tables, SlotTables),
         )  # fmt: skip
-        depths = depths_by_drafts(tree)
+        most_accepted = depths_by_drafts(tree)
         if drafter.reads_states:
-            self.progress = DraftProgress(self.max_num_reqs, depths, device)
+            self.progress = DraftProgress(self.max_num_reqs, most_accepted, device)
         else:
             # vLLM schedules so many steps before it knows outcomes.
             unknown = (vllm_config.max_concurrent_batches - 1) * tree.num_speculative_tokens
-            self.progress = ModelDraftProgress(self.max_num_reqs, depths, unknown, device)
+            self.progress = ModelDraftProgress(self.max_num_reqs, most_accepted, unknown, device)
         # A head reads a token together with the target's state at the position before it.
         self.batch = DraftBatch(
             self.max_num_reqs, device, int(drafter.reads_states),

@@ -1,12 +1,13 @@
 """Thinking budgets on tree nodes of Model Runner V2: each node by the tokens of its own path."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
+
+from sequoia_vllm.verification.thinking_budgets import Markers, NodeTexts, forced_tokens
 
 _FORCED = 1.0e9  # vLLM's logit of a token that has to come
 
@@ -15,8 +16,7 @@ class PathBudgets:
     """Replaces vLLM's state of budgets, which takes the rows before a node for its history.
 
     It still keeps the requests' budgets, and where committed tokens last began and ended thinking.
-    What a node forces is told by the same rule as vLLM's kernel has. Waits for nothing on the
-    device.
+    What a node forces is told by the rule of vLLM's kernel.
 
     Until: vLLM's sampler is told each row's history.
 
@@ -27,7 +27,6 @@ class PathBudgets:
 
     def __init__(self, state: ThinkingBudgetState, parents: Tensor, ancestors: Tensor) -> None:
         self._state, self._parents, self._ancestors = state, parents, ancestors
-        self._is_by_slot = parents.ndim == 2
         self.add_request = state.add_request
         self.apply_staged_writes = state.apply_staged_writes
 
@@ -44,69 +43,25 @@ class PathBudgets:
                 context, expanded_idx_mapping=roots, expanded_local_pos=torch.zeros_like(roots)
             ),
         )
-        slots, nodes = context.expanded_idx_mapping.long(), context.expanded_local_pos.long()
-        first = torch.arange(len(slots), device=slots.device) - nodes
-        start, natural_end, end = (
-            state.reasoning_start_token_ids,
-            state.natural_reasoning_end_token_ids,
-            state.reasoning_end_token_ids,
+        slots = context.expanded_idx_mapping.long()
+        texts = NodeTexts(
+            slots=slots,
+            nodes=context.expanded_local_pos.long(),
+            tokens=context.input_ids,
+            lengths=context.pos.long() + 1,
+            committed=state.req_states.all_token_ids.gpu,
+            num_committed=state.req_states.total_len.gpu,
+            parents=self._parents,
+            ancestors=self._ancestors,
         )
-        longest = max(len(start), len(natural_end), len(end) - 1)
-        behind = self._tokens_behind(slots, nodes, first, context.input_ids, longest)
-        lengths = context.pos.long() + 1  # tokens that each node sees
-        last_start = torch.maximum(
-            self._last(behind, start, nodes, slots, first, lengths),
-            state.cached_last_start[slots].long(),
+        markers = Markers(
+            start=state.reasoning_start_token_ids,
+            natural_end=state.natural_reasoning_end_token_ids,
+            forced_end=state.reasoning_end_token_ids,
         )
-        last_end = torch.maximum(
-            self._last(behind, natural_end, nodes, slots, first, lengths),
-            state.cached_last_end[slots].long(),
-        )
-        budgets = state.thinking_token_budget.gpu[slots].long()
-        thinks = (budgets >= 0) & (last_start >= 0) & (last_start > last_end)
-        forces = thinks & (lengths - last_start - len(start) >= budgets)
-        said = torch.zeros_like(slots)  # tokens of the forced end that are there already
-        for count in range(1, len(end)):
-            said = torch.where(_end_in(behind, end[:count]), count, said)
-        forced = end[said].long()[:, None]
-        logits.scatter_(1, forced, logits.gather(1, forced).masked_fill(forces[:, None], _FORCED))
-
-    def _tokens_behind(
-        self, slots: Tensor, nodes: Tensor, first: Tensor, input_ids: Tensor, count: int
-    ) -> list[Tensor]:
-        """The last tokens that each node sees, backwards from its own: int ``[T]`` each, or -1."""
-        states = self._state.req_states
-        every, place = states.all_token_ids.gpu, states.total_len.gpu[slots].long() - 1
-        found, at = [input_ids], nodes
-        for _ in range(count - 1):
-            on_path = at > 0
-            place = torch.where(on_path, place, place - 1)
-            above = self._of(self._parents, slots, at).long()
-            at = torch.where(on_path, above, at)
-            token = torch.where(at > 0, input_ids[first + at], every[slots, place.clamp(min=0)])
-            found.append(token.masked_fill(place < 0, -1))
-        return found
-
-    def _last(
-        self, behind: list[Tensor], marker: Tensor, nodes: Tensor, slots: Tensor, first: Tensor,
-        lengths: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Where the last of these markers begins that ends on each node's path; -1: there is none.
-
-        Int64 ``[T]``.
-        """
-        begins = torch.where(_end_in(behind, marker), lengths - len(marker), -1)
-        above = self._of(self._ancestors, slots, nodes)
-        rows = first[:, None] + torch.arange(above.shape[1], device=slots.device)
-        return begins[rows.clamp(max=len(slots) - 1)].masked_fill(~above, -1).amax(dim=1)
-
-    def _of(self, table: Tensor, slots: Tensor, nodes: Tensor) -> Tensor:
-        return table[slots, nodes] if self._is_by_slot else table[nodes]
-
-
-def _end_in(behind: list[Tensor], marker: Tensor) -> Tensor:
-    """Whether what each node sees ends in these tokens, bool ``[T]``."""
-    found: Any = True
-    for token, expected in zip(behind, marker.flip(0), strict=False):
-        found = found & (token == expected)
-    return found
+        forces, tokens = forced_tokens(
+            texts, markers, state.thinking_token_budget.gpu[slots].long(),
+            state.cached_last_start[slots].long(), state.cached_last_end[slots].long(),
+        )  # fmt: skip
+        tokens = tokens[:, None]
+        logits.scatter_(1, tokens, logits.gather(1, tokens).masked_fill(forces[:, None], _FORCED))

@@ -31,6 +31,7 @@ from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
 from sequoia_vllm.kernels.verify import TreesToVerify
 from sequoia_vllm.verification.methods import method_of
+from sequoia_vllm.verification.topology import drawn_at
 
 
 class LogitsNeeds:
@@ -307,8 +308,7 @@ class TreeVerifierV2(RejectionSampler):
         most, most_chosen = dimensions
         starts, rows_np = emitted_rows(batch.cu_num_logits_np, verified.tokens.shape[1])
         request, column = async_tensor_h2d(rows_np, device=logits.device)
-        # Token j of a path was drawn at its node j - 1; the first at the root.
-        nodes = torch.nn.functional.pad(verified.paths[:, 1:].clamp(min=0), (1, 0)).long()
+        nodes = drawn_at(verified.paths[:, 1:]).long()
         rows = batch.cu_num_logits[request].long() + nodes[request, column]
         expanded = logits.shape[0] != batch.num_reqs
         return compute_topk_scores(
