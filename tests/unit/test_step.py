@@ -271,7 +271,10 @@ def test_whole_batch_of_whole_trees():
 def test_rows_of_others_are_not_taken_for_padding(names, rows):
     """A trimmed tree and a request without one: as many rows as two whole trees have."""
     index = {name: place for place, name in enumerate(names)}
-    found = verified({"a": [1, 2], "b": [1, 2, 3]}, index, rows)
+    scheduled = {"a": [1, 2], "b": [1, 2, 3]}
+    grown = GrownTrees(torch.tensor([[0, 1, 2, 3]] * 2), torch.empty(0), torch.empty(0))
+    assert not laid_out(scheduled, index, grown).is_all
+    found = verified(scheduled, index, rows)
     assert found == [[1, 7, -1], [1, 3, 6]]
 
 

@@ -48,7 +48,7 @@ def test_each_node_is_forced_by_its_own_text(start, natural, end, by_slot):
     if by_slot:
         parents, ancestors = parents.repeat(4, 1), ancestors.repeat(4, 1, 1)
     seen = set()
-    for _ in range(150):
+    for _ in range(400):
         slots = rng.sample(range(4), 2)
         committed = torch.full((4, 16), OTHER)
         texts, budgets, trees = [], [], []
