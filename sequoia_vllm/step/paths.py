@@ -21,6 +21,10 @@ class NodePaths:
         """Tokens generated up to each node, int64 ``[M]``, where the root is number ``before``."""
         return self.depths + before
 
+    def own_tokens(self) -> list[list[int]]:
+        """The paths, as lists without padding."""
+        return [[token for token in path if token >= 0] for path in self.paths.tolist()]
+
 
 def node_paths(trees: StepState, chosen: Tensor) -> NodePaths:
     """Paths of all nodes of the chosen trees; ``chosen``: bool ``[B]``."""

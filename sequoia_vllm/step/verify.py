@@ -31,6 +31,8 @@ class TargetDistribution:
     truncation: Truncation  # what each request excludes
     cut: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     """``(logits [A, V], top_k [A], top_p [A]) -> logits``: the engine's own top-k and top-p."""
+    edit: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """``(logits [A, V], rows [A], requests [A]) -> logits``: edits that come before `cut`."""
 
     def process(self, rows: Tensor, requests: Tensor) -> Tensor:
         """Logits after the sampling parameters of their requests.
@@ -54,6 +56,8 @@ class TargetDistribution:
             probs = logits.softmax(dim=-1)
             floor = probs.amax(dim=-1, keepdim=True) * own.min_p.unsqueeze(1)
             logits.masked_fill_(probs < floor, float("-inf"))
+        if self.edit is not None:
+            logits = self.edit(logits, rows, requests)
         return self.cut(logits, own.top_k, own.top_p)
 
     def probabilities(self, rows: Tensor, requests: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
 """Requests with parameters of every kind get plain vLLM's tokens, most with trees; and logprobs."""
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
@@ -167,33 +165,6 @@ def test_grammars_of_other_backends_are_followed(backend):
         [stats] = llm.collective_rpc("sequoia_stats")
     assert (stats["tree_steps"] > 0) == (backend == "guidance")
     assert stats["tokens"] > stats["tree_steps"] or backend == "outlines"
-
-
-class EvenTokensOnly(LogitsProcessor):
-    def __init__(self, vllm_config, device, is_pin_memory):
-        pass
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def update_state(self, batch_update) -> None:
-        pass
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        logits[:, 1::2] = float("-inf")
-        return logits
-
-
-def test_custom_logits_processor_runs_without_drafts():
-    options = {"logits_processors": [f"{__name__}:EvenTokensOnly"]}
-    params = SamplingParams(temperature=0, max_tokens=24)
-    expected = plain_outputs(prompts(4), params, **options)
-    with running(sequoia(), **options) as llm:
-        found = generated(llm, prompts(4), params)
-        [stats] = llm.collective_rpc("sequoia_stats")
-    assert found == expected
-    assert all(token % 2 == 0 for tokens in found for token in tokens)
-    assert stats["tree_steps"] == 0
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs"])

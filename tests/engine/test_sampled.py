@@ -22,7 +22,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from sequoia_vllm.step import grow, verify
 from sequoia_vllm.verification import methods
 from tests.oracles.laws import assert_same_law
-from tests.support import target_only
+from tests.support import brackets, processors, target_only
 from tests.support.engines import (
     generated,
     lookup_trees,
@@ -80,9 +80,12 @@ def edited(logits: Tensor, prefixes: list[list[int]], setting: dict) -> Tensor:
     found = logits.clone()
     for token, bias in setting["logit_bias"].items():
         found[:, -1, token] += bias
-    if setting["structured_outputs"]:
-        for row, prefix in enumerate(prefixes):
-            found[row, -1, [token for token in range(VOCAB) if not pairs(prefix, token)]] = -inf
+    for row, prefix in enumerate(prefixes):
+        found[
+            row, -1, [token for token in range(VOCAB) if not may_follow(prefix, token, setting)]
+        ] = -inf
+        if last := (setting["extra_args"] or {}).get("without_last"):
+            found[row, -1, prefix[-last:]] = -inf
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     penalties = ([setting[name]] * len(rows) for name in names)
     found[:, -1] = penalised(found[:, -1], histories, *penalties)
@@ -107,6 +110,24 @@ def pairs(prefix: list[int], token: int) -> bool:
     return token in ((3, 4, 5) if prefix[-1] == 2 else (0, 2))
 
 
+def may_follow(prefix: list[int], token: int, setting: dict) -> bool:
+    """Whether a budget and a grammar let this token follow, which begins where thoughts end.
+
+    Requests think from the start on in engines with a reasoning parser, as `PROMPT` says so.
+    """
+    if token == END and len(prefix) < setting["min_tokens"]:
+        return False
+    ended = not setting["reasoning"] or THOUGHT in prefix
+    budget = setting["thinking_token_budget"]
+    if not ended and budget is not None and len(prefix) >= budget:
+        return token == THOUGHT
+    if not ended or not setting["structured_outputs"]:
+        return True
+    return pairs(prefix[prefix.index(THOUGHT) + 1 :] if setting["reasoning"] else prefix, token)
+
+
+END, THOUGHT = 1, 4  # tokens that end the text, and reasoning
+
 # What a token allows depends on the one before. It may not end before its least tokens.
 GRAMMAR = {
     "structured_outputs": StructuredOutputsParams(regex="(w2(w3|w4|w5)|w3(w0|w2))+"),
@@ -114,12 +135,26 @@ GRAMMAR = {
 }
 EDITS = {
     "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {},
-    "structured_outputs": None, "min_tokens": 0,
+    "structured_outputs": None, "min_tokens": 0, "thinking_token_budget": None, "extra_args": None,
+    "reasoning": False,
 }  # fmt: skip
 GRAMMARS = [
     {"temperature": 1.0, **GRAMMAR},
     {"temperature": 0.7, "presence_penalty": 0.9, **GRAMMAR},
 ]
+# In an engine with a reasoning parser.
+THOUGHTS = [
+    {"temperature": 1.0, **GRAMMAR},
+    {"temperature": 0.8, "thinking_token_budget": 1},
+    {"temperature": 1.2, "thinking_token_budget": 2, **GRAMMAR},
+]
+REASONING = {
+    "structured_outputs_config": {
+        "reasoning_parser": "words", "reasoning_parser_plugin": brackets.__file__
+    },
+    "reasoning_config": {"reasoning_parser": "words"},
+}  # fmt: skip
+PROCESSED = [{"temperature": 1.0, "extra_args": {"without_last": 2}}]
 # By what was generated, so that nodes of one tree differ by their paths.
 EDITED = [
     {"temperature": 1.0, "repetition_penalty": 1.7, "frequency_penalty": 0.8},
@@ -135,6 +170,8 @@ CUT = [{"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.2, "top_k": 4, "min
         (3, CUT, False, "sequoia", "model"),
         (3, EDITED, False, "sequoia", "model"),
         (3, GRAMMARS, False, "sequoia", "model"),
+        (3, THOUGHTS, False, "sequoia", "model"),
+        (3, PROCESSED, False, "sequoia", "model"),
         # Each seed's own tokens are compared with plain vLLM's in `test_requests.py`.
         pytest.param(3, PLAIN, True, "sequoia", "model", marks=pytest.mark.sharded),
         (4, PLAIN, False, "traversal", "model"),
@@ -151,12 +188,14 @@ def test_completions_follow_the_exact_law(
     if drafter == "lookup":
         config = lookup_trees(size=12, verification=verification)
     options = {**TINY, "skip_tokenizer_init": "structured_outputs" not in mixed[0]}
+    options |= REASONING if mixed is THOUGHTS else {}
+    options |= {"logits_processors": processors.FOR_TREES} if mixed is PROCESSED else {}
     with running(config, model=target, **options) as llm:
         completions = check_law(llm, target, length, mixed, seeded)
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
     assert accepted > completions / 2  # trees were at work, with rejections among them
-    if mixed is GRAMMARS:  # whose forbidden drafts were replaced
-        assert sum(replaced) > completions / 10
+    if mixed in (GRAMMARS, THOUGHTS):  # whose forbidden drafts were replaced
+        assert sum(replaced) > completions / (10 if mixed is GRAMMARS else 100)
     else:
         assert replaced == []
 
@@ -179,6 +218,7 @@ def check_law(llm, target, length: int, mixed: list[dict] = PLAIN, seeded: bool 
     outputs = llm.generate(requests, params, use_tqdm=False)
     for which, setting in enumerate(mixed):
         counts = count(outputs[which :: len(mixed)], length)
+        setting = {**setting, "reasoning": mixed is THOUGHTS}
         assert_same_law(counts, exact_law(target, length, setting), FALSE_ALARM, fewest=5)
     return completions
 

@@ -16,13 +16,13 @@ from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import is_loaded
-from sequoia_vllm.engine.core import eligibility
 from sequoia_vllm.engine.core import scheduling_ahead as scheduling
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
 from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend import engine_config
 from sequoia_vllm.tree import TokenTree
+from tests.support import processors
 from tests.support.engines import configured, generated, metric, plain_outputs, running, sequoia
 from tests.support.models import prompts
 
@@ -45,6 +45,7 @@ def scheduler(monkeypatch):
             scheduler_config=SimpleNamespace(async_scheduling=True),
             model_config=SimpleNamespace(logits_processors=processors),
             structured_outputs_config=SimpleNamespace(reasoning_parser=None),
+            use_v2_model_runner=False,
         )
         self.requests, self.dynamic_sd_lookup = {}, None
         self.structured_output_manager = SimpleNamespace(vllm_config=self.vllm_config)
@@ -150,12 +151,11 @@ def test_zeros_that_ask_for_nothing_special_draft(scheduler):
     assert step(scheduler, requests) == dict.fromkeys(zeros, DRAFTS)
 
 
-@pytest.mark.parametrize("how", ["given", "installed"])
-def test_nobody_drafts_beside_custom_processors(how, scheduler, monkeypatch):
-    if how == "installed":  # vLLM's workers take what packages register
-        monkeypatch.setattr(eligibility, "entry_points", lambda group: [group])
-    ours = TreeSchedulingAhead(processors=["some.Processor"] if how == "given" else None)
+def test_nobody_drafts_beside_processors_that_cannot_run_on_trees(scheduler):
+    ours = TreeSchedulingAhead(processors=[processors.EvenTokensOnly])
     assert step(ours, {"a": GREEDY, "b": UNDRAFTED}) == {"a": 0, "b": 0}
+    ours = TreeSchedulingAhead(processors=[processors.WithoutLast])
+    assert step(ours, {"a": GREEDY, "b": UNDRAFTED}) == {"a": DRAFTS, "b": DRAFTS}
 
 
 class Users(Scheduler):

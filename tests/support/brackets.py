@@ -1,4 +1,4 @@
-"""Reasoning parsers for the embedded target, as `--reasoning-parser-plugin` takes them."""
+"""Reasoning parsers for the tests' targets, as `--reasoning-parser-plugin` takes them."""
 
 from collections.abc import Sequence
 
@@ -26,5 +26,13 @@ class OpenedParser(DeepSeekR1ReasoningParser):
         return found.index(self.end_token_id) if self.end_token_id in found else len(found)
 
 
+class WordParser(BaseThinkingReasoningParser):
+    """Thinks between two words of `models.save_word_tokenizer`."""
+
+    start_token = "w5"
+    end_token = "w4"
+
+
 ReasoningParserManager.register_module("brackets", module=BracketParser)
+ReasoningParserManager.register_module("words", module=WordParser)
 ReasoningParserManager.register_module("opened", module=OpenedParser)

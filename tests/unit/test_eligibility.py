@@ -10,18 +10,21 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from sequoia_vllm.engine.core import eligibility
 from sequoia_vllm.engine.core.eligibility import (
     MOST_DRAFTS,
     TreeTerms,
     check_options,
-    has_custom_processors,
+    follows_trees,
     is_longer_than_draft,
     may_carry_placeholders,
     most_drafts,
+    processors_without_trees,
     reason_without_drafts,
     requests_to_read,
+    wraps_callables,
 )
 from sequoia_vllm.engine.core.prediction_option import PREDICTION
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
@@ -118,16 +121,49 @@ def test_prompts_that_only_the_target_can_follow(draft, prompt, longer):
     assert is_longer_than_draft(config, None if prompt is None else [7] * prompt) is longer
 
 
-def test_processors_of_the_engines_user(monkeypatch):
-    def config(named):
-        return SimpleNamespace(model_config=SimpleNamespace(logits_processors=named))
+class Adapter(AdapterLogitsProcessor):
+    """As users write them."""
 
-    installed = {eligibility.LOGITSPROCS_GROUP: []}
-    monkeypatch.setattr(eligibility, "entry_points", lambda group: installed[group])
-    assert [has_custom_processors(config(named)) for named in (None, [])] == [False, False]
-    assert has_custom_processors(config(["a.b:C"])) is True
-    installed[eligibility.LOGITSPROCS_GROUP].append("a processor")
-    assert has_custom_processors(config(None)) is True
+
+class Advancing(AdapterLogitsProcessor):
+    """It may know more than the output."""
+
+    def update_state(self, batch_update):
+        pass
+
+
+class Said(Advancing):
+    """It says that it does not."""
+
+    sequoia_trees = True
+
+
+class OnV2(LogitsProcessorV2):
+    """As users write them."""
+
+
+class Advances(OnV2):
+    """It goes forward in each `apply`."""
+
+    sequoia_trees = False
+
+
+def test_processors_of_the_engines_user():
+    follow = [Adapter, Said, OnV2]
+    others = [LogitsProcessor, Advancing, Advances]
+    assert list(map(follows_trees, [*follow, *others])) == [True] * 3 + [False] * 3
+    assert list(map(wraps_callables, [Adapter, Said, LogitsProcessor])) == [True, False, False]
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_processors_that_an_engine_loads(v2, monkeypatch):
+    def config(*named):
+        model = SimpleNamespace(logits_processors=list(named) or None)
+        return SimpleNamespace(model_config=model, use_v2_model_runner=v2)
+
+    follows, alone = (OnV2, Advances) if v2 else (Said, Advancing)
+    found = [config(), config(follows), config(f"{__name__}:{alone.__name__}", follows)]
+    assert list(map(processors_without_trees, found)) == [[], [], [alone.__name__]]
 
 
 @pytest.mark.parametrize(

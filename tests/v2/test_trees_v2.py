@@ -17,7 +17,15 @@ from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from tests.support.calling import called_once
 from tests.support.conversing import converse, turns
-from tests.support.engines import generated, metric, noting, running, sequoia, whole_trees
+from tests.support.engines import (
+    generated,
+    metric,
+    noting,
+    running,
+    sequoia,
+    undrafted,
+    whole_trees,
+)
 from tests.support.generating import (
     TINY,
     answered,
@@ -26,13 +34,12 @@ from tests.support.generating import (
     counted,
     generate,
     generate_on,
-    generate_with_trees,
     greedy_and_seeded,
     random_prompts,
     save_related_pair,
 )
 from tests.support.interpreted import call_on_v2
-from tests.support.models import DRAFT, prompts
+from tests.support.models import prompts
 from tests.support.reference_models import accepted_by_depth
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -77,7 +84,7 @@ def generate_with_the_embedded_pair() -> dict[str, Any]:
     return {
         "greedy": generate_greedy(),
         "special": generate_special(),
-        "processor": generate_with_a_processor(),
+        "processors": generate_with_processors(),
     }
 
 
@@ -342,21 +349,45 @@ def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(tmp_pa
     assert cached == (6, 18)
 
 
-# -- custom logits processors ---------------------------------------------------------------
+# -- custom logits processors, and another backend's grammars --------------------------------
+
+PROCESSORS = ["tests.v2.processors:NoTokenTwice", "tests.v2.processors:NoneOfLastThree"]
 
 
-def generate_with_a_processor() -> dict[str, Any]:
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    texts, options = prompts(2), {"logits_processors": ["tests.v2.processors:NoTokenTwice"]}
-    return {
-        "plain": generate(None, texts, params, **options),
-        "trees": generate_with_trees(DRAFT, texts, params, **options),
-    }
+def generate_with_processors() -> dict[str, Any]:
+    """Greedy, seeded and edited requests, one that declines, and two with grammars of guidance."""
+    params = [
+        *greedy_and_seeded(4, 10),
+        SamplingParams(temperature=0, max_tokens=10, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=10, extra_args={"repeat": 1}, ignore_eos=True),
+        *grammar_params()[:2],
+    ]
+    options = {
+        "logits_processors": PROCESSORS, "structured_outputs_config": {"backend": "guidance"}
+    }  # fmt: skip
+    texts = prompts(len(params))
+    texts[5] = texts[0]
+    plain = generate(None, texts, params, **options)
+    with running(sequoia(size=8, depth=3), **options) as llm:
+        trees = generate_on(llm, texts[:6], params[:6])
+        grammars = generate_on(llm, texts[6:], params[6:])
+        trees["undrafted"] = undrafted(llm)
+    return {"plain": plain, "trees": trees, "grammars": grammars}
 
 
-def test_custom_processors_switch_drafting_off(embedded):
-    answers = embedded["processor"]
-    assert answers["trees"]["tokens"] == answers["plain"]["tokens"]
-    assert answers["trees"]["counts"]["tree_steps"] == 0
-    for [tokens] in answers["plain"]["tokens"]:  # it was at work
-        assert all(a != b for a, b in itertools.pairwise(tokens))
+def test_custom_processors_see_each_path_as_a_chain(embedded):
+    answers = embedded["processors"]
+    plain, trees = answers["plain"]["tokens"], answers["trees"]
+    assert trees["tokens"] == plain[:6]
+    assert trees["undrafted"] == {}
+    assert trees["counts"]["tokens_per_tree"] > 1.1
+    for place, [tokens] in enumerate(plain):  # they were at work
+        for last in range(1, 2 if place == 5 else 4):
+            assert all(a != b for a, b in zip(tokens, tokens[last:], strict=False))
+    assert plain[5] != plain[0]
+
+
+def test_grammars_of_guidance_are_followed_beside_processors(embedded):
+    answers = embedded["processors"]
+    assert answers["grammars"]["tokens"] == answers["plain"]["tokens"][6:]
+    assert answers["grammars"]["counts"]["tokens_per_tree"] > 1.05

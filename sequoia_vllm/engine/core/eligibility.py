@@ -6,13 +6,13 @@ Options of a request for speculation are in ``extra_args``, which HTTP clients c
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, cached_load_custom_logitsprocs
+from vllm.v1.worker.gpu.sample.logits_processor import loader
 
 from sequoia_vllm.engine.core import grammar
 from sequoia_vllm.engine.core.prediction_option import PREDICTION, check_prediction
@@ -26,6 +26,9 @@ _PREFIX = "sequoia"  # of names that can only be meant for us
 
 # A step emits one token without drafts. So a tree gains nothing before a request's last token.
 _LEAST_GAIN = 2
+
+_FOLLOWS = "sequoia_trees"  # an attribute of classes of custom logits processors
+_ON_V2 = loader.LogitsProcessor
 
 
 def most_drafts(sampling_params: Any) -> int | None:
@@ -90,10 +93,33 @@ def is_longer_than_draft(vllm_config: Any, prompt: Sequence[int] | None) -> bool
     return len(prompt) >= longest - 1
 
 
-def has_custom_processors(vllm_config: Any) -> bool:
-    """Whether an engine has logits processors of its user's, which may look at a path's tokens."""
-    named = vllm_config.model_config.logits_processors
-    return bool(named or entry_points(group=LOGITSPROCS_GROUP))
+def processors_without_trees(vllm_config: Any) -> list[str]:
+    """Names of logits processors of the engine's user that cannot run on the nodes of a tree."""
+    load = (
+        loader._cached_load_v2_logitsprocs
+        if vllm_config.use_v2_model_runner
+        else cached_load_custom_logitsprocs
+    )
+    kinds = load(tuple(vllm_config.model_config.logits_processors or ()))
+    return [kind.__qualname__ for kind in kinds if not follows_trees(kind)]
+
+
+def follows_trees(kind: type) -> bool:
+    """Whether a class of custom logits processors can run on the nodes of a tree.
+
+    Its attribute ``sequoia_trees`` says so, or not. Else those can that are called with a history:
+    `wraps_callables` on Model Runner V1, and all on V2, where vLLM's own drafts ask for it.
+    """
+    can: bool = getattr(kind, _FOLLOWS, wraps_callables(kind) or issubclass(kind, _ON_V2))
+    return can
+
+
+def wraps_callables(kind: type) -> bool:
+    """Whether a class is vLLM's wrapper of one callable for each request, with nothing changed."""
+    return issubclass(kind, AdapterLogitsProcessor) and all(
+        getattr(kind, name) is getattr(AdapterLogitsProcessor, name)
+        for name in ("apply", "update_state", "_new_state")
+    )
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, mark_loaded, outcome_of
 from sequoia_vllm.engine.core.adapting import new_adapter
 from sequoia_vllm.engine.core.eligibility import (
-    has_custom_processors,
     is_longer_than_draft,
+    processors_without_trees,
     reason_without_drafts,
 )
 from sequoia_vllm.engine.core.grammar import TreeGrammars
@@ -50,7 +50,14 @@ class TreeScheduling(Scheduler):
         # Drops drafts after the first that a grammar forbids, and fills the masks of a chain; a
         # node's is by its own path. Until: vLLM's manager is told the topology of drafts.
         self.structured_output_manager = TreeGrammars(self.structured_output_manager)
-        self.nobody_drafts = has_custom_processors(self.vllm_config)  # no request ever does
+        others = processors_without_trees(self.vllm_config)
+        self.nobody_drafts = bool(others)  # no request ever does
+        if others:
+            logger.warning(
+                "Sequoia: nothing is drafted, as these logits processors may not run on trees: %s. "
+                "If they may, say so: docs/requests.md#your-logits-processors",
+                ", ".join(others),
+            )
         self.brought: Any = None  # drafts from the last step's output, until `take_drafts`
         # Most drafts while a measuring tool, or a draft that failed, limits them; without it those
         # that are configured by batch size, from the first limit on.

@@ -4,7 +4,7 @@ Without drafts a request has one row, whose history is the tokens generated so f
 edits that row. A node's history is these tokens and those of its path.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
+from sequoia_vllm.engine.v1.custom_processors import change, of_user, run_on_nodes
 from sequoia_vllm.step.paths import NodePaths, node_paths
 from sequoia_vllm.step.score import StepState
 
@@ -29,7 +30,8 @@ def edited_by_paths(
 ) -> Tensor:
     """Applies to all tree nodes what vLLM's sampler applies before the temperature, in its order.
 
-    These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` and penalties.
+    These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``, the user's own
+    processors, and penalties.
 
     Args:
         logits: ``[rows, V]``, any float dtype; not changed.
@@ -42,6 +44,9 @@ def edited_by_paths(
     starts, ends = batch.num_prompt_tokens, batch.num_tokens_no_spec
     num_outputs = (ends - starts)[: len(sampling_params)]
     edits = np.array(list(map(edits_logits, sampling_params, num_outputs)))
+    own_processors = of_user(metadata.logitsprocs.non_argmax_invariant)
+    if own_processors:
+        edits |= np.array([change(own_processors, row) for row in range(len(edits))])
     of_tree = edits[trees.requests.numpy()]
     if not of_tree.any():
         return logits
@@ -61,9 +66,35 @@ def edited_by_paths(
         if bias := sampling_params[index].logit_bias:
             tokens, values = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
             own[of_request.nonzero(), tokens] += values
+    if own_processors:
+        run_on_nodes(
+            own_processors, own, nodes.requests.tolist(), nodes.own_tokens(), len(sampling_params)
+        )
     own = _penalise(own, nodes, metadata, outputs)
     found[nodes.rows] = own
     return found
+
+
+def drawn_by_paths(
+    trees: StepState, metadata: SamplingMetadata, num_reqs: int
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """What the user's own processors do to rows that are drawn from, behind temperature and min-p.
+
+    vLLM calls these argmax-invariant. See `TargetDistribution.edit`; None: there are none.
+    """
+    processors = of_user(metadata.logitsprocs.argmax_invariant)
+    if metadata.all_greedy or not processors:
+        return None
+    nodes = node_paths(trees, torch.ones(len(trees.requests), dtype=torch.bool))
+    paths = dict(zip(nodes.rows.tolist(), nodes.own_tokens(), strict=True))
+
+    def edit(logits: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
+        # Rows of requests without trees are asked for and not read.
+        of_rows = [paths.get(row, []) for row in rows.tolist()]
+        run_on_nodes(processors, logits, requests.tolist(), of_rows, num_reqs)
+        return logits
+
+    return edit
 
 
 def edits_logits(sampling_params: Any, num_outputs: int) -> bool:
@@ -88,10 +119,10 @@ def _exclude_bad_words(
 ) -> None:
     words = metadata.bad_words_token_ids or {}
     own = [(row, r) for row, r in enumerate(nodes.requests.tolist()) if r in words]
-    paths = nodes.paths.tolist()
+    paths = nodes.own_tokens()
     past: list[list[int]] = [[]] * len(paths)
     for row, request in own:
-        past[row] = [*outputs[request].tolist(), *(token for token in paths[row] if token >= 0)]
+        past[row] = [*outputs[request].tolist(), *paths[row]]
     apply_bad_words(logits, {row: words[request] for row, request in own}, past)
 
 

@@ -20,7 +20,7 @@ from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_a
 from sequoia_vllm.engine.runner.cpu_linear import replaced_linear_layers
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_rank0
 from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
-from sequoia_vllm.engine.v1.path_edits import edited_by_paths
+from sequoia_vllm.engine.v1.path_edits import drawn_by_paths, edited_by_paths
 from sequoia_vllm.engine.v1.verifier import (
     combine_outputs,
     cut,
@@ -183,7 +183,8 @@ class SequoiaCPUModelRunner(DraftingRunner):
         if budgets is not None:
             edited = budgets.force_nodes(edited, trees)
         truncation = truncation_of(metadata, params)
-        target = TargetDistribution(edited, metadata.temperature, truncation, cut)
+        edit = drawn_by_paths(trees, metadata, self.input_batch.num_reqs)
+        target = TargetDistribution(edited, metadata.temperature, truncation, cut, edit)
         result = self._verify(trees, target, metadata)
         output = combine_outputs(
             self.sampler, trees, result, logits, target, metadata, self.input_batch.num_reqs

@@ -28,6 +28,7 @@ from sequoia_vllm.engine.common.cluster import as_alone
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import is_loaded
+from sequoia_vllm.engine.core.eligibility import processors_without_trees
 from sequoia_vllm.engine.runner.attention_layers import supported_layers
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend, TreeScoring
@@ -115,14 +116,11 @@ class TreeRunner(GPUModelRunner):
         self.rejection_sampler = TreeVerifierV2(
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
         )
-        kinds = map(type, self.sampler.logits_processors)
-        if any(not kind.__module__.startswith("vllm.") for kind in kinds):  # the user's own
+        if processors_without_trees(self.vllm_config):
             self.speculator.modes.give_no_drafts()
-        # Penalties, bad words and budgets take the rows before a node for its history. Until:
-        # vLLM's sampler is told each row's history.
-        self.sampler.logits_processors = along_paths(
-            self.sampler.logits_processors, self._tables.parents
-        )
+        # Penalties, bad words, budgets and users' own processors take the rows before a node for
+        # its history. Until: vLLM's sampler is told each row's history.
+        self.sampler.logits_processors = along_paths(self.sampler.logits_processors, self._tables)
         self.sampler.thinking_budget_state = PathBudgets(
             self.sampler.thinking_budget_state, self._tables.parents, self._tables.ancestors
         )
