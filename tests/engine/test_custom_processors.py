@@ -11,7 +11,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
-from sequoia_vllm.engine.v2.verification.path_edits import Chains
+from sequoia_vllm.engine.v2.verification.chains import Chains
 from sequoia_vllm.tree import TokenTree
 from tests.support import processors
 from tests.support.engines import generated, plain_outputs, running, sequoia, undrafted
