@@ -55,7 +55,7 @@ def of(folder: str, *names: str) -> tuple[str, ...]:
 
 
 SHARDS = (
-    Shard(of("engine", "multimodal", "measuring", "differential", "features")),
+    Shard(of("engine", "multimodal", "measuring", "differential", "features", "verify")),
     Shard(
         of("engine", "architectures", "interrupts", "lookup", "lora", "mutants", "offload")
         + of("engine", "sampled", "target_graphs", "tensor_parallel", "train_draft")

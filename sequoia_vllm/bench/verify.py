@@ -18,17 +18,16 @@ from sequoia_vllm.bench.measure import BenchRuns, EngineCase, MethodRuns, run_ro
 from sequoia_vllm.bench.methods import PLAIN, Kind, Method
 from sequoia_vllm.bench.report import Result, chain_samples_wrongly, results
 from sequoia_vllm.bench.verify_engine import (
-    LIKELIEST,
     TOGETHER,
     Traffic,
     VerifyEngine,
     open_verified,
 )
+from sequoia_vllm.bench.verify_law import DRAFT, Samples, draft_options, laws, scored_samples
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.measuring.engines import EngineSpec, Progress, longest_context
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
-from sequoia_vllm.verifying.answers import Scored, compare, measure_rounding
-from sequoia_vllm.verifying.law import Law, check_law
+from sequoia_vllm.verifying.answers import Compared, Rounding, Scored, compare, measure_rounding
 from sequoia_vllm.verifying.report import (
     Check,
     Outcome,
@@ -40,6 +39,7 @@ from sequoia_vllm.verifying.report import (
     check_graphs,
     check_laws,
     check_memory,
+    verdict_of,
 )
 
 Opener = Callable[[Method, Mapping[str, Any]], AbstractContextManager[VerifyEngine]]
@@ -75,7 +75,7 @@ class VerifySettings:
             "max_model_len": min(longest, longest_context(self.target)),
             "max_num_seqs": _REQUESTS, "seed": 0,
         }  # fmt: skip
-        return {**usual, **self.options, "model": self.target}
+        return {**usual, **self.options, "model": self.target, "max_logprobs": -1}
 
     def whole_trees(self) -> Method:
         """The engine under test: it drafts whole trees at every batch size."""
@@ -135,7 +135,7 @@ class Verification:
         self._open = opener or open_verified
         self._options = settings.engine_options()
         self._has_graphs = not self._options.get("enforce_eager", False)
-        self._done, self._total = 0, 3 + (settings.chain is not None) + 2 * self._has_graphs
+        self._done, self._total = 0, 4 + (settings.chain is not None) + 2 * self._has_graphs
 
     def run(self) -> VerifyReport:
         """Runs all engines in turn.
@@ -161,12 +161,15 @@ class Verification:
                 self._say("answers in a batch")
                 ways[WITHOUT] = self._answers(engine, TOGETHER)
         with self._engine(PLAIN) as engine:
-            return self._conclude(engine, ways)
+            rounding, answers, samples = self._compare(engine, ways)
+        return self._conclude(rounding, answers, samples)
 
     @contextmanager
-    def _engine(self, method: Method, how: str = "") -> Iterator[VerifyEngine]:
+    def _engine(
+        self, method: Method, how: str = "", own: Mapping[str, Any] | None = None
+    ) -> Iterator[VerifyEngine]:
         name = f"{method.name}, {how}" if how else method.name
-        options = {**self._options, "enforce_eager": True} if how else self._options
+        options = own or ({**self._options, "enforce_eager": True} if how else self._options)
         begun = time.monotonic()
         self._engine_name = name
         self._say("starting")
@@ -242,7 +245,10 @@ class Verification:
                 what = f"answers {SERVED}, {size} at once"
                 self.found.observed[what] = (list(prompts), rounds[-1].token_ids)
 
-    def _conclude(self, engine: VerifyEngine, ways: dict[str, list[Scored]]) -> VerifyReport:
+    def _compare(
+        self, engine: VerifyEngine, ways: dict[str, list[Scored]]
+    ) -> tuple[Rounding, list[Compared], list[Samples]]:
+        """Plain vLLM's own answers, those of all others beside them, and samples with scores."""
         settings, found = self.settings, self.found
         found.dtype = engine.dtype
         self._time(engine)
@@ -271,13 +277,24 @@ class Verification:
             ours = self._scored(engine, prompts, given)
             answers.append(compare(what, ours, plain, settings.max_tokens if length else 0))
         self._say("scoring samples")
-        ours_law = self._law("Sequoia", engine, found.sampled)
         own = engine.sample(settings.prompts, settings.samples, settings.sampled_tokens)
-        plain_law = self._law("plain vLLM", engine, own)
+        sampled = {"Sequoia": found.sampled, "plain vLLM": own}
+        samples = scored_samples(engine, settings.prompts, settings.samples, sampled)
+        return rounding, answers, samples
+
+    def _conclude(
+        self, rounding: Rounding, answers: list[Compared], samples: list[Samples]
+    ) -> VerifyReport:
+        settings, found = self.settings, self.found
+        law, notes = laws(
+            samples, settings.samples, settings.target, settings.draft,
+            lambda: self._engine(DRAFT, own=draft_options(settings.draft, self._options)),
+        )  # fmt: skip
+        found.notes += notes
         return self._summed_up(
             checks=[
                 *check_answers(rounding, answers),
-                check_laws(ours_law, plain_law),
+                check_laws(*law),
                 check_graphs(*self._trees_by_graphs()),
                 check_drafted(found.trees),
                 self._traffic_check(),
@@ -285,7 +302,7 @@ class Verification:
             ],
             rounding=rounding,
             answers=answers,
-            law=[ours_law, plain_law],
+            law=law,
         )
 
     @staticmethod
@@ -294,13 +311,6 @@ class Verification:
     ) -> list[Scored]:
         pairs = zip(prompts, answers, strict=True)
         return [engine.score(prompt, answer, 2) for prompt, answer in pairs]
-
-    def _law(self, what: str, engine: VerifyEngine, sampled: Sequence[list[int]]) -> Law:
-        prompts = [list(p) for p in self.settings.prompts for _ in range(self.settings.samples)]
-        pairs = zip(prompts, sampled, strict=True)
-        scored = [engine.score(prompt, answer, LIKELIEST) for prompt, answer in pairs]
-        likeliest = [one.likeliest for one in scored]
-        return check_law(what, sampled, likeliest, self.settings.samples)
 
     def _trees_by_graphs(self) -> tuple[Trees, Trees | None]:
         trees = self.found.trees
@@ -320,14 +330,15 @@ class Verification:
             "preemptions": sum(one.preemptions for one in found),
             "tokens found in the prefix cache": sum(one.prefix_hits for one in found),
         }
+        said = ", ".join(f"{number:,} {name}" for name, number in what.items())
+        if not self.found.limits["prefix_caching"]:
+            what.popitem()
+            said += " (it is off)"
         lacking = [name for name, number in what.items() if not number]
-        return Check(
-            name="traffic had all kinds",
-            outcome=Outcome.UNTOLD if lacking else Outcome.PASSED,
-            said=", ".join(f"{number:,} {name}" for name, number in what.items()),
-        )
+        outcome = Outcome.UNTOLD if lacking else Outcome.PASSED
+        return Check(name="traffic had all kinds", outcome=outcome, said=said)
 
-    def _summed_up(self, **concluded: Any) -> VerifyReport:
+    def _summed_up(self, checks: list[Check], **concluded: Any) -> VerifyReport:
         settings, found = self.settings, self.found
         plain_first = {case: [*runs[-1:], *runs[:-1]] for case, runs in found.runs.items()}
         speed = results(BenchRuns(found.dtype, plain_first), chain_is_wrong=chain_samples_wrongly())
@@ -347,6 +358,8 @@ class Verification:
             seconds=found.seconds,
             notes=found.notes,
             provenance=stated,
+            verdict=verdict_of(checks),
+            checks=checks,
             **concluded,
         )
 

@@ -13,7 +13,7 @@ from sequoia_vllm.measuring.step_recorder import EXTENSION
 from sequoia_vllm.verifying.answers import Scored, Two
 
 TOGETHER = 8  # requests in a batch
-LIKELIEST = 20  # tokens that plain vLLM reports at a place: as many as vLLM allows by default
+LIKELIEST = 128  # tokens that plain vLLM reports at a place; fewer hide more of a wrong law
 _EVERY = 2  # steps between arrivals
 _LONGEST_PREFACE = 640  # tokens; blocks of hybrid models have more, and are not filled
 
@@ -64,6 +64,7 @@ class VerifyEngine(BenchEngine):
         """What this model says at each token of an answer: its ``likeliest`` tokens, and gaps."""
         from vllm import SamplingParams
 
+        likeliest = min(likeliest, self._config.model_config.get_vocab_size())
         params = SamplingParams(
             temperature=0, max_tokens=1, prompt_logprobs=likeliest, detokenize=False
         )
@@ -160,6 +161,7 @@ class VerifyEngine(BenchEngine):
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "kv_cache_dtype": str(config.cache_config.cache_dtype),
             "block_size": config.cache_config.block_size,
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
             "quantization": config.model_config.quantization,
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),

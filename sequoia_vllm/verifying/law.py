@@ -6,9 +6,14 @@ up all tokens by probability, each with a length equal to it: the sampled token 
 independent and uniform if, and only if, tokens follow the law. So tokens of all contexts can be
 counted together, in cells of equal probability. Tokens below the likeliest ones are one long piece.
 
-Three chi-square tests share the false-alarm rate. The first counts points. The second counts pairs
-of consecutive points: it sees randomness that is used twice. The third counts pairs of two requests
-with the same prompt: it sees requests that draw alike.
+Any order of a context's tokens will do. A wrong residual favours tokens that the draft likes more,
+or less, than the target does. Those are likely ones in one context and unlikely ones in the next:
+the order by probability hides it. Where the draft can be asked, tokens are lined up a second time,
+by how much more the draft likes them than the target does.
+
+Four chi-square tests share the false-alarm rate. The first two count points, in both orders. The
+third counts pairs of consecutive points: it sees randomness that is used twice. The fourth counts
+pairs of two requests with the same prompt: it sees requests that draw alike.
 """
 
 import math
@@ -22,6 +27,7 @@ from sequoia_vllm.json_file import FileModel
 FALSE_ALARM = 1e-4
 """How often the whole test fails an engine that follows the law."""
 LEAST_EXPECTED = 5.0  # expected points of a cell, so that the chi-square law holds
+BY_DRAFT = "tokens by what the draft likes"
 _CELLS, _SIDE = 20, 5  # cells of single points, and along each side of pairs
 _SEED = 20240219
 
@@ -55,15 +61,23 @@ class Law(FileModel):
         return bool(self.tests) and self.p_value >= self.false_alarm
 
 
-def place_of(token: int, likeliest: Mapping[int, float], uniform: float) -> float:
+def place_of(
+    token: int, likeliest: Mapping[int, float], uniform: float,
+    drafted: Mapping[int, float] | None = None,
+) -> float:  # fmt: skip
     """A token's point in [0, 1] (see the module).
 
     Args:
         likeliest: Log-probabilities (nats) of the likeliest tokens; of `token` only if it is one.
         uniform: A random number in [0, 1).
+        drafted: Log-probabilities (nats) of the draft's likeliest tokens, to order by them.
     """
     before = 0.0
-    for other, logprob in sorted(likeliest.items(), key=lambda item: (-item[1], item[0])):
+    order = {other: -logprob for other, logprob in likeliest.items()}
+    if drafted:
+        least = min(drafted.values())  # the others have no more
+        order = {other: p - drafted.get(other, least) for other, p in likeliest.items()}
+    for other, logprob in sorted(likeliest.items(), key=lambda item: (order[item[0]], item[0])):
         length = math.exp(logprob)
         if other == token:
             return min(before + uniform * length, 1.0)
@@ -76,12 +90,14 @@ def check_law(
     tokens: Sequence[Sequence[int]],
     likeliest: Sequence[Sequence[Mapping[int, float]]],
     samples: int,
+    drafted: Sequence[Sequence[Mapping[int, float]]] = (),
 ) -> Law:
     """Tests sampled answers.
 
     Args:
         tokens: Of each answer; ``samples`` consecutive ones, an even number, have the same prompt.
         likeliest: At each token of each answer, see `place_of`.
+        drafted: The draft's, likewise; empty: it cannot be asked.
     """
     chance = random.Random(_SEED)
     rows = [
@@ -96,8 +112,14 @@ def check_law(
         for first in range(0, len(rows) - 1, 2 if samples % 2 == 0 else len(rows))
         for pair in zip(rows[first], rows[first + 1], strict=False)
     ]
+    by_draft = [
+        place_of(token, at, chance.random(), draft)
+        for answer, places, drafts in zip(tokens, likeliest, drafted, strict=bool(drafted))
+        for token, at, draft in zip(answer, places, drafts, strict=True)
+    ]
     tests = [
         _chi_square("tokens by probability", [_cell(point, _CELLS) for point in points], _CELLS),
+        _chi_square(BY_DRAFT, [_cell(point, _CELLS) for point in by_draft], _CELLS),
         _chi_square("consecutive tokens", [_pair_cell(pair) for pair in following], _SIDE**2),
         _chi_square("two requests with one prompt", [_pair_cell(p) for p in beside], _SIDE**2),
     ]

