@@ -14,13 +14,24 @@ import numpy as np
 import xgrammar
 from transformers import AutoTokenizer
 
-from benchmarks.agent import SCHEMA
 from sequoia_vllm.engine.core.grammar import MOST_ALLOWED
 
 FIELDS = {
     "customer_name": "string", "street_address": "string", "delivery_date": "string",
     "express_delivery": "boolean", "total_price": "number",
 }  # fmt: skip
+CALL = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["weather", "population", "price", "translate"]},
+        "arguments": {
+            "type": "object",
+            "properties": {"value": {"type": "string", "maxLength": 24}},
+            "required": ["value"],
+        },
+    },
+    "required": ["name", "arguments"],
+}
 ORDER = {
     "type": "object",
     "properties": {name: {"type": kind} for name, kind in FIELDS.items()},
@@ -36,7 +47,7 @@ SIZES = {
 }
 ANSWERS: dict[str, tuple[Any, list[Any]]] = {
     "a tool's call": (
-        SCHEMA,
+        CALL,
         [
             {"name": name, "arguments": {"value": value}}
             for name, value in (
