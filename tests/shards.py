@@ -55,7 +55,7 @@ def of(folder: str, *names: str) -> tuple[str, ...]:
 
 
 SHARDS = (
-    Shard(of("engine", "multimodal", "measuring", "differential", "features", "verify")),
+    Shard(of("engine", "multimodal", "measuring", "differential", "features")),
     Shard(
         of("engine", "architectures", "interrupts", "lookup", "lora", "mutants", "offload")
         + of("engine", "sampled", "target_graphs", "tensor_parallel", "train_draft")
@@ -76,7 +76,10 @@ SHARDS = (
         rehearsed=of("gpu_rehearsal", "architectures", "dynamic_trees", "engine", "heads")
         + of("gpu_rehearsal", "long_contexts", "mutants", "requests")
     ),
-    Shard(modules=(("tests.mutants", *MUTATED, "--seed", "{commits}", "--parts", "12"),)),
+    Shard(
+        of("engine", "verify"),
+        modules=(("tests.mutants", *MUTATED, "--seed", "{commits}", "--parts", "12"),),
+    ),
 )
 
 
