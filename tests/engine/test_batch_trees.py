@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.sample.logits_processor import LogitsProcessors
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v1.path_edits import edited_by_paths
@@ -60,6 +61,7 @@ def edited(logits, found, params):
             allowed[index] = True
             allowed[index, one.allowed_token_ids] = False
     metadata = SimpleNamespace(
+        logitsprocs=LogitsProcessors(),
         no_penalties=False,
         prompt_token_ids=torch.tensor(padded),
         presence_penalties=torch.tensor([one.presence_penalty for one in params]),
