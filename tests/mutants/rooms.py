@@ -44,8 +44,9 @@ ROOMS = (
     Room("config", "config.py", "config"),
     Room(
         "drafting",
-        "drafting/draft_plan.py drafting/dynamic_trees.py drafting/tree_tables.py",
-        "draft_plan tree_tables step",
+        "drafting/chain_pieces.py drafting/draft_plan.py drafting/dynamic_trees.py "
+        "drafting/tree_tables.py",
+        "chain_pieces draft_plan tree_tables step",
     ),
     Room(
         "growth",
