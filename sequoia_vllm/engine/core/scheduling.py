@@ -44,8 +44,8 @@ class TreeScheduling(Scheduler):
         settings = SequoiaSettings.of(self.vllm_config)
         self.tree = settings.tree  # requests draft its first nodes
         if not drafter(settings.drafter).is_head:
-            # vLLM 0.33 asks for no drafts where steps only read prompts. A draft model reads them
-            # in these steps, too: else the first step that drafts would read a whole prompt.
+            # Newer versions ask for no drafts where steps only read prompts. A draft model reads
+            # them in these steps, too: else the first step that drafts would read a whole prompt.
             self.can_skip_drafts = False
         # Drops drafts after the first that a grammar forbids, and fills the masks of a chain; a
         # node's is by its own path. Until: vLLM's manager is told the topology of drafts.
