@@ -12,7 +12,7 @@ from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.engine.offload import with_offload
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.budget import warm_up_length
-from sequoia_vllm.measuring.interrupts import interrupts_get_through
+from sequoia_vllm.measuring.interrupts import interrupts_get_through, is_ending
 from sequoia_vllm.model_source import hub_problem
 
 if TYPE_CHECKING:
@@ -84,9 +84,11 @@ def open_llm(**options: Any) -> Iterator[Any]:
     try:
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
+        # After a signal it ends with this process: vLLM collects garbage twice for each engine.
+        if not is_ending():
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
 
 
 def room_for(length: int, requests: int, nodes: int) -> dict[str, Any]:

@@ -98,6 +98,11 @@ def interrupted_by() -> int | None:
     return _Signals.first
 
 
+def is_ending() -> bool:
+    """Whether a signal has come that ends this process (`signals_end_this`)."""
+    return _Signals.is_used and _Signals.first is not None
+
+
 class _Signals:
     first: int | None = None  # the first signal that came within the last block
     is_used = False  # whether a block is open
