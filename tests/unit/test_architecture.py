@@ -280,7 +280,7 @@ LINES = {
     "sequoia_vllm": 1_393, "step": 828, "tests": 46_095, "tree": 619, "verification": 1_291,
     "verifying": 513, "vocabulary": 376,
 }  # fmt: skip
-SLACK, MOST = 1.03, 90_800  # of a room; of all
+SLACK, MOST = 1.15, 96_000  # of a room; of all
 
 
 def lines_by_room() -> dict[str, int]:
