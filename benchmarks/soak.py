@@ -1,0 +1,248 @@
+"""Random traffic for hours, to a server with trees and to plain vLLM beside it.
+
+    python -m benchmarks.soak --minutes 45 --out soak.json
+
+A round is a burst or a trickle of random requests (those of the differential tests), after one of
+the things that operators do: the prefix cache is reset, weights are loaded again, an adapter is
+loaded and dropped, always under one name. Of the clients 5 % hang up, and as many requests again
+are refused. Every answer is compared. After each round both servers are idle: then memory, handles
+and threads are counted, and what a fixed request accepts. It ends with status 1 if an answer
+differs, a request hangs, a count is wrong, or something grows that does not grow in plain vLLM.
+"""
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import psutil
+import typer
+
+from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
+from sequoia_vllm.measuring.provenance import provenance
+from tests.support.adapters import RANK, save_adapter
+from tests.support.models import prompts
+from tests.support.serving import DRAFT, OPTIONS, Server, environment
+from tests.support.soak.over_http import Endpoint, Tally, compare
+from tests.support.soak.random_requests import RandomRequest, random_requests
+
+app = typer.Typer(add_completion=False)
+ADAPTER = "tuned"
+EVENTS = ("nothing", "nothing", "prefix cache", "weights", "adapter")
+TREES = {"method": "sequoia", "model": DRAFT}
+_LORA = ("--enable-lora", "--max-loras=2", f"--max-lora-rank={RANK}")
+_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+# Each must be refused with status 400 or 404, and leave nothing behind.
+_REFUSED: tuple[dict[str, Any], ...] = (
+    {"max_tokens": -1},
+    {"temperature": -1.0},
+    {"prompt": "word " * 4000},
+    {"model": "nobody"},
+    {"structured_outputs": {"regex": "("}},
+    {"vllm_xargs": {MOST_DRAFTS: "many"}},
+)
+_PROBE = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}
+_MIB = 1 << 20
+# Growth counts from this share of the run on: caches fill before.
+_WARM = 1 / 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one server's processes had after a round.
+
+    Attributes:
+        memory: MiB that no other process shares.
+        accepted: Tokens per tree of the probe; None: plain vLLM, or nothing was drafted.
+    """
+
+    minutes: float
+    memory: float
+    handles: int
+    threads: int
+    accepted: float | None
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(help="How long to send requests.")] = 45.0,
+    seed: Annotated[int, typer.Option(help="Of requests and events.")] = 0,
+    pause: Annotated[float, typer.Option(help="Seconds between two rounds.")] = 5.0,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    """Sends random requests for so long, and says what differed, hung or grew."""
+    with tempfile.TemporaryDirectory() as folder, both_servers(Path(folder)) as (ours, plain):
+        soaking = Soaking(ours, plain, Path(folder), random.Random(seed))
+        until = time.monotonic() + 60 * minutes
+        while time.monotonic() < until:
+            soaking.round()
+            time.sleep(pause)
+        report = soaking.report()
+    typer.echo(json.dumps(report, indent=1))
+    if out is not None:
+        samples = {name: [asdict(one) for one in rows] for name, rows in soaking.samples.items()}
+        whole = {**report, "samples": samples, "provenance": provenance()}
+        out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+    raise typer.Exit(bool(report["wrong"]))
+
+
+@contextmanager
+def both_servers(folder: Path) -> Iterator[tuple[Server, Server]]:
+    """A server with trees, by its defaults, and a plain one. CPUs: one thread each."""
+    variables = environment() | _VARIABLES | {"SEQUOIA_VLLM_TREES": str(folder / "trees")}
+    with ExitStack() as stack:
+        servers = [
+            Server(folder / f"{name}.log", *OPTIONS[1:], *_LORA, *more, variables=variables)
+            for name, more in (
+                ("ours", ["--speculative-config", json.dumps(TREES)]),
+                ("plain", []),
+            )
+        ]
+        ours, plain = (stack.enter_context(server) for server in servers)
+        yield ours, plain
+
+
+class Soaking:
+    """Both servers, what was sent to them, and what was seen."""
+
+    def __init__(self, ours: Server, plain: Server, folder: Path, source: random.Random) -> None:
+        self.servers = {"ours": ours, "plain": plain}
+        self.samples: dict[str, list[Sample]] = {name: [] for name in self.servers}
+        self._tally, self._source = Tally(), source
+        self._began = time.monotonic()
+        self._events = dict.fromkeys(EVENTS, 0)
+        self._refused = 0
+        self._wrong: list[str] = []
+        self._adapters = [save_adapter(folder / f"adapter{n}", n) for n in (1, 2)]
+        self._clients = {
+            name: httpx.Client(base_url=server.url, trust_env=False, timeout=120)
+            for name, server in self.servers.items()
+        }
+
+    def round(self) -> None:
+        """One event, the requests behind it, and a sample when all have ended."""
+        event = self._source.choice(EVENTS)
+        self._events[event] += 1
+        count = self._source.choice((6, 12, 40))
+        requests = random_requests(prompts(32), count, self._source.randrange(1 << 30), 4096)
+        if event == "prefix cache":
+            self._post("/reset_prefix_cache")
+        elif event == "weights":
+            self._post("/collective_rpc", {"method": "reload_weights"})
+        if event == "adapter":
+            path = self._source.choice(self._adapters)
+            self._post("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": path})
+            # vLLM's kernels for CPUs give all requests of a batch its last adapter.
+            self._send(requests, ADAPTER)
+            self._post("/v1/unload_lora_adapter", {"lora_name": ADAPTER})
+        else:
+            self._send(requests)
+        for _ in range(max(count // 20, 1)):
+            self._be_refused()
+        self._sample()
+
+    def _send(self, requests: Sequence[RandomRequest], model: str | None = None) -> None:
+        if model is not None:  # structured outputs and adapters are tried apart
+            requests = [replace(request, structured=None) for request in requests]
+        ours, plain = (Endpoint(server) for server in self.servers.values())
+        ours.model, plain.model = model or ours.model, model or plain.model
+        asyncio.run(compare(ours, plain, requests, self._tally))
+        for name, server in self.servers.items():
+            server.wait_until_idle()
+            if any(server.metric("vllm:kv_cache_usage_perc")):
+                self._wrong.append(f"{name}: an idle server holds KV cache")
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """The same to both servers."""
+        for name, client in self._clients.items():
+            answer = client.post(path, json=body) if body else client.post(path)
+            if answer.status_code != 200:
+                self._wrong.append(f"{name}: {path} gave {answer.status_code}: {answer.text[:200]}")
+
+    def _be_refused(self) -> None:
+        server = self.servers["ours"]
+        body = {"model": server.model, "prompt": "def f(", **self._source.choice(_REFUSED)}
+        answer = self._clients["ours"].post("/v1/completions", json=body)
+        self._refused += 1
+        if answer.status_code not in (400, 404):
+            self._wrong.append(f"{list(body)[-1]} gave {answer.status_code}, not 400")
+
+    def _sample(self) -> None:
+        """Sends the probe, and counts what both servers have."""
+        for name, server in self.servers.items():
+            before = _trees(server)
+            client = self._clients[name]
+            client.post(
+                "/v1/completions", json={"model": server.model, "prompt": prompts(1)[0], **_PROBE}
+            )
+            server.wait_until_idle()
+            trees, tokens = (after - b for after, b in zip(_trees(server), before, strict=True))
+            family = [psutil.Process(one.pid) for one in server.family()]
+            self.samples[name].append(
+                Sample(
+                    minutes=round((time.monotonic() - self._began) / 60, 2),
+                    memory=round(sum(one.memory_full_info().uss for one in family) / _MIB, 1),
+                    handles=sum(one.num_fds() for one in family),
+                    threads=sum(one.num_threads() for one in family),
+                    accepted=round(tokens / trees, 3) if trees else None,
+                )
+            )
+
+    def report(self) -> dict[str, Any]:
+        """Counts, growth, and under ``wrong`` all that should not be."""
+        tally, growth = self._tally, {name: _growth(rows) for name, rows in self.samples.items()}
+        wrong = [*self._wrong, *(f"another answer: {one}" for one in tally.different)]
+        wrong += [f"no answer: {one}" for one in tally.hung]
+        for what, (mean, error) in growth["ours"].items():
+            of_plain = growth["plain"][what][0]
+            if mean - of_plain > max(4 * error, 1.0):
+                wrong.append(f"{what} grew by {mean:.1f} an hour, plain vLLM's by {of_plain:.1f}")
+        accepted = [one.accepted for one in self.samples["ours"] if one.accepted is not None]
+        third = max(len(accepted) // 3, 1)
+        return {
+            "minutes": self.samples["ours"][-1].minutes,
+            "events": self._events,
+            "answered": tally.answered,
+            "tokens": tally.tokens,
+            "hung up": tally.left,
+            "refused": self._refused,
+            "trees": _trees(self.servers["ours"])[0],
+            "growth an hour, standard error": growth,
+            "tokens per tree of the probe, first and last third": [
+                round(float(np.mean(part)), 3) for part in (accepted[:third], accepted[-third:])
+            ],
+            "wrong": wrong,
+        }
+
+
+def _trees(server: Server) -> list[float]:
+    """Trees that were verified, and tokens that they brought; nothing of plain vLLM."""
+    names = "sequoia:trees_total", "sequoia:emitted_tokens_total"
+    return [sum(server.metric(name)) for name in names]
+
+
+def _growth(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
+    """Growth per hour of each count, and its standard error, by a line through the warm samples."""
+    warm = samples[int(len(samples) * _WARM) :]
+    hours = np.array([one.minutes for one in warm]) / 60
+    found = {}
+    for what in ("memory", "handles", "threads"):
+        values = np.array([getattr(one, what) for one in warm], dtype=np.float64)
+        apart = hours - hours.mean()
+        slope = float(apart @ values / (apart @ apart)) if len(warm) > 2 else 0.0
+        left = values - values.mean() - slope * apart
+        error = float(np.sqrt(left @ left / max(len(warm) - 2, 1) / max(apart @ apart, 1e-9)))
+        found[what] = (round(slope, 2), round(error, 2))
+    return found
+
+
+if __name__ == "__main__":
+    app()
