@@ -15,6 +15,7 @@ import xgrammar
 from transformers import AutoTokenizer
 
 from sequoia_vllm.engine.core.grammar import MOST_ALLOWED
+from tests.support.thinking import SCHEMA
 
 FIELDS = {
     "customer_name": "string", "street_address": "string", "delivery_date": "string",
@@ -37,14 +38,6 @@ ORDER = {
     "properties": {name: {"type": kind} for name, kind in FIELDS.items()},
     "required": list(FIELDS),
 }
-SIZES = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
-    },
-    "required": ["name", "sizes"],
-}
 ANSWERS: dict[str, tuple[Any, list[Any]]] = {
     "a tool's call": (
         CALL,
@@ -57,7 +50,7 @@ ANSWERS: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "a name and numbers": (
-        SIZES,
+        SCHEMA,
         [
             {"name": name, "sizes": sizes}
             for name, sizes in (("ash", [1, 2, 3]), ("return", [12, 40]), ("The river", []))
