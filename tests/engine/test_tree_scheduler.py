@@ -37,9 +37,10 @@ GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
 def scheduler(monkeypatch):
     """Without an engine: all that is replaced of vLLM's gives every request its placeholders."""
 
-    def init(self, processors=None):
+    def init(self, processors=None, **more):
         speculative_config = SimpleNamespace()
-        SequoiaSettings(TokenTree.chain(DRAFTS), "given", None, {}).store(speculative_config)
+        tree = TokenTree.chain(DRAFTS)
+        SequoiaSettings(tree, "given", None, {}, **more).store(speculative_config)
         self.vllm_config = SimpleNamespace(
             speculative_config=speculative_config,
             scheduler_config=SimpleNamespace(async_scheduling=True),
@@ -156,6 +157,13 @@ def test_nobody_drafts_beside_processors_that_cannot_run_on_trees(scheduler):
     assert step(ours, {"a": GREEDY, "b": UNDRAFTED}) == {"a": 0, "b": 0}
     ours = TreeSchedulingAhead(processors=[processors.WithoutLast])
     assert step(ours, {"a": GREEDY, "b": UNDRAFTED}) == {"a": DRAFTS, "b": DRAFTS}
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("model", True), ("lookup", False), ("eagle3", False)])
+def test_a_draft_model_alone_reads_in_every_step(scheduler, kind, asked):
+    """Others have nothing to do where steps only read prompts: newer versions may skip them."""
+    ours = TreeSchedulingAhead(drafter=kind)
+    assert (vars(ours).get("can_skip_drafts") is False) == asked
 
 
 class Users(Scheduler):

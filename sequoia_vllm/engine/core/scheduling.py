@@ -43,7 +43,8 @@ class TreeScheduling(Scheduler):
         super().__init__(*args, **kwargs)
         settings = SequoiaSettings.of(self.vllm_config)
         self.tree = settings.tree  # requests draft its first nodes
-        if not drafter(settings.drafter).is_head:
+        kind = drafter(settings.drafter)
+        if kind.has_weights and not kind.is_head:
             # Newer versions ask for no drafts where steps only read prompts. A draft model reads
             # them in these steps, too: else the first step that drafts would read a whole prompt.
             self.can_skip_drafts = False
