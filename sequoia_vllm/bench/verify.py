@@ -27,6 +27,7 @@ from sequoia_vllm.bench.verify_law import DRAFT, Samples, draft_options, laws, s
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.measuring.engines import EngineSpec, Progress, longest_context
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
+from sequoia_vllm.tree import MOST_NODES
 from sequoia_vllm.verifying.answers import Compared, Rounding, Scored, compare, measure_rounding
 from sequoia_vllm.verifying.report import (
     Check,
@@ -44,7 +45,7 @@ from sequoia_vllm.verifying.report import (
 
 Opener = Callable[[Method, Mapping[str, Any]], AbstractContextManager[VerifyEngine]]
 """Starts an engine, like `open_verified`."""
-_MOST_DRAFTS = 1023  # of any tree
+_MOST_DRAFTS = MOST_NODES - 1
 _ROOM = 1024  # tokens of a request besides its prompt: a preface, two answers, a tree
 _REQUESTS = 16  # at once, where the user gives no --max-num-seqs
 ALONE, BATCH, TRAFFIC = "answers, one at a time", "answers in a batch", "answers under traffic"

@@ -22,8 +22,8 @@ from sequoia_vllm.library.files import (
     TreeEntry,
 )
 from sequoia_vllm.library.pair_key import PairKey, PairShapes, is_local
+from sequoia_vllm.tree import MOST_NODES
 
-_MEASURED_MAX_SIZE = 1024
 OFFLOADED = "-offloaded"
 """Suffix of model classes whose target does not fit the device, and is streamed to it."""
 
@@ -76,9 +76,8 @@ def profile_reference(profile: Profile, file: str | None = None) -> ProfileRefer
 def fastest_schedule(profile: Profile, vector: AcceptanceFile) -> Schedule:
     """Chooses the tree and schedule of a library entry."""
     computed = profile.source == "roofline"
-    return choose_schedule(
-        vector.vector, profile, max_size=largest_tree(profile) if computed else _MEASURED_MAX_SIZE
-    )
+    most = largest_tree(profile) if computed else MOST_NODES
+    return choose_schedule(vector.vector, profile, max_size=most)
 
 
 def model_class_of(profile: Profile) -> str:
