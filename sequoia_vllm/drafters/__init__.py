@@ -2,7 +2,8 @@
 
 A folder has everything about one kind. Its ``__init__`` has names, signs in configurations, shape
 and published checkpoints, and imports neither vLLM nor torch. Its ``v2`` runs the kind on Model
-Runner V2, and its ``v1`` on the V1 runner; engines import them by their dotted paths.
+Runner V2, and its ``v1`` on the V1 runner; engines import them by their dotted paths. These are two
+files because V2's needs Triton, which CPUs do without, and V1's goes when vLLM drops that runner.
 """
 
 from importlib import import_module
