@@ -9,7 +9,7 @@ from collections import Counter
 from itertools import chain
 
 import pytest
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 
 from sequoia_vllm.engine.runner import tensor_parallel
 from sequoia_vllm.engine.v1 import proposer
@@ -175,3 +175,39 @@ def test_a_draft_that_fails_ends_speculation_only(monkeypatch, fails_in):
         "Sequoia: the draft model failed (%s), and this engine drafts no more"
     )
     assert error == 'RuntimeError("the draft\'s file is gone")'
+
+
+def test_no_drafts_count_where_the_schedule_has_none():
+    """Requests come while others decode, 1, 2, 3, and end: a step of three verifies nothing.
+
+    But the first: its trees were grown for a batch of two.
+    """
+    schedule = [[1, 2, 15], [3, 8, 0]]
+    lengths, comes = (60, 40, 12), {0: 0, 5: 1, 10: 2}
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    seen: list[tuple[int, float]] = []  # requests in a step, and trees that it verified
+    with running(sequoia(num_speculative_tokens_per_batch_size=schedule)) as llm:
+        engine, tokens = llm.llm_engine, {}
+        while len(tokens) < 3:
+            if (number := comes.pop(len(seen), None)) is not None:
+                engine.add_request(str(number), PROMPTS[number], params[number])
+            count, before = engine.get_num_unfinished_requests(), drafts_of(llm)
+            for output in engine.step():
+                if output.finished:
+                    tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+            seen.append((count, drafts_of(llm) - before))
+    assert [tokens[number] for number in range(3)] == plain_outputs(PROMPTS[:3], params)
+    drafts = {count: [n for c, n in seen if c == count] for count in (1, 2, 3)}
+    first, *rest = drafts[3]
+    assert first == 2
+    assert len(rest) >= 10
+    assert not any(rest)
+    assert max(drafts[1]) == 1
+    assert max(drafts[2]) == 2
+    shrunk = max(step for step, (count, _) in enumerate(seen) if count == 3)
+    assert any(n for _, n in seen[shrunk + 1 :])  # again when one has ended
+
+
+def drafts_of(llm: LLM) -> float:
+    """Trees that vLLM counted as drafts."""
+    return metric(llm, "vllm:spec_decode_num_drafts")
