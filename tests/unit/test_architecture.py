@@ -255,7 +255,10 @@ def test_the_main_path_is_short(runner):
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split("## The main path")[1].split("\n## ")[0]
     [listed] = re.findall(rf"- \*\*{runner}\*\*(.*?)(?=\n- |\Z)", section, flags=re.DOTALL)
-    files = [PACKAGE / name for name in re.findall(r"`(\S+\.py)`", listed)]
+    names = re.findall(r"`(\S+\.py)`", listed)
+    files = [PACKAGE / name for name in names]
+    told = (ROOT / "docs" / "one-step.md").read_text(encoding="utf-8")
+    assert [name for name in names if f"sequoia_vllm/{name})" not in told] == []
     assert 14 <= len(files) <= 16
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
     assert 2_500 <= lines <= 3_250
