@@ -106,28 +106,22 @@ def _traverse(trees: TreesToVerify, order: TraversalOrder, most_nodes: int) -> N
     requests, vocabulary, device = len(trees.num_sampled), trees.vocabulary, trees.logits.device
     lanes = lane_constants(vocabulary, trees.sampled_tokens.shape[1])
     nodes, num_parts = len(order.nodes), triton.cdiv(vocabulary, _PART)
-    inputs, found = trees.inputs, trees.target_statistics(most_nodes)
     states = torch.empty(requests, nodes, NUM_STATES.value, dtype=torch.float64, device=device)
     partials = torch.empty(requests, nodes, num_parts, 2, dtype=torch.float32, device=device)
     decisions = torch.empty(requests, 2, nodes, dtype=torch.int32, device=device)
-    constants = {"PARTS": triton.next_power_of_2(num_parts), "NODES": triton.next_power_of_2(nodes)}
-    of_requests = (
-        trees.logits, trees.target_temperatures, found, inputs.tokens, trees.cu_num_logits,
-        inputs.modes, inputs.root_positions, inputs.seeds,
-    )  # fmt: skip
-    of_trees = (
-        most_nodes, order.nodes, order.decided_in, nodes, trees.children, trees.inner_index,
-        trees.draft_logits, trees.draft_stats, inputs.state_rows, inputs.temperatures,
-        states, partials, decisions,
-    )  # fmt: skip
+    of_both = {
+        **trees.read, "statistics": trees.target_statistics(most_nodes),
+        "num_nodes_launched": most_nodes, "node_table": order.nodes, "nodes": nodes,
+        "decided_in": order.decided_in, "states": states, "partials": partials,
+        "decisions": decisions, "num_parts": num_parts, "BLOCKS": lanes.pop("BLOCKS"),
+        "PARTS": triton.next_power_of_2(num_parts), "NODES": triton.next_power_of_2(nodes),
+    }  # fmt: skip
     for wave, (visits, sizes) in enumerate(zip(order.waves, order.sizes, strict=True)):
         if num_visits := int(np.searchsorted(sizes, most_nodes)):
             wave_kernel[(requests * num_visits, num_parts)](
-                *of_requests, visits, num_visits, wave, *of_trees, *trees.sizes, num_parts,
-                PART=_PART, BLOCKS=lanes["BLOCKS"], **constants, num_warps=_NUM_WARPS,
+                **of_both, visits=visits, num_visits=num_visits, wave=wave,
+                PART=_PART, num_warps=_NUM_WARPS,
             )  # fmt: skip
     path_kernel[(requests,)](
-        *of_requests, len(order.waves), *of_trees,
-        trees.sampled_tokens, trees.num_sampled, trees.accepted,
-        *trees.sizes, num_parts, *trees.result_sizes, **constants, **lanes, num_warps=NUM_WARPS,
-    )  # fmt: skip
+        **of_both, **trees.written, wave=len(order.waves), **lanes, num_warps=NUM_WARPS
+    )

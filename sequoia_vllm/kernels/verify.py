@@ -1,6 +1,7 @@
 """Verification of token trees on the GPU: one launch, or two, and nothing waits for the host."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -62,22 +63,31 @@ class TreesToVerify:
         return self.logits.shape[1]
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Sizes and strides of what is read, in the kernels' order."""
-        return (
-            self.vocabulary, len(self.draft_logits), self.logits.stride(0),
-            self.children.shape[-1], self.children.stride(-2),
-            self.draft_logits.stride(0), self.draft_logits.stride(1),
-            self.draft_stats.stride(0), self.draft_stats.stride(1),
-        )  # fmt: skip
+    def read(self) -> dict[str, Any]:
+        """What kernels that verify read, with its sizes and strides: by their arguments' names."""
+        inputs, logits, stats = self.inputs, self.draft_logits, self.draft_stats
+        return {
+            "logits": self.logits, "target_temperatures": self.target_temperatures,
+            "tokens": inputs.tokens, "cu_num_logits": self.cu_num_logits, "modes": inputs.modes,
+            "positions": inputs.root_positions, "seeds": inputs.seeds, "children": self.children,
+            "inner_index": self.inner_index, "draft_logits": logits, "draft_stats": stats,
+            "state_rows": inputs.state_rows, "draft_temperatures": inputs.temperatures,
+            "vocabulary": self.vocabulary, "num_states": len(logits),
+            "logits_stride": self.logits.stride(0), "branches": self.children.shape[-1],
+            "children_stride": self.children.stride(-2), "draft_state_stride": logits.stride(0),
+            "draft_inner_stride": logits.stride(1), "stats_state_stride": stats.stride(0),
+            "stats_inner_stride": stats.stride(1),
+        }  # fmt: skip
 
     @property
-    def result_sizes(self) -> tuple[int, ...]:
-        """Columns and strides of the tokens and paths that are written."""
-        return (
-            self.sampled_tokens.shape[1], self.sampled_tokens.stride(0),
-            self.accepted.shape[1], self.accepted.stride(0),
-        )  # fmt: skip
+    def written(self) -> dict[str, Any]:
+        """What they write: tokens and paths, with columns and strides."""
+        tokens, accepted = self.sampled_tokens, self.accepted
+        return {
+            "sampled_tokens": tokens, "num_sampled": self.num_sampled, "accepted": accepted,
+            "columns": tokens.shape[1], "sampled_stride": tokens.stride(0),
+            "path_columns": accepted.shape[1], "accepted_stride": accepted.stride(0),
+        }  # fmt: skip
 
     def most_nodes(self, most: int | None) -> int:
         """Bound on the rows of a request: the smaller of ``most`` and the tree's nodes."""
@@ -156,15 +166,11 @@ def walk(trees: TreesToVerify, looked_at: int = 0, walks_sampled: bool = True) -
     trees.check()
     if len(trees.num_sampled) == 0:
         return
-    inputs = trees.inputs
     found = trees.target_statistics(looked_at) if looked_at else trees.draft_stats  # not read
     verify_kernel[(len(trees.num_sampled),)](
-        trees.logits, trees.target_temperatures, found, int(looked_at > 0), int(walks_sampled),
-        inputs.tokens, trees.target_tokens, trees.cu_num_logits, inputs.modes,
-        inputs.root_positions, inputs.seeds, trees.children, trees.inner_index,
-        trees.draft_logits, trees.draft_stats, inputs.state_rows, inputs.temperatures,
-        inputs.slots, trees.sampled_tokens, trees.num_sampled, trees.accepted,
-        *trees.sizes, rows_per_slot(trees.children, 2), *trees.result_sizes,
+        **trees.read, **trees.written, target_tokens=trees.target_tokens,
+        statistics=found, has_statistics=int(looked_at > 0), walks_sampled=int(walks_sampled),
+        slots=trees.inputs.slots, slot_rows=rows_per_slot(trees.children, 2),
         BRANCHES=triton.next_power_of_2(trees.children.shape[-1]),
         **lane_constants(trees.vocabulary, trees.sampled_tokens.shape[1]), num_warps=NUM_WARPS,
     )  # fmt: skip
