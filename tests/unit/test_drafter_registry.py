@@ -138,10 +138,11 @@ def test_one_registration_selects_the_drafter():
     draft = SimpleNamespace(architectures=["EchoDraftModel"])
     config = SimpleNamespace(draft_model_config=draft)
     SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter="echo").store(config)
+    own = SimpleNamespace(speculative_config=config)
     with pytest.raises(
         TypeError, match="NoDrafter, which drafts with an Echo head, is not a TreeDrafter"
     ):
-        runner.new_proposer(None, None, SimpleNamespace(speculative_config=config), None, None)
+        runner.new_proposer(None, None, None, own, None, None)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS.values(), ids=DRAFTERS)

@@ -33,7 +33,7 @@ from sequoia_vllm.engine.runner.attention_layers import supported_layers
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend, TreeScoring
 from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
-from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
+from sequoia_vllm.engine.v2.drafting.proposer import ToldByRunner, TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.tree_memory import log_added, most_masked
 from sequoia_vllm.engine.v2.path_copies import DraftingClock, PathCopies
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
@@ -67,7 +67,8 @@ class TreeRunner(GPUModelRunner):
             else TreeTables(self.tree, device)
         )
         self.tree_backend = self.backend_class(tables.ancestors)
-        ours = partial(new_proposer, tables, self.tree_backend)
+        self._told = ToldByRunner()
+        ours = partial(new_proposer, tables, self.tree_backend, self._told)
         # The runner's constructor builds the speculator with it, by method.
         with patched(model_runner, "init_speculator", ours):
             super().__init__(vllm_config, device)
@@ -138,13 +139,13 @@ class TreeRunner(GPUModelRunner):
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Calls vLLM's; a trial adds an estimate for the draft's graphs that it did not capture."""
-        with patched(self.speculator, "on_trial", profile_only):
+        with patched(self._told, "on_trial", profile_only):
             taken: int = super().capture_model(profile_only=profile_only)
-        return taken + self.speculator.untried_bytes
+        return taken + sum(held.untried_bytes for held in self.speculator.graphs.values())
 
     def forget_steps(self) -> None:
         """Drops the steps so far (warm-up); from now on steps serve users."""
-        self.speculator.serves = True
+        self._told.serves = True
         self.take_last_paths()
         self.drafting_clock = DraftingClock(self.device)
         self.stats.reset()
@@ -236,11 +237,11 @@ class TreeRunner(GPUModelRunner):
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
         """Calls vLLM's with our verifier as rejection sampler, then commits the accepted paths."""
         output = super().sample(hidden_states, input_batch, grammar_output)
-        self.speculator.accepted = None
+        self._told.accepted = None
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
             paths = self.rejection_sampler.paths[: trees.num_requests]
             self.tree_backend.commit(self._target_caches, self._metadata, trees, paths[:, 1:])
-            self.speculator.accepted = paths[:, 1:]
+            self._told.accepted = paths[:, 1:]
             self._paths.start(paths, self.speculator.grew_dynamic)
         else:
             take_from_rank0(output[0].sampled_token_ids)
@@ -289,6 +290,7 @@ class AdaptersOfNodes(LoraState):
 def new_proposer(
     tables: TreeTables,
     backend: TreeBackend,
+    told: ToldByRunner,
     vllm_config: VllmConfig,
     device: torch.device,
     req_states: RequestState,
@@ -300,4 +302,4 @@ def new_proposer(
     if not issubclass(found, TreeDrafter):
         raise TypeError(f"{path}, which drafts with {kind.name}, is not a TreeDrafter")
     chains = init_speculator(as_alone(vllm_config), device, req_states)
-    return TreeProposerV2(found(chains, tables.tree, backend), req_states, tables)
+    return TreeProposerV2(found(chains, tables.tree, backend), req_states, tables, told)

@@ -102,8 +102,8 @@ class DraftGraphs(CudaGraphManager):
         return None
 
 
-def capture_drafting(every: Sequence[DraftGraphs], on_trial: bool) -> int:
-    """Captures all graphs; returns the estimated memory of those not captured on trial."""
+def capture_drafting(every: Sequence[DraftGraphs], on_trial: bool) -> None:
+    """Captures all graphs; on trial the largest of each."""
     free, started = torch.accelerator.get_memory_info()[0], time.perf_counter()
     for graphs in every:
         graphs.capture_all(on_trial)
@@ -115,7 +115,6 @@ def capture_drafting(every: Sequence[DraftGraphs], on_trial: bool) -> int:
             sum(shape.uniform_token_count is None for graphs in every for shape in graphs.graphs),
             time.perf_counter() - started, taken / (1 << 30),
         )  # fmt: skip
-    return sum(graphs.untried_bytes for graphs in every)
 
 
 def _shape(num_reqs: int, rows: int, tokens: int) -> BatchExecutionDescriptor:

@@ -1,6 +1,7 @@
 """The proposer on Model Runner V2: reads committed tokens, and grows every request's tree."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,9 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
 from sequoia_vllm.drafting.draft_plan import MOST_RAGGED_ROWS, DraftPlan, depths_by_drafts
+from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.dynamic_levels import DynamicLevels, SlotTables
+from sequoia_vllm.drafting.growth import TreeGrowth
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.common.draft_schedule import (
     fewer_drafts,
@@ -54,6 +57,17 @@ from sequoia_vllm.engine.v2.drafting.tree_memory import (
 from sequoia_vllm.kernels.modes import SKIP
 
 
+@dataclass
+class ToldByRunner:
+    """What the runner tells its proposer, and vLLM does not."""
+
+    accepted: Tensor | None = None
+    """The step's accepted nodes, int32 ``[R', D]``: nodes by depth, then -1, of the first R'
+    requests of the batch, which have trees; None: no request has."""
+    serves: bool = False  # true once the engine serves users, and survives a draft that fails
+    on_trial: bool = False  # true while graphs are captured only to learn their memory
+
+
 class TreeProposerV2(DraftModelSpeculator):
     """The speculator of trees: `propose` replaces vLLM's. Outcomes stay on the device."""
 
@@ -61,18 +75,22 @@ class TreeProposerV2(DraftModelSpeculator):
     _has_trees = False  # some request may have one, for the next step
     _last_grown: DraftLevels | None = None
     _last_width = 0
+    # From `allocate` on:
+    drafted: DraftedTrees
+    _sampling: SamplingStates
+    _shapes: StepShapes
+    _target_is_capped: bool
     _target_states: TargetStates | None = None
+    # From `set_attn` on:
+    _growth: TreeGrowth
+    _reader: CommittedReader
 
-    def __init__(self, drafter: TreeDrafter, req_states: RequestState, tables: TreeTables) -> None:
+    def __init__(
+        self, drafter: TreeDrafter, req_states: RequestState, tables: TreeTables, told: ToldByRunner
+    ) -> None:
         vllm_config, device = drafter.chains.vllm_config, drafter.chains.device
         super().__init__(vllm_config, device)
-        # The step's accepted nodes, int32 ``[R', D]``: nodes by depth, then -1, of the first R'
-        # requests of the batch, which have trees; None: no request has. The runner tells.
-        self.accepted: Tensor | None = None
-        self.serves = False  # true once the engine serves users, and survives a draft that fails
-        self.on_trial = False  # true while graphs are captured only to learn their memory
-        self.untried_bytes = 0  # estimated memory of the graphs that were not captured on trial
-        self.drafter = drafter
+        self.drafter, self._told = drafter, told
         self.num_extra_query_per_req = drafter.chains.num_extra_query_per_req
         # Of passes that grow trees, by the kind of their levels; none until they are captured.
         self._graphs: dict[type[DraftLevels], DraftGraphs] = {}
@@ -198,7 +216,7 @@ class TreeProposerV2(DraftModelSpeculator):
         if found := list(self.graphs.values()):
             self.batch.slots.fill_(-1)
             self.batch.modes.fill_(SKIP)
-            self.untried_bytes = capture_drafting(found, self.on_trial)
+            capture_drafting(found, self._told.on_trial)
 
     # -- requests ----------------------------------------------------------------------
 
@@ -243,7 +261,7 @@ class TreeProposerV2(DraftModelSpeculator):
             return self.draft_tokens[: input_batch.num_reqs]
         if states is not None:
             states.note(
-                input_batch, last_hidden_states, aux_hidden_states, self.accepted, mm_inputs
+                input_batch, last_hidden_states, aux_hidden_states, self._told.accepted, mm_inputs
             )
         self._last_grown = None
         drafts = min(self.num_speculative_steps, self.max_drafts)
@@ -253,7 +271,7 @@ class TreeProposerV2(DraftModelSpeculator):
             try:
                 self._advance(input_batch, num_sampled, drafts)
             except Exception:  # no request has a tree from now on
-                if not self.serves:
+                if not self._told.serves:
                     raise
                 survive_draft(self.vllm_config)
                 self._last_grown, self.has_failed = None, True

@@ -90,7 +90,7 @@ class TargetStates:
         accepted: Tensor | None,
         mm_inputs: Any,
     ) -> None:
-        """Notes a step's states ``[T, H]``, `TreeProposerV2.accepted`, and gives the head the
+        """Notes a step's states ``[T, H]``, `ToldByRunner.accepted`, and gives the head the
         embeddings of its images, see `ImageRows.of`."""
         self._layers, self._accepted = self._head.states_read(last, auxiliary), accepted
         self._first_rows = batch.query_start_loc[: batch.num_reqs + 1]
