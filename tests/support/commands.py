@@ -1,5 +1,6 @@
 """Commands of `sequoia-vllm`, run in this process; and programs in their own."""
 
+import logging
 import subprocess
 import sys
 from subprocess import CompletedProcess
@@ -14,10 +15,14 @@ from sequoia_vllm.cli import app
 def command(*words: object, code: int = 0) -> Result:
     """Runs it, and checks that it ends with this code and without a bug's traceback."""
     done = CliRunner().invoke(app, [str(word) for word in words])
+    for handler in logging.getLogger("vllm").handlers:
+        # Each engine that starts has vLLM write to the output of that moment: the command's.
+        if isinstance(handler, logging.StreamHandler) and handler.stream.closed:
+            handler.stream = sys.stderr
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code == code, done.output
-    assert "Traceback" not in done.output
+    assert "Traceback" not in done.output, done.output
     return done
 
 
