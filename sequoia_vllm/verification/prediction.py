@@ -7,6 +7,8 @@ one token in common is enough.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +25,54 @@ _RISE, _FALL, _LEAST_TRUST, _EVIDENCE = 0.1, 0.3, 0.4, 2
 _START, _BEFORE, _BEFORE_OUTPUT = -3, -2, -4
 
 
+@dataclass
+class PredictionCounts:
+    """What became of one request's prediction.
+
+    A token is *told* if the prediction said, before the step that emitted it, that it comes there.
+    """
+
+    accepted: int = 0  # tokens of the output that were told
+    rejected: int = 0  # told tokens that the target scored, and that are not in the output
+    end: int = 0  # tokens of the output up to the last accepted one
+
+    def add(
+        self,
+        told: NDArray[np.int64],
+        emitted: Sequence[int],
+        written: int,
+        tree: tuple[Sequence[int], Sequence[int]],
+    ) -> None:
+        """Adds a step.
+
+        Args:
+            told: int64 ``[depth]``: what was told; -1: nothing is.
+            emitted: The step's tokens.
+            written: Tokens of the output before them.
+            tree: Tokens and parents of the N scored nodes, the root first.
+        """
+        pairs = zip(told, emitted, strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        nodes = {place: node for node, place in enumerate(zip(*tree, strict=True))}
+        scored, node = 0, nodes.get((told[0], 0))
+        while node is not None:
+            scored += 1
+            node = nodes.get((told[scored], node)) if scored < len(told) else None
+        self.accepted += kept
+        self.rejected += max(scored - kept, 0)
+        if kept:
+            self.end = written + kept
+
+    def accepted_within(self, length: int) -> int:
+        """Accepted tokens of an output that was cut to so many after its last step."""
+        return self.accepted - max(self.end - length, 0)
+
+
 class Prediction:
     """One request's foretold text; `follow` is told the output as it grows.
 
     Attributes:
+        seen: Tokens of the output that it was told.
         run: Last tokens of the output that stand before the prediction's next one, too, at most
             `REACH`. The beginning counts as a token that both have.
 
@@ -39,7 +85,7 @@ class Prediction:
         self._ends = np.lib.stride_tricks.sliding_window_view(self._tokens, REACH)
         self._next: int | None = 0  # place of the token that it foretells; None: it is lost
         self._diagonal = 0  # the next token's place on the diagonal that was followed last
-        self._seen, self._trust = 0, 1.0
+        self.seen, self._trust = 0, 1.0
         self.run = 1
 
     def follow(self, output: NDArray[np.integer]) -> int:
@@ -48,7 +94,7 @@ class Prediction:
         Returns:
             How many of the tokens since the last call it foretold, up to the first other one.
         """
-        new = output[self._seen :]
+        new = output[self.seen :]
         told = self.told(len(new))
         differs = np.flatnonzero(told != new)
         hits = int(differs[0]) if len(differs) else len(new)
@@ -56,7 +102,7 @@ class Prediction:
         if hits < len(new) and told[hits] >= 0:
             self._trust *= 1 - _FALL
         self._diagonal += len(new)
-        self._seen = len(output)
+        self.seen = len(output)
         self._find(output)
         return hits
 

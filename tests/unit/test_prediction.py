@@ -15,7 +15,7 @@ from sequoia_vllm.engine.core.prediction_option import (
     update_from_tokenizer,
     verify,
 )
-from sequoia_vllm.verification.prediction import REACH, Prediction
+from sequoia_vllm.verification.prediction import REACH, Prediction, PredictionCounts
 
 TEXT = np.random.default_rng(0).integers(0, 500, 400)
 OTHER = 501  # not in the text
@@ -99,6 +99,32 @@ def test_a_prediction_that_fails_needs_more_in_common():
         said.append(not prediction.is_lost)
     assert said[0]
     assert not any(said[12:])
+
+
+# The told tokens 5, 6, 7 are nodes 2, 3 and 5; 8 is told, and in no tree on their path.
+TREE = [1, 9, 5, 6, 8, 7, 5], [-1, 0, 0, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("told", "emitted", "tree", "counted"),
+    [([5, 6, 7, 8], [5, 6, 7, 8], TREE, (4, 0, 24)), ([5, 6, 7, 8], [5, 6, 7, 4], TREE, (3, 0, 23)),
+     ([5, 6, 7, 8], [5, 4], TREE, (1, 2, 21)), ([5, 6, 7, 8], [9, 4], TREE, (0, 3, 0)),
+     ([5, 6, 7, 8], [4], TREE, (0, 3, 0)), ([6, 7], [6], TREE, (1, 0, 21)),
+     ([5, -1, -1], [5, 6], TREE, (1, 0, 21)), ([-1], [5], TREE, (0, 0, 0)),
+     ([5, 6], [5, 6, 7], TREE, (2, 0, 22)), ([5], [5], ([0], [-1]), (1, 0, 21))],
+)  # fmt: skip
+def test_what_became_of_told_tokens_is_counted(told, emitted, tree, counted):
+    counts = PredictionCounts()
+    counts.add(np.array(told), emitted, 20, tree)
+    assert (counts.accepted, counts.rejected, counts.end) == counted
+
+
+def test_counts_of_steps_add_up_and_end_where_the_output_does():
+    counts = PredictionCounts()
+    counts.add(np.array([5, 6, 7]), [5, 6, 7], 1, TREE)
+    counts.add(np.array([5, 6, 7]), [9], 4, TREE)
+    assert (counts.accepted, counts.rejected, counts.end) == (3, 3, 4)
+    assert [counts.accepted_within(length) for length in (9, 4, 3, 2)] == [3, 3, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,19 @@ stored a block before the draft read its tokens. So a draft model reads them aga
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from sequoia_vllm.adaptation.step_times import Timed
 from sequoia_vllm.metrics.prometheus import Reason
 
 REPORT = "sequoia_report"  # field that is added to SchedulerStats
+PREDICTED = "sequoia_predicted"  # field that is added to RequestSpecDecodeMetrics
+Predicted = tuple[int, int, int]  # the fields of a request's `PredictionCounts` so far
 _OUTCOME = "sequoia_outcome"  # set on a step's ModelRunnerOutput
 _LOADED = "sequoia_loaded"  # set on its SchedulerOutput, which executors pickle as a whole
 
@@ -37,6 +39,7 @@ class StepOutcome:
     ended since, in order; None: outcomes come after drafting."""
     drafted: float = 0.0  # seconds of drafting before the outcome
     times: Sequence[Timed] = ()  # of decode steps, if the worker timed graphs; the first says it
+    predicted: Mapping[str, Predicted] = dataclasses.field(default_factory=dict)  # by request
 
 
 @dataclass(frozen=True)
@@ -70,21 +73,37 @@ def outcome_of(output: Any) -> StepOutcome:
     return found
 
 
-def add_report_field() -> None:
-    """Adds the field `REPORT` to vLLM's statistics message, None by default; idempotent.
+def attach_predicted(output: Any, counts: Predicted) -> None:
+    """Puts a request's counts on vLLM's output of a step.
+
+    It is every step's: where a stop string ends a request, the front end is told nothing later.
+    """
+    if output.spec_decode_metrics is None:
+        output.spec_decode_metrics = RequestSpecDecodeMetrics(num_spec_tokens=0)
+    setattr(output.spec_decode_metrics, PREDICTED, counts)
+
+
+def add_fields() -> None:
+    """Adds the fields `REPORT` and `PREDICTED` to vLLM's messages, None by default; idempotent.
 
     It must come before the process's first decoder, which drops fields that it does not know.
     """
     if REPORT in SchedulerStats.__dataclass_fields__:
         return
-    annotation = StepReport | None
-    # Not in __init__: vLLM's generated one does not take it.
-    field = dataclasses.field(default=None, init=False)
-    made = dataclasses.make_dataclass("Made", [(REPORT, annotation, field)])
     # Takes the counts of trees to the front end; decoders drop fields they do not know.
     setattr(SchedulerStats, REPORT, None)
-    SchedulerStats.__annotations__[REPORT] = annotation
-    [SchedulerStats.__dataclass_fields__[REPORT]] = dataclasses.fields(made)
+    _declare(SchedulerStats, REPORT, StepReport | None)
+    # Takes the counts of a request's prediction to the front end, for each of its answers.
+    setattr(RequestSpecDecodeMetrics, PREDICTED, None)
+    _declare(RequestSpecDecodeMetrics, PREDICTED, Predicted | None)
+
+
+def _declare(message: Any, name: str, annotation: Any) -> None:
+    # Not in __init__: vLLM's generated one does not take it.
+    field = dataclasses.field(default=None, init=False)
+    made = dataclasses.make_dataclass("Made", [(name, annotation, field)])
+    message.__annotations__[name] = annotation
+    [message.__dataclass_fields__[name]] = dataclasses.fields(made)
 
 
 def mark_loaded(scheduler_output: Any, requests: Collection[str]) -> None:

@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 PREDICTION = "sequoia_prediction"
+COUNTED = "counts of the prediction"  # key of extra_args: a front end wants them (`StepOutcome`)
 MOST_PREDICTED = 65_536  # tokens; characters of a text may be eight times as many
 
 
@@ -55,6 +56,11 @@ def foretold(sampling_params: Any) -> Any:
     """A request's prediction, text or token ids; None: it has none."""
     options = sampling_params.extra_args if sampling_params is not None else None
     return options.get(PREDICTION) if options else None
+
+
+def is_counted(sampling_params: Any) -> bool:
+    """Whether the front end wants to know what becomes of a request's prediction."""
+    return COUNTED in (sampling_params.extra_args or {})
 
 
 # Until: vLLM hands a request's own options to the speculative method, with its tokenizer.

@@ -16,7 +16,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.common.step_messages import REPORT, StepReport, mark_loaded, outcome_of
+from sequoia_vllm.engine.common.step_messages import (
+    REPORT,
+    StepReport,
+    attach_predicted,
+    mark_loaded,
+    outcome_of,
+)
 from sequoia_vllm.engine.core.adapting import new_adapter
 from sequoia_vllm.engine.core.eligibility import (
     is_longer_than_draft,
@@ -165,6 +171,10 @@ class TreeScheduling(Scheduler):
             for one in (one for output in outputs.values() for one in output.outputs):
                 if (metrics := one.spec_decode_metrics) is not None:
                     del metrics.histogram[self.tree.depth + 1 :]
+        if outcome.predicted:
+            for one in (one for output in outputs.values() for one in output.outputs):
+                if (counts := outcome.predicted.get(one.request_id)) is not None:
+                    attach_predicted(one, counts)
         undrafted = self._reasons_of_new(scheduler_output)
         if self.log_stats:
             requests = len(scheduler_output.num_scheduled_tokens)

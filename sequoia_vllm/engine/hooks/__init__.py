@@ -16,6 +16,7 @@ from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
@@ -23,12 +24,17 @@ from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
 from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.settings import SequoiaSettings, is_or_will_be_tagged, is_tagged
-from sequoia_vllm.engine.common.step_messages import add_report_field
+from sequoia_vllm.engine.common.step_messages import add_fields
 from sequoia_vllm.engine.compat.versions import counts_blocks_as_rows, cuts_length_to_draft
 from sequoia_vllm.engine.core import prediction_option
 from sequoia_vllm.engine.core.eligibility import check_options
 from sequoia_vllm.engine.core.scheduling import post_step
-from sequoia_vllm.engine.frontend import engine_config, request, tree_metrics
+from sequoia_vllm.engine.frontend import (
+    engine_config,
+    predicted_outputs,
+    request,
+    tree_metrics,
+)
 
 _ORIGINAL = "_sequoia_original"  # set on what replaces a function of vLLM, to that function
 
@@ -50,7 +56,10 @@ def install() -> None:
     _wrap(SamplingParams, "update_from_tokenizer", prediction_option.update_from_tokenizer)
     # --enable-log-requests would log a prediction's text. Until: vLLM's log leaves out extra_args.
     _wrap(SamplingParams, "__repr__", prediction_option.describe_params)
-    add_report_field()
+    # Makes outputs of requests that have OpenAI's field for predictions, whose usage tells their
+    # counts. Until: vLLM knows the field.
+    _wrap(AsyncLLM, "generate", predicted_outputs.generate)
+    add_fields()
     # Asks the workers for drafts, which the step's output has brought. Until: vLLM's engine core
     # sends workers one message per step.
     _wrap(EngineCore, "post_step", post_step)

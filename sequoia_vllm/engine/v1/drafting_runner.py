@@ -30,6 +30,7 @@ from sequoia_vllm.engine.v1.thinking_budgets import ThinkingBudgets
 from sequoia_vllm.engine.v1.verifier import truncation_of
 from sequoia_vllm.metrics.counts import StepStats
 from sequoia_vllm.step.grow import Draft, DraftSampling, GrownTrees
+from sequoia_vllm.step.score import StepState
 from sequoia_vllm.step.seeds import SessionSeeds
 from sequoia_vllm.tree import TokenTree
 
@@ -276,6 +277,15 @@ class DraftingRunner(CPUModelRunner):
         names = [self.input_batch.req_ids[row] for row in rows.tolist()]
         prompts = self.input_batch.num_prompt_tokens[rows]
         self.drafter.foretold.look_back(rows, names, texts, prompts, lengths)
+
+    def _count_predictions(self, sampled: Tensor, trees: StepState | None) -> None:
+        """Counts what the step's tokens make of predictions, before they are noted anywhere."""
+        if not self.drafter.foretold.counts:
+            return
+        emits = ~self.discard_request_mask.np
+        rows = {name: row for name, row in self.input_batch.req_id_to_index.items() if emits[row]}
+        written = {name: len(self.requests[name].output_token_ids) for name in rows}
+        self.drafter.foretold.count(rows, written, sampled, trees)
 
     def _params(self) -> list[Any]:
         """Each request's `SamplingParams`, in batch order."""

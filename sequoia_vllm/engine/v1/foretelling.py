@@ -1,6 +1,7 @@
 """What the texts and predictions of requests say comes next, on the V1 runner."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_vllm.engine.core.prediction_option import foretold
-from sequoia_vllm.verification.prediction import Prediction
+from sequoia_vllm.engine.common.step_messages import Predicted
+from sequoia_vllm.engine.core.prediction_option import foretold, is_counted
+from sequoia_vllm.step.score import StepState
+from sequoia_vllm.verification.prediction import Prediction, PredictionCounts
 from sequoia_vllm.verification.retrieval import continuations
 
 
@@ -30,16 +33,55 @@ class ForetoldTexts:
         self.told = torch.full((requests, depth), -1)
         self._retrieves = retrieves
         self._predictions: dict[str, Prediction] = {}
+        self._counts: dict[str, PredictionCounts] = {}  # of requests that want them
+        self._counted: dict[str, Predicted] = {}  # since the last `take_counts`
 
     def start(self, request_id: str, sampling_params: Any) -> None:
         """Notes a request that begins."""
         self.forget(request_id)
         if (tokens := foretold(sampling_params)) is not None:
             self._predictions[request_id] = Prediction(tokens)
+            if is_counted(sampling_params):
+                self._counts[request_id] = PredictionCounts()
 
     def forget(self, request_id: str) -> None:
         """Drops a finished request, with its prediction."""
         self._predictions.pop(request_id, None)
+        self._counts.pop(request_id, None)
+
+    def count(
+        self, rows: Mapping[str, int], written: Mapping[str, int], sampled: Tensor,
+        trees: StepState | None,
+    ) -> None:  # fmt: skip
+        """Counts what became of predictions in a step whose tokens they have not followed yet.
+
+        Args:
+            rows: Places in the batch of requests that emit tokens, by name.
+            written: How many tokens each of these had emitted before.
+            sampled: int ``[requests, W]``: what the step emits; behind it -1.
+            trees: What it verified.
+        """
+        places = {} if trees is None else {r: i for i, r in enumerate(trees.requests.tolist())}
+        for name in self._counts.keys() & rows.keys():
+            prediction, counts = self._predictions[name], self._counts[name]
+            if prediction.seen != written[name]:  # steps without drafts are not followed
+                continue
+            tree: tuple[list[int], list[int]] = [0], [-1]
+            if trees is not None and (place := places.get(rows[name])) is not None:
+                tree = trees.tokens[place].tolist(), trees.parents[place].tolist()
+            emitted = [token for token in sampled[rows[name]].tolist() if token >= 0]
+            counts.add(prediction.told(len(tree[0])), emitted, written[name], tree)
+            self._counted[name] = astuple(counts)
+
+    def take_counts(self) -> dict[str, Predicted]:
+        """What `count` found since the last call: each request's, from its beginning on."""
+        taken, self._counted = self._counted, {}
+        return taken
+
+    @property
+    def counts(self) -> bool:
+        """Whether `count` has anything to do."""
+        return bool(self._counts)
 
     def look_back(
         self,

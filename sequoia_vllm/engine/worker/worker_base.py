@@ -18,7 +18,7 @@ from sequoia_vllm.engine.common.cluster import (
     in_lock_step,
 )
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.common.step_messages import StepOutcome, attach_outcome
+from sequoia_vllm.engine.common.step_messages import Predicted, StepOutcome, attach_outcome
 
 
 class AgreeingWorker(Worker):
@@ -92,6 +92,7 @@ class SequoiaWorker(AgreeingWorker):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Calls vLLM's; its output says what became of its trees, and which are next."""
         stats, drafts, drafting, times = self.model_runner.stats, None, None, ()
+        predicted: dict[str, Predicted] = {}
         before = stats.drafting
         stats.steps += 1
         output = super().sample_tokens(grammar_output)
@@ -101,12 +102,14 @@ class SequoiaWorker(AgreeingWorker):
             self.model_runner.drafting_clock.end()
             drafting = self.model_runner.drafting_clock.ended()
             times, self.model_runner.step_times = self.model_runner.step_times, ()
+        else:
+            predicted = self._proposer.foretold.take_counts()
         has_failed = self._proposer.has_failed
         if has_failed:
             self._draft_limit = 0
         paths, drafted = stats.take_paths(), stats.drafting - before
         outcome = StepOutcome(
-            paths, self._draft_limit, has_failed, drafts, drafting, drafted, times
+            paths, self._draft_limit, has_failed, drafts, drafting, drafted, times, predicted
         )
         return attach_outcome(output, outcome)
 
