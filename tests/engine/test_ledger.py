@@ -8,6 +8,7 @@ from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
@@ -20,7 +21,7 @@ from tests.contract.used import MODULES, Module
 
 PATCHED = (
     EngineArgs, SamplingParams, StatLoggerManager, LLMEngine, SpeculativeConfig, SpecDecodingProm,
-    VllmConfig, EngineCore, Platform,
+    VllmConfig, EngineCore, Platform, AsyncLLM,
 )  # fmt: skip
 
 
