@@ -16,6 +16,8 @@ from sequoia_vllm.attention.cpu_kernel import TreeQueries
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.step.grow import Draft
 
+BARE_ROOT = [0], [-1]  # tokens and parents of what a request without drafts has
+
 
 @dataclass(frozen=True)
 class StepState:
@@ -52,6 +54,12 @@ class StepState:
     def logits_rows(self) -> Tensor:
         """Row of each node in the step's logits, int64 ``[B, N]``; padding repeats the root's."""
         return self.rows + (self.first_logits_row - self.first_row)[:, None]
+
+    def tree_of(self, request: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a request's nodes, by its index in the batch."""
+        if not (found := (self.requests == request).nonzero().flatten().tolist()):
+            return BARE_ROOT
+        return self.tokens[found[0]].tolist(), self.parents[found[0]].tolist()
 
     def counted(self, accepted: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Accepted nodes ``[B, D]`` and nodes scored ``[B]``, in the form that `paths_of` takes.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sequoia_vllm.engine.common.step_messages import Predicted
 from sequoia_vllm.engine.core.prediction_option import foretold, is_counted
-from sequoia_vllm.step.score import StepState
+from sequoia_vllm.step.score import BARE_ROOT, StepState
 from sequoia_vllm.verification.prediction import Prediction, PredictionCounts
 from sequoia_vllm.verification.retrieval import continuations
 
@@ -61,14 +61,11 @@ class ForetoldTexts:
             sampled: int ``[requests, W]``: what the step emits; behind it -1.
             trees: What it verified.
         """
-        places = {} if trees is None else {r: i for i, r in enumerate(trees.requests.tolist())}
         for name in self._counts.keys() & rows.keys():
             prediction, counts = self._predictions[name], self._counts[name]
             if prediction.seen != written[name]:  # steps without drafts are not followed
                 continue
-            tree: tuple[list[int], list[int]] = [0], [-1]
-            if trees is not None and (place := places.get(rows[name])) is not None:
-                tree = trees.tokens[place].tolist(), trees.parents[place].tolist()
+            tree = BARE_ROOT if trees is None else trees.tree_of(rows[name])
             emitted = [token for token in sampled[rows[name]].tolist() if token >= 0]
             counts.add(prediction.told(len(tree[0])), emitted, written[name], tree)
             self._counted[name] = astuple(counts)
