@@ -91,9 +91,10 @@ class FadingAcceptance:
     def add(self, counts: TreeCounts) -> float:
         """Adds counts of the same tree; older ones keep the returned share of their weight."""
         self._expected = None
-        kept = 0.5 ** (counts.trees / HALF_LIFE)
-        self.trees = kept * self.trees + counts.trees
-        static = counts.trees - int(counts.scored_nodes[0])
+        trees = int(counts.depth_counts.sum())
+        kept = 0.5 ** (trees / HALF_LIFE)
+        self.trees = kept * self.trees + trees
+        static = trees - int(counts.scored_nodes[0])
         self._vector_trees = 0.5 ** (static / HALF_LIFE) * self._vector_trees + static
         self._assumed *= kept
         self._dynamic = kept * self._dynamic + [counts.scored_nodes, counts.accepted_nodes]

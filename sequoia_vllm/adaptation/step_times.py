@@ -12,6 +12,8 @@ Floats = NDArray[np.float64]
 Timed = tuple[int, int, float]
 """Drafts, batch size, and seconds of a step."""
 
+KNEE_CPU = 10.0
+"""Rows whose arithmetic takes as long as reading the weights, where a CPU is not measured."""
 # Standard deviations of the table's error, in logarithms, where nothing is measured: of all times
 # together, of all steps with drafts, for each doubling of rows and of nodes, of neighbours alike,
 # and of each time alone.
@@ -28,15 +30,24 @@ _PACE_FADES, _LONGEST = 0.01, 1.4  # weight of one step in the pace, and its mos
 _SHORTEST = 1e-6  # seconds of a step: one whose drafting was another's may seem to take none
 
 
+def pass_seconds(rows: Floats, knee: float) -> Floats:
+    """Time of a forward pass over so many rows, relative to reading the weights.
+
+    ``knee``: rows whose arithmetic takes as long.
+    """
+    result: Floats = (1 + (rows / knee) ** 3) ** (1 / 3)
+    return result
+
+
 def assumed_seconds(
-    tree: TokenTree, batches: int, sizes: Sequence[int], knee: float = 10.0, draft: float = 0.05
+    tree: TokenTree, batches: int, sizes: Sequence[int], knee: float = KNEE_CPU, draft: float = 0.05
 ) -> Floats:
     """Step times where nothing is known of the machine, relative to reading the weights.
 
     Args:
         batches: The largest batch size.
         sizes: Numbers of drafts.
-        knee: Rows whose arithmetic takes as long as reading the weights.
+        knee: See `pass_seconds`.
         draft: Time of the draft's pass, relative to the target's.
 
     Returns:
@@ -44,13 +55,9 @@ def assumed_seconds(
     """
     drafts, batch = np.array(sizes, dtype=np.float64)[:, None], np.arange(batches + 1.0)
     depths = np.maximum.accumulate(tree.depths)[list(sizes)][:, None].astype(np.float64)
-
-    def passed(rows: Floats) -> Floats:
-        result: Floats = (1 + (rows / knee) ** 3) ** (1 / 3)
-        return result
-
     widths = batch * drafts / np.maximum(depths, 1)
-    return passed(batch * (1 + drafts)) + draft * depths * passed(widths)
+    grown = draft * depths * pass_seconds(widths, knee)
+    return pass_seconds(batch * (1 + drafts), knee) + grown
 
 
 class StepTimes:

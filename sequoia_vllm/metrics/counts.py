@@ -24,14 +24,16 @@ def paths_of(
     """The outcome of verification for each tree, in one small array that is counted later.
 
     Args:
-        accepted_nodes: int ``[B, D]``, -1 padded; D at most the tree's depth.
-        num_nodes: int ``[B]``: size of each tree as scored, root included.
+        accepted_nodes: int ``[B, D]``, -1 padded; of the tree at most its depth. Of a branch of
+            told tokens only how many were accepted.
+        num_nodes: int ``[B]``: size of each tree as scored, root included; 0: it is a branch.
         is_dynamic: bool ``[B]``: has a topology of its own.
 
     Returns:
         int32 ``[B, 1 + depth]``: nodes scored, minus that for a dynamic tree; then the accepted
         ones, -1 padded.
     """
+    accepted_nodes = accepted_nodes[:, : tree.depth]
     paths = np.full((len(num_nodes), 1 + tree.depth), -1, dtype=_PATH_DTYPE)
     paths[:, 0] = np.where(is_dynamic, -num_nodes, num_nodes)
     paths[:, 1 : 1 + accepted_nodes.shape[1]] = accepted_nodes
@@ -42,6 +44,7 @@ class TreeCounts:
     """Outcomes of verification over some steps with one tree.
 
     Dynamic trees have as many nodes, likeliest first, but other children: they count by node.
+    Branches of told tokens are no trees of the draft's: only totals have them.
 
     Attributes:
         values: All counts, int64; the others are views of it.
@@ -69,8 +72,11 @@ class TreeCounts:
         if not paths:
             return counts
         together = np.concatenate(paths)
+        is_told = together[:, 0] == 0
+        of_told, drawn = int(together[is_told, 1].sum()), len(together)
+        together = together[~is_told]
         num_accepted = (together[:, 1:] >= 0).sum(axis=1)
-        counts._totals[:] = len(together), len(together) + num_accepted.sum()
+        counts._totals[:] = drawn, drawn + of_told + num_accepted.sum()
         counts.depth_counts[:] = np.bincount(num_accepted, minlength=tree.depth + 1)
         is_dynamic = together[:, 0] < 0
         counts._count_nodes(together[is_dynamic])

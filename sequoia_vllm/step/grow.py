@@ -50,6 +50,7 @@ class GrownTrees:
     probs_rows: Tensor  # int64 ``[B, N]``: each node's row in ``probs``; -1: none
     shared: SharedNodes | None = None
     """Dynamic trees, in memory for N nodes of each; None: all have the engine's topology."""
+    is_told: bool = False  # whether all are branches of told tokens, see `grow_told`
 
     @cached_property
     def layouts(self) -> TreeLayouts | None:
@@ -245,3 +246,21 @@ def grow_dynamic(
         given = following(growth.tokens, told, depth)
         growth.add_children(preferred(logits.float(), given.flatten()).view(*given.shape, -1))
     return growth.best(told, most, deepest)
+
+
+def grow_told(roots: Tensor, told: Tensor, lengths: Tensor) -> GrownTrees:
+    """Makes branches of told tokens, each the only child of the one before: no draft is asked.
+
+    Q is one at the told token. Like a match, a branch's length is known before the step draws
+    anything. So Q is a function of a node's path alone, and verification stays exact.
+
+    Args:
+        roots: int64 ``[B]``: tokens of the roots.
+        told: int64 ``[B, W]``: what comes next.
+        lengths: int64 ``[B]``: how many of these each branch has, at least one.
+    """
+    nodes = torch.arange(1 + int(lengths.max()))
+    places = nodes * (nodes <= lengths[:, None])
+    tokens = torch.cat([roots[:, None], told], dim=1)[:, : len(nodes)]
+    shared = SharedNodes(tokens, (nodes - 1).expand_as(tokens), places)
+    return GrownTrees(tokens, torch.empty(0), torch.full_like(tokens, -1), shared, is_told=True)

@@ -65,11 +65,13 @@ class StepState:
         """Accepted nodes ``[B, D]`` and nodes scored ``[B]``, in the form that `paths_of` takes.
 
         A node that requests shared counts by its place. So counts say what smaller budgets, which
-        have its first places, would bring.
+        have its first places, would bring. Of a branch there is how much of it was accepted.
         """
         nodes, sizes = accepted.numpy().copy(), self.num_nodes.numpy().copy()
         for row, draft in enumerate(self.drafts):
-            if draft is not None and (shared := draft.grown.shared) is not None:
+            if draft is not None and draft.grown.is_told:
+                nodes[row, 0], sizes[row] = (nodes[row] >= 0).sum(), 0
+            elif draft is not None and (shared := draft.grown.shared) is not None:
                 own = nodes[row] >= 0
                 nodes[row, own] = shared.places[draft.row].numpy()[nodes[row, own]]
                 sizes[row] = 1 + int(shared.places.max())
@@ -148,17 +150,20 @@ def lay_out(
         tokens[row, 1 : len(scheduled) + 1] = scheduled
         drawn[row, 1 : len(scheduled) + 1] = grown if is_ours else scheduled
     ours = np.array([draft is not None for draft in matched])
-    prefix = tables.tree.parents_array[:max_nodes]
-    parents[ours] = np.where(is_node[ours], prefix, -2)
-    depths = np.tile(tables.tree.depths[:max_nodes], (len(entries), 1))
+    own_size = min(max_nodes, tables.tree.size)  # a branch may have more nodes than the tree
+    prefix = tables.tree.parents_array[:own_size]
+    parents[ours, :own_size] = np.where(is_node[ours, :own_size], prefix, -2)
+    depths = np.ones_like(parents)
+    depths[:, :own_size] = tables.tree.depths[:own_size]
     layouts = {
         row: (draft.grown.layouts, draft.row)
         for row, draft in enumerate(matched)
         if draft is not None and draft.grown.layouts is not None
     }
     ancestors = tables.ancestors[:max_nodes, :max_nodes]
-    if layouts:
-        ancestors = ancestors.repeat(len(entries), 1, 1)
+    if layouts or own_size < max_nodes:
+        ancestors = torch.eye(max_nodes, dtype=torch.bool).repeat(len(entries), 1, 1)
+        ancestors[:, :own_size, :own_size] = tables.ancestors[:own_size, :own_size]
     for row, (layout, place) in layouts.items():
         own = slice(num_nodes[row])
         parents[row, own] = layout.parents[place, own].numpy()

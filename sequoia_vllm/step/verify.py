@@ -151,7 +151,14 @@ class TreeVerifier:
             return target.probabilities(rows, requests_in_batch[requests])
 
         def draft_at(requests: Tensor, nodes: Tensor) -> Tensor:
-            return probs[probs_rows[requests, nodes]]
+            stored = probs_rows[requests, nodes]
+            if (told := stored < 0).any():
+                draft = torch.zeros(len(nodes), target.logits.shape[1])
+                draft[told, drawn[requests[told], nodes[told] + 1]] = 1
+                if not told.all():
+                    draft[~told] = probs[stored[~told]]
+                return draft
+            return probs[stored]
 
         verify = method_of(self.method).host_function()
         topology = topology_of(trees.parents[chosen])
@@ -174,7 +181,10 @@ def _topology(parents: bytes, shape: tuple[int, int]) -> Topology:
 
 
 def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Tensor]:
-    """Stored Q of these drafts: ``probs [P, V]`` and the row of each node, ``[B, max_nodes]``."""
+    """Stored Q of these drafts: ``probs [P, V]`` and the row of each node, ``[B, max_nodes]``.
+
+    -1: none is stored. In a branch the next node's token has all of it.
+    """
     passes = {id(draft.grown): draft.grown for draft in drafts if draft is not None}
     if not passes:
         return torch.zeros(0, 0), torch.zeros(len(drafts), max_nodes, dtype=torch.int64)
@@ -186,7 +196,7 @@ def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Te
     for index, draft in enumerate(drafts):
         if draft is not None:
             own = draft.grown.probs_rows[draft.row, :max_nodes]
-            rows[index, : len(own)] = own + offsets[id(draft.grown)]
+            rows[index, : len(own)] = torch.where(own < 0, -1, own + offsets[id(draft.grown)])
     return probs, rows
 
 

@@ -75,6 +75,7 @@ class Prediction:
         seen: Tokens of the output that it was told.
         run: Last tokens of the output that stand before the prediction's next one, too, at most
             `REACH`. The beginning counts as a token that both have.
+        evidence: `run`, with what came before it: each other token in between halves that.
 
     Args:
         tokens: The text as the target's tokens, at least one.
@@ -86,7 +87,7 @@ class Prediction:
         self._next: int | None = 0  # place of the token that it foretells; None: it is lost
         self._diagonal = 0  # the next token's place on the diagonal that was followed last
         self.seen, self._trust = 0, 1.0
-        self.run = 1
+        self.run = self.evidence = 1
 
     def follow(self, output: NDArray[np.integer]) -> int:
         """Takes the whole output so far, int ``[n]``; finds the place of its next token.
@@ -117,6 +118,9 @@ class Prediction:
         best = int((same @ _WEIGHTS + _NEAR / (1 + distance)).argmax())
         differs = np.flatnonzero(~same[best, ::-1])
         self.run = int(differs[0]) if len(differs) else REACH
+        self.evidence = 0
+        for is_same in same[best].tolist():
+            self.evidence = self.evidence + 1 if is_same else self.evidence // 2
         is_sure = self._trust >= _LEAST_TRUST or self.run >= _EVIDENCE
         self._next = None
         if is_sure and same[best] @ _WEIGHTS >= _LEAST:

@@ -19,6 +19,8 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from sequoia_vllm.adaptation.told_branches import ToldBranches
+from sequoia_vllm.engine.core.prediction_option import PREDICTION
 from sequoia_vllm.step import grow, verify
 from sequoia_vllm.verification import methods
 from tests.oracles.laws import assert_same_law
@@ -198,6 +200,25 @@ def test_completions_follow_the_exact_law(
         assert sum(replaced) > completions / (10 if mixed is GRAMMARS else 100)
     else:
         assert replaced == []
+
+
+@pytest.mark.parametrize("verification", ["sequoia", "traversal"])
+def test_branches_below_the_trees_last_level_keep_the_law(tiny_pair, verification, monkeypatch):
+    """Trees of one level, and branches of all told tokens wherever there are two or more."""
+    target, draft = tiny_pair
+    lengths = []
+
+    def deepest(self, told, run, most, *tree) -> int:
+        lengths.append(most if most > 1 else 0)
+        return lengths[-1]
+
+    monkeypatch.setattr(ToldBranches, "depth", deepest)
+    config = sequoia(3, 1, draft, verification=verification, retrieval=True)
+    foretold = [{"temperature": 1.0, "extra_args": {PREDICTION: [2, 5, 4, 3, 2]}}]
+    with running(config, model=target, **TINY) as llm:
+        completions = check_law(llm, target, 4, foretold)
+    assert sum(length > 0 for length in lengths) > completions
+    assert max(lengths) > 2
 
 
 def check_law(llm, target, length: int, mixed: list[dict] = PLAIN, seeded: bool = False) -> int:

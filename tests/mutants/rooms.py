@@ -55,7 +55,7 @@ ROOMS = (
         "begin_drafting children dynamic_trees growth no_waits",
         interpreted=True,
     ),
-    Room("adaptation", "adaptation", "adaptation"),
+    Room("adaptation", "adaptation", "adaptation told_branches"),
     Room("step", "step", "step truncation", laws="move"),
     Room("library", "library", "library computed_trees known_pairs cli_tree tree_bad_input plan"),
     Room(

@@ -175,6 +175,20 @@ def samples(registry: CollectorRegistry) -> dict:
     }
 
 
+def test_of_branches_only_totals_are_counted():
+    """One of 30 tokens, of which 20 were accepted, and one without any, beside a tree."""
+    stats = StepStats(TREE)
+    nodes = np.full((3, 30), -1)
+    nodes[:, 0] = 20, 0, 1
+    nodes[2, 1] = 3
+    stats.observe(paths_of(TREE, nodes, np.array([0, 0, 8]), np.array([True, True, False])))
+    alone = counted([[1, 3]])
+    assert (stats.counts.trees, stats.counts.tokens) == (3, 3 + 20 + 2)
+    assert stats.counts.values[2:].tolist() == alone.values[2:].tolist()
+    packed = TreeCounts.from_bytes(TREE, stats.take_paths())
+    assert packed.values.tolist() == stats.counts.values.tolist()
+
+
 def test_metrics_show_what_was_flushed():
     registry, metrics = made([0, 1])
     start = samples(registry)

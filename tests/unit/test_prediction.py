@@ -15,6 +15,7 @@ from sequoia_vllm.engine.core.prediction_option import (
     update_from_tokenizer,
     verify,
 )
+from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
 from sequoia_vllm.verification.prediction import REACH, Prediction, PredictionCounts
 
 TEXT = np.random.default_rng(0).integers(0, 500, 400)
@@ -184,3 +185,24 @@ def test_a_prediction_is_not_logged():
     shown = describe_params(lambda self: f"{self.top_p} {self.extra_args}", params)
     assert shown == "0.5 {'sequoia_prediction': '<8 long>', 'other': 1}"
     assert params.extra_args[PREDICTION] == "a secret"
+
+
+def test_a_branch_has_at_most_twice_as_many_tokens_as_came_true():
+    """Lately: each other token leaves half. What the target cannot read ends it."""
+    texts = ForetoldTexts(requests=1, depth=4, retrieves=False, vocabulary=150)
+    told = list(range(100, 200))
+    texts.start("a", SamplingParams(extra_args={PREDICTION: told}))
+
+    def length(output: list[int]) -> int:
+        text, ends = np.array([[1, 2, *output]], dtype=np.int32), np.array([2 + len(output)])
+        texts.look_back(np.array([0]), ["a"], text, np.array([2]), ends)
+        return int(texts.branch_lengths(["a"], [63], 4, 4)[0])
+
+    assert length(told[:1]) == 0  # none of what was told has come true
+    assert 4 < length(told[:6]) <= 10
+    assert texts.told_of(np.array([0]), 3).tolist() == [told[6:9]]
+    assert 10 < length(told[:16]) <= 30
+    assert length(told[:46]) == 0  # four can be read: as many as the tree has levels
+    assert length(told[:40] + [7] * 6) == 0
+    texts.forget("a")
+    assert texts._told == {}

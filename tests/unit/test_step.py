@@ -12,13 +12,15 @@ from sequoia_vllm.drafting.dynamic_trees import CHILDREN_ON_CPUS, DynamicGrowth,
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v1.verifier import cut
 from sequoia_vllm.step.commit import layers_by_cache
-from sequoia_vllm.step.grow import Draft, DraftSampling, GrownTrees, grow, grow_dynamic
+from sequoia_vllm.step.grow import Draft, DraftSampling, GrownTrees, grow, grow_dynamic, grow_told
+from sequoia_vllm.step.paths import node_paths
 from sequoia_vllm.step.score import StepState, lay_out
 from sequoia_vllm.step.seeds import SessionSeeds, consume_seeds, gumbel_noise, peek_seeds
 from sequoia_vllm.step.verify import TargetDistribution, TreeVerifier
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import Truncation, draft_distribution
 from tests.oracles.dynamic_trees import likeliest, paths_of
+from tests.oracles.laws import assert_same_law
 
 CPU = torch.device("cpu")
 VOCABULARY = 9
@@ -161,6 +163,18 @@ def test_a_dynamic_tree_has_the_likeliest_nodes(root):
         lambda path: scores_after((root, *path)), nodes, depth, growth.width, CHILDREN_ON_CPUS
     )
     assert found == expected
+
+
+def test_a_branch_has_the_told_tokens_in_a_row():
+    told = torch.tensor([[8, 7, 6, 5], [4, 3, -1, -1]])
+    grown = grow_told(torch.tensor([3, 1]), told, torch.tensor([3, 1]))
+    assert grown.is_told
+    assert (grown.probs_rows == -1).all()
+    assert grown.shared.sizes.tolist() == [4, 2]
+    assert grown.tokens[0].tolist() == [3, 8, 7, 6]
+    assert grown.tokens[1, :2].tolist() == [1, 4]
+    assert grown.layouts.parents.tolist() == [[-1, 0, 1, 2]] * 2
+    assert grown.layouts.ancestors[0].tolist() == torch.ones(4, 4).tril().bool().tolist()
 
 
 def test_a_broken_draft_draws_anything_and_says_so_once(caplog, monkeypatch):
@@ -320,6 +334,99 @@ def test_nodes_that_requests_share_count_by_their_places():
     nodes, sizes = trees.counted(result.accepted_nodes)
     assert nodes.tolist() == [[1, 2, 2], [1, -1, -1], [2, -1, -1]]
     assert sizes.tolist() == [3, 3, 4]
+
+
+LONG = grow_told(torch.tensor([0]), torch.tensor([[8, 7, 6, 5, 4]]), torch.tensor([5]))
+STATIC = GrownTrees(torch.tensor([[0, 1, 2, 3]]), torch.empty(0), torch.empty(0))
+
+
+@pytest.mark.parametrize(("scheduled", "accepted"), [(5, 5), (5, 2), (5, 0), (3, 3)])
+def test_a_branch_may_be_longer_than_the_tree(scheduled, accepted):
+    """And is trimmed like a tree. Only how much of it was accepted is counted."""
+    branch = [8, 7, 6, 5, 4][:scheduled]
+    trees = lay_out(
+        TreeTables(SMALL_TREE, CPU), {"a": branch, "b": [1, 2, 3]},
+        {"a": Draft(LONG, 0), "b": Draft(STATIC, 0)}, {"a": 0, "b": 1}, lambda name: False,
+        np.array([scheduled + 1, scheduled + 5]), np.array([20, 14]),
+    )  # fmt: skip
+    depths = list(range(scheduled + 1))
+    assert trees.depths[0].tolist() == depths
+    assert trees.parents[0].tolist() == [-1, *depths[:-1]]
+    assert (
+        trees.ancestors[0].tolist() == torch.ones(len(depths), len(depths)).tril().bool().tolist()
+    )
+    assert trees.depths[1, :4].tolist() == SMALL_TREE.depths.tolist()
+    assert trees.parents[1].tolist() == [-1, 0, 0, 1, -2, -2][: len(depths)]
+    assert torch.equal(
+        trees.ancestors[1, :4, :4], torch.from_numpy(SMALL_TREE.ancestor_mask.copy())
+    )
+    assert trees.context_lens.tolist() == [20 - len(depths), 10]
+    own = node_paths(trees, torch.tensor([True, True])).own_tokens()
+    assert own == [*(branch[:depth] for depth in depths), [], [1], [2], [1, 3]]
+    said = [*branch[:accepted], *[0] * (len(depths) - accepted), 1, 3, 0, 2]
+    logits = torch.nn.functional.one_hot(torch.tensor(said), VOCABULARY).log()
+    result = VERIFIER.verify(trees, TargetDistribution(logits, None, Truncation(), cut), {})
+    found = [[token for token in row if token >= 0] for row in result.output_tokens.tolist()]
+    assert found == [[*branch[:accepted], 0], [1, 3, 2]]
+    nodes, sizes = trees.counted(result.accepted_nodes)
+    assert (nodes[0, 0], sizes.tolist()) == (accepted, [0, 4])
+    assert nodes[1, :2].tolist() == [1, 3]
+
+
+def test_trees_that_are_not_ours_may_be_longer_than_the_tree():
+    trees = laid_out({"a": [1, 2, 3, 4, 5, 6]}, {"a": 0}, STATIC)
+    assert trees.drafts == (None,)
+    assert trees.parents[0].tolist() == [-1, *[-2] * 6]
+    assert trees.ancestors[0].diagonal().all()
+
+
+@pytest.mark.parametrize("method", ["sequoia", "traversal"])
+def test_a_branch_keeps_the_law(method):
+    """Of 8,000 requests: how far each comes, and with which token it ends (chi-square,
+    false-alarm rate 1e-6). The tree has two levels, and the branch five."""
+    requests, told = 8_000, [8, 7, 6, 5, 4]
+    names = list(map(str, range(requests)))
+    trees = lay_out(
+        TreeTables(SMALL_TREE, CPU), dict.fromkeys(names, told),
+        dict.fromkeys(names, Draft(LONG, 0)), {name: row for row, name in enumerate(names)},
+        lambda name: False, np.arange(6, 6 * requests + 1, 6), np.full(requests, 20),
+    )  # fmt: skip
+    logits = 0.5 * WEIGHTS[0, :6]
+    logits[range(5), told] += 2.5  # so that each level is reached
+    verifier = TreeVerifier(VERIFIER.greedy_argmax, argmax_with_noise, method)
+    torch.manual_seed(0)
+    target = TargetDistribution(logits.repeat(requests, 1), torch.ones(requests), Truncation(), cut)
+    result = verifier.verify(trees, target, {})
+    ends = result.num_accepted
+    last = result.output_tokens.gather(1, ends[:, None])[:, 0]
+    counts = torch.zeros(6, VOCABULARY).index_put_((ends, last), torch.ones(()), accumulate=True)
+    law = logits.softmax(dim=1)
+    reached = torch.cat([torch.ones(1), law[range(5), told].cumprod(0)])
+    law[range(5), told] = 0
+    assert reached[-1] > 0.005
+    assert_same_law(counts, reached[:, None] * law)
+
+
+def test_trees_and_branches_have_the_q_of_their_own():
+    """In a batch of both, 2,000 each, with a target that is as likely to give any token."""
+    zeros, count = torch.zeros(1, 2, dtype=torch.int64), 2_000
+    sampling = DraftSampling(torch.ones(1), zeros, torch.zeros(1) > 0, Truncation())
+    torch.manual_seed(0)
+    grown = [grown_from(torch.tensor([0]), sampling, SMALL_TREE) for _ in range(count)]
+    drafts = [Draft(each, 0) for each in grown] + [Draft(LONG, 0)] * count
+    names = list(map(str, range(2 * count)))
+    scheduled = [each.grown.tokens[0, 1:].tolist() for each in drafts]
+    lengths = np.array([1 + len(each) for each in scheduled])
+    trees = lay_out(
+        TreeTables(SMALL_TREE, CPU), dict(zip(names, scheduled, strict=True)),
+        dict(zip(names, drafts, strict=True)), {name: row for row, name in enumerate(names)},
+        lambda name: False, lengths.cumsum(), lengths + 10,
+    )  # fmt: skip
+    logits = torch.zeros(int(lengths.sum()), VOCABULARY)
+    target = TargetDistribution(logits, torch.ones(2 * count), Truncation(), cut)
+    first = VERIFIER.verify(trees, target, {}).output_tokens[:, 0]
+    for own in (first[:count], first[count:]):
+        assert_same_law(own.bincount(minlength=VOCABULARY), np.full(VOCABULARY, 1 / VOCABULARY))
 
 
 @pytest.mark.parametrize("mixed", [True, False])

@@ -14,7 +14,7 @@ from typing import Any
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.state import AdaptationState, StateError, Workload
 from sequoia_vllm.adaptation.step import Step
-from sequoia_vllm.adaptation.step_times import assumed_seconds
+from sequoia_vllm.adaptation.step_times import KNEE_CPU, assumed_seconds
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, reachable_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -32,9 +32,9 @@ logger = logging.getLogger("vllm.sequoia")
 
 # Seconds between writes, after decisions and otherwise. At worst a minute is lost.
 _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
-# Rows whose arithmetic takes as long as reading the weights, on CPUs, on GPUs, and where weights
-# come from a disk or the host; and the draft's share of a pass. Assumed until steps are measured.
-_KNEE_CPU, _KNEE_GPU, _KNEE_OFFLOADED = 10.0, 150.0, 1000.0
+# Rows whose arithmetic takes as long as reading the weights, on GPUs, and where weights come from a
+# disk or the host; and the draft's share of a pass. Assumed until steps are measured.
+_KNEE_GPU, _KNEE_OFFLOADED = 150.0, 1000.0
 _DRAFT, _DRAFT_WITHOUT_WEIGHTS = 0.05, 0.003
 _DOUBT_GPU = 0.6  # GPUs are more alike than CPUs, see `StepTimes`
 _MOST_OPEN = 64  # steps whose drafting has not ended; two are usual
@@ -47,7 +47,7 @@ def new_adapter(vllm_config: Any, lookup: list[int] | None) -> "SchedulerAdapter
         return None
     most = [0, *reachable_drafts(vllm_config)]
     on_gpu = vllm_config.use_v2_model_runner
-    knee = _KNEE_GPU if on_gpu else _KNEE_CPU
+    knee = _KNEE_GPU if on_gpu else KNEE_CPU
     assumed = partial(
         assumed_seconds, settings.tree, len(lookup) - 1,
         knee=_KNEE_OFFLOADED if is_offloaded(vllm_config) else knee,
@@ -113,11 +113,14 @@ class SchedulerAdapter:
             contexts = [new.num_computed_tokens for new in scheduled.scheduled_new_reqs]
             contexts += scheduled.scheduled_cached_reqs.num_computed_tokens
             preempted = scheduled.preempted_req_ids or set()
+            seconds = None if self._before is None else now - self._before
+            if scored > requests * self._drafts:  # told branches: no number of drafts takes so long
+                seconds = None
             step = Step(
                 batch_size=requests,
                 drafts=drafts,
                 before=self._drafts,
-                seconds=None if self._before is None else now - self._before,
+                seconds=seconds,
                 workload=self._workload(),
                 gained=gained,
                 prompts=max(scheduled.total_num_scheduled_tokens - requests - scored, 0),

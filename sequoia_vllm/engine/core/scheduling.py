@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from sequoia_vllm.adaptation.told_branches import MOST_TOLD
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -159,7 +161,8 @@ class TreeScheduling(Scheduler):
         started = time.perf_counter()
         outcome = outcome_of(model_runner_output)
         served = self._without_ended(scheduler_output, model_runner_output, outcome.paths)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        with self._counting_branches():
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.brought = outcome.drafts
         if outcome.limit is not None:
             self._limit_drafts(outcome.limit)
@@ -167,10 +170,11 @@ class TreeScheduling(Scheduler):
             gained, is_busy = _gained(outputs), bool(self.running)
             self.adapter.follow(scheduler_output, outcome, gained, started, is_busy)
         if getattr(self, "spec_decode_metrics_level", "none") != "none":
-            # At the tree's depth: a path has at most one node of a level.
+            # At the tree's depth, or at the longest branch that was accepted.
             for one in (one for output in outputs.values() for one in output.outputs):
                 if (metrics := one.spec_decode_metrics) is not None:
-                    del metrics.histogram[self.tree.depth + 1 :]
+                    used = np.flatnonzero(metrics.histogram).max(initial=self.tree.depth)
+                    del metrics.histogram[int(used) + 1 :]
         if outcome.predicted:
             for one in (one for output in outputs.values() for one in output.outputs):
                 if (counts := outcome.predicted.get(one.request_id)) is not None:
@@ -194,6 +198,19 @@ class TreeScheduling(Scheduler):
             if stats and self._is_news(report, started):  # vLLM gives them to one front end
                 setattr(stats[0], REPORT, report)
         return outputs
+
+    # Until: vLLM counts more drafts of a request than are configured.
+    def add_request(self, request: Any) -> None:
+        """Calls vLLM's, with room in its counts for a branch."""
+        with self._counting_branches():
+            super().add_request(request)
+
+    def _counting_branches(self) -> Any:
+        """While vLLM makes or fills its counts, which have one entry for each number of drafts, as
+        many are configured as a branch has, where there are branches (V1)."""
+        # Until: vLLM counts more drafts of a request than are configured.
+        branch = 0 if self.vllm_config.use_v2_model_runner else MOST_TOLD
+        return patched(self, "num_spec_tokens", max(self.num_spec_tokens, branch))
 
     def _is_news(self, report: StepReport, now: float) -> bool:
         """Whether the front end needs a report: it knows what is as in the last one."""
@@ -228,6 +245,7 @@ class TreeScheduling(Scheduler):
         """Makes vLLM's statistics; accepted positions end where the tree does."""
         if spec_decoding_stats is not None:
             del spec_decoding_stats.num_accepted_tokens_per_pos[self.tree.depth :]
+            del spec_decoding_stats.num_draft_tokens_per_pos[self.num_spec_tokens :]
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
     def _reasons_of_new(self, scheduled: Any) -> list[Reason]:

@@ -16,6 +16,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from sequoia_vllm.adaptation.told_branches import MOST_TOLD
 from sequoia_vllm.drafting.dynamic_trees import can_choose
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
@@ -33,6 +34,8 @@ from sequoia_vllm.step.grow import Draft, DraftSampling, GrownTrees
 from sequoia_vllm.step.score import StepState
 from sequoia_vllm.step.seeds import SessionSeeds
 from sequoia_vllm.tree import TokenTree
+
+_STATIC, _DYNAMIC, _BRANCH = range(3)  # kinds of trees
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -189,10 +192,12 @@ class DraftingRunner(CPUModelRunner):
         levels = self._tables.levels_of(drafts_each)
         discarded = self.discard_request_mask.np[committed.requests]
         chosen = np.flatnonzero(committed.complete & ~discarded)
-        is_dynamic = self._have_dynamic_trees(committed.requests[chosen], levels.tree)
+        own = committed.requests[chosen], committed.positions[committed.last[chosen]]
+        branches = self._branch_lengths(*own, levels.tree)
+        kinds = np.where(branches > 0, _BRANCH, self._have_dynamic_trees(own[0], levels.tree))
         truncation = truncation_of(sampling_metadata, self._params())
-        for dynamic in (False, True):
-            rows = chosen[is_dynamic == dynamic]
+        for kind in (_STATIC, _DYNAMIC, _BRANCH):
+            rows = chosen[kinds == kind]
             if len(rows) == 0:
                 continue
             last, requests = committed.last[rows], committed.requests[rows]
@@ -202,7 +207,9 @@ class DraftingRunner(CPUModelRunner):
                 committed.positions[last],
                 logits if len(rows) == len(logits) else logits[rows],
             )
-            if dynamic:
+            if kind == _BRANCH:
+                grown = self.drafter.grow_told(roots, branches[branches > 0])
+            elif kind == _DYNAMIC:
                 grown = self.drafter.grow_dynamic(levels, roots, *self._limits(roots, drafts_each))
             else:
                 sampling = DraftSampling.of(
@@ -225,6 +232,34 @@ class DraftingRunner(CPUModelRunner):
             if shared is not None:
                 most = int(shared.sizes[row]) - 1
             drafts[request] = tokens[row][:most]  # safe: every prefix of a tree is a tree
+
+    def _branch_lengths(
+        self, requests: NDArray[np.int64], positions: NDArray[np.int64], tree: TokenTree
+    ) -> NDArray[np.int64]:
+        """Tokens of the branches that take the place of trees like ``tree``, int64 ``[B]``; 0: none
+        does.
+
+        A branch needs no slots before it is scored. So it may have more nodes than the engine's
+        tree. Together branches leave prompts half of a step's tokens.
+        """
+        names = [self.input_batch.req_ids[row] for row in requests.tolist()]
+        room = min(MOST_TOLD, self.max_num_tokens // (2 * self.input_batch.num_reqs) - 1)
+        if self.drafter.max_drafts < self.tree.num_speculative_tokens:
+            room = 0  # a tool measures steps of so many nodes
+        most = []
+        for name, position in zip(names, positions.tolist(), strict=True):
+            terms = self._terms[name]
+            limits = [room, terms.most_committed - position]  # below its last token none counts
+            if terms.most_drafts is not None:
+                limits.append(terms.most_drafts)
+            # A grammar's masks are made for the engine's tree.
+            most.append(0 if self._follows_grammar(name) else min(limits))
+        drafts = tree.num_speculative_tokens
+        return self.drafter.foretold.branch_lengths(names, most, tree.depth, drafts)
+
+    def _follows_grammar(self, request_id: str) -> bool:
+        params = self.requests[request_id].sampling_params
+        return params is not None and params.structured_outputs is not None
 
     def _limits(self, roots: RootsV1, drafts_each: int) -> tuple[Tensor, Tensor]:
         """Most drafts of requests that share them, and most levels, int64 ``[B]`` each.

@@ -1,7 +1,7 @@
 """What the texts and predictions of requests say comes next, on the V1 runner."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sequoia_vllm.adaptation.told_branches import MOST_TOLD, Survival, ToldBranches
 from sequoia_vllm.engine.common.step_messages import Predicted
 from sequoia_vllm.engine.core.prediction_option import foretold, is_counted
 from sequoia_vllm.step.score import BARE_ROOT, StepState
 from sequoia_vllm.verification.prediction import Prediction, PredictionCounts
 from sequoia_vllm.verification.retrieval import continuations
+
+_MOST_CREDIT = 32  # six other tokens in a row leave none
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What was told of a request when its text had so many tokens."""
+
+    tokens: NDArray[np.int64]
+    run: int  # tokens that match before them
+    survival: Survival  # of what tells them
+    length: int
+    credit: int
+    """Told tokens of the request that came true lately: each other token leaves half. A branch
+    has at most twice as many."""
 
 
 class ForetoldTexts:
@@ -21,20 +37,24 @@ class ForetoldTexts:
     or else of its own text.
 
     Attributes:
-        told: int64 ``[requests, depth]``, by place in the batch; -1: nothing is said.
+        told: int64 ``[requests, W]``, by place in the batch; -1: nothing is said.
+        branches: Says how many of them a branch has.
 
     Args:
         requests: Most requests of a batch.
-        depth: Tokens told of each.
+        depth: Levels of the engine's tree.
         retrieves: Whether requests' own texts are looked at.
+        vocabulary: Tokens that the target can read.
     """
 
-    def __init__(self, requests: int, depth: int, retrieves: bool) -> None:
-        self.told = torch.full((requests, depth), -1)
-        self._retrieves = retrieves
+    def __init__(self, requests: int, depth: int, retrieves: bool, vocabulary: int) -> None:
+        self.told = torch.full((requests, max(depth, MOST_TOLD)), -1)
+        self.branches = ToldBranches()
+        self._retrieves, self._vocabulary = retrieves, vocabulary
         self._predictions: dict[str, Prediction] = {}
         self._counts: dict[str, PredictionCounts] = {}  # of requests that want them
         self._counted: dict[str, Predicted] = {}  # since the last `take_counts`
+        self._told: dict[str, _Told] = {}
 
     def start(self, request_id: str, sampling_params: Any) -> None:
         """Notes a request that begins."""
@@ -47,6 +67,7 @@ class ForetoldTexts:
     def forget(self, request_id: str) -> None:
         """Drops a finished request, with its prediction."""
         self._predictions.pop(request_id, None)
+        self._told.pop(request_id, None)
         self._counts.pop(request_id, None)
 
     def count(
@@ -88,7 +109,7 @@ class ForetoldTexts:
         prompts: NDArray[np.integer],
         lengths: NDArray[np.int64],
     ) -> None:
-        """Notes what comes next of R requests.
+        """Notes what comes next of R requests, and what became of what was told of them before.
 
         Args:
             rows: int64 ``[R]``: their places in the batch.
@@ -102,12 +123,50 @@ class ForetoldTexts:
             given = torch.from_numpy(texts), torch.arange(len(rows)), torch.from_numpy(lengths)
             told, runs = continuations(*given, told.shape[1])
         for place, name in enumerate(names):
+            text, run, survival = texts[place, : lengths[place]], runs[place], self.branches.texts
+            credit = self._count(name, text)
             if (prediction := self._predictions.get(name)) is not None:
-                prediction.follow(texts[place, prompts[place] : lengths[place]])
-                if not prediction.is_lost and prediction.run >= runs[place]:
+                prediction.follow(text[prompts[place] :])
+                if not prediction.is_lost and prediction.run >= run:
                     told[place] = torch.from_numpy(prediction.told(told.shape[1]))
+                    run, survival = prediction.evidence, self.branches.predictions
+            tokens = told[place].numpy()
+            unreadable = np.flatnonzero((tokens < 0) | (tokens >= self._vocabulary))
+            tokens = tokens[: unreadable[0]] if len(unreadable) else tokens
+            self._told[name] = _Told(tokens, int(run), survival, len(text), credit)
         self.told[torch.from_numpy(rows)] = told
 
-    def told_of(self, rows: NDArray[np.int64]) -> Tensor:
+    def _count(self, name: str, text: NDArray[np.int32]) -> int:
+        """Counts how many of the tokens told of a request have come true since; its new credit."""
+        if (before := self._told.get(name)) is None:
+            return 0
+        new = text[before.length :][: len(before.tokens)]
+        differs = np.flatnonzero(new != before.tokens[: len(new)])
+        hits = int(differs[0]) if len(differs) else len(new)
+        has_failed = hits < len(new)
+        before.survival.count(before.run, hits, has_failed)
+        credit = min(before.credit + hits, _MOST_CREDIT)
+        return credit // 2 if has_failed else credit
+
+    def told_of(self, rows: NDArray[np.int64], depth: int) -> Tensor:
         """int64 ``[R, depth]`` of these places in the batch."""
-        return self.told[torch.from_numpy(rows)]
+        return self.told[torch.from_numpy(rows), :depth]
+
+    def branch_lengths(
+        self, names: Sequence[str], most: Sequence[int], tree_depth: int, drafts: int
+    ) -> NDArray[np.int64]:
+        """Tokens of each request's branch, int64 ``[R]``; 0: it has a drafted tree.
+
+        Args:
+            names: The requests that get either.
+            most: Most tokens of each.
+            tree_depth, drafts: Levels and nodes of the drafted trees.
+        """
+        lengths = np.zeros(len(names), dtype=np.int64)
+        for place, name in enumerate(names):
+            told = self._told[name]
+            lengths[place] = self.branches.depth(
+                told.survival, told.run, min(len(told.tokens), most[place], 2 * told.credit),
+                tree_depth, drafts, len(names),
+            )  # fmt: skip
+        return lengths

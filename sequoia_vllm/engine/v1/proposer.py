@@ -27,7 +27,14 @@ from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
 from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
-from sequoia_vllm.step.grow import DraftSampling, GrownTrees, LogitsAt, grow, grow_dynamic
+from sequoia_vllm.step.grow import (
+    DraftSampling,
+    GrownTrees,
+    LogitsAt,
+    grow,
+    grow_dynamic,
+    grow_told,
+)
 
 
 class TextDrafterV1(ABC):
@@ -113,7 +120,10 @@ class TreeProposerV1(DraftModelProposer):
         assert kind.on_v1 is not None, f"{kind.name} needs vLLM's Model Runner V2"
         self.drafter: DrafterV1 | TextDrafterV1 = resolve_name(kind.on_v1)()
         self._rows = torch.arange(runner.max_num_tokens)
-        self.foretold = ForetoldTexts(runner.max_num_reqs, settings.tree.depth, settings.retrieval)
+        self.foretold = ForetoldTexts(
+            runner.max_num_reqs, settings.tree.depth, settings.retrieval,
+            vllm_config.model_config.get_vocab_size(),
+        )  # fmt: skip
 
     # Until: vLLM asks whether a draft has layers that would read M-RoPE's positions.
     def _raise_if_mrope(self) -> None:
@@ -211,7 +221,8 @@ class TreeProposerV1(DraftModelProposer):
 
     def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> GrownTrees:
         """Grows one tree per request, with the engine's topology."""
-        told, logits_at = self.foretold.told_of(roots.requests), self._logits_at(roots, levels)
+        told = self.foretold.told_of(roots.requests, levels.tree.depth)
+        logits_at = self._logits_at(roots, levels)
         grown = grow(levels, roots.tokens, roots.logits, told, sampling, logits_at)
         take_from_rank0(grown.tokens)
         return grown
@@ -224,12 +235,18 @@ class TreeProposerV1(DraftModelProposer):
         ``most`` and ``deepest`` are as in `DynamicGrowth.best`.
         """
         growth = DynamicGrowth(roots.tokens, levels.tree.size, levels.tree.depth)
-        told, logits_at = self.foretold.told_of(roots.requests), self._logits_at(roots, levels)
+        told = self.foretold.told_of(roots.requests, growth.depth)
+        logits_at = self._logits_at(roots, levels)
         own = grow_dynamic(growth, roots.logits, told, logits_at, most, deepest)
         together = torch.stack([own.tokens, own.parents, own.places])
         take_from_rank0(together)
         shared, no_q = SharedNodes(*together), torch.empty(0)
         return GrownTrees(shared.tokens, no_q, no_q, shared)
+
+    def grow_told(self, roots: RootsV1, lengths: NDArray[np.int64]) -> GrownTrees:
+        """Makes branches of so many told tokens, int64 ``[B]``: they ask no draft."""
+        told = self.foretold.told_of(roots.requests, int(lengths.max()))
+        return grow_told(roots.tokens, told, torch.from_numpy(lengths))
 
     def _logits_at(self, roots: RootsV1, levels: DraftLevels) -> LogitsAt:
         """The draft's logits at the nodes of these requests' trees, which lie behind the roots."""

@@ -195,6 +195,10 @@ class SequoiaCPUModelRunner(DraftingRunner):
         self._verified = trees, result
         counted = trees.counted(result.accepted_nodes)
         self.stats.observe(paths_of(self.tree, *counted, trees.is_dynamic))
+        drafted = counted[1] > 0
+        if drafted.any():
+            accepted = float(result.num_accepted.numpy()[drafted].mean())
+            self.drafter.foretold.branches.note_drafted(accepted)
         return output
 
     def _verify(
@@ -232,7 +236,3 @@ class SequoiaCPUModelRunner(DraftingRunner):
         # Empty while _bookkeeping_sync rewinds what it finds there.
         with patched(self.input_batch, "generators", {}):
             return super()._bookkeeping_sync(*args, **kwargs)
-
-    def _follows_grammar(self, request_id: str) -> bool:
-        params = self.requests[request_id].sampling_params
-        return params is not None and params.structured_outputs is not None

@@ -1,0 +1,135 @@
+"""Counts steps of answers that the user foretells: right, edited, and wrong predictions.
+
+    python -m benchmarks.foretold MODEL DRAFT OUTPUT
+
+Each request is alone and greedy, so steps do not depend on the machine. Engines with and without
+branches of told tokens are compared. vLLM's n-gram drafts are asked for the same answers, with the
+prediction before the prompt: a step has the drafts that come true, and one token more.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import numpy as np
+from vllm import SamplingParams
+
+from sequoia_vllm.adaptation.told_branches import ToldBranches
+from sequoia_vllm.engine.core.prediction_option import PREDICTION
+from sequoia_vllm.measuring.engines import open_llm
+from sequoia_vllm.measuring.provenance import model_hashes, provenance
+from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
+
+PROMPTS, TOKENS, LONGEST = 2, 160, 1024
+ENGINE = {
+    "dtype": "float32", "enforce_eager": True, "max_model_len": LONGEST, "max_num_seqs": 4,
+    "seed": 0, "disable_log_stats": False, "kv_cache_memory_bytes": 256 << 20,
+    "enable_prefix_caching": False,
+}  # fmt: skip
+TREE = {"size": 16, "depth": 6}
+CHAINS = (4, 8, 16, 32)  # drafts of n-grams, of 2 to 5 tokens
+
+
+def edited(tokens: list[int], changes: int, other: int) -> list[int]:
+    """``changes`` places, evenly apart: a token is replaced, left out, or two are inserted."""
+    found = list(tokens)
+    places = np.linspace(0, len(tokens), changes + 2)[1:-1].astype(int).tolist()
+    for number, place in reversed(list(enumerate(places))):
+        found[place : place + (number % 3 < 2)] = [[other], [], [other] * 2][number % 3]
+    return found
+
+
+def predictions(answers: list[list[int]], place: int, other: int) -> dict[str, list[int] | None]:
+    """What is foretold of one answer, by the name of the kind."""
+    own, neighbour = answers[place], answers[(place + 1) % len(answers)]
+    edits = {f"{changes} changed": edited(own, changes, other) for changes in (1, 3, 10)}
+    return {"none": None, "right": own, **edits, "another answer": neighbour}
+
+
+def ngram_steps(text: list[int], answer: list[int], drafts: int) -> int:
+    """Steps of vLLM's n-gram drafts, from a text that ends where the answer begins."""
+    # Not before engines start: they look at all that is imported, and numba's modules break that.
+    from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens
+
+    done = steps = 0
+    while done < len(answer):
+        known = np.array(text + answer[:done], dtype=np.int32)
+        told = _find_longest_matched_ngram_and_propose_tokens(known, 2, 5, 1 << 20, drafts)
+        rest = np.array(answer[done:])[: len(told)]
+        differs = np.flatnonzero(rest != told[: len(rest)])
+        done += (int(differs[0]) if len(differs) else len(rest)) + 1
+        steps += 1
+    return steps
+
+
+def answers_of(llm: Any, prompts: list[list[int]], foretold: list[Any]) -> tuple[Any, int]:
+    """Tokens of each answer, one request after the other, and the engine's steps."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    before, found = getattr(runner, "stats", None) and runner.stats.steps, []
+    for prompt, text in zip(prompts, foretold, strict=True):
+        extra = None if text is None else {PREDICTION: text}
+        params = SamplingParams(
+            temperature=0, max_tokens=TOKENS, ignore_eos=True, extra_args=extra, detokenize=False
+        )
+        given = {"prompt_token_ids": prompt}
+        [output] = llm.generate(given, params, use_tqdm=False)
+        found.append(list(output.outputs[0].token_ids))
+    return found, 0 if before is None else runner.stats.steps - before
+
+
+def main() -> None:
+    """Measures, and writes the file."""
+    model, draft, output = sys.argv[1:]
+    prompts = encode_prompts(load_prompts(None, PROMPTS), load_tokenizer(model), raw=False)
+    with open_llm(model=model, **ENGINE) as llm:
+        answers, _ = answers_of(llm, prompts, [None] * PROMPTS)
+    other = 5  # a token that comes nowhere else
+    kinds = [predictions(answers, place, other) for place in range(PROMPTS)]
+    rows = []
+    config = {"method": "sequoia", "model": draft, "tree": TREE, "adapt": False}
+    for branches in (False, True):
+        depth = ToldBranches.depth if branches else lambda *args: 0
+        with (
+            patch.object(ToldBranches, "depth", depth),
+            open_llm(model=model, speculative_config=config, **ENGINE) as llm,
+        ):
+            for kind in kinds[0]:
+                found, steps = answers_of(llm, prompts, [of[kind] for of in kinds])
+                rows.append({
+                    "drafts": "Sequoia", "branches": branches, "prediction": kind, "steps": steps,
+                    "tokens per step": round(PROMPTS * TOKENS / steps, 2),
+                    "plain's tokens": found == answers,
+                })  # fmt: skip
+                print(rows[-1], flush=True)
+    for kind in kinds[0]:
+        for drafts in CHAINS:
+            steps = sum(
+                1 + ngram_steps((of[kind] or []) + prompt + answer[:1], answer[1:], drafts)
+                for of, prompt, answer in zip(kinds, prompts, answers, strict=True)
+            )
+            rows.append({
+                "drafts": f"vLLM's n-grams, {drafts}", "prediction": kind,
+                "steps": steps, "tokens per step": round(PROMPTS * TOKENS / steps, 2),
+            })  # fmt: skip
+    made = provenance(
+        command="python -m benchmarks.foretold",
+        settings={
+            "prompts": PROMPTS,
+            "tokens": TOKENS,
+            "requests at once": 1,
+            "tree": TREE,
+        },
+        models={Path(one).name: model_hashes(one) for one in (model, draft)},
+        rows=rows,
+    )
+    lines = json.dumps(made, indent=1)
+    Path(output).write_text(lines + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

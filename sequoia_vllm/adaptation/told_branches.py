@@ -1,0 +1,106 @@
+"""How deep a branch of told tokens pays, by how often such tokens came true and what rows cost.
+
+A *branch* takes the place of a request's drafted tree: told tokens, each the only child of the one
+before. What the tree does not hold of them is lost; what the draft would add is lost, too.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sequoia_vllm.adaptation.step_times import KNEE_CPU, pass_seconds
+
+MOST_TOLD = 63
+"""Most tokens of a branch. With its root it has 64 rows."""
+_LONGEST = 32  # runs are counted up to here
+_LENGTHS = _LONGEST.bit_length() + 1  # of runs, by powers of two: 0, 1, 2 to 3, ..., 32
+_ASSUMED = 4.0  # tokens that the prior counts as
+_REMEMBERED = 256.0  # tokens of a length, at which older ones count half
+_DRAFTED_FADES = 0.02  # least weight of one step in what drafted trees bring
+
+
+class Survival:
+    """How often told tokens came true, by the run of matching tokens before each.
+
+    After a run of r, (r + 1) / (r + 2) is expected of a token until others are counted (Laplace).
+    """
+
+    def __init__(self) -> None:
+        runs = (1 << np.arange(_LENGTHS)) >> 1
+        self._told = np.full(_LENGTHS, _ASSUMED)
+        self._true = self._told * (runs + 1) / (runs + 2)
+
+    def count(self, run: int, hits: int, has_failed: bool) -> None:
+        """Takes tokens that were told after a run: the first ``hits`` came true.
+
+        ``has_failed``: whether another token came in the place of the next one.
+        """
+        lengths = _lengths(run, hits + has_failed)
+        np.add.at(self._told, lengths, 1)
+        np.add.at(self._true, lengths[:hits], 1)
+        is_old = self._told > _REMEMBERED
+        self._told[is_old] /= 2
+        self._true[is_old] /= 2
+
+    def chances(self, run: int, most: int) -> NDArray[np.float64]:
+        """Float64 ``[most]``: how likely all told tokens up to each one come true."""
+        found: NDArray[np.float64] = np.cumprod((self._true / self._told)[_lengths(run, most)])
+        return found
+
+
+def _lengths(run: int, count: int) -> NDArray[np.integer]:
+    """The entry of each of so many tokens in a row, the first of which follows the run."""
+    lengths: NDArray[np.integer] = np.frexp(np.minimum(run + np.arange(count), _LONGEST))[1]
+    return lengths
+
+
+class ToldBranches:
+    """Chooses between drafted trees and branches, for all requests of an engine.
+
+    Attributes:
+        predictions, texts: What became of the tokens that users foretold, and of those that
+            requests' own texts told.
+
+    Args:
+        knee: See `pass_seconds`.
+    """
+
+    def __init__(self, knee: float = KNEE_CPU) -> None:
+        self.predictions, self.texts = Survival(), Survival()
+        self._knee = knee
+        self._drafted = 1.0  # nodes of a drafted tree that are accepted
+        self._steps = 0  # with such trees
+
+    def note_drafted(self, accepted: float) -> None:
+        """Takes a step's drafted trees, of which so many nodes were accepted in the mean."""
+        self._steps += 1
+        weight = max(_DRAFTED_FADES, 1 / (1 + self._steps))
+        self._drafted += (accepted - self._drafted) * weight
+
+    def depth(
+        self, told: Survival, run: int, most: int, tree_depth: int, drafts: int, requests: int
+    ) -> int:
+        """Tokens of the branch that pays most; 0: the drafted tree pays more.
+
+        A branch has at most twice as many tokens as match before it. So a wrong text costs little.
+
+        Args:
+            told: Of what tells the tokens.
+            run: Tokens that match before them.
+            most: Most tokens of the branch.
+            tree_depth, drafts: Levels and nodes of the drafted tree, its root left out. It has told
+                tokens as well, down to its last level.
+            requests: Requests of the batch, which are taken to be alike.
+        """
+        most = min(most, 2 * run)
+        if most <= tree_depth:
+            return 0
+        chances = told.chances(run, most)
+        within = chances[:tree_depth]
+        drafted = 1 + within.sum() + (1 - within[-1]) * self._drafted
+        tokens = 1 + chances.cumsum()
+        rows = requests * np.array([1 + drafts, *range(2, most + 2)], dtype=np.float64)
+        seconds = pass_seconds(rows, self._knee)
+        # How much to draft is not decided here: a branch may not bring less for fewer rows.
+        rates = np.where(tokens > drafted, tokens / seconds[1:], 0)
+        best = int(rates.argmax())
+        return best + 1 if rates[best] > drafted / seconds[0] else 0

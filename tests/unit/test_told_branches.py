@@ -1,0 +1,99 @@
+"""Branches of told tokens grow with what came true, and give way where trees bring more."""
+
+import numpy as np
+import pytest
+
+from sequoia_vllm.adaptation.told_branches import MOST_TOLD, Survival, ToldBranches
+from sequoia_vllm.verification.prediction import Prediction
+
+
+def depth(branches: ToldBranches, run: int, **changed) -> int:
+    usual = {"most": MOST_TOLD, "tree_depth": 4, "drafts": 15, "requests": 1}
+    return branches.depth(branches.predictions, run, **{**usual, **changed})
+
+
+def test_a_token_is_expected_as_laplace_says():
+    """Runs count by powers of two, and from 32 on alike."""
+    for run, least in ((0, 0), (1, 1), (3, 2), (4, 4), (31, 16), (32, 32), (90, 32)):
+        assert Survival().chances(run, 1) == pytest.approx([(least + 1) / (least + 2)])
+    assert Survival().chances(6, 4) == pytest.approx([5 / 6, 25 / 36, 0.625, 0.5625])
+
+
+def test_each_length_is_counted_by_itself():
+    survival = Survival()
+    survival.count(2, 3, True)  # after runs of 2, 3 and 4 they came true, after 5 another did
+    of_each = [survival.chances(run, 1)[0] for run in (1, 2, 4, 8)]
+    assert of_each == pytest.approx([2 / 3, (3 + 2) / 6, (10 / 3 + 1) / 6, 0.9])
+    survival.count(1, 1, False)
+    assert survival.chances(1, 1) == pytest.approx([(8 / 3 + 1) / 5])
+
+
+def test_what_is_long_ago_counts_less():
+    survival = Survival()
+    for _ in range(10_000):
+        survival.count(32, 1, False)
+    assert survival.chances(32, 1)[0] > 0.995
+    for _ in range(300):
+        survival.count(32, 0, True)
+    assert survival.chances(32, 1)[0] < 0.5
+
+
+def test_a_branch_is_at_most_twice_as_long_as_the_match():
+    """It has more levels than the tree."""
+    branches = ToldBranches(knee=1000.0)  # rows cost nothing
+    assert [depth(branches, run) for run in (0, 1, 2, 3, 4, 8, 16)] == [0, 0, 0, 6, 8, 16, 32]
+    assert depth(branches, 32) == MOST_TOLD
+    assert depth(branches, 8, most=5) == 5
+    assert depth(branches, 8, most=4) == depth(branches, 8, tree_depth=16) == 0
+
+
+def test_rows_have_a_price():
+    """More requests share the pass, so each gets less."""
+    found = [depth(ToldBranches(), 32, requests=requests) for requests in (1, 2, 4, 16)]
+    assert found[0] < MOST_TOLD
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) > 2
+
+
+def test_a_tree_stays_where_it_is_expected_to_bring_more():
+    branches = ToldBranches()
+    assert depth(branches, 4, drafts=4) > 4
+    for _ in range(200):
+        branches.note_drafted(4.0)
+    assert depth(branches, 4, drafts=4) == 0
+    assert depth(branches, 32, drafts=4) > 4
+    for _ in range(100):
+        branches.predictions.count(32, 0, True)
+    assert depth(branches, 32, drafts=4) == 0
+    assert branches.depth(branches.texts, 32, MOST_TOLD, 4, 4, 1) > 4
+
+
+def steps(text: list[int], written: np.ndarray, tree: int = 4, deep: bool = True) -> int:
+    """Steps of one request whose trees have told tokens alone."""
+    branches, prediction, done, count = ToldBranches(), Prediction(text), 0, 0
+    while done < len(written):
+        told = prediction.told(MOST_TOLD)
+        most = int((told >= 0).sum()) if deep else 0
+        run = prediction.evidence
+        length = depth(branches, run, most=most, tree_depth=tree, drafts=tree) or tree
+        rest = written[done:][:MOST_TOLD]
+        hits = int((told[: len(rest)] == rest)[:length].cumprod().sum())
+        branches.predictions.count(run, hits, hits < min(length, most, len(rest)))
+        done, count = done + hits + 1, count + 1
+        prediction.follow(written[:done])
+    return count
+
+
+def test_a_right_text_takes_few_steps_and_a_wrong_one_none_more():
+    text = np.arange(400)
+    changed = {number: text.copy() for number in (0, 1, 3, 10)}
+    for number, tokens in changed.items():
+        tokens[np.linspace(0, 400, number + 2)[1:-1].astype(int)] += 1000
+    found = {number: steps(text.tolist(), tokens) for number, tokens in changed.items()}
+    assert found == {0: 14, 1: 18, 3: 23, 10: 34}
+    shallow = steps(text.tolist(), text, deep=False)
+    assert shallow == 80
+    other = 1000 + text
+    other[::2] = text[::2]  # no two tokens in a row are right
+    both = [steps(text.tolist(), other, deep=deep) for deep in (True, False)]
+    assert both[0] <= 1.02 * both[1]
