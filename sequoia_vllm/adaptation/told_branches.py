@@ -77,21 +77,24 @@ class ToldBranches:
         self._drafted += (accepted - self._drafted) * weight
 
     def depth(
-        self, told: Survival, run: int, most: int, tree_depth: int, drafts: int, requests: int
-    ) -> int:
+        self, told: Survival, run: int, credit: int, most: int, tree_depth: int, drafts: int,
+        requests: int,
+    ) -> int:  # fmt: skip
         """Tokens of the branch that pays most; 0: the drafted tree pays more.
 
-        A branch has at most twice as many tokens as match before it. So a wrong text costs little.
+        A branch has at most twice as many tokens as match before it, or as came true lately. So a
+        wrong text costs little.
 
         Args:
             told: Of what tells the tokens.
             run: Tokens that match before them.
+            credit: Told tokens of the request that came true lately.
             most: Most tokens of the branch.
             tree_depth, drafts: Levels and nodes of the drafted tree, its root left out. It has told
                 tokens as well, down to its last level.
             requests: Requests of the batch, which are taken to be alike.
         """
-        most = min(most, 2 * run)
+        most = min(most, 2 * run, 2 * credit)
         if most <= tree_depth:
             return 0
         chances = told.chances(run, most)

@@ -8,7 +8,7 @@ from sequoia_vllm.verification.prediction import Prediction
 
 
 def depth(branches: ToldBranches, run: int, **changed) -> int:
-    usual = {"most": MOST_TOLD, "tree_depth": 4, "drafts": 15, "requests": 1}
+    usual = {"credit": MOST_TOLD, "most": MOST_TOLD, "tree_depth": 4, "drafts": 15, "requests": 1}
     return branches.depth(branches.predictions, run, **{**usual, **changed})
 
 
@@ -43,6 +43,7 @@ def test_a_branch_is_at_most_twice_as_long_as_the_match():
     branches = ToldBranches(knee=1000.0)  # rows cost nothing
     assert [depth(branches, run) for run in (0, 1, 2, 3, 4, 8, 16)] == [0, 0, 0, 6, 8, 16, 32]
     assert depth(branches, 32) == MOST_TOLD
+    assert [depth(branches, 32, credit=credit) for credit in (2, 3, 8)] == [0, 6, 16]
     assert depth(branches, 8, most=5) == 5
     assert depth(branches, 8, most=4) == depth(branches, 8, tree_depth=16) == 0
 
@@ -65,7 +66,7 @@ def test_a_tree_stays_where_it_is_expected_to_bring_more():
     for _ in range(100):
         branches.predictions.count(32, 0, True)
     assert depth(branches, 32, drafts=4) == 0
-    assert branches.depth(branches.texts, 32, MOST_TOLD, 4, 4, 1) > 4
+    assert branches.depth(branches.texts, 32, 32, MOST_TOLD, 4, 4, 1) > 4
 
 
 def steps(text: list[int], written: np.ndarray, tree: int = 4, deep: bool = True) -> int:

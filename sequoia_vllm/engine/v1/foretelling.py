@@ -28,8 +28,7 @@ class _Told:
     survival: Survival  # of what tells them
     length: int
     credit: int
-    """Told tokens of the request that came true lately: each other token leaves half. A branch
-    has at most twice as many."""
+    """Told tokens of the request that came true lately: each other token leaves half."""
 
 
 class ForetoldTexts:
@@ -166,7 +165,7 @@ class ForetoldTexts:
         for place, name in enumerate(names):
             told = self._told[name]
             lengths[place] = self.branches.depth(
-                told.survival, told.run, min(len(told.tokens), most[place], 2 * told.credit),
+                told.survival, told.run, told.credit, min(len(told.tokens), most[place]),
                 tree_depth, drafts, len(names),
             )  # fmt: skip
         return lengths
