@@ -161,8 +161,7 @@ class TreeScheduling(Scheduler):
         started = time.perf_counter()
         outcome = outcome_of(model_runner_output)
         served = self._without_ended(scheduler_output, model_runner_output, outcome.paths)
-        with self._counting_branches():
-            outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.brought = outcome.drafts
         if outcome.limit is not None:
             self._limit_drafts(outcome.limit)
@@ -204,6 +203,12 @@ class TreeScheduling(Scheduler):
         """Calls vLLM's, with room in its counts for a branch."""
         with self._counting_branches():
             super().add_request(request)
+
+    # Until: vLLM counts more drafts of a request than are configured.
+    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls vLLM's, with room in its counts for a branch."""
+        with self._counting_branches():
+            return super().make_spec_decoding_stats(*args, **kwargs)
 
     def _counting_branches(self) -> Any:
         """While vLLM makes or fills its counts, which have one entry for each number of drafts, as
