@@ -315,8 +315,6 @@ class DraftingRunner(CPUModelRunner):
 
     def _count_predictions(self, sampled: Tensor, trees: StepState | None) -> None:
         """Counts what the step's tokens make of predictions, before they are noted anywhere."""
-        if not self.drafter.foretold.counts:
-            return
         emits = ~self.discard_request_mask.np
         rows = {name: row for name, row in self.input_batch.req_id_to_index.items() if emits[row]}
         written = {name: len(self.requests[name].output_token_ids) for name in rows}

@@ -38,6 +38,8 @@ class ForetoldTexts:
     Attributes:
         told: int64 ``[requests, W]``, by place in the batch; -1: nothing is said.
         branches: Says how many of them a branch has.
+        counts: What became of predictions, of the requests that want to know.
+        counted: The same since the last `take_counts`.
 
     Args:
         requests: Most requests of a batch.
@@ -51,8 +53,8 @@ class ForetoldTexts:
         self.branches = ToldBranches()
         self._retrieves, self._vocabulary = retrieves, vocabulary
         self._predictions: dict[str, Prediction] = {}
-        self._counts: dict[str, PredictionCounts] = {}  # of requests that want them
-        self._counted: dict[str, Predicted] = {}  # since the last `take_counts`
+        self.counts: dict[str, PredictionCounts] = {}
+        self.counted: dict[str, Predicted] = {}
         self._told: dict[str, _Told] = {}
 
     def start(self, request_id: str, sampling_params: Any) -> None:
@@ -61,13 +63,13 @@ class ForetoldTexts:
         if (tokens := foretold(sampling_params)) is not None:
             self._predictions[request_id] = Prediction(tokens)
             if is_counted(sampling_params):
-                self._counts[request_id] = PredictionCounts()
+                self.counts[request_id] = PredictionCounts()
 
     def forget(self, request_id: str) -> None:
         """Drops a finished request, with its prediction."""
         self._predictions.pop(request_id, None)
         self._told.pop(request_id, None)
-        self._counts.pop(request_id, None)
+        self.counts.pop(request_id, None)
 
     def count(
         self, rows: Mapping[str, int], written: Mapping[str, int], sampled: Tensor,
@@ -81,24 +83,19 @@ class ForetoldTexts:
             sampled: int ``[requests, W]``: what the step emits; behind it -1.
             trees: What it verified.
         """
-        for name in self._counts.keys() & rows.keys():
-            prediction, counts = self._predictions[name], self._counts[name]
+        for name in self.counts.keys() & rows.keys():
+            prediction, counts = self._predictions[name], self.counts[name]
             if prediction.seen != written[name]:  # steps without drafts are not followed
                 continue
             tree = BARE_ROOT if trees is None else trees.tree_of(rows[name])
             emitted = [token for token in sampled[rows[name]].tolist() if token >= 0]
             counts.add(prediction.told(len(tree[0])), emitted, written[name], tree)
-            self._counted[name] = astuple(counts)
+            self.counted[name] = astuple(counts)
 
     def take_counts(self) -> dict[str, Predicted]:
         """What `count` found since the last call: each request's, from its beginning on."""
-        taken, self._counted = self._counted, {}
+        taken, self.counted = self.counted, {}
         return taken
-
-    @property
-    def counts(self) -> bool:
-        """Whether `count` has anything to do."""
-        return bool(self._counts)
 
     def look_back(
         self,

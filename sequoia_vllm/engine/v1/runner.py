@@ -177,7 +177,8 @@ class SequoiaCPUModelRunner(DraftingRunner):
         if trees is None:
             output = self.sampler(logits=logits, sampling_metadata=metadata)
             take_from_rank0(output.sampled_token_ids)
-            self._count_predictions(output.sampled_token_ids, None)
+            if self.drafter.foretold.counts:
+                self._count_predictions(output.sampled_token_ids, None)
             return output
         params = self._params()
         edited = edited_by_paths(logits, trees, metadata, params, self.input_batch)
@@ -190,7 +191,8 @@ class SequoiaCPUModelRunner(DraftingRunner):
         output = combine_outputs(
             self.sampler, trees, result, logits, target, metadata, self.input_batch.num_reqs
         )
-        self._count_predictions(output.sampled_token_ids, trees)
+        if self.drafter.foretold.counts:
+            self._count_predictions(output.sampled_token_ids, trees)
         self._commit(trees, result)
         self._verified = trees, result
         counted = trees.counted(result.accepted_nodes)

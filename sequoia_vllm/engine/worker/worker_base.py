@@ -96,21 +96,22 @@ class SequoiaWorker(AgreeingWorker):
         before = stats.drafting
         stats.steps += 1
         output = super().sample_tokens(grammar_output)
+        proposer = self._proposer
         if self._takes_single_steps and output is not EMPTY_MODEL_RUNNER_OUTPUT:
             drafts = self.take_draft_token_ids() or DraftTokenIds([], [])
         if self.use_v2_model_runner:
             self.model_runner.drafting_clock.end()
             drafting = self.model_runner.drafting_clock.ended()
             times, self.model_runner.step_times = self.model_runner.step_times, ()
-        else:
-            predicted = self._proposer.foretold.take_counts()
-        has_failed = self._proposer.has_failed
-        if has_failed:
+        elif proposer.foretold.counted:
+            predicted = proposer.foretold.take_counts()
+        if proposer.has_failed:
             self._draft_limit = 0
         paths, drafted = stats.take_paths(), stats.drafting - before
         outcome = StepOutcome(
-            paths, self._draft_limit, has_failed, drafts, drafting, drafted, times, predicted
-        )
+            paths, self._draft_limit, proposer.has_failed, drafts, drafting, drafted, times,
+            predicted,
+        )  # fmt: skip
         return attach_outcome(output, outcome)
 
     def sequoia_stats(self, reset: bool = False) -> dict[str, Any]:
