@@ -14,13 +14,13 @@ SHARED_MEMORY_LIMITS = {
 
 _NAMES = {
     "*bf16": """
-        a b convolved d draft_logits dt dt_bias history inputs kept key_cache output query
-        sinks value_cache weights
+        a b convolved d draft_logits dt dt_bias gates history inputs kept key_cache output
+        query sinks strengths value_cache weights
     """,
     "*fp32": """
         all_min_p all_temperatures all_top_p context_lse decays draft_stats
         draft_temperatures found frequency key_scale keys log_a lowest min_p partial_lse
-        partial_output partials presence repetition statistics target_temperatures
+        partial_output partials presence related repetition statistics target_temperatures
         temperature temperatures temperatures_out top_p updates value_scale
     """,
     "*i1": "ancestors invalid",
@@ -39,17 +39,17 @@ _NAMES = {
         requests rows sampled_tokens seeds seeds_out shifts slots target_tokens tokens
         tokens_out told
     """,
-    "fp32": "scale soft_cap",
+    "fp32": "lower_bound scale soft_cap",
     "i32": """
         accepted_stride ahead ancestors_stride at_once axis_stride bits_stride
         block_size branches children_stride columns context_lse_stride counts_stride depth
-        first first_node has_statistics ids_stride layer_rows length longest mask_token
+        first first_node gate_stride has_statistics ids_stride layer_rows length longest mask_token
         max_children max_len max_nodes max_positions max_requests max_trees most_nodes
         num_blocks num_invalid num_nodes_launched num_parts num_programs num_requests num_rows
         num_state_rows num_states num_visits of_all offsets_stride path_columns row_tiles
         rows_per_tree sampled_stride scored_stride slot_rows splits state_offset
-        stats_inner_stride stats_state_stride steps table_stride texts_stride told_columns
-        tree_size trees walks_sampled wave width window words_stride
+        stats_inner_stride stats_state_stride steps strength_stride table_stride texts_stride
+        told_columns tree_size trees walks_sampled wave width window words_stride
     """,
     "i32:16": """
         block_stride channels draft_inner_stride draft_state_stride dt_stride hidden

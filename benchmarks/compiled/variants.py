@@ -18,6 +18,7 @@ from sequoia_vllm.kernels import (
     draft_inputs,
     dynamic_trees,
     path_edits,
+    recurrent_channels,
     recurrent_heads,
     recurrent_tree,
     recurrent_tree_kernels,
@@ -302,9 +303,10 @@ def _dynamic_trees() -> list[Variant]:
 
 # -- recurrent layers, in bfloat16 -------------------------------------------------------
 
-# Heads of Qwen3-Next, and of Granite 4 Small.
+# Heads of Qwen3-Next, of Granite 4 Small, and of Kimi Linear.
 _GDN = {"HEADS": 16, "VALUE_HEADS": 32, "KEY": 128, "VALUE": 128}
 _MAMBA = {"HEADS": 1, "VALUE_HEADS": 128, "KEY": 128, "VALUE": 64}
+_KDA = {"HEADS": 32, "VALUE_HEADS": 32, "KEY": 128, "VALUE": 128}
 
 
 def _recurrent() -> list[Variant]:
@@ -322,13 +324,26 @@ def _recurrent() -> list[Variant]:
         **_GDN, "KEY_PART": recurrent_tree._COMMITTED_KEYS, "TYPE": tl.float32, "PATH": 16,
         "PART": 32,
     }  # fmt: skip
-    kernels = recurrent_tree_kernels
+    kernels, channels = recurrent_tree_kernels, recurrent_channels
+    relate: dict[str, Any] = {
+        "HEADS": 32, "KEY": 128, "VALUES": 32 * 128, "HAS_BOUND": False,
+        "ROWS": channels.ROWS_AT_ONCE,
+    }  # fmt: skip
+    of_bias, kda = {"dt_bias": "*fp32"}, channels.score_kda_kernel
     return [
         Variant("convolve nodes", kernels.convolve_nodes_kernel, constexprs=convolve),
         *(_scoring("score nodes", gdn, {}, _GDN, n) for n in (16, 64)),
         *(_scoring("score nodes of Mamba2", mamba, {"a": "*fp32"}, _MAMBA, n) for n in (16, 64)),
+        Variant("relate nodes", channels.relate_nodes_kernel, of_bias, relate),
+        *(_scoring("score nodes of Kimi Delta Attention", kda, {}, _KDA, n) for n in (16, 64)),
         Variant("commit inputs", kernels.commit_inputs_kernel, constexprs=inputs),
         Variant("commit states", kernels.commit_states_kernel, constexprs=states, num_stages=1),
+        Variant(
+            "commit states by channel",
+            kernels.commit_channels_kernel,
+            constexprs={**states, **_KDA},
+            num_stages=1,
+        ),
     ]
 
 

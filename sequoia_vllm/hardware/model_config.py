@@ -189,6 +189,8 @@ _HEADS = (
 
 def read_recurrent(config: Fields, layers: int) -> Recurrent | None:
     """The recurrent layers that a configuration describes; None: all layers only attend."""
+    if isinstance(states := config.value("linear_attn_config"), Mapping):
+        return _read_channels(Fields(states, config.name))
     names = next((each for each in _HEADS if config.value(each[0]) is not None), None)
     width = config.value("conv_L_cache")
     if names is None and width is None:
@@ -208,6 +210,15 @@ def read_recurrent(config: Fields, layers: int) -> Recurrent | None:
         heads = {"value_heads": 1, "value": inputs, "key": width - 1}
         return Recurrent(layers=found, heads=max(1, inputs // (2 * width - 2)), **heads)
     return Recurrent(layers=found, **_heads(config, names))
+
+
+def _read_channels(states: Fields) -> Recurrent | None:
+    """Layers of Kimi Delta Attention, whose decays and output gates have a low rank."""
+    if not (layers := states.value("kda_layers")):
+        return None
+    heads, size = states.count("num_heads"), states.count("head_dim")
+    sizes = {"heads": heads, "value_heads": heads, "key": size, "value": size}
+    return Recurrent(layers=len(layers), **sizes, gate_rank=size)
 
 
 def _heads(config: Fields, names: tuple[str, ...]) -> dict[str, int]:

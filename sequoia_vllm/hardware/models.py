@@ -29,7 +29,7 @@ class Experts(FileModel):
 
 class Recurrent(FileModel):
     """Recurrent layers, which have a state per request in place of keys and values: Gated
-    DeltaNet's, or Mamba2's, whose queries and keys are C and B."""
+    DeltaNet's, Kimi Delta Attention's, or Mamba2's, whose queries and keys are C and B."""
 
     layers: int = Field(ge=1, description="Layers of this kind.")
     attending: int | None = Field(default=None, ge=0)  # layers that attend; none: all others
@@ -37,6 +37,7 @@ class Recurrent(FileModel):
     value_heads: int = Field(ge=1, description="Heads of values.")
     key: int = Field(ge=1, description="Size of a key.")
     value: int = Field(ge=1, description="Size of a value.")
+    gate_rank: int = Field(default=0, ge=0)  # of two gates by channel; 0: others, of full rank
 
     @property
     def state_values(self) -> int:
@@ -46,8 +47,11 @@ class Recurrent(FileModel):
     def parameters(self, hidden: int) -> int:
         """Parameters: queries, keys, values and gates in, values out."""
         values = self.value_heads * self.value
-        width = 2 * self.heads * self.key + 3 * values + 2 * self.value_heads
-        return self.layers * hidden * width
+        width = 2 * self.heads * self.key + 2 * values + self.value_heads
+        gates = hidden * (values + self.value_heads)
+        if self.gate_rank:
+            gates = 2 * self.gate_rank * (hidden + values)
+        return self.layers * (hidden * width + gates)
 
     def scoring_operations(self, tokens: int) -> int:
         """Products of a request's tokens with states and keys, in all layers."""

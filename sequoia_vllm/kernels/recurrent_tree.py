@@ -6,9 +6,10 @@ A head's state S has V rows and K columns. Along a path its form is
     S_i = e^{G_i} S0 + sum over j of e^{G_i - G_j} u_j k_j^T
 
 with S0 the state before the tree, G_i the sum of the tokens' log decays from the root to node i,
-and j over node i and its ancestors. The kinds of layers differ in u: `recurrent_heads`. So a
-pass reads S0 once, and writes k, u and G of each node. The commit reads those of the accepted path
-and writes one state. Nothing of a rejected node reaches a state.
+and j over node i and its ancestors. The kinds of layers differ in u: `recurrent_heads`. Where
+decays are vectors, the form is that of `recurrent_channels`. So a pass reads S0 once, and writes k,
+u and G of each node. The commit reads those of the accepted path and writes one state. Nothing of a
+rejected node reaches a state.
 
 A pass is `convolve_nodes`, then the kind's own scores, in each layer; short convolutions have no
 more than the former. After verification `commit_nodes` serves all layers of a cache group. Nothing
@@ -26,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels.recurrent_tree_kernels import (
+    commit_channels_kernel,
     commit_inputs_kernel,
     commit_states_kernel,
     convolve_nodes_kernel,
@@ -58,10 +60,13 @@ class RecurrentHeads:
     value_heads: int  # heads of values, Hv, a multiple of H: each key head has equally many
     key: int  # size of a key, K: a power of two from 16 on
     value: int  # size of a value, V: a multiple of 16
+    by_channel: bool = False
+    """Whether a token's decay has a number for each channel of a key: then Hv is H."""
 
     def __post_init__(self) -> None:
         is_odd = self.key < _LEAST or self.key & (self.key - 1) or self.value % _LEAST
-        if is_odd or self.value_heads % self.heads:
+        of_one_key = self.value_heads // self.heads
+        if is_odd or self.value_heads % self.heads or (self.by_channel and of_one_key > 1):
             raise ValueError(
                 f"{self.heads} key heads of {self.key} and {self.value_heads} value heads of"
                 f" {self.value}: keys must be powers of two from {_LEAST} on, values multiples of"
@@ -88,7 +93,11 @@ class KeptNodes:
     inputs: Tensor  # ``[L, T, C]``: before the convolution, in the model's dtype
     keys: Tensor  # float32 ``[L, T, H, K]``: k
     updates: Tensor  # float32 ``[L, T, Hv, V]``: u
-    decays: Tensor  # float32 ``[L, T, Hv]``: G
+    decays: Tensor
+    """float32 ``[L, T, Hv]``: G; by channel ``[L, T, H, K]``: a token's own log decays, g."""
+    related: Tensor
+    """float32 ``[T, H, 2 K + 2 N]`` where decays are by channel: products within a pass, with N of
+    `MOST_RECURRENT_NODES`. All layers share it."""
 
     @staticmethod
     def empty(
@@ -97,19 +106,24 @@ class KeptNodes:
     ) -> "KeptNodes":  # fmt: skip
         """Memory for ``rows`` nodes in each of these layers."""
         sizes: list[tuple[int, ...]] = [(0,)] * 3
+        products: tuple[int, ...] = (0,)
         if shape is not None:
-            values = shape.value_heads
-            sizes = [(shape.heads, shape.key), (values, shape.value), (values,)]
+            values, keys = shape.value_heads, (shape.heads, shape.key)
+            sizes = [keys, (values, shape.value), keys if shape.by_channel else (values,)]
+            if shape.by_channel:
+                products = (rows, shape.heads, 2 * (shape.key + MOST_RECURRENT_NODES))
         inputs = torch.empty(layers, rows, channels, dtype=dtype, device=device)
         others = [
             torch.empty(layers, rows, *size, dtype=torch.float32, device=device) for size in sizes
         ]
+        others.append(torch.empty(products, dtype=torch.float32, device=device))
         return KeptNodes(shape, inputs, *others)
 
     @property
     def size_in_bytes(self) -> int:
         """Memory that it takes."""
-        return sum(each.nbytes for each in (self.inputs, self.keys, self.updates, self.decays))
+        kept = self.inputs, self.keys, self.updates, self.decays, self.related
+        return sum(each.nbytes for each in kept)
 
 
 @dataclass(frozen=True)
@@ -280,7 +294,8 @@ def commit_nodes(
         return
     states, key_part = caches.states[0], min(_COMMITTED_KEYS, shape.key)
     parts = shape.value // shape.part * (shape.key // key_part)
-    commit_states_kernel[(requests, layers * shape.value_heads, parts)](
+    commit_kernel: Any = commit_channels_kernel if shape.by_channel else commit_states_kernel
+    commit_kernel[(requests, layers * shape.value_heads, parts)](
         caches.state_addresses, caches.places, states.stride(0), kept.keys, kept.updates,
         kept.decays, rows, *path,
         TYPE=_TYPES[states.dtype], HEADS=shape.heads, VALUE_HEADS=shape.value_heads,

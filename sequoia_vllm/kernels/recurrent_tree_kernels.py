@@ -199,3 +199,40 @@ def commit_states_kernel(
             tl.store(blocks + edge_state * block_stride, at_edge.to(TYPE))
         final = _state_after(state, own_keys, own_updates, decay, tokens, PATH)
         tl.store(blocks + state_index * block_stride, final.to(TYPE))
+
+
+@triton.jit(do_not_specialize=_NUMBERS_OF_PATHS, do_not_specialize_on_alignment=_POINTERS_OF_PATHS)
+def commit_channels_kernel(
+    addresses, places, block_stride, keys, updates, decays, layer_rows,
+    state_indices, cu_nodes, accepted, accepted_stride, depth, block_table, table_stride,
+    context_lens, block_size,
+    TYPE: tl.constexpr, HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, KEY_PART: tl.constexpr, PATH: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """`commit_states_kernel` for decays by channel: token by token."""
+    request = tl.program_id(0)
+    layer = (tl.program_id(1) // VALUE_HEADS).to(tl.int64)
+    head = tl.program_id(1) % VALUE_HEADS
+    value = tl.program_id(2) // (KEY // KEY_PART) * PART + tl.arange(0, PART)
+    feature = tl.program_id(2) % (KEY // KEY_PART) * KEY_PART + tl.arange(0, KEY_PART)
+    first, num_nodes, state_index = rows_and_state(cu_nodes, state_indices, request)
+    _, tokens = _accepted_tokens(accepted, request, accepted_stride, depth, num_nodes, PATH)
+    if tokens > 0:
+        first += tl.load(places + layer).to(tl.int64) * layer_rows
+        accepted += request.to(tl.int64) * accepted_stride
+        blocks = tl.load(addresses + layer).to(tl.pointer_type(TYPE))
+        blocks += (head * VALUE + value[:, None]) * KEY + feature[None, :]
+        state = tl.load(blocks + state_index * block_stride).to(tl.float32)
+        to_edge, edge_state = _state_at_edge(
+            block_table, table_stride, context_lens, request, tokens, block_size
+        )
+        for step in range(tokens):
+            node = tl.load(accepted + step - 1, mask=step > 0, other=0)
+            row = first + node
+            at_key = (row * HEADS + head // (VALUE_HEADS // HEADS)) * KEY + feature
+            key, decay = tl.load(keys + at_key), tl.load(decays + at_key)
+            update = tl.load(updates + (row * VALUE_HEADS + head) * VALUE + value)
+            state = state * tl.exp(decay)[None, :] + update[:, None] * key[None, :]
+            if step + 1 == to_edge:
+                tl.store(blocks + edge_state * block_stride, state.to(TYPE))
+        tl.store(blocks + state_index * block_stride, state.to(TYPE))

@@ -1,9 +1,10 @@
 """Kinds of targets and of drafters on vLLM's GPU engine: tokens are plain vLLM's, from its graphs.
 
 Qwen3Next has Gated DeltaNet layers, GraniteMoeHybrid and NemotronH have Mamba2's, Lfm2 short
-convolutions and DeepseekV3 latent attention. MiMo's, Qwen3Next's and DeepseekV3's own MTP layers
-draft, and in "lookup" no model does. Qwen2-VL and Qwen3.5 read images: a draft that reads text
-drafts for the one, its MTP layer for the other, which has recurrent layers, too.
+convolutions, DeepseekV3 latent attention, KimiLinear both this and Kimi Delta Attention. MiMo's,
+Qwen3Next's and DeepseekV3's own MTP layers draft, and in "lookup" no model does. Qwen2-VL and
+Qwen3.5 read images: a draft that reads text drafts for the one, its MTP layer for the other, which
+has recurrent layers, too.
 """
 
 from functools import partial
@@ -21,6 +22,7 @@ from tests.support.expert_layers import save_experts
 from tests.support.generating import greedy_and_seeded, random_prompts, save_related_pair
 from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_gpu, gpu_environment
+from tests.support.kimi import rehearse_kimi_on_gpus, save_kimi_pair
 from tests.support.latents import rehearse_on_gpus, save_latent_layer, save_latent_pair
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.models import save_word_tokenizer
@@ -48,7 +50,8 @@ MTP = {
 MTP_OF_DEEPSEEK = "DeepseekV3's MTP layer"
 MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
 TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
-JOINED = ["Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", "DeepseekV3"]
+LATENT = ["DeepseekV3", "KimiLinear"]
+JOINED = ["Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", *LATENT]
 
 
 def params() -> list[Any]:
@@ -67,6 +70,9 @@ def save_pair(folder: Path, name: str) -> tuple[str, str]:
     if name == "DeepseekV3":
         rehearse_on_gpus()
         return save_latent_pair(folder)
+    if name == "KimiLinear":
+        rehearse_kimi_on_gpus()
+        return save_kimi_pair(folder)
     rehearse_as_on_gpus()
     return save_mamba_pair(folder, name, scale=0.1)
 
@@ -98,7 +104,7 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
         save_word_tokenizer(Path(path))
     texts = random_prompts(LENGTHS, VOCABULARY)
     options = {"model": pair[0], "skip_tokenizer_init": False}
-    plain = TRITON_MLA if name == "DeepseekV3" else {}
+    plain = TRITON_MLA if name in LATENT else {}
     with rehearsing(None, **options, **plain) as llm:
         answers = {"plain": generate(llm, texts, params())}
     config = sequoia(8, 3, draft=pair[1], dynamic_tree=name in ("Qwen3Next", "DeepseekV3"))

@@ -5,6 +5,7 @@ from itertools import chain
 import pytest
 import torch
 
+from sequoia_vllm.kernels.recurrent_channels import score_kda
 from sequoia_vllm.kernels.recurrent_heads import score_gdn, score_mamba
 from sequoia_vllm.kernels.recurrent_tree import (
     KeptNodes,
@@ -19,7 +20,7 @@ from tests.oracles import recurrence
 from tests.support.chessboard import chessboard
 
 WIDTH, BLOCKS = 4, 9
-KINDS = ["gdn", "mamba"]
+KINDS = ["gdn", "kda", "mamba"]
 
 
 def path_to(parents, node):
@@ -37,14 +38,17 @@ def random_tree(nodes, generator, reach):
 class Batch:
     """Requests with trees over two layers, whose states lie anywhere in a cache.
 
-    `kind`: "gdn", "mamba", or "conv", whose layers are convolutions alone.
+    `kind`: "gdn", "kda", "mamba", or "conv", whose layers are convolutions alone. Of "kda" the
+    second layer's gates have a bound.
     """
 
     def __init__(
         self, trees, counts, sizes=(2, 4, 16, 32), dtype=torch.float32, own=True, kind="gdn"
     ):
         self.generator = torch.Generator().manual_seed(0)
-        self.kind, self.shape = kind, RecurrentHeads(*sizes)
+        if kind == "kda":
+            sizes = (sizes[1], *sizes[1:])
+        self.kind, self.shape = kind, RecurrentHeads(*sizes, by_channel=kind == "kda")
         shape = self.shape
         self.counts, self.dtype = counts, dtype
         self.trees = trees if own else trees * len(counts)
@@ -61,13 +65,11 @@ class Batch:
             depth=max(int(each.sum(1).max()) for each in ancestors) - 1,
             state_indices=self.indices.int(),
         )
-        self.layers = [self.layer(has_bias) for has_bias in (False, True)]
+        self.layers = [self.layer(is_second) for is_second in (False, True)]
         self.inputs = [self.random(self.rows, shape.channels) for _ in range(2)]
-        of_kind = {"gdn": 2, "mamba": 1, "conv": 0}[kind]
-        self.gates = [
-            [self.random(self.rows, shape.value_heads) * 3 for _ in range(of_kind)]
-            for _ in range(2)
-        ]
+        one, by_channel = (shape.value_heads,), (shape.heads * shape.key,)
+        of_kind = {"gdn": [one, one], "kda": [by_channel, one], "mamba": [one], "conv": []}[kind]
+        self.gates = [[self.random(self.rows, *size) * 3 for size in of_kind] for _ in range(2)]
         # Channels first in a block, as vLLM can keep them; a page has more than the state.
         self.history = [
             self.random(BLOCKS, shape.channels, WIDTH - 1).transpose(1, 2) for _ in range(2)
@@ -82,14 +84,18 @@ class Batch:
         heads = shape if kind != "conv" else None
         self.kept = KeptNodes.empty(heads, shape.channels, 2, self.rows + 3, dtype, "cpu")
 
-    def layer(self, has_bias):
+    def layer(self, is_second):
         shape = self.shape
         weights = self.random(shape.channels, WIDTH)
-        bias = self.random(shape.channels) if has_bias else None
+        bias = self.random(shape.channels) if is_second else None
         if self.kind == "conv":
             return recurrence.Convolution(weights, bias)
         heads, sizes = (shape.heads, shape.value_heads), (shape.key, shape.value)
         each = [self.random(shape.value_heads) for _ in range(3)]
+        if self.kind == "kda":
+            bound, dt_bias = -5.0 if is_second else None, self.random(shape.heads * shape.key)
+            log_a = each[0].float() * 2
+            return recurrence.KdaLayer(weights, bias, log_a, dt_bias, bound, heads[0], sizes)
         if self.kind == "gdn":
             return recurrence.GdnLayer(weights, bias, each[0].float(), each[1], heads, sizes)
         return recurrence.MambaLayer(weights, bias, -each[0].float().exp(), *each[1:], heads, sizes)
@@ -110,10 +116,17 @@ class Batch:
                 output = mixed
             else:
                 more |= {"states": self.states[place], "output": output}
-            if self.kind == "gdn":
+            beside = torch.zeros(self.rows, 3)  # of one projection
+            if self.kind == "kda":
+                gates, strengths = self.gates[place]
+                gates = torch.cat([beside, gates, beside], dim=1)[:, 3:-3]
+                gates = gates.unflatten(1, (self.shape.heads, self.shape.key))
+                strengths = torch.cat([beside, strengths], dim=1)[:, 3:]
+                of_layer = layer.log_a, layer.dt_bias, layer.lower_bound
+                score_kda(mixed, gates, strengths, *of_layer, **more)
+            elif self.kind == "gdn":
                 score_gdn(mixed, *self.gates[place], layer.log_a, layer.dt_bias, **more)
             elif self.kind == "mamba":
-                beside = torch.zeros(self.rows, 3)  # of one projection
                 [dt] = self.gates[place]
                 dt = torch.cat([beside, dt, beside], dim=1)[:, 3:-3]
                 score_mamba(mixed, dt, layer.a, layer.d, layer.dt_bias, **more)
@@ -180,7 +193,12 @@ def test_large_trees(kind, reach):
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("gdn", (1, 2, 128, 128)), ("mamba", (1, 2, 128, 80)), ("mamba", (2, 2, 256, 64))],
+    [
+        ("gdn", (1, 2, 128, 128)),
+        ("kda", (2, 2, 128, 128)),
+        ("mamba", (1, 2, 128, 80)),
+        ("mamba", (2, 2, 256, 64)),
+    ],
 )
 def test_sizes_of_heads_that_models_have(kind, sizes):
     check(Batch([[-1, 0, 1, 0]], [4], sizes=sizes, own=False, kind=kind), tolerance=2e-4)
@@ -207,7 +225,8 @@ def test_what_is_not_finite_reaches_only_the_nodes_below(kind, value):
             others = torch.ones(16, dtype=torch.bool)
             others[below] = False
             torch.testing.assert_close(output[others], finite[others])
-            if kind != "conv" and not (kind == "mamba" and value > 0):
+            # A state of these kinds that decays to nothing is finite.
+            if kind != "conv" and not (kind in ("kda", "mamba") and value > 0):
                 assert not output[below].isfinite().flatten(1).all(dim=1).any()
         for state, finite in zip(kept, states, strict=True):
             torch.testing.assert_close(state, finite)
@@ -315,10 +334,14 @@ def test_what_nodes_leave_takes_the_bytes_of_k_u_and_g():
     kept = KeptNodes.empty(RecurrentHeads(16, 32, 128, 128), 8192, 3, 5, torch.bfloat16, "cpu")
     per_node = 2 * 8192 + 4 * (16 * 128 + 32 * 128 + 32)
     assert kept.size_in_bytes == 3 * 5 * per_node
+    by_channel = RecurrentHeads(32, 32, 128, 128, by_channel=True)
+    kept = KeptNodes.empty(by_channel, 12288, 3, 5, torch.bfloat16, "cpu")
+    per_node = 2 * 12288 + 4 * 3 * 32 * 128
+    assert kept.size_in_bytes == 5 * (3 * per_node + 4 * 32 * 2 * (128 + 64))
 
 
 def test_what_does_not_fit_is_refused():
-    for sizes in [(2, 3, 16, 16), (1, 1, 24, 16), (1, 1, 16, 8)]:
+    for sizes in [(2, 3, 16, 16), (1, 1, 24, 16), (1, 1, 16, 8), (1, 2, 16, 16, True)]:
         with pytest.raises(ValueError, match="powers of two"):
             RecurrentHeads(*sizes)
     with pytest.raises(ValueError, match="alike"):

@@ -67,6 +67,43 @@ class GdnLayer(Convolution):
 
 
 @dataclass
+class KdaLayer(Convolution):
+    """A layer of Kimi Delta Attention: ``[H]`` and ``[H * K]``; the gates' bound, or None.
+
+    A token's inputs are queries, keys ``[H, K]`` each and values ``[H, V]``, flat. Its gates are
+    ``[H * K]`` and ``[H]``, its state is ``[H, V, K]``.
+    """
+
+    log_a: Tensor
+    dt_bias: Tensor
+    lower_bound: float | None
+    heads: int
+    sizes: tuple[int, int]
+
+    def step(self, window, state, gates, strengths):  # type: ignore[no-untyped-def, override]
+        """See `Convolution.step`; the output is ``[H, V]``."""
+        heads, (key_size, value_size) = self.heads, self.sizes
+        mixed = functional.silu(self.mixed(window))
+        keys = heads * key_size
+        query, key, value = mixed.split([keys, keys, heads * value_size])
+        query, key = (
+            each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+            for each in (query.view(heads, key_size), key.view(heads, key_size))
+        )
+        gates = (gates.double() + self.dt_bias.double()).view(heads, key_size)
+        rate = self.log_a.double().exp()[:, None]
+        if self.lower_bound is None:
+            decay = torch.exp(-rate * functional.softplus(gates))
+        else:
+            decay = torch.exp(self.lower_bound * torch.sigmoid(rate * gates))
+        state = state.double() * decay[:, None, :]
+        missing = value.view(heads, value_size) - torch.einsum("hvk,hk->hv", state, key)
+        update = strengths.double().sigmoid()[:, None] * missing
+        state = state + torch.einsum("hv,hk->hvk", update, key)
+        return torch.einsum("hvk,hk->hv", state, query) * key_size**-0.5, state
+
+
+@dataclass
 class MambaLayer(Convolution):
     """A Mamba2 layer: A, D and the steps' bias, ``[Hv]`` each; numbers and sizes of its heads.
 

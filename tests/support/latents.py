@@ -13,7 +13,7 @@ from tests.support.expert_layers import add_layer
 from tests.support.models import save_pair
 
 VOCABULARY = 64
-_SHARED: dict[str, Any] = {
+SHARED: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 64,
     "num_attention_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0,
     "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False,
@@ -46,7 +46,7 @@ def save_latent_pair(
     import transformers
 
     torch.manual_seed(0)
-    shared = {**_SHARED, "vocab_size": vocab}
+    shared = {**SHARED, "vocab_size": vocab}
     of_target = getattr(transformers, f"{kind}Config")(
         **shared, **_KINDS[kind], num_hidden_layers=2, num_key_value_heads=2, q_lora_rank=16,
         kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
@@ -56,7 +56,7 @@ def save_latent_pair(
     of_draft = LlamaConfig(**shared, num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
     target = getattr(transformers, f"{kind}ForCausalLM")(of_target).float()
     draft = LlamaForCausalLM(of_draft).float()
-    embeddings = torch.randn(vocab, _SHARED["hidden_size"])
+    embeddings = torch.randn(vocab, SHARED["hidden_size"])
     for model in (target, draft):
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
@@ -98,10 +98,10 @@ def rehearse_on_gpus() -> None:
     os.environ["VLLM_USE_FUSED_MOE_GROUPED_TOPK"] = "0"
     TritonMLABackend.supported_dtypes = [torch.float32]
     StandInPlatform.get_mla_prefill_backend_cls = classmethod(lambda *_: CPUSDPAMLAPrefillBackend)
-    TritonMLAImpl.do_kv_cache_update = _write_latents
+    TritonMLAImpl.do_kv_cache_update = write_latents
 
 
-def _write_latents(
+def write_latents(
     _: Any, latents: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor,
     slots: torch.Tensor, *args: Any,
 ) -> None:  # fmt: skip

@@ -101,7 +101,7 @@ def run_in_float32() -> None:
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent
 
     # The interpreter replaces functions in Triton's module, and not this other name for one.
-    fused_recurrent.exp = _exponential
+    fused_recurrent.exp = exponential
     layers.fla_chunk_gated_delta_rule = layers.fi_chunk_gated_delta_rule = read_prompts
     run_without_dependent_launches()
     attention = layers.QwenGatedDeltaNetAttention
@@ -114,6 +114,12 @@ def run_chains() -> None:
     The operator for CPUs, which vLLM puts in its place here, knows one token per request.
     """
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
+
+    layers.causal_conv1d_update = convolves_on_gpus()
+
+
+def convolves_on_gpus() -> Any:
+    """vLLM's Triton `causal_conv1d_update`, in whose place it puts another one on CPUs."""
     from vllm.model_executor.layers.mamba.ops import causal_conv1d
     from vllm.platforms import current_platform
 
@@ -121,7 +127,7 @@ def run_chains() -> None:
     as_on_gpus = importlib.util.module_from_spec(spec)
     with patched(type(current_platform), "is_cpu", lambda _: False):
         spec.loader.exec_module(as_on_gpus)
-    layers.causal_conv1d_update = as_on_gpus.causal_conv1d_update
+    return as_on_gpus.causal_conv1d_update
 
 
 def run_without_dependent_launches() -> None:
@@ -143,8 +149,15 @@ def rehearse_in_float32() -> None:
 
 
 @triton.jit
-def _exponential(value):
+def exponential(value):
+    """Stands for a name that vLLM gives to Triton's own function."""
     return tl.exp(value)
+
+
+@triton.jit
+def logarithm(value):
+    """Stands for a name that vLLM gives to Triton's own function."""
+    return tl.log(value)
 
 
 def read_prompts(

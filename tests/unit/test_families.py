@@ -288,7 +288,11 @@ def test_recurrent_models_of_vllm_are_known_by_their_architecture():
     assert served > {"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration"}
     # Of those that are served the layers are of classes that ours extend.
     files = {name: Path(registry.__file__).with_name(f"{models[name][0]}.py") for name in served}
-    extended = ("QwenGatedDeltaNetAttention(", "MambaMixer2(", "ShortConv(")
+    # Kimi Linear's are in a package of models.
+    files["KimiLinearForCausalLM"] = Path(vllm.__file__).parent / "models/kimi_k3/nvidia/model.py"
+    extended = (
+        "QwenGatedDeltaNetAttention(", "KimiGatedDeltaNetAttention", "MambaMixer2(", "ShortConv(",
+    )  # fmt: skip
     others = {
         name for name, file in files.items() if not any(x in file.read_text() for x in extended)
     }

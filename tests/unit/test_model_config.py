@@ -220,6 +220,28 @@ def test_mamba2_layers_are_counted_as_recurrent():
     assert (in_parallel.attention_layers, in_parallel.recurrent.layers) == (40, 40)
 
 
+def test_kimi_delta_attention_is_counted_as_recurrent():
+    """Kimi Linear 48B-A3B: 20 of its 27 layers."""
+    found = shape({
+        "model_type": "kimi_linear", "num_hidden_layers": 27, "hidden_size": 2304,
+        "intermediate_size": 9216, "num_attention_heads": 32, "head_dim": 72, "vocab_size": 163840,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1,
+        "moe_intermediate_size": 1024, "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+        },
+    })  # fmt: skip
+    assert (found.attention_layers, found.recurrent.layers, found.experts.layers) == (7, 20, 26)
+    assert found.recurrent.state_values == 20 * 32 * 128 * 128
+    # Queries, keys, values and outputs of 4,096, two gates of rank 128, and strengths.
+    layer = 2304 * (4 * 4096 + 32) + 2 * 128 * (2304 + 4096)
+    assert found.recurrent.parameters(2304) == 20 * layer
+    assert 48e9 < found.parameters < 50e9  # 48 by its card, 3 of them active
+    assert 2.5e9 < found.matmul_parameters < 3.5e9
+
+
 NEMOTRON_3_NANO = {
     "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 2688, "head_dim": 128,
     "intermediate_size": 1856, "num_attention_heads": 32, "num_key_value_heads": 2,

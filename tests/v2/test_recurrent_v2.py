@@ -1,11 +1,11 @@
 """Trees over recurrent layers and latent attention with what GPUs have, in float32.
 
-The targets are Qwen3Next (Gated DeltaNet), GraniteMoeHybrid, NemotronH and FalconH1 (Mamba2), Lfm2
-(short convolutions) and DeepseekV3 (latent attention).
-Plain tokens are those of vLLM's own engine, with its code for GPUs, but for Mamba2's decoding.
-Prompts of layers with states are read by a recurrence of ours in both
-(`tests.support.recurrent.run_in_float32`, `tests.support.mamba.run_as_on_gpus`), and those of
-latent attention by the CPU's code.
+The targets are Qwen3Next (Gated DeltaNet), KimiLinear (Kimi Delta Attention and latent attention),
+GraniteMoeHybrid, NemotronH and FalconH1 (Mamba2), Lfm2 (short convolutions) and DeepseekV3 (latent
+attention). Plain tokens are those of vLLM's own engine, with its code for GPUs, but for Mamba2's
+decoding. Prompts of layers with states are read by a recurrence of ours in both
+(`tests.support.recurrent.run_in_float32`, `tests.support.kimi.run_kimi_as_on_gpus`,
+`tests.support.mamba.run_as_on_gpus`), and those of latent attention by the CPU's code.
 """
 
 import os
@@ -26,6 +26,7 @@ from tests.support.generating import (
     resumed,
 )
 from tests.support.interpreted import call_on_v2
+from tests.support.kimi import run_kimi_as_on_gpus, save_kimi_pair
 from tests.support.latents import save_latent_pair
 from tests.support.mamba import run_as_on_gpus, save_mamba_pair
 from tests.support.recurrent import VOCABULARY, run_in_float32, save_hybrid_pair
@@ -36,14 +37,18 @@ OPTIONS = {"skip_tokenizer_init": True, "block_size": 16, "enable_prefix_caching
 LENGTHS = [9, 40, 23, 70]
 TOKENS, ENDS = 30, 6
 SIZE, LARGE = 8, 64
+LATENTS, KIMI = "DeepseekV3", "KimiLinear"
 # Layers with states, and what a node leaves in each, in numbers: inputs of 96 channels, a key (or
 # B) of 16, and two heads' updates of 32 and decays; of convolutions inputs alone.
 LAYERS = {"FalconH1": 3}
-LEFT = {"Lfm2": 64}
-LATENTS = "DeepseekV3"
+# Kimi Linear's nodes leave two keys, updates and decays of 16. Products that its two layers share
+# take 160 in each of two heads.
+LEFT = {"Lfm2": 64, KIMI: 96 + 3 * 32 + 160}
+# Beside latents and states vLLM's blocks have 128 tokens.
+LONGER = {KIMI: 96}
 RUN = {
     "Qwen3Next": "GdnTreeLayer", "FalconH1": "TritonTreeImpl", "Lfm2": "ConvTreeLayer",
-    LATENTS: "MLATreeImpl",
+    KIMI: "KdaTreeLayer", LATENTS: "MLATreeImpl",
 }  # fmt: skip
 # `tests/kernels` has the trees of Mamba2's and convolutions' states in every run.
 MAMBAS = ("GraniteMoeHybrid", "Lfm2", "NemotronH", "FalconH1")
@@ -74,6 +79,9 @@ def save_pair(models: str, name: str) -> tuple[str, str]:
     """Saves a target and a draft that is often right, and lets vLLM run them here."""
     if name == LATENTS:
         return save_latent_pair(Path(models))
+    if name == KIMI:
+        run_kimi_as_on_gpus()
+        return save_kimi_pair(Path(models))
     if name != "Qwen3Next":
         run_as_on_gpus()
         return save_mamba_pair(Path(models), name)
@@ -83,7 +91,8 @@ def save_pair(models: str, name: str) -> tuple[str, str]:
 
 def generate_all(models: str, name: str) -> dict[str, Any]:
     target, draft = save_pair(models, name)
-    prompts, options = random_prompts(LENGTHS, VOCABULARY), {"model": target, **OPTIONS}
+    lengths = [length + LONGER.get(name, 0) for length in LENGTHS]
+    prompts, options = random_prompts(lengths, VOCABULARY), {"model": target, **OPTIONS}
     answers: dict[str, Any] = {"name": name}
     with running(None, **options) as llm:
         outputs = llm.generate(prompts, params(), use_tqdm=False)
@@ -92,7 +101,7 @@ def generate_all(models: str, name: str) -> dict[str, Any]:
     blocks = 14 if name == LATENTS else 12
     pressed = {
         "num_gpu_blocks_override": blocks, "max_num_batched_tokens": 48,
-        "max_model_len": LENGTHS[-1] + TOKENS,  # no room for trees at the last one's end
+        "max_model_len": lengths[-1] + TOKENS,  # no room for trees at the last one's end
     }  # fmt: skip
     with running(whole_trees(SIZE, draft=draft), **pressed, **options) as llm:
         answers["pressed"] = {**generate_on(llm, prompts, params()), "states": states_of(llm)}
@@ -125,7 +134,7 @@ def generate_whole(models: str) -> dict[str, Any]:
 
 
 AGAIN = [pytest.param(name, marks=pytest.mark.sharded) for name in MAMBAS]
-KINDS = ["Qwen3Next", LATENTS, *AGAIN]
+KINDS = ["Qwen3Next", KIMI, LATENTS, *AGAIN]
 answers = called_once(call_on_v2, generate_all, ("name", KINDS), gpu_attention=True)
 
 

@@ -98,7 +98,9 @@ class GPUTreeBackend(TreeBackend):
     @contextmanager
     def replace_attention(self) -> Iterator[None]:
         """Replaces what our classes extend, and backends that trees cannot use."""
-        ours = GdnTreeLayer, MambaTreeLayer, ConvTreeLayer
+        from sequoia_vllm.engine.v2.attention.kda_layers import KdaTreeLayer
+
+        ours = GdnTreeLayer, KdaTreeLayer, MambaTreeLayer, ConvTreeLayer
         with replaced_backends(CLASSES), replaced_layers(*ours):
             yield
 

@@ -142,6 +142,7 @@ class RecurrentTreeLayer:
     prefix: str
     kv_cache: tuple[Tensor, ...]
     conv1d: Any
+    get_state_dtype: Callable[[], tuple[torch.dtype, ...]]  # vLLM's, inputs' first
     kept: KeptNodes  # what nodes leave for the commit; set once layers are loaded
     place: int  # which of its layers this is
 
@@ -245,10 +246,9 @@ class NodeStates:
     def __init__(self, layers: dict[str, RecurrentTreeLayer], rows: int) -> None:
         self._layers = layers
         [shape] = {layer.shape for layer in layers.values()}
-        [weight, *_] = [layer.convolution.weight for layer in layers.values()]
-        self.kept = KeptNodes.empty(
-            shape, len(weight), len(layers), rows, weight.dtype, weight.device
-        )
+        [first, *_] = layers.values()
+        weight, [dtype, *_] = first.convolution.weight, first.get_state_dtype()
+        self.kept = KeptNodes.empty(shape, len(weight), len(layers), rows, dtype, weight.device)
         for place, layer in enumerate(layers.values()):
             layer.kept, layer.place = self.kept, place
         self._groups: list[tuple[str, RecurrentStates]] = []

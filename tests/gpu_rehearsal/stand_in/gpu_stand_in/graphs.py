@@ -172,6 +172,10 @@ class CUDAGraph:
         assert not self._is_captured
         self._pool = pool
         self.kind = _capturing_class()
+        # vLLM cuts a model before it is captured, or while it is.
+        from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+
+        self.is_piece = self.kind == PIECE or BreakableCUDAGraphCapture.is_active()
         _graphs_by_pool[pool].add(self)
         _capturing = self
         self._recorder = _Recorder(self)
@@ -226,9 +230,9 @@ class CUDAGraph:
         replayed[self.kind] += 1
         _write_report()
         # The pieces of a model hand each other their results, in memory of one pool.
-        pieces = self.kind == PIECE
+        pieces = self.is_piece
         for other in _graphs_by_pool[self._pool]:
-            if other is self or not (pieces and other.kind == PIECE):
+            if other is self or not (pieces and other.is_piece):
                 other._poison()
         self._is_poisoned = False
         for entry in self._record:
