@@ -277,13 +277,13 @@ def test_tests_that_start_engines_say_so():
 # Lines of Python in each room when its ceiling was last set. They may grow by `SLACK` until then.
 # `python -m tests.unit.test_architecture` prints today's: set them with each release.
 LINES = {
-    "adaptation": 915, "attention": 408, "bench": 1_863, "benchmarks": 6_083, "calibration": 582,
-    "cli": 2_588, "drafters": 1_558, "drafting": 1_414, "engine": 12_260, "examples": 1_947,
-    "hardware": 2_675, "kernels": 4_752, "library": 1_005, "measuring": 805, "metrics": 480,
-    "sequoia_vllm": 1_393, "step": 828, "tests": 46_095, "tree": 619, "verification": 1_291,
+    "adaptation": 1_032, "attention": 408, "bench": 1_864, "benchmarks": 6_474, "calibration": 582,
+    "cli": 2_588, "drafters": 1_559, "drafting": 1_414, "engine": 12_808, "examples": 1_947,
+    "hardware": 2_691, "kernels": 5_003, "library": 1_004, "measuring": 812, "metrics": 486,
+    "sequoia_vllm": 1_403, "step": 870, "tests": 47_291, "tree": 619, "verification": 1_341,
     "verifying": 513, "vocabulary": 376,
 }  # fmt: skip
-SLACK, MOST = 1.15, 96_000  # of a room; of all
+SLACK, MOST = 1.03, 93_300  # of a room; of all
 
 
 def lines_by_room() -> dict[str, int]:
