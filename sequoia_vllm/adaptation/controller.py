@@ -175,7 +175,7 @@ class DraftController:
             return trees
         drafting = self._drafting.get(scored, 0.0)
         # Where drafts were to be scored and none was, the draft may still read what it missed.
-        if step.prompts == 0 and (trees or scored == 0):
+        if step.prompts == 0 and not step.is_told and (trees or scored == 0):
             seconds: float | None = step.seconds
             if not steady:  # it grew another number than it scored
                 is_timed = step.drafting > 0 or step.drafts == 0
@@ -188,7 +188,8 @@ class DraftController:
             if seconds is not None:
                 self._times.add(scored, step.batch_size, seconds, step.context)
         without = self._times.seconds(scored, step.batch_size, step.context)
-        self._prompts.add(step, step.seconds, without, drafting)
+        if not step.is_told:
+            self._prompts.add(step, step.seconds, without, drafting)
         self._gain.add(step, step.seconds, trees, self._times, drafting)
         self.speedup = self._gain.value
         return trees
@@ -305,7 +306,7 @@ class DraftController:
         probe.trees += trees
         probe.seen += step.scored == step.drafts == probe.drafts
         decided, batch_size = self.decided(step.batch_size), step.batch_size
-        if step.seconds is not None and step.prompts == 0:
+        if step.seconds is not None and step.prompts == 0 and not step.is_told:
             # What the decided number of drafts would have taken for the same tokens.
             usual = self._times.seconds(decided, batch_size, step.context)
             tokens = self._tokens()[self._chosen[batch_size]]

@@ -57,15 +57,14 @@ class ToldBranches:
     """Chooses between drafted trees and branches, for all requests of an engine.
 
     Attributes:
-        predictions, texts: What became of the tokens that users foretold, and of those that
-            requests' own texts told.
+        predictions: What became of the tokens that users foretold.
 
     Args:
         knee: See `pass_seconds`.
     """
 
     def __init__(self, knee: float = KNEE_CPU) -> None:
-        self.predictions, self.texts = Survival(), Survival()
+        self.predictions = Survival()
         self._knee = knee
         self._drafted = 1.0  # nodes of a drafted tree that are accepted
         self._steps = 0  # with such trees
@@ -77,16 +76,14 @@ class ToldBranches:
         self._drafted += (accepted - self._drafted) * weight
 
     def depth(
-        self, told: Survival, run: int, credit: int, most: int, tree_depth: int, drafts: int,
-        requests: int,
-    ) -> int:  # fmt: skip
+        self, run: int, credit: int, most: int, tree_depth: int, drafts: int, requests: int
+    ) -> int:
         """Tokens of the branch that pays most; 0: the drafted tree pays more.
 
         A branch has at most twice as many tokens as match before it, or as came true lately. So a
         wrong text costs little.
 
         Args:
-            told: Of what tells the tokens.
             run: Tokens that match before them.
             credit: Told tokens of the request that came true lately.
             most: Most tokens of the branch.
@@ -97,7 +94,7 @@ class ToldBranches:
         most = min(most, 2 * run, 2 * credit)
         if most <= tree_depth:
             return 0
-        chances = told.chances(run, most)
+        chances = self.predictions.chances(run, most)
         within = chances[:tree_depth]
         drafted = 1 + within.sum() + (1 - within[-1]) * self._drafted
         tokens = 1 + chances.cumsum()

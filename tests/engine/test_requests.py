@@ -223,7 +223,7 @@ def passes():
     def reads(_, committed):
         trace.append((len(committed.counts), len(committed.tokens)))
 
-    def grows(_, contexts, slots, table, tokens, *more):
+    def grows(_, roots, tokens, *more):
         trace.append((len(tokens), tokens.numel()))
 
     with (

@@ -208,7 +208,7 @@ def test_branches_below_the_trees_last_level_keep_the_law(tiny_pair, verificatio
     target, draft = tiny_pair
     lengths = []
 
-    def deepest(self, told, run, credit, most, *tree) -> int:
+    def deepest(self, run, credit, most, *tree) -> int:
         lengths.append(most if most > 1 else 0)
         return lengths[-1]
 

@@ -9,7 +9,7 @@ from sequoia_vllm.verification.prediction import Prediction
 
 def depth(branches: ToldBranches, run: int, **changed) -> int:
     usual = {"credit": MOST_TOLD, "most": MOST_TOLD, "tree_depth": 4, "drafts": 15, "requests": 1}
-    return branches.depth(branches.predictions, run, **{**usual, **changed})
+    return branches.depth(run, **{**usual, **changed})
 
 
 def test_a_token_is_expected_as_laplace_says():
@@ -66,7 +66,6 @@ def test_a_tree_stays_where_it_is_expected_to_bring_more():
     for _ in range(100):
         branches.predictions.count(32, 0, True)
     assert depth(branches, 32, drafts=4) == 0
-    assert branches.depth(branches.texts, 32, 32, MOST_TOLD, 4, 4, 1) > 4
 
 
 def steps(text: list[int], written: np.ndarray, tree: int = 4, deep: bool = True) -> int:

@@ -113,19 +113,17 @@ class SchedulerAdapter:
             contexts = [new.num_computed_tokens for new in scheduled.scheduled_new_reqs]
             contexts += scheduled.scheduled_cached_reqs.num_computed_tokens
             preempted = scheduled.preempted_req_ids or set()
-            seconds = None if self._before is None else now - self._before
-            if scored > requests * self._drafts:  # told branches: no number of drafts takes so long
-                seconds = None
             step = Step(
                 batch_size=requests,
                 drafts=drafts,
                 before=self._drafts,
-                seconds=seconds,
+                seconds=None if self._before is None else now - self._before,
                 workload=self._workload(),
                 gained=gained,
                 prompts=max(scheduled.total_num_scheduled_tokens - requests - scored, 0),
                 context=sum(contexts),
                 preempted=len(preempted - self._reset),
+                is_told=scored > requests * self._drafts,
             )
             self._open.append((step, self._follows))
             self._drafts = drafts

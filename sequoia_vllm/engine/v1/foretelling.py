@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_vllm.adaptation.told_branches import MOST_TOLD, Survival, ToldBranches
+from sequoia_vllm.adaptation.told_branches import MOST_TOLD, ToldBranches
 from sequoia_vllm.engine.common.step_messages import Predicted
 from sequoia_vllm.engine.core.prediction_option import foretold, is_counted
 from sequoia_vllm.step.score import BARE_ROOT, StepState
@@ -25,7 +25,6 @@ class _Told:
 
     tokens: NDArray[np.int64]
     run: int  # tokens that match before them
-    survival: Survival  # of what tells them
     length: int
     credit: int
     """Told tokens of the request that came true lately: each other token leaves half."""
@@ -119,17 +118,17 @@ class ForetoldTexts:
             given = torch.from_numpy(texts), torch.arange(len(rows)), torch.from_numpy(lengths)
             told, runs = continuations(*given, told.shape[1])
         for place, name in enumerate(names):
-            text, run, survival = texts[place, : lengths[place]], runs[place], self.branches.texts
+            if (prediction := self._predictions.get(name)) is None:
+                continue
+            text, tokens = texts[place, : lengths[place]], np.empty(0, dtype=np.int64)
             credit = self._count(name, text)
-            if (prediction := self._predictions.get(name)) is not None:
-                prediction.follow(text[prompts[place] :])
-                if not prediction.is_lost and prediction.run >= run:
-                    told[place] = torch.from_numpy(prediction.told(told.shape[1]))
-                    run, survival = prediction.evidence, self.branches.predictions
-            tokens = told[place].numpy()
-            unreadable = np.flatnonzero((tokens < 0) | (tokens >= self._vocabulary))
-            tokens = tokens[: unreadable[0]] if len(unreadable) else tokens
-            self._told[name] = _Told(tokens, int(run), survival, len(text), credit)
+            prediction.follow(text[prompts[place] :])
+            if not prediction.is_lost and prediction.run >= runs[place]:
+                tokens = prediction.told(told.shape[1])
+                told[place] = torch.from_numpy(tokens)
+                unreadable = np.flatnonzero((tokens < 0) | (tokens >= self._vocabulary))
+                tokens = tokens[: unreadable[0]] if len(unreadable) else tokens
+            self._told[name] = _Told(tokens, prediction.evidence, len(text), credit)
         self.told[torch.from_numpy(rows)] = told
 
     def _count(self, name: str, text: NDArray[np.int32]) -> int:
@@ -140,7 +139,7 @@ class ForetoldTexts:
         differs = np.flatnonzero(new != before.tokens[: len(new)])
         hits = int(differs[0]) if len(differs) else len(new)
         has_failed = hits < len(new)
-        before.survival.count(before.run, hits, has_failed)
+        self.branches.predictions.count(before.run, hits, has_failed)
         credit = min(before.credit + hits, _MOST_CREDIT)
         return credit // 2 if has_failed else credit
 
@@ -160,9 +159,10 @@ class ForetoldTexts:
         """
         lengths = np.zeros(len(names), dtype=np.int64)
         for place, name in enumerate(names):
-            told = self._told[name]
+            if (told := self._told.get(name)) is None:  # its own text alone makes none
+                continue
             lengths[place] = self.branches.depth(
-                told.survival, told.run, told.credit, min(len(told.tokens), most[place]),
+                told.run, told.credit, min(len(told.tokens), most[place]),
                 tree_depth, drafts, len(names),
             )  # fmt: skip
         return lengths

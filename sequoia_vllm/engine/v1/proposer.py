@@ -30,7 +30,6 @@ from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
 from sequoia_vllm.step.grow import (
     DraftSampling,
     GrownTrees,
-    LogitsAt,
     grow,
     grow_dynamic,
     grow_told,
@@ -222,7 +221,7 @@ class TreeProposerV1(DraftModelProposer):
     def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> GrownTrees:
         """Grows one tree per request, with the engine's topology."""
         told = self.foretold.told_of(roots.requests, levels.tree.depth)
-        logits_at = self._logits_at(roots, levels)
+        logits_at = partial(self._level_logits, roots)
         grown = grow(levels, roots.tokens, roots.logits, told, sampling, logits_at)
         take_from_rank0(grown.tokens)
         return grown
@@ -236,7 +235,7 @@ class TreeProposerV1(DraftModelProposer):
         """
         growth = DynamicGrowth(roots.tokens, levels.tree.size, levels.tree.depth)
         told = self.foretold.told_of(roots.requests, growth.depth)
-        logits_at = self._logits_at(roots, levels)
+        logits_at = partial(self._level_logits, roots)
         own = grow_dynamic(growth, roots.logits, told, logits_at, most, deepest)
         together = torch.stack([own.tokens, own.parents, own.places])
         take_from_rank0(together)
@@ -248,31 +247,22 @@ class TreeProposerV1(DraftModelProposer):
         told = self.foretold.told_of(roots.requests, int(lengths.max()))
         return grow_told(roots.tokens, told, torch.from_numpy(lengths))
 
-    def _logits_at(self, roots: RootsV1, levels: DraftLevels) -> LogitsAt:
-        """The draft's logits at the nodes of these requests' trees, which lie behind the roots."""
-        requests = roots.requests
-        if isinstance(self.drafter, TextDrafterV1):
-            return lambda tokens, *_: self._predict(
-                tokens.flatten(), np.repeat(requests, tokens.shape[1])
-            )
-        places = roots.positions[:, None] + np.arange(levels.tree.size)
-        slots, table = self._slots(requests[:, None], places), self._block_table(requests)
-        return partial(self._level_logits, roots.positions, slots, table)
-
     def _level_logits(
-        self, contexts: NDArray[np.int64], every_slot: Tensor, block_table: Tensor,
-        tokens: Tensor, depth: int, sees: Tensor, first: int,
-    ) -> Tensor:  # fmt: skip
+        self, roots: RootsV1, tokens: Tensor, depth: int, sees: Tensor, first: int
+    ) -> Tensor:
         """Computes the draft's logits at a level's nodes in one forward; see `LogitsAt`."""
-        width = tokens.shape[1]
+        requests, contexts, width = roots.requests, roots.positions, tokens.shape[1]
+        if isinstance(self.drafter, TextDrafterV1):
+            return self._predict(tokens.flatten(), np.repeat(requests, width))
         # The scheduler trims nodes past the model's length. Until then they must not write
         # outside the request's blocks, nor read outside the RoPE table.
         num_nodes = np.minimum(self.max_model_len - contexts, first + width)
         positions = np.minimum(contexts + depth, self.draft_max_len - 1).repeat(width)
-        slots = every_slot[:, first : first + width].flatten()
+        places = contexts[:, None] + np.arange(first, first + width)
+        slots = self._slots(requests[:, None], places).flatten()
         tree = TreeQueries(
             rows=self._rows[: tokens.numel()].view(tokens.shape),
-            block_table=block_table,
+            block_table=self._block_table(requests),
             context_lens=torch.from_numpy(contexts),
             num_nodes=torch.from_numpy(num_nodes),
             ancestors=sees,
