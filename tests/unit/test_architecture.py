@@ -283,7 +283,7 @@ LINES = {
     "sequoia_vllm": 1_403, "step": 870, "tests": 47_291, "tree": 619, "verification": 1_341,
     "verifying": 513, "vocabulary": 376,
 }  # fmt: skip
-SLACK, MOST = 1.03, 93_300  # of a room; of all
+SLACK, MOST = 1.15, 100_000  # of a room; of all
 
 
 def lines_by_room() -> dict[str, int]:
