@@ -44,6 +44,7 @@ class Timed:
     def answer(self, texts: Sequence[str], tokens: int) -> tuple[list[str], float, float]:
         """Answers, how long the client waited for the last of them, and `StepClock.tokens`."""
         begun, before = self.clock.now, self.clock.tokens
+        self.clock.send(len(texts))
         completion = self.server.complete(
             prompt=texts, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True}
         )

@@ -18,11 +18,19 @@ class TimedScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._drafted = 0.0
+        self._drafted, self._arrived = 0.0, 0
         self._clock = StepClock(Path(os.environ[VARIABLE]))
         self._machine = MACHINES[os.environ[WHICH]]
         scheduling.time = SimpleNamespace(perf_counter=lambda: self._clock.now)
         scheduling.outcome_of = lambda output: replace(outcome_of(output), drafted=self._drafted)
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)
+        self._arrived += 1
+
+    def has_requests(self) -> bool:
+        """Not until all that were sent together have arrived: a busy machine takes a while."""
+        return self._arrived >= self._clock.sent and super().has_requests()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         scheduled = super().schedule(*args, **kwargs)
