@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth
-from sequoia_vllm.drafting.tree_tables import DraftLevels, picked
+from sequoia_vllm.drafting.tree_tables import DraftLevels
 
 LogitsAt = Callable[[int, Tensor], Tensor]
 """Draft logits ``[R * m, V]`` at the m nodes of a depth (0: the roots) of R requests' trees, by the
@@ -103,6 +103,5 @@ class BlockGrowth(TreeGrowth):
         logits_at = self._model.block_logits(predicting, roots.hidden, tokens)
         for level in levels.levels:
             if level.depth > 0:
-                slots = batch.slots[:num_reqs]
-                tokens = picked(self._drafted.tokens[:num_reqs], level.nodes, slots)
+                tokens = self._drafted.tokens[:num_reqs].index_select(1, level.nodes)
             self._drafted.draw(batch, num_reqs, levels, level, logits_at(level.depth, tokens))

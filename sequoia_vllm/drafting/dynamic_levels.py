@@ -40,7 +40,8 @@ class SlotTables(TreeTables):
         missing = -tree.size % WORD_BITS
         self.static_parents = F.pad(self.parents, (0, missing), value=-1)[None]
         self.branch = max(CHILDREN, self.children.shape[1])
-        width, chain = tree.size + missing, torch.arange(-1, tree.size + missing - 1, device=device)
+        width = tree.size + missing
+        chain = torch.arange(width, dtype=torch.int32, device=device) - 1
 
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(slots + 1, width, *shape, dtype=dtype, device=device)
@@ -51,8 +52,8 @@ class SlotTables(TreeTables):
         self.ancestors = table(width, dtype=torch.bool)
         self.mask = NodeMask(table(width // WORD_BITS), table())
         every = torch.arange(slots + 1, device=device)
-        self.write(every[:-1], self.static_parents.expand(slots, -1), tree.depth)
-        self.write(every[-1:], chain.int()[None], width)
+        self.write(every[:-1], self.static_parents)
+        self.write(every[-1:], chain[None], width)
 
     def write(self, slots: Tensor, parents: Tensor, depth: int | None = None) -> None:
         """Gives request slots trees; waits for nothing on the device.
@@ -119,7 +120,7 @@ class DynamicLevels(DraftLevels):
         Arguments as of `DraftedTrees.draw`; ``drafted`` gets the trees' tokens. No request is
         sampled.
         """
-        trees, below = self._trees, self.levels[level.depth + 1 : level.depth + 2]
+        trees, below = self._trees, self.levels[level.depth + 1 :]
         candidates, (nodes, places) = trees.candidates.tokens, (level.nodes, level.parents)
         if below:
             nodes, places = below[0].nodes, below[0].parents

@@ -139,8 +139,7 @@ class TreeGrowth:
         self._roots: DraftStates | None = None
         # New tokens are a tree without branches below what the draft has read: a path's, or more.
         self._chains = [
-            chain_ancestors(length, batch.slots.device)
-            for length in (depth + 1, max(depth + 1, longest_chain))
+            chain_ancestors(length, batch.slots.device) for length in (depth + 1, longest_chain)
         ]
 
     def read_committed(
@@ -210,7 +209,7 @@ class TreeGrowth:
         slots, roots, told = (
             values[:num_reqs] for values in (self._batch.slots, self._batch.roots, self._batch.told)
         )
-        if told.shape[1] > 0:
+        if told.shape[1]:
             find_continuations(self._inputs.all_token_ids, slots, roots, told)
 
     def _grow_below(

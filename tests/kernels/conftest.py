@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import memory_checks
 from tests.support.quicker import interpret_quickly
@@ -33,6 +34,14 @@ def memory_checked():
     restore = memory_checks.install(checks) if checked else lambda: None
     yield checks
     restore()
+
+
+@pytest.fixture
+def bfloat16_by_default():
+    """As while vLLM loads a model in bfloat16: buffers that are made meanwhile must not care."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

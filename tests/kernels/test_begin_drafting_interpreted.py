@@ -109,6 +109,24 @@ def check(batch, slots, rows, most_nodes=None, state_offset=0):
     return trees
 
 
+@pytest.mark.parametrize("state_offset", [0, 1])
+def test_graphs_find_padding_in_a_new_batch(state_offset, bfloat16_by_default):
+    taken = DraftBatch(2, torch.device("cpu"), state_offset, depth=3)
+    integers, most = dict.fromkeys(WRITTEN, (torch.int32, 0)), torch.iinfo(torch.int32).max
+    values = integers | {
+        "slots": (torch.int64, -1), "last_rows": (torch.int64, 0), "seeds": (torch.int64, 0),
+        "modes": (torch.int32, SKIP), "top_k": (torch.int32, most),
+        "temperature": (torch.float32, 0), "top_p": (torch.float32, 1), "min_p": (torch.float32, 0),
+    }  # fmt: skip
+    for name, (dtype, value) in values.items():
+        assert getattr(taken, name).dtype == dtype, name
+        assert getattr(taken, name).tolist() == [value] * (3 if name == "first_rows" else 2), name
+    assert (taken.contexts is taken.roots) == (state_offset == 0)
+    assert taken.told.tolist() == [[-1] * 3] * 2
+    assert taken.multiples(2).dtype == torch.int32
+    assert taken.multiples(2).tolist() == [0, 2, 4]
+
+
 @pytest.mark.parametrize("rows", [len(BATCH), ROWS])
 def test_a_batch(rows):
     assert set(check(BATCH, SLOTS, rows)) == {4, 5}

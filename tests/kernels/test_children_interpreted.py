@@ -1,6 +1,7 @@
 """Drawing children, run by Triton's interpreter, against slow references and exact laws."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,8 +11,11 @@ import triton
 import triton.language as tl
 
 from sequoia_vllm.drafting import drafted_trees
+from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels import children_kernels
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
+from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.retrieval import TOLD_SHARE
 from tests.oracles.laws import assert_draws, assert_same_law
 from tests.support.chessboard import chessboard
@@ -345,6 +349,9 @@ def test_blocks_leave_few_candidates():
         block, blocks = drafted_trees._blocks(vocabulary, branch)
         assert (blocks - 1) * block < vocabulary <= blocks * block
         assert triton.next_power_of_2(blocks) * branch <= drafted_trees._MAX_CANDIDATES
+        assert block & (block - 1) == 0
+    assert drafted_trees._blocks(512 * 1024, 16) == (1024, 512)
+    assert [drafted_trees._merge_warps(count) for count in (513, 4097, 8192)] == [4, 8, 16]
 
 
 def test_workspace_serves_all_and_never_frees():
@@ -373,3 +380,11 @@ def test_what_does_not_fit_together_is_refused():
         draw(logits[:3], GREEDY, [2, 2])
     with pytest.raises(ValueError, match="contiguous"):
         draw(logits.T.contiguous().T, GREEDY, [2])
+    cpu = torch.device("cpu")
+    levels, batch = TreeTables(TokenTree((-1, 0)), cpu).levels, DraftBatch(1, cpu)
+    drafted = drafted_trees.DraftedTrees.empty(1, 1, 1, 2, 8, torch.float32, cpu)
+    for wrong in (torch.zeros(1, 9), torch.zeros(1, 8).half()):
+        with pytest.raises(ValueError, match=r"float32 \[1, 1, 8\] cannot keep"):
+            drafted.draw(batch, 1, levels, levels.levels[0], wrong)
+    by_slot = replace(levels.levels[0], columns=torch.zeros(2, 9, 1, dtype=torch.int32))
+    drafted.draw(batch, 1, levels, by_slot, torch.zeros(1, 8))  # 9 nodes, but one child

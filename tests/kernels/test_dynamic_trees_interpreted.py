@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from sequoia_vllm.drafting.dynamic_levels import CHILDREN, DynamicTrees, SlotTables
+from sequoia_vllm.drafting.draft_plan import inner_rows
+from sequoia_vllm.drafting.dynamic_levels import CHILDREN, DynamicTrees, SlotTables, best_constants
 from sequoia_vllm.drafting.dynamic_trees import inner_width
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels import dynamic_trees as kernels
@@ -90,17 +91,22 @@ def test_a_broken_draft_gives_trees_all_the_same(broken, monkeypatch):
         assert all(0 <= token < growing.VOCABULARY for token in tokens[request, 1:].tolist())
 
 
-def test_each_slot_has_its_tables():
+@pytest.mark.parametrize("requests", [2, 4])
+def test_each_slot_has_its_tables(requests):
     """Those of the batch their trees', the others the engine's; the last one has a chain."""
     tables, trees, _ = grown(11, retrieval=True)
-    tables.write(torch.tensor(SLOTS, dtype=torch.int32), trees.parents)
-    width = tables.parents.shape[1]
-    assert width == 32
-    own = {slot: trees.parents[request, :12] for request, slot in enumerate(SLOTS) if slot >= 0}
-    own = {1: torch.tensor(TREE.parents), 4: torch.arange(-1, width - 1), **own}
+    assert tables.static_parents.tolist() == [[*TREE.parents, *[-1] * 20]]
+    assert (tables.parents[:4] == tables.static_parents).all()
+    slots, width = SLOTS[:requests], tables.parents.shape[1]
+    trees.write(torch.tensor(slots, dtype=torch.int32), chosen=True)
+    own = {slot: trees.parents[request, :12] for request, slot in enumerate(slots) if slot >= 0}
+    own = {slot: torch.tensor(TREE.parents) for slot in range(4)} | own
+    own[4] = torch.arange(-1, width - 1)
     assert len({tuple(parents.tolist()) for parents in own.values()}) > 3
     for slot, parents in own.items():
         tree, size = TreeTables(TokenTree(tuple(parents.tolist())), CPU), len(parents)
+        rows = [*inner_rows(TREE), *[-1] * 20]  # the engine's tree's, whatever the slot's
+        assert tables.inner_rows[slot].tolist() == rows
         assert torch.equal(tables.parents[slot, :size], tree.parents)
         assert torch.equal(tables.shifts[slot, :size], tree.shifts)
         assert torch.equal(tables.ancestors[slot, :size, :size], tree.ancestors)
@@ -110,11 +116,63 @@ def test_each_slot_has_its_tables():
         mask = NodeMask.of(tree.ancestors)
         assert torch.equal(tables.mask.words[slot, :size], mask.words)
         assert torch.equal(tables.mask.depths[slot, :size], mask.depths)
-    tables.write(torch.tensor(SLOTS), tables.static_parents)
+    trees.write(torch.tensor(slots), chosen=False)
     assert (tables.parents[:4] == tables.static_parents).all()
 
 
+def trees_of(tree):
+    """Such trees of two slots, with room for eight nodes with children."""
+    drafted = growing.DraftedTrees.empty(2, 8, 4, tree.size, 11, torch.float16, CPU)
+    return DynamicTrees(SlotTables(tree, CPU, 2), drafted), drafted
+
+
 def test_too_small_trees_stay_static():
-    tables = SlotTables(TREE, CPU, 2)
-    drafted = growing.DraftedTrees.empty(2, 8, 4, 12, 11, torch.float32, CPU)
-    assert DynamicTrees(tables, drafted).levels_of(1) is None
+    assert trees_of(TREE)[0].levels_of(1) is None
+    assert trees_of(TokenTree((-1, 0, 1, 2)))[0].levels_of(3) is not None
+
+
+INT, LONG, FLOAT, HALF, BOOL = torch.int32, torch.int64, torch.float32, torch.float16, torch.bool
+
+
+def kinds(owner):
+    """Dtype and shape of each of its tensors."""
+    tensors = {name: one for name, one in vars(owner).items() if torch.is_tensor(one)}
+    return {name: (one.dtype, *one.shape) for name, one in tensors.items()}
+
+
+def test_memory_is_what_is_needed(bfloat16_by_default):
+    trees, drafted = trees_of(TREE)
+    assert kinds(drafted) == {
+        "nodes": (INT, 2), "rows": (INT, 2), "logits": (HALF, 8, 4, 11), "stats": (FLOAT, 8, 4, 2),
+        "tokens": (LONG, 2, 12),
+    }  # fmt: skip
+    for kept in (drafted.logits, drafted.stats):  # rows of nodes follow one another
+        bytes_of_row = kept.element_size() * kept.shape[2]
+        assert kept.untyped_storage().nbytes() == (8 + 4 - 1) * bytes_of_row
+    assert kinds(trees._tables) == {
+        "static_parents": (INT, 1, 32), "inner_rows": (INT, 3, 32), "parents": (INT, 3, 32),
+        "children": (INT, 3, 32, CHILDREN), "shifts": (LONG, 3, 32), "ancestors": (BOOL, 3, 32, 32),
+    }  # fmt: skip
+    assert kinds(trees._tables.mask) == {"words": (INT, 3, 32, 1), "depths": (INT, 3, 32)}
+    columns = 1 + TREE.size * CHILDREN
+    assert kinds(trees.candidates)["tokens"] == (LONG, 2, columns)
+    assert kinds(trees) == {
+        "parents": (INT, 2, 32), "values": (FLOAT, 2, columns), "above": (INT, 2, columns),
+        "node_at": (INT, 2, columns),
+    }  # fmt: skip
+    levels = trees.levels_of(11)
+    assert kinds(levels.mask) == {"words": (INT, 2, 11, 1), "depths": (INT, 2, 11)}
+    for level, nodes in zip(levels.levels, (1, 5, 5), strict=True):
+        assert kinds(level) == {
+            "nodes": (INT, 2, nodes), "parents": (LONG, 2, nodes), "counts": (INT, 2, nodes),
+            "columns": (INT, 2, nodes, CHILDREN), "rows": (INT, 2, nodes),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("candidates", [7, 8, 1000, 2040, 8000])
+def test_one_program_compares_all_candidates_in_its_registers(candidates):
+    chosen = best_constants(candidates)
+    lanes, at_once = chosen["LANES"], chosen["AT_ONCE"]
+    assert candidates < lanes <= 2 * candidates  # the root's column, too
+    assert at_once & (at_once - 1) == 0
+    assert at_once == 16 or lanes * at_once == 8192

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 3))
 VOCABULARY, LONGEST, DEPTH = 11, 32, 3
 # Request slots of a batch; the third request is a graph's padding.
-SLOTS, CONTEXTS = [2, 0, -1, 3], [5, 9, 0, 14]
+SLOTS, CONTEXTS = [2, 1, -1, 3], [5, 9, 0, 14]
 
 
 def logits_after(path):
@@ -52,12 +52,14 @@ class PathModel(DraftModel):
             if slot < 0:
                 assert token == 0
                 continue
-            own = queries.ancestors
+            own, node = queries.ancestors, queries.first + place
             if queries.mask is not None:
                 own = unpack_ancestors(queries.mask.words[slot])
-            seen = own[queries.first + place].nonzero().flatten().tolist()
+            seen = own[node].nonzero().flatten().tolist()
+            assert seen[0] == 0
             root = int(queries.context_lens[request])
-            path = [self.tokens[request * LONGEST + root + node] for node in seen if node > 0]
+            path = [self.tokens[request * LONGEST + root + node] for node in seen[1:]]
+            assert queries.mask is None or queries.mask.depths[slot, node] == len(path)
             assert queries.positions[row] == root + len(path)
             assert path[-1] == token
             assert torch.equal(queries.recurrent_states[row], remembered(path[:-1]))
@@ -71,12 +73,12 @@ class PathModel(DraftModel):
 def grown(shapes, mode, texts=None, levels_of=None):
     """The batch's `DraftedTrees`, and the levels that it was grown by."""
     requests, levels = len(SLOTS), shapes.levels
-    batch = DraftBatch(requests, CPU, depth=0 if texts is None else DEPTH)
-    batch.slots.copy_(torch.tensor(SLOTS))
-    batch.roots.copy_(torch.tensor(CONTEXTS))
-    batch.modes.copy_(torch.tensor([SKIP if slot < 0 else mode for slot in SLOTS]))
+    batch = DraftBatch(requests + 1, CPU, depth=0 if texts is None else DEPTH)
+    batch.slots[:requests] = torch.tensor(SLOTS)
+    batch.roots[:requests] = torch.tensor(CONTEXTS)
+    batch.modes[:requests] = torch.tensor([SKIP if slot < 0 else mode for slot in SLOTS])
     batch.temperature.fill_(1.0)
-    batch.seeds.copy_(torch.arange(requests) + 40)
+    batch.seeds.copy_(torch.arange(requests + 1) + 40)
     size, inner = shapes.tree.size, levels.rows_per_tree
     drafted = DraftedTrees.empty(
         requests, requests * inner, inner, size, VOCABULARY, torch.float32, CPU
@@ -98,7 +100,7 @@ def grown(shapes, mode, texts=None, levels_of=None):
         longest_chain=8,
     )
     roots = DraftStates(logits_after([]).repeat(requests, 1), remembered([]).repeat(requests, 1))
-    batch.last_rows.copy_(torch.arange(requests))
+    batch.last_rows[:requests] = torch.arange(requests)
     growth.keep_roots(roots, requests)
     growth.grow(requests, levels, max_keys=LONGEST)
     return drafted, levels
@@ -192,39 +194,44 @@ MAX_LEN, BLOCK = 64, 16
 
 
 class Reader(DraftModel):
+    def combine_hidden_states(self, target_states):
+        return target_states + 0.5
+
     def forward(self, queries):
         self.queries = queries
-        return DraftStates(queries.token_ids[:, None].float())
+        return DraftStates(queries.token_ids[:, None].float(), queries.recurrent_states)
 
     def compute_logits(self, hidden):
         return hidden
 
 
-def reading(counts, rows, most):
-    """The queries of such a pass, and the states of roots that it keeps."""
+def reading(counts, rows, most, given=None):
+    """The queries of such a pass of a batch with room for more, and the roots that it keeps."""
     requests = len(counts)
-    batch = DraftBatch(requests, CPU)
-    batch.slots.copy_(torch.arange(requests).flip(0))
-    batch.starts.copy_(torch.arange(requests) * 3)
+    batch = DraftBatch(requests + 1, CPU)
+    batch.slots[:requests] = torch.arange(requests).flip(0)
+    batch.starts[:requests] = torch.arange(requests) * 3
     first_rows = torch.tensor([0, *counts]).cumsum(0)
-    batch.first_rows.copy_(first_rows)
-    batch.last_rows.copy_((first_rows[1:] - 1).clamp(min=0))
+    batch.first_rows[: requests + 1] = first_rows
+    batch.last_rows[:requests] = (first_rows[1:] - 1).clamp(min=0)
     blocks = torch.arange(requests * MAX_LEN // BLOCK, dtype=torch.int32).view(requests, -1)
     token_ids = torch.arange(requests * MAX_LEN, dtype=torch.int32).view(requests, MAX_LEN)
     growth = TreeGrowth(
         batch=batch, drafted=None, model=Reader(),
         inputs=DraftInputs.empty(PagedTables.of([blocks], [BLOCK]), rows, token_ids, MAX_LEN),
-        depth=3, longest_chain=32,
+        depth=3, longest_chain=32, target_states=torch.arange(2.0 * rows + 2).view(-1, 2),
     )  # fmt: skip
-    growth.keep_roots(growth.read_committed(requests, rows, most, MAX_LEN), requests)
-    return growth._model.queries, growth._roots.hidden[:, 0].tolist()
+    growth.keep_roots(growth.read_committed(requests, rows, most, 40, given), requests)
+    return growth._model.queries, growth._roots
 
 
-@pytest.mark.parametrize(("most", "chain"), [(4, 4), (5, 32), (30, 32)])
-def test_growth_reads_what_follows_and_keeps_the_last_states(most, chain):
+@pytest.mark.parametrize(
+    ("most", "chain", "rows"), [(4, 4, 12), (5, 32, 16), (5, 32, 20), (30, 32, 16)]
+)
+def test_growth_reads_what_follows_and_keeps_the_last_states(most, chain, rows):
     counts = [3, 0, 4, 1] if most == 4 else [3, 0, 5, 1]
-    rows = 16
-    queries, roots = reading(counts, rows, most)
+    given = None if most == 5 else -torch.arange(2.0 * rows).view(rows, 2)
+    queries, roots = reading(counts, rows, most, given)
     expected = [
         (3 - request) * MAX_LEN + 3 * request + offset
         for request, count in enumerate(counts)
@@ -232,9 +239,16 @@ def test_growth_reads_what_follows_and_keeps_the_last_states(most, chain):
     ]
     read = len(expected)
     assert queries.token_ids.tolist() == [*expected, *[0] * (rows - read)]
-    assert queries.slots[0, read:].tolist() == [-1] * (rows - read)
+    assert queries.slots[0, read:rows].tolist() == [-1] * (rows - read)
     assert queries.query_start_loc.tolist() == [0, *torch.tensor(counts).cumsum(0).tolist()]
-    assert (queries.width, len(queries.ancestors)) == (most, chain)
-    assert torch.equal(queries.ancestors, torch.ones_like(queries.ancestors).tril())
-    first, _, *others = roots
-    assert [first, *others] == [expected[2], expected[read - 2], expected[read - 1]]
+    assert (queries.first, queries.width, len(queries.ancestors)) == (0, most, chain)
+    assert (queries.max_keys, queries.max_slots) == (min(40 + most, MAX_LEN), MAX_LEN)
+    # Whole paths of all requests, or as many rows of each as one has, are not uneven.
+    assert queries.uneven == (chain == 32 and rows < 4 * most)
+    assert torch.equal(queries.ancestors, torch.ones(chain, chain, dtype=torch.bool).tril())
+    states = (torch.arange(2.0 * rows).view(rows, 2) if given is None else given) + 0.5
+    assert torch.equal(queries.recurrent_states, states)
+    last = [2, 2, read - 2, read - 1]
+    assert roots.hidden[:, 0].tolist() == [*(expected[row] for row in last), 0]
+    assert torch.equal(roots.recurrent_states[:4], states[last])
+    assert len(roots.recurrent_states) == 5

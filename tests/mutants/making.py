@@ -14,8 +14,9 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
-# What tests on a CPU under Linux cannot tell; ``strict`` only finds mistakes made elsewhere.
-_UNTOLD = {"device", "encoding", "strict"}
+# What tests on a CPU under Linux cannot tell. ``strict`` only finds mistakes made elsewhere. Warps,
+# which interpreted kernels lack, change how fast a kernel is, not what it computes.
+_UNTOLD = {"encoding", "num_warps", "strict"}
 _LOGGING = {"logger", "warnings", "_log_once"}
 
 
@@ -68,9 +69,10 @@ class _Visitor(cst.CSTVisitor):
         self._names: list[str] = []  # of the classes and functions around
         self._functions = 0
         self._statements: list[range] = []
+        self._untold = _UNTOLD | ({"device"} if "\nimport torch\n" in source else set())
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        if _is_left_out(node):
+        if _is_left_out(node, self._untold):
             return False
         if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
             if not self._functions:
@@ -84,7 +86,7 @@ class _Visitor(cst.CSTVisitor):
 
     def on_leave(self, node: cst.CSTNode) -> None:
         if isinstance(node, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
-            if _is_left_out(node):
+            if _is_left_out(node, self._untold):
                 return
             self._statements.pop()
         if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
@@ -105,7 +107,7 @@ class _Visitor(cst.CSTVisitor):
             if not isinstance(node, kind):
                 continue
             for new in operator(node):
-                if _tells(node, new):
+                if _tells(node, new, self._untold):
                     self.found.append(self._mutant(node, new))
                 if isinstance(node, cst.BaseString):
                     break  # its other mutants are upper and lower case
@@ -119,15 +121,17 @@ class _Visitor(cst.CSTVisitor):
         return Mutant(self._file, name, self._statements[-1], self._source, (start, end), text)
 
 
-def _is_left_out(node: cst.CSTNode) -> bool:
+def _is_left_out(node: cst.CSTNode, untold: set[str]) -> bool:
     """Types, decorators, defaults of arguments, and texts of errors and logs.
 
     mutmut leaves out arguments of ``len`` and ``isinstance``: nearly all raise an error.
     """
     if isinstance(node, (cst.Annotation, cst.Decorator, cst.Param, cst.Raise)):
         return True
-    if isinstance(node, cst.Arg) and node.keyword:
-        return node.keyword.value in _UNTOLD
+    if isinstance(node, cst.Arg):
+        return _is_untold(node, untold)
+    if isinstance(node, cst.DictElement):
+        return isinstance(node.key, cst.SimpleString) and node.key.evaluated_value == "num_warps"
     if not isinstance(node, cst.Call):
         return False
     called = node.func
@@ -140,12 +144,19 @@ def _is_left_out(node: cst.CSTNode) -> bool:
     )
 
 
-def _tells(old: cst.CSTNode, new: cst.CSTNode) -> bool:
+def _is_untold(arg: cst.Arg, untold: set[str]) -> bool:
+    """By its keyword; and a device of torch, of which tests have one, also without one."""
+    if arg.keyword and arg.keyword.value in untold:
+        return True
+    value = arg.value.attr if isinstance(arg.value, cst.Attribute) else arg.value
+    return "device" in untold and isinstance(value, cst.Name) and value.value == "device"
+
+
+def _tells(old: cst.CSTNode, new: cst.CSTNode, untold: set[str]) -> bool:
     if not (isinstance(old, cst.Call) and isinstance(new, cst.Call)):
         return True
     kept = {id(arg) for arg in new.args}
-    gone = [arg for arg in old.args if id(arg) not in kept]
-    return not any(arg.keyword and arg.keyword.value in _UNTOLD for arg in gone)
+    return not any(_is_untold(arg, untold) for arg in old.args if id(arg) not in kept)
 
 
 def listed(sources: list[Path]) -> Iterator[Mutant]:

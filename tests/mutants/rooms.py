@@ -52,7 +52,7 @@ ROOMS = (
         "growth",
         "drafting/block_growth.py drafting/draft_batch.py drafting/drafted_trees.py "
         "drafting/dynamic_levels.py drafting/growth.py",
-        "begin_drafting children dynamic_trees growth no_waits",
+        "begin_drafting block_growth children dynamic_trees growth no_waits truncation",
         interpreted=True,
     ),
     Room("adaptation", "adaptation", "adaptation told_branches"),

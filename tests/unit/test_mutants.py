@@ -16,9 +16,11 @@ SOURCE = '''
 """A module."""
 import logging
 from functools import cached_property
+import torch
 
 logger = logging.getLogger("x")
 OUTSIDE = 1 + 2
+launch, device = dict, ()
 
 
 class Box:
@@ -35,6 +37,8 @@ def shifted(value: int, by: int = 1) -> int:
     if value < 0:
         raise ValueError(f"{value} is below {0 + 1}")
     logger.info("value %d", value + 1)
+    launch(device, num_warps=4)
+    launch(**{"num_warps": 8})
     return [one + by for one in (value,)][0]
 '''
 
@@ -51,7 +55,7 @@ def module(tmp_path, monkeypatch):
     return found
 
 
-def test_what_is_inside_functions_is_changed_but_texts_and_types(module):
+def test_what_is_inside_functions_is_changed_but_texts_types_and_hints(module):
     found = [(mutant.function, *mutant.change()) for mutant in mutants_of(module.path)]
     last = "-return [one + by for one in (value,)][0]"
     assert found == [
