@@ -110,6 +110,13 @@ def both_servers(folder: Path) -> Iterator[tuple[Server, Server]]:
         yield ours, plain
 
 
+def refused_request(source: random.Random, model: str) -> tuple[str, dict[str, Any]]:
+    """A key that is wrong in a request to complete a text, and the request."""
+    wrong = source.choice(_REFUSED)
+    [fault] = wrong
+    return fault, {"model": model, "prompt": "def f(", **wrong}
+
+
 class Soaking:
     """Both servers, what was sent to them, and what was seen."""
 
@@ -168,12 +175,11 @@ class Soaking:
                 self._wrong.append(f"{name}: {path} gave {answer.status_code}: {answer.text[:200]}")
 
     def _be_refused(self) -> None:
-        server = self.servers["ours"]
-        body = {"model": server.model, "prompt": "def f(", **self._source.choice(_REFUSED)}
+        fault, body = refused_request(self._source, self.servers["ours"].model)
         answer = self._clients["ours"].post("/v1/completions", json=body)
         self._refused += 1
         if answer.status_code not in (400, 404):
-            self._wrong.append(f"{list(body)[-1]} gave {answer.status_code}, not 400")
+            self._wrong.append(f"a wrong {fault} gave {answer.status_code}, not 400")
 
     def _sample(self) -> None:
         """Sends the probe, and counts what both servers have."""
