@@ -21,7 +21,14 @@ from tests.support.generating import TINY, check_logprobs, save_related_pair
 from tests.support.models import DRAFT, TARGET, prompts
 from tests.support.soak.in_engine import answers
 from tests.support.soak.random_requests import random_requests
-from tests.support.stored_cache import CONNECTOR, LENGTHS, CopyingWorker, converse_twice
+from tests.support.stored_cache import (
+    CONNECTOR,
+    LENGTHS,
+    CopyingWorker,
+    answer_crowded,
+    check_crowded,
+    converse_twice,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -170,6 +177,7 @@ def test_cached_blocks_hold_what_prefill_writes(model, after_random_requests):
 
 # So few blocks that later turns get some which the draft had filled.
 STORED = {**TINY, "enable_prefix_caching": True, "num_gpu_blocks_override": 18}
+CROWDED = 12  # blocks: one is nobody's, two of eight requests take ten at their ends
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +210,19 @@ def test_the_draft_reads_again_what_was_loaded(conversations):
     """A block may be stored before the draft has read it."""
     _, later = conversations["without the draft's"]["tokens per tree"]
     assert later == conversations["stored"]["tokens per tree"][1] > 1.5
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "a step late"])
+def test_preempted_requests_whose_keys_are_loaded_answer_as_plain_vllm(is_late, tmp_path):
+    """vllm#57104: none may wait for blocks that another one holds while it is loaded."""
+    target, draft = save_related_pair(tmp_path)
+    with running(None, model=target, **TINY) as llm:
+        plain = answer_crowded(llm, trees=False)
+    few = {**STORED, "num_gpu_blocks_override": CROWDED, "max_model_len": 192}
+    trees, transfer = whole_trees(size=8, depth=3, draft=draft), KVTransferConfig(**CONNECTOR)
+    with (
+        patch.object(CopyingWorker, "is_late", is_late),
+        running(trees, model=target, kv_transfer_config=transfer, **few) as llm,
+    ):
+        found = answer_crowded(llm, trees=True)
+    check_crowded(found, plain)

@@ -1,5 +1,7 @@
-"""Conversations whose second turns vLLM's OffloadingConnector loads, and a store in host memory."""
+"""Requests whose keys vLLM's OffloadingConnector loads, and a store in host memory."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,8 +9,14 @@ from vllm import SamplingParams
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from tests.support.engines import metric, runner_of
-from tests.support.generating import answered, counted, greedy_and_seeded, random_prompts
+from tests.support.engines import metric, noting, runner_of, scheduler_of
+from tests.support.generating import (
+    answered,
+    counted,
+    greedy_and_seeded,
+    joined,
+    random_prompts,
+)
 
 LENGTHS = [21, 40, 33]
 CONNECTOR = {
@@ -27,25 +35,33 @@ class CopyingWorker(OffloadingWorker):
     """Copies blocks of the cache at once. vLLM's does it on streams of a GPU.
 
     With `forgets_draft` it stores nothing of the last layer, which is the draft's: as if the draft
-    had not read a block when it was stored.
+    had not read a block when it was stored. With `is_late` it copies when a step has run, and says
+    so a step later.
     """
 
-    forgets_draft = False
+    forgets_draft = is_late = False
 
     def __init__(self, caches: Any, chunks: int) -> None:
         self._refs = caches.group_data_refs
         self._caches = [cache.tensor for cache in caches.tensors]
         self._store = [torch.zeros_like(cache[:1]).repeat(chunks, 1) for cache in self._caches]
+        self._jobs: dict[int, Callable[[], None]] = {}
         self._done: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        return self._copy(job_id, src_spec, src_spec, self._caches, dst_spec, self._store)
+        return self._submit(job_id, src_spec, src_spec, self._caches, dst_spec, self._store)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        return self._copy(job_id, dst_spec, src_spec, self._store, dst_spec, self._caches)
+        return self._submit(job_id, dst_spec, src_spec, self._store, dst_spec, self._caches)
 
-    def _copy(self, job: int, cache: Any, source: Any, of: Any, target: Any, into: Any) -> bool:
+    def _submit(self, job: int, cache: Any, source: Any, of: Any, target: Any, into: Any) -> bool:
         assert len(source.block_ids) == len(target.block_ids)  # a chunk is a block
+        self._jobs[job] = partial(self._copy, cache, source, of, target, into)
+        if not self.is_late:
+            self.wait({job})
+        return True
+
+    def _copy(self, cache: Any, source: Any, of: Any, target: Any, into: Any) -> None:
         start = 0
         for refs, size in zip(self._refs, cache.group_sizes, strict=True):
             for tensor in {ref.tensor_idx for ref in refs}:
@@ -54,15 +70,16 @@ class CopyingWorker(OffloadingWorker):
                     rows = torch.zeros_like(rows)
                 into[tensor][target.block_ids[start : start + size]] = rows
             start += size
-        self._done.append(TransferResult(job, True))
-        return True
 
     def get_finished(self) -> list[TransferResult]:
         done, self._done = self._done, []
+        self.wait(set(self._jobs))
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way."""
+        for job in sorted(self._jobs.keys() & job_ids):
+            self._jobs.pop(job)()
+            self._done.append(TransferResult(job, True))
 
 
 class StoreInHostMemory(CPUOffloadingSpec):
@@ -99,3 +116,46 @@ def converse_twice(llm: Any, trees: bool) -> dict[str, Any]:
         "tokens per tree": [count["tokens_per_tree"] for count in counts],
         "loaded": metric(llm, "vllm:external_prefix_cache_hits"),
     }
+
+
+MOST_STEPS = 2000
+"""Steps within which all crowded requests end: they take some 300."""
+
+
+def answer_crowded(llm: Any, trees: bool, max_tokens: int = 44) -> dict[str, Any]:
+    """Eight requests that share a prefix, in a cache that is full with two of them, and once more.
+
+    Those that are preempted are loaded when they resume; so is the prefix, once it was evicted.
+    """
+    [shared] = random_prompts([64])
+    requests = [
+        {"prompt_token_ids": shared["prompt_token_ids"] + own["prompt_token_ids"]}
+        for own in random_prompts([57, 70, 45, 71, 62, 49, 65, 66])
+    ]
+    params = greedy_and_seeded(len(requests), max_tokens, 0.8)
+
+    def ends(step: int) -> None:
+        assert step < MOST_STEPS, "requests wait for each other"
+
+    scheduler = type(scheduler_of(llm))
+    with noting(
+        scheduler, "_update_waiting_for_remote_kv", lambda _, one: one.num_preemptions
+    ) as n:
+        tokens = [joined(llm, requests, params, before_step=ends) for _ in range(2)]
+    return {
+        "tokens": tokens,
+        "preemptions": metric(llm, "vllm:num_preemptions"),
+        "loaded anew": sum(map(bool, n)),
+        "loaded": metric(llm, "vllm:external_prefix_cache_hits"),
+        "tokens per tree": counted(llm)["tokens_per_tree"] if trees else None,
+    }
+
+
+def check_crowded(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Whether `answer_crowded` had what it is about, and tokens are plain vLLM's."""
+    assert plain["preemptions"] == plain["loaded"] == 0
+    assert found["tokens"] == plain["tokens"]
+    assert found["preemptions"] > 5
+    assert found["loaded anew"] > 1
+    assert found["loaded"] > 64
+    assert found["tokens per tree"] > 1.3
