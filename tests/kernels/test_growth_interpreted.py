@@ -43,6 +43,7 @@ class PathModel(DraftModel):
 
     def forward(self, queries):
         token_ids = queries.token_ids
+        assert queries.max_keys == min(20 + queries.first + queries.width, LONGEST)
         self.tokens |= dict(zip(queries.slots[0].tolist(), token_ids.tolist(), strict=True))
         hidden = torch.zeros(len(token_ids), VOCABULARY)
         left = torch.zeros(len(token_ids), 1 + DEPTH)
@@ -102,7 +103,7 @@ def grown(shapes, mode, texts=None, levels_of=None):
     roots = DraftStates(logits_after([]).repeat(requests, 1), remembered([]).repeat(requests, 1))
     batch.last_rows[:requests] = torch.arange(requests)
     growth.keep_roots(roots, requests)
-    growth.grow(requests, levels, max_keys=LONGEST)
+    growth.grow(requests, levels, max_keys=20)
     return drafted, levels
 
 
@@ -218,7 +219,7 @@ def reading(counts, rows, most, given=None):
     token_ids = torch.arange(requests * MAX_LEN, dtype=torch.int32).view(requests, MAX_LEN)
     growth = TreeGrowth(
         batch=batch, drafted=None, model=Reader(),
-        inputs=DraftInputs.empty(PagedTables.of([blocks], [BLOCK]), rows, token_ids, MAX_LEN),
+        inputs=DraftInputs.empty(PagedTables.of([blocks], [BLOCK]), rows + 3, token_ids, MAX_LEN),
         depth=3, longest_chain=32, target_states=torch.arange(2.0 * rows + 2).view(-1, 2),
     )  # fmt: skip
     growth.keep_roots(growth.read_committed(requests, rows, most, 40, given), requests)
@@ -245,7 +246,8 @@ def test_growth_reads_what_follows_and_keeps_the_last_states(most, chain, rows):
     assert (queries.max_keys, queries.max_slots) == (min(40 + most, MAX_LEN), MAX_LEN)
     # Whole paths of all requests, or as many rows of each as one has, are not uneven.
     assert queries.uneven == (chain == 32 and rows < 4 * most)
-    assert torch.equal(queries.ancestors, torch.ones(chain, chain, dtype=torch.bool).tril())
+    assert queries.ancestors.dtype == torch.bool
+    assert torch.equal(queries.ancestors, torch.ones_like(queries.ancestors).tril())
     states = (torch.arange(2.0 * rows).view(rows, 2) if given is None else given) + 0.5
     assert torch.equal(queries.recurrent_states, states)
     last = [2, 2, read - 2, read - 1]

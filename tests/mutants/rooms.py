@@ -57,7 +57,11 @@ ROOMS = (
     ),
     Room("adaptation", "adaptation", "adaptation told_branches"),
     Room("step", "step", "step truncation", laws="move"),
-    Room("library", "library", "library computed_trees known_pairs cli_tree tree_bad_input plan"),
+    Room(
+        "library",
+        "library",
+        "library computed_trees known_pairs cli_tree streamed_weights tree_bad_input plan",
+    ),
     Room(
         "hardware",
         "hardware",

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pwd
 import shutil
 import time
@@ -60,9 +61,8 @@ def content(selection: Selection):
 def test_a_path_gives_what_the_class_of_its_size_has(library):
     stored = library.entry("l40s/7b-68m/shipped")
     found = library.select(key(L40S), shapes=SHAPES_7B)
-    assert found.entry.tree == stored.tree
-    assert found.entry.schedule == stored.schedule
-    assert found.entry.estimates == stored.estimates
+    own = {"name": "computed/l40s/6.74b-68m/shipped", "model_class": "6.74b-68m"}
+    assert found.entry == stored.model_copy(update=own)
 
 
 def test_one_line_says_what_was_chosen_from_what(library, caplog):
@@ -265,14 +265,15 @@ def test_a_directory_that_can_be_made_is_as_good_as_one(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "not" / "yet"))
     assert reason_not_to_keep() is None
     assert not (tmp_path / "not").exists()
-    make_writable(user_directory())
+    for _ in range(2):
+        make_writable(user_directory())
     assert reason_not_to_keep() is None
     assert user_directory().is_dir()
 
 
 def test_a_directory_of_somebody_else_is_not(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK | os.X_OK)
     assert VARIABLE in reason_not_to_keep()
     with pytest.raises(LibraryError, match=VARIABLE):
         make_writable(tmp_path)

@@ -51,7 +51,7 @@ def test_engines_refuse_the_same_of_vllms_classes(row):
 
 def test_names_tell_rows():
     assert vllm.__version__.startswith(FILE.vllm)
-    assert all(family_of(name) is row for name, row in NAMES.items())
+    assert all(family_of(name) == row for name, row in NAMES.items())
     assert "see docs" not in refusal_of("a/b", "target", ["MistralForCausalLM"], {"sparse"})
 
 

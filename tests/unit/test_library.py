@@ -13,8 +13,8 @@ from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.library import tree_library as library_module
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
-from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.selection import OFFLOADED
+from sequoia_vllm.library.pair_key import PairKey, is_same_model
+from sequoia_vllm.library.selection import OFFLOADED, best_entry, choose_vector
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError
 from tests.support.reference_trees import drafts_at
@@ -101,12 +101,13 @@ def test_found_in_a_checkout_and_when_installed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h200/8b-1b/shiped", "did you mean h200/8b-1b/shipped"),
+        ("h200/8b-1b/shiped",
+         r"mean h200/8b-1b/shipped, b200/8b-1b/shipped, h200/70b-1b/shipped\? \(names"),
         ("h200", "no tree named 'h200'"),
         ("../../etc/passwd", "no tree named"),
-        ("user/nothing", "no tree named"),
+        ("user/nothing", r"in the library \(names are .*: a100-40gb, a100-80gb, b200, "),
     ],
-)
+)  # fmt: skip
 def test_unknown_names(library, name, message):
     with pytest.raises(LibraryError, match=message):
         library.entry(name)
@@ -149,7 +150,7 @@ def test_by_driver_name(library, device, name):
         # A directory called after a size, or after a model, is neither.
         ("{folder}/meta-llama/Llama-2-7b-hf", "/models/tiny-68m", None, "are unknown"),
         ("/models/my-7B", "/models/tiny-68m", None, "are unknown"),
-        ("./my-7B", "/models/tiny-68m", None, "are unknown"),
+        *((f"{place}/my-7B", "/models/tiny-68m", None, "unknown") for place in (".", "..", "~")),
     ],
 )  # fmt: skip
 def test_nearest_class_by_what_is_known(library, tmp_path, target, draft, classes, reason):
@@ -171,6 +172,39 @@ def test_acceptance_and_differences_from_how_it_was_made_are_said(library):
     reason = library.select(replace(H200, tensor_parallel_size=4, dtype="fp8")).reason
     assert "made for TP size 1, not 4" in reason
     assert "made for dtype bfloat16, not fp8" in reason
+
+
+def test_of_vectors_of_the_pair_the_greedy_one_is_taken_and_of_others_the_weakest():
+    """Which was published; if none was, of all."""
+    every = {
+        name: vector(name=name, source=source, acceptance=[first, 0.1], temperature=temperature)
+        for name, source, first, temperature in (
+            ("hot", "measured", 0.2, 0.6), ("greedy", "measured", 0.3, 0.0),
+            ("strong", "published", 0.8, None), ("weak", "published", 0.7, None),
+        )
+    }  # fmt: skip
+    for names, own, found in (
+        ([*every], True, "greedy"), (["hot", "strong"], True, "strong"), ([*every], False, "weak"),
+        (["greedy", "hot"], False, "hot"),
+    ):  # fmt: skip
+        chosen, why = choose_vector([every[name] for name in names], lambda *_, own=own: own)
+        assert (chosen.name, why.endswith("on this pair" if own else found)) == (found, True)
+
+
+def test_the_entry_for_as_many_devices_is_the_best(library):
+    one = library.entry("h200/8b-1b/shipped")
+    entries = [one.model_copy(update={"tensor_parallel_size": size}) for size in (1, 4)]
+    shipped = AcceptanceFile.load(shipped_directory() / "acceptance" / "shipped.json")
+    for devices, found in ((1, 0), (2, 0), (3, 1), (8, 1)):
+        pair = replace(H200, tensor_parallel_size=devices)
+        assert best_entry(entries, pair, shipped)[0] is entries[found]
+
+
+def test_names_of_one_model_may_end_in_a_slash():
+    assert is_same_model("a/b", "a/b/", {})
+    assert is_same_model("a/b/", "a/b", {})
+    assert not is_same_model("a/b", "a/bb", {})
+    assert not is_same_model(None, "a/b", {})
 
 
 def test_unknown_devices_get_the_nearest_with_one_log_line(library, caplog):
@@ -232,14 +266,14 @@ def test_user_trees_are_for_exactly_their_key(library, other):
 def test_user_tree_names():
     key = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-8B", "/m/d/", "bfloat16", 2)
     name = key.file_name
-    assert name.startswith("nvidia-h200--meta-llama-llama-3.1-8b--m-d--bfloat16--tp2--")
+    # Trees that users tuned with earlier versions are found.
+    assert name == "nvidia-h200--meta-llama-llama-3.1-8b--m-d--bfloat16--tp2--ba08ef0c"
     assert name == replace(key, draft="/m/d").file_name
     assert name != replace(key, target="meta-llama/llama-3.1-8b").file_name
     cut = replace(key, target="ab-" + "c" * 39).file_name  # a part has 40 characters at most
-    assert "---" not in cut
+    assert f"--{'c' * 39}--m-d--" in cut
     long = PairKey("x" * 300, "/" * 9, "名", "bfloat16").file_name
-    assert len(long) < 200
-    assert "/" not in long
+    assert long == f"{'x' * 40}--x--x--bfloat16--tp1--163b4abf"
 
 
 def test_wrong_inputs(tmp_path):

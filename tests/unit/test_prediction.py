@@ -74,6 +74,25 @@ def test_runs_are_counted_up_to_the_reach():
     assert prediction.told(2).tolist() == TEXT[91:93].tolist()
 
 
+def test_evidence_outlives_an_edit_and_trust_follows_what_comes_true():
+    prediction, done = Prediction(TEXT.tolist()), 10
+    assert (prediction.run, prediction.evidence) == (1, 1)
+    written, trust = TEXT[:done].tolist(), 1.0
+    prediction.follow(np.array(written))
+    assert (prediction.run, prediction.evidence, prediction._trust) == (11, 11, trust)
+    # Of each step: tokens that are right after one that is replaced, or not; the evidence then.
+    for replaced, right, evidence in ((1, 0, 5), (0, 2, 7), (1, 0, 3), (0, 3, 6)):
+        written += [OTHER] * replaced + TEXT[done + replaced :][:right].tolist()
+        done += replaced + right
+        assert prediction.follow(np.array(written)) == right
+        assert (prediction.run, prediction.evidence) == (right, evidence)
+        trust = 1 - (1 - trust * 0.7**replaced) * 0.9**right
+        assert prediction._trust == pytest.approx(trust)
+    wrong = Prediction([0, 1])
+    wrong.follow(np.array([5]))
+    assert wrong._trust == pytest.approx(0.7)
+
+
 def test_of_equal_places_the_nearest_to_where_it_went_on_is_taken():
     record = TEXT[:40].tolist()
     prediction = Prediction([*record, 1, *record, 2, *record, 3])
