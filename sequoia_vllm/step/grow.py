@@ -137,24 +137,29 @@ class DraftSampling:
         self._probs_rows = torch.full((len(self.temperature), tree.size), -1, dtype=torch.int64)
         self._stored = 0
 
-    def children(self, logits: Tensor, level: Level, given: Tensor) -> Tensor:
+    def children(self, logits: Tensor, level: Level, given: Tensor | None) -> Tensor:
         """Draws children of one level's nodes for every request.
 
         Args:
             logits: ``[B * m, V]``: draft logits at the nodes, request after request.
             level: The level, whose nodes have at most b children each.
-            given: int64 ``[B, m]``: tokens that Q prefers, see `preferred`; -1: none.
+            given: int64 ``[B, m]``: tokens that Q prefers, see `preferred`; -1: none. None: no node
+                has one.
 
         Returns:
             int64 ``[B, m, b]``, in draft order.
         """
+
+        def given_to(requests: Tensor) -> Tensor | None:
+            return None if given is None else given[requests].flatten()
+
         width, branch = level.columns.shape
         batch = len(self.temperature)
         logits, shape = logits.to(torch.float32), (batch, width, branch)
         if len(self.sampled) == batch:
             drawn = torch.empty(shape, dtype=torch.int64)
         else:  # greedy rows stay so
-            drawn = preferred(logits, given.flatten()).topk(branch, dim=-1).indices.view(shape)
+            drawn = _told(logits, given).topk(branch, dim=-1).indices.view(shape)
         per_request = logits.view(batch, width, -1)
         if len(self.sampled):
             rows = self.sampled.repeat_interleave(width)
@@ -162,7 +167,7 @@ class DraftSampling:
                 per_request[self.sampled].flatten(0, 1),
                 self.temperature[rows],
                 self.truncation.of(rows),
-                given[self.sampled].flatten(),
+                given_to(self.sampled),
             )
             broken = draft[:, 0].isnan()  # softmax spreads one NaN over its row
             if broken.any():
@@ -172,7 +177,7 @@ class DraftSampling:
             tokens = draw_without_replacement(draft, branch)
             drawn[self.sampled] = tokens.view(-1, width, branch)
         if len(self.seeded):
-            noisy = self._noisy(per_request[self.seeded], level.depth, given[self.seeded].flatten())
+            noisy = self._noisy(per_request[self.seeded], level.depth, given_to(self.seeded))
             drawn[self.seeded] = noisy.topk(branch, dim=-1).indices
         return drawn
 
@@ -180,7 +185,7 @@ class DraftSampling:
         """Joins tokens int64 ``[B, size]``, in stored order, with the stored Q."""
         return GrownTrees(tokens, self._probs, self._probs_rows)
 
-    def _noisy(self, logits: Tensor, depth: int, given: Tensor) -> Tensor:
+    def _noisy(self, logits: Tensor, depth: int, given: Tensor | None) -> Tensor:
         """Scores of seeded requests, with their noise, from logits ``[S, m, V]`` at this depth."""
         rows = self.seeded.repeat_interleave(logits.shape[1])
         scaled = draft_scores(
@@ -218,13 +223,14 @@ def grow(
     """
     tokens = torch.empty(len(roots), levels.tree.size, dtype=torch.int64)
     sampling.start(levels.tree, logits.shape[-1])
-    parents = roots[:, None]
+    parents, says = roots[:, None], _says(told)
     for level in levels.levels:
         if level.depth > 0:
             parents = tokens.index_select(1, level.nodes)
             sees = levels.ancestors[level.first : level.first + level.width]
             logits = logits_at(parents, level.depth, sees, level.first)
-        drawn = sampling.children(logits, level, following(parents, told, level.depth))
+        given = following(parents, told, level.depth) if says else None
+        drawn = sampling.children(logits, level, given)
         tokens.index_copy_(1, level.columns.flatten().long(), drawn.flatten(1))
     tokens[:, 0] = roots  # last: column 0 collects what nodes drew beyond their own children
     return sampling.finish(tokens)
@@ -238,14 +244,25 @@ def grow_dynamic(
 
     ``most`` and ``deepest`` are as in `DynamicGrowth.best`, other arguments as of `grow`.
     """
+    says = _says(told)
     for depth in range(growth.depth):
         if depth > 0:
             growth.descend()
             first = growth.seen.shape[2] - growth.width
             logits = logits_at(growth.tokens, depth, growth.seen, first)
-        given = following(growth.tokens, told, depth)
-        growth.add_children(preferred(logits.float(), given.flatten()).view(*given.shape, -1))
+        given = following(growth.tokens, told, depth) if says else None
+        growth.add_children(_told(logits.float(), given).view(*growth.tokens.shape, -1))
     return growth.best(told, most, deepest)
+
+
+def _says(told: Tensor) -> bool:
+    """Whether any of the texts says something: most do not, and asking each node costs more."""
+    return bool((told[:, 0] >= 0).any())
+
+
+def _told(logits: Tensor, given: Tensor | None) -> Tensor:
+    """Scores ``[R, V]`` of a softmax, where so many nodes' tokens were told; see `preferred`."""
+    return logits if given is None else preferred(logits, given.flatten())
 
 
 def grow_told(roots: Tensor, told: Tensor, lengths: Tensor) -> GrownTrees:

@@ -223,7 +223,7 @@ def passes():
     def reads(_, committed):
         trace.append((len(committed.counts), len(committed.tokens)))
 
-    def grows(_, roots, tokens, *more):
+    def grows(_, below, tokens, *more):
         trace.append((len(tokens), tokens.numel()))
 
     with (

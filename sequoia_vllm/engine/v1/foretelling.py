@@ -50,7 +50,7 @@ class ForetoldTexts:
     def __init__(self, requests: int, depth: int, retrieves: bool, vocabulary: int) -> None:
         self.told = torch.full((requests, max(depth, MOST_TOLD)), -1)
         self.branches = ToldBranches()
-        self._retrieves, self._vocabulary = retrieves, vocabulary
+        self._retrieves, self._depth, self._vocabulary = retrieves, depth, vocabulary
         self._predictions: dict[str, Prediction] = {}
         self.counts: dict[str, PredictionCounts] = {}
         self.counted: dict[str, Predicted] = {}
@@ -91,6 +91,11 @@ class ForetoldTexts:
             counts.add(prediction.told(len(tree[0])), emitted, written[name], tree)
             self.counted[name] = astuple(counts)
 
+    @property
+    def has_predictions(self) -> bool:
+        """Whether users foretell any request."""
+        return bool(self._predictions)
+
     def take_counts(self) -> dict[str, Predicted]:
         """What `count` found since the last call: each request's, from its beginning on."""
         taken, self.counted = self.counted, {}
@@ -116,7 +121,7 @@ class ForetoldTexts:
         runs = torch.zeros(len(rows), dtype=torch.int64)
         if self._retrieves:
             given = torch.from_numpy(texts), torch.arange(len(rows)), torch.from_numpy(lengths)
-            told, runs = continuations(*given, told.shape[1])
+            told[:, : self._depth], runs = continuations(*given, self._depth)
         for place, name in enumerate(names):
             if (prediction := self._predictions.get(name)) is None:
                 continue

@@ -30,6 +30,7 @@ from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
 from sequoia_vllm.step.grow import (
     DraftSampling,
     GrownTrees,
+    LogitsAt,
     grow,
     grow_dynamic,
     grow_told,
@@ -69,6 +70,17 @@ class RootsV1:
     tokens: Tensor  # int64 ``[B]``
     positions: NDArray[np.int64]  # int64 ``[B]``
     logits: Tensor  # ``[B, V]``: the draft's
+
+
+@dataclass(frozen=True)
+class _BelowRoots:
+    """Where the draft reads nodes of B trees: the roots and what lies behind them in the cache."""
+
+    positions: Tensor  # int64 ``[B]``: of the roots
+    last: int  # the largest of them
+    room: Tensor  # int64 ``[B]``: nodes that the model's length leaves, roots included
+    slots: Tensor  # int64 ``[B, N]``: of the nodes that the draft reads
+    block_table: Tensor  # int32 ``[B, max_blocks]``
 
 
 class DrafterV1(ABC):
@@ -221,7 +233,7 @@ class TreeProposerV1(DraftModelProposer):
     def grow(self, levels: DraftLevels, roots: RootsV1, sampling: DraftSampling) -> GrownTrees:
         """Grows one tree per request, with the engine's topology."""
         told = self.foretold.told_of(roots.requests, levels.tree.depth)
-        logits_at = partial(self._level_logits, roots)
+        logits_at = self._logits_at(roots, levels)
         grown = grow(levels, roots.tokens, roots.logits, told, sampling, logits_at)
         take_from_rank0(grown.tokens)
         return grown
@@ -235,7 +247,7 @@ class TreeProposerV1(DraftModelProposer):
         """
         growth = DynamicGrowth(roots.tokens, levels.tree.size, levels.tree.depth)
         told = self.foretold.told_of(roots.requests, growth.depth)
-        logits_at = partial(self._level_logits, roots)
+        logits_at = self._logits_at(roots, levels)
         own = grow_dynamic(growth, roots.logits, told, logits_at, most, deepest)
         together = torch.stack([own.tokens, own.parents, own.places])
         take_from_rank0(together)
@@ -247,32 +259,49 @@ class TreeProposerV1(DraftModelProposer):
         told = self.foretold.told_of(roots.requests, int(lengths.max()))
         return grow_told(roots.tokens, told, torch.from_numpy(lengths))
 
+    def _logits_at(self, roots: RootsV1, levels: DraftLevels) -> LogitsAt:
+        """What the draft says at nodes of these requests' trees. Their slots lie behind the roots:
+        those with children are no more than a tree has."""
+        requests = roots.requests
+        if isinstance(self.drafter, TextDrafterV1):
+            return lambda tokens, *_: self._predict(
+                tokens.flatten(), np.repeat(requests, tokens.shape[1])
+            )
+        places = roots.positions[:, None] + np.arange(levels.tree.size)
+        below = _BelowRoots(
+            positions=torch.from_numpy(roots.positions),
+            last=int(roots.positions.max()),
+            room=torch.from_numpy(self.max_model_len - roots.positions),
+            slots=self._slots(requests[:, None], places),
+            block_table=self._block_table(requests),
+        )
+        return partial(self._level_logits, below)
+
     def _level_logits(
-        self, roots: RootsV1, tokens: Tensor, depth: int, sees: Tensor, first: int
+        self, below: _BelowRoots, tokens: Tensor, depth: int, sees: Tensor, first: int
     ) -> Tensor:
         """Computes the draft's logits at a level's nodes in one forward; see `LogitsAt`."""
-        requests, contexts, width = roots.requests, roots.positions, tokens.shape[1]
-        if isinstance(self.drafter, TextDrafterV1):
-            return self._predict(tokens.flatten(), np.repeat(requests, width))
+        width = tokens.shape[1]
+        end = first + width
         # The scheduler trims nodes past the model's length. Until then they must not write
         # outside the request's blocks, nor read outside the RoPE table.
-        num_nodes = np.minimum(self.max_model_len - contexts, first + width)
-        positions = np.minimum(contexts + depth, self.draft_max_len - 1).repeat(width)
-        places = contexts[:, None] + np.arange(first, first + width)
-        slots = self._slots(requests[:, None], places).flatten()
+        num_nodes = below.room.clamp(max=end)
+        positions = (below.positions + depth).clamp(max=self.draft_max_len - 1)
+        # vLLM's kernels read them without looking at strides, which one column would have.
+        slots = below.slots[:, first:end].flatten().contiguous()
         tree = TreeQueries(
             rows=self._rows[: tokens.numel()].view(tokens.shape),
-            block_table=self._block_table(requests),
-            context_lens=torch.from_numpy(contexts),
-            num_nodes=torch.from_numpy(num_nodes),
+            block_table=below.block_table,
+            context_lens=below.positions,
+            num_nodes=num_nodes,
             ancestors=sees,
-            max_keys=int((contexts + num_nodes).max()),
+            max_keys=min(below.last + end, self.max_model_len),
             only_trees=True,
         )
         metadata = CPUTreeAttentionMetadata.of_trees(tree, slots)
         logits = self._forward(
             tokens.flatten().to(torch.int32),
-            torch.from_numpy(positions),
+            positions.repeat_interleave(width),
             slots,
             dict.fromkeys(self._draft_attn_layer_names, metadata),
         )
