@@ -77,7 +77,7 @@ SHARDS = (
         + of("gpu_rehearsal", "long_contexts", "mutants", "requests")
     ),
     Shard(
-        of("engine", "verify"),
+        of("engine", "families_run", "verify"),
         modules=(("tests.mutants", *MUTATED, "--seed", "{commits}", "--parts", "12"),),
     ),
 )

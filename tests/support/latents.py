@@ -20,7 +20,7 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 # As the published ones have it. Without it vLLM 0.32 rotates wrong numbers on CPUs: its operator
 # there takes a query's heads for tokens.
-_ROPE = {
+YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
     "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128,
 }  # fmt: skip
@@ -51,7 +51,7 @@ def save_latent_pair(
         **shared, **_KINDS[kind], num_hidden_layers=2, num_key_value_heads=2, q_lora_rank=16,
         kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
         n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
-        moe_intermediate_size=32, rope_parameters=_ROPE,
+        moe_intermediate_size=32, rope_parameters=YARN,
     )  # fmt: skip
     of_draft = LlamaConfig(**shared, num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
     target = getattr(transformers, f"{kind}ForCausalLM")(of_target).float()

@@ -25,6 +25,7 @@ from tests.support.families import (
     bases_in_vllm,
     in_vllm,
 )
+from tests.support.family_recipes import RECIPES
 from tests.support.models import DRAFT, TARGET, save_config
 
 pytest.importorskip("vllm")
@@ -83,12 +84,27 @@ def test_the_file_that_shows_it_has_the_architecture(row):
         ('"name", CONFIGS', "architectures"),
         ("*KINDS]", "expert_layers"),
         ("LATENT_KINDS", "latents"),
+        ('"name", RECIPES', "family_recipes"),
     ):
         if table in text:
             text += (ROOT / "tests" / "support" / f"{name}.py").read_text(encoding="utf-8")
     words = text.replace("save_mixture_pair", "Mixtral").replace("SmolLM2", "Llama")
     stems = [name.partition("For")[0].replace("_", "").lower() for name in row.architectures]
     assert any(stem in words.replace("_", "").lower() for stem in stems)
+
+
+def test_rows_say_which_classes_did_not_run_and_where_text_alone_did():
+    rows = [
+        row for row in FILE.families if row.proved and row.proved[1].endswith("families_run.py")
+    ]
+    for row in rows:
+        ran = set(row.architectures) & set(RECIPES)
+        assert ran
+        others = [name.partition("For")[0] for name in row.architectures if name not in ran]
+        said = re.search(r"not (\w+(?: or \w+)*)$", row.note)
+        assert (said[1].split(" or ") if said else []) == others, row.family
+        reads_more = any(name.endswith("ForConditionalGeneration") for name in ran)
+        assert ("text alone" in row.note) == reads_more, row.family
 
 
 ASKED = {

@@ -1,0 +1,90 @@
+"""Configurations of tiny models of the families in docs/supported.md, by vLLM's classes."""
+
+from typing import Any
+
+from tests.support.latents import YARN
+from tests.support.models import SMALL
+
+VOCABULARY, WINDOW = 128, 40
+COMMON = {
+    **SMALL, "vocab_size": VOCABULARY, "num_hidden_layers": 2, "intermediate_size": 96,
+    "pad_token_id": 2, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_GRANITE = {
+    "embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+}  # fmt: skip
+_BAILING = {
+    "num_experts": 4, "num_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "use_bias": False, "use_qkv_bias": True, "embedding_dropout": 0.0, **_EXPERTS,
+    "moe_shared_expert_intermediate_size": 48, "rope_parameters": _ROPE,
+}  # fmt: skip
+# Without YaRN vLLM 0.32 rotates queries wrongly on CPUs (`tests.support.latents`).
+_LATENT = {
+    "num_key_value_heads": 2, "head_dim": 64, "q_lora_rank": 16, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "rope_parameters": YARN,
+}  # fmt: skip
+_DEEPSEEK = {
+    **_LATENT, **_EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {"model_type": "qwen2"},
+    "Qwen3ForCausalLM": {"model_type": "qwen3"},
+    "Glm4ForCausalLM": {"model_type": "glm4", "partial_rotary_factor": 0.5},
+    "GlmForCausalLM": {"model_type": "glm", "partial_rotary_factor": 0.5, "attention_bias": True},
+    "SeedOssForCausalLM": {"model_type": "seed_oss", "attention_bias": True},
+    "HunYuanDenseV1ForCausalLM": {"model_type": "hunyuan_v1_dense", "use_qk_norm": True},
+    "Phi3ForCausalLM": {"model_type": "phi3"},
+    "GraniteForCausalLM": {"model_type": "granite", **_GRANITE},
+    "CohereForCausalLM": {"model_type": "cohere", "tie_word_embeddings": True},
+    "Cohere2ForCausalLM": {"model_type": "cohere2", "tie_word_embeddings": True, **_WINDOWS},
+    "Olmo2ForCausalLM": {"model_type": "olmo2"},
+    "Olmo3ForCausalLM": {"model_type": "olmo3", **_WINDOWS},
+    "OlmoeForCausalLM": {"model_type": "olmoe", "num_experts": 4, **_EXPERTS},
+    "PhiMoEForCausalLM": {
+        "model_type": "phimoe", "num_local_experts": 4, "attention_bias": True,
+        "lm_head_bias": True, **_EXPERTS,
+    },
+    "GraniteMoeForCausalLM": {
+        "model_type": "granitemoe", "num_local_experts": 4, **_EXPERTS, **_GRANITE,
+    },
+    "GraniteMoeSharedForCausalLM": {
+        "model_type": "granitemoeshared", "num_local_experts": 4, "shared_intermediate_size": 48,
+        **_EXPERTS, **_GRANITE,
+    },
+    "BailingMoeForCausalLM": {"model_type": "bailing_moe", **_BAILING},
+    "BailingMoeV2ForCausalLM": {
+        "model_type": "bailing_moe_v2", **_BAILING, "use_qk_norm": True, "use_rmsnorm": True,
+        "partial_rotary_factor": 0.5, "n_group": 2, "topk_group": 1, "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "routed_scaling_factor": 1.5,
+    },
+    "AfmoeForCausalLM": {
+        "model_type": "afmoe", "num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1,
+        "mup_enabled": True, "score_func": "sigmoid", "route_norm": True, "n_group": 1,
+        "topk_group": 1, **_EXPERTS, **_WINDOWS,
+    },
+    "Plamo3ForCausalLM": {
+        "model_type": "plamo3", "rope_parameters": _ROPE, "rope_local_theta": 500.0, **_WINDOWS,
+        "interleaved_sliding_window": [WINDOW, None],
+    },
+    "SmolLM3ForCausalLM": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+    "Starcoder2ForCausalLM": {"model_type": "starcoder2", "use_bias": True, "sliding_window": 40},
+    "MiniCPMForCausalLM": {
+        "model_type": "minicpm", "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32,
+        "rope_parameters": _ROPE,
+    },
+    "MiniCPM3ForCausalLM": {
+        "model_type": "minicpm3", "num_key_value_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "scale_emb": 3,
+        "scale_depth": 1.4, "dim_model_base": 32,
+    },
+    "DeepseekV3ForCausalLM": {"model_type": "kimi_k2", **_DEEPSEEK},
+    "MistralLarge3ForCausalLM": {"model_type": "deepseek_v3", **_DEEPSEEK},
+}  # fmt: skip
+"""What ``config.json`` of a tiny model has besides `COMMON`, by vLLM's class."""
