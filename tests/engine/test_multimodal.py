@@ -14,6 +14,7 @@ from tests.support.multimodal import (
     IMAGE,
     answer_beside_others,
     answer_images,
+    answer_one_by_one,
     answer_with_a_head,
     answer_with_its_layer,
     call_with_images,
@@ -46,7 +47,12 @@ def answer_all(folder: str, name: str) -> dict[str, Any]:
         "in pieces": answer_images(
             **given, trees=True, options={} if name == "gemma3" else IN_PIECES
         ),
-    }
+        # Gemma's images have four tokens, and are read whole.
+        "one by one": None if name == "gemma3" else {
+            how: answer_one_by_one(**given, trees=does)
+            for how, does in (("plain", False), ("trees", True))
+        },
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=EACH)
@@ -80,6 +86,17 @@ def test_drafts_are_accepted_and_images_found_in_the_cache(answers):
     assert trees["accepted_tokens"] > trees["drafts"] / 2
     assert plain > 0
     assert trees["hits"] == (0 if answers["name"] == HYBRID else plain)
+
+
+def test_images_side_by_side_where_one_is_kept_at_a_time(answers):
+    """vllm-ascend#17195 and vllm#54498: no request waits for ever, and positions are M-RoPE's."""
+    if answers["name"] == "gemma3":
+        assert answers["one by one"] is None
+        return
+    plain, trees = (answers["one by one"][how] for how in ("plain", "trees"))
+    assert trees["kept"] == 16 < plain["kept"]
+    assert trees["tokens"] == plain["tokens"]
+    assert trees["accepted"] > 5
 
 
 def test_what_followed_before_is_drafted_beside_images(answers):

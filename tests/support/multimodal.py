@@ -16,7 +16,14 @@ from vllm.sampling_params import StructuredOutputsParams
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.adapters import RANK, two_adapters
 from tests.support.calling import call_in_process, environment_with
-from tests.support.engines import chain_of, lookup_trees, metric, running, whole_trees
+from tests.support.engines import (
+    chain_of,
+    lookup_trees,
+    metric,
+    running,
+    scheduler_of,
+    whole_trees,
+)
 from tests.support.expert_layers import OWN_NAMES, add_layer
 from tests.support.generating import SPEC_DECODE, completions, generate_speculating, joined
 from tests.support.heads import save_eagle3
@@ -215,6 +222,61 @@ def requests_with_images(image: str) -> list[dict[str, Any]]:
     ]
 
 
+def requests_with_three_images(image: str) -> list[dict[str, Any]]:
+    """Four requests, each with three images of its own, which have 16 tokens each, the most."""
+    from PIL import Image
+
+    noise = np.random.default_rng(4)
+
+    def seen() -> Any:
+        return Image.fromarray(noise.integers(0, 255, (112, 112, 3), dtype=np.uint8))
+
+    return [
+        {
+            "prompt": f"w{place} {image} w9 w10 {image} {image} w{40 + place}",
+            "multi_modal_data": {"image": [seen() for _ in range(3)]},
+        }
+        for place in range(4)
+    ]
+
+
+# The cache of what the vision model computed takes 16 tokens: as many as the largest image has.
+ONE_IMAGE: dict[str, Any] = {"max_num_batched_tokens": 12, "enable_chunked_prefill": True}
+MOST_STEPS = 500  # within which these requests end: they take some 80
+
+
+def answer_one_by_one(paths: dict[str, str], image: str, trees: bool) -> dict[str, Any]:
+    """Tokens of requests side by side, with trees in an engine that keeps one image at a time.
+
+    Plain vLLM keeps all: on CPUs it cannot read a seeded request's prompt in pieces.
+    """
+    common = {"max_tokens": 16, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0.8 * (place % 2), seed=place, **common) for place in range(4)
+    ]
+
+    def ends(step: int) -> None:
+        assert step < MOST_STEPS, "requests wait for each other"
+
+    settings = {
+        **LIMITS, "limit_mm_per_prompt": {"image": 3, "video": 0},
+        "tokenizer": paths.get("tokenizer"), **(ONE_IMAGE if trees else {}),
+    }  # fmt: skip
+    config = _trees_of(paths) if trees else None
+    with running(config, model=paths["target"], **settings) as llm:
+        kept = scheduler_of(llm).encoder_cache_manager.cache_size
+        requests = requests_with_three_images(image)
+        tokens = joined(llm, requests, params, every=1, before_step=ends)
+        accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens") if config else 0
+    return {"tokens": tokens, "kept": kept, "accepted": accepted}
+
+
+def _trees_of(paths: dict[str, str]) -> dict[str, Any]:
+    """Trees over the draft beside a target, or over the target's own layer."""
+    drafter = {} if "draft" in paths else {"drafter": "mtp"}
+    return whole_trees(size=8, depth=3, draft=paths.get("draft") or paths["target"], **drafter)
+
+
 def answer_images(
     paths: dict[str, str], image: str, trees: bool | str, options: dict[str, Any]
 ) -> dict[str, Any]:
@@ -222,9 +284,7 @@ def answer_images(
 
     ``trees``: "lookup" drafts without a draft; True: the one beside the target, or its own layer.
     """
-    drafter = {} if "draft" in paths else {"drafter": "mtp"}
-    draft = paths.get("draft") or paths["target"]
-    config = whole_trees(size=8, depth=3, draft=draft, **drafter) if trees else None
+    config = _trees_of(paths) if trees else None
     if trees == "lookup":
         config = lookup_trees(size=8, depth=3)
     common = {"max_tokens": 16, "ignore_eos": True}
