@@ -13,11 +13,18 @@ from vllm.config import KVTransferConfig
 
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.calling import called_once
-from tests.support.engines import runner_of, sequoia
+from tests.support.engines import runner_of, sequoia, whole_trees
 from tests.support.generating import VOCAB, random_prompts, save_related_pair
 from tests.support.interpreted import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
-from tests.support.stored_cache import CONNECTOR, LENGTHS, converse_twice
+from tests.support.stored_cache import (
+    CONNECTOR,
+    LENGTHS,
+    CopyingWorker,
+    answer_crowded,
+    check_crowded,
+    converse_twice,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
@@ -162,3 +169,26 @@ def test_turns_on_loaded_keys_are_those_of_plain_vllm(tmp_path):
     assert found["loaded"] == sum((length + 49) // 16 * 16 for length in LENGTHS)
     assert found["tokens"] == plain["tokens"]
     assert min(found["tokens per tree"]) > 1.5
+
+
+CROWDED = {"max_num_seqs": 4, "num_gpu_blocks_override": 20, "max_model_len": 192}
+"""One block is nobody's. At their ends two of the requests take 20, of which four are shared."""
+
+
+def crowd(models: str) -> dict[str, Any]:
+    """Eight requests in a cache for two, whose copies end a step later, as on a GPU."""
+    target, draft = save_related_pair(Path(models))
+    with rehearsing(None, model=target, max_num_seqs=4) as llm:
+        answers = {"plain": answer_crowded(llm, trees=False, max_tokens=40)}
+    transfer = KVTransferConfig(**CONNECTOR)
+    config = whole_trees(size=8, depth=3, draft=draft)
+    with (
+        patched(CopyingWorker, "is_late", True),
+        rehearsing(config, model=target, kv_transfer_config=transfer, **CROWDED) as llm,
+    ):
+        return answers | {"trees": answer_crowded(llm, trees=True, max_tokens=40)}
+
+
+def test_preempted_requests_whose_keys_are_loaded_answer_as_plain_vllm(tmp_path):
+    answers = call_on_gpu(crowd, tmp_path, models=str(tmp_path))
+    check_crowded(answers["trees"], answers["plain"])
