@@ -199,7 +199,6 @@ EXCUSED = {
         "commit": "benchmarks/gpu/rival was committed right after",
     },
     "gpu/h200.jsonl": {"command": "the first line has the commands; others name sequoia-vllm"},
-    "speeds/smollm2-epyc-sampled.json": {"commit": "changes that were not kept"},
     "speeds/echoes-xeon.json": {"commit": "changes that were not kept"},
     "speeds/echo-kinds.json": {"command": "benchmarks.echo_kinds went with commit 056c2bc2"},
     "speeds/echo-kinds-sampled.json": {"command": "the same"},
