@@ -258,9 +258,10 @@ def advise(
         sizes = check_batch_sizes(shared.numbers("--batch-sizes", batch_sizes))
         family = _check_support("target", model, shown=not as_json)
         here = _device(device or this_device_name())
-        on_gpu = here.spec is not None  # heads and recurrent layers run there alone
-        if not on_gpu and "hybrid" in shared.kinds_and_classes("target", model)[0]:
-            raise ConfigError(NOT_ON_CPUS)
+        on_gpu = here.spec is not None  # some kinds run there alone
+        for kind in () if on_gpu else shared.kinds_and_classes("target", model)[0]:
+            if kind in NOT_ON_CPUS:
+                raise ConfigError(NOT_ON_CPUS[kind])
         target, dtype = _read("target", model)
         if not here.has_bfloat16:
             dtype = "float16"

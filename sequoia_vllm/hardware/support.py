@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 Kind = Literal[
-    "mla", "sparse", "ngram", "attention", "chunked", "alibi", "recurrent", "hybrid", "diffusion",
-    "realtime", "mrope", "multimodal", "encoder-decoder", "pooling",
+    "mla", "sparse", "indexed", "ngram", "attention", "chunked", "alibi", "recurrent", "hybrid",
+    "diffusion", "realtime", "mrope", "multimodal", "encoder-decoder", "pooling",
 ]  # fmt: skip
 Role = Literal["target", "draft"]
 
@@ -18,6 +18,7 @@ UNSUPPORTED: dict[Kind, str] = {
     "mla": "uses multi-head latent attention (MLA)",
     "sparse": "chooses the tokens that it attends to (sparse MLA: a tree's nodes would have to "
     "choose among their ancestors)",
+    "indexed": "chooses the tokens that it attends to by an indexer (DeepSeek Sparse Attention)",
     "ngram": "embeds a token with those before it (n-grams: rows before a tree's node are no "
     "ancestors of it)",
     "attention": "has attention layers of its own, which trees do not know",
@@ -35,14 +36,17 @@ UNSUPPORTED: dict[Kind, str] = {
     "pooling": "is a pooling model",
 }  # kinds of models, each with what makes trees impossible
 
-_TARGETS: frozenset[Kind] = frozenset({"mla", "hybrid", "mrope", "multimodal"})
+_TARGETS: frozenset[Kind] = frozenset({"mla", "indexed", "hybrid", "mrope", "multimodal"})
 """Kinds that trees serve as targets. A draft reads tokens, each with one position, and has a KV
 cache alone."""
 
-NOT_ON_CPUS = (
-    "trees over recurrent layers are for GPUs, as vLLM's CPUs run such layers by other code: serve "
-    "this target on a GPU, or without Sequoia"
-)
+NOT_ON_CPUS: dict[Kind, str] = {
+    "hybrid": "trees over recurrent layers are for GPUs, as vLLM's CPUs run such layers by other "
+    "code: serve this target on a GPU, or without Sequoia",
+    "indexed": "trees over DeepSeek Sparse Attention are for GPUs, as vLLM's CPUs run it for one "
+    "token of a request: serve this target on a GPU, or without Sequoia",
+}
+"""Kinds of targets that trees serve on GPUs alone, and what an engine on CPUs says."""
 RUNS_ON = "it runs on CUDA GPUs and x86 CPUs, not on {} (use vLLM's method draft_model there)"
 
 FIX: dict[Role, str] = {
@@ -68,6 +72,8 @@ _FIELDS: dict[Kind, tuple[str, ...]] = {
 }  # fmt: skip
 # Architectures, where no field tells.
 _ARCHITECTURES: dict[Kind, str] = {
+    # vLLM serves these by one class, which has a cache of an indexer's keys beside the latents.
+    "indexed": r"(DeepseekV32|GlmMoeDsa)ForCausalLM",
     "ngram": r"LongcatFlashNgram.*",
     "attention": r"(HrmText|Inkling|MiMoV2|MiniMaxM3).*",
     "alibi": r"Bloom.*",
@@ -134,6 +140,8 @@ def kinds_of(config: Mapping[str, Any]) -> set[Kind]:
         found -= {"recurrent", "hybrid"}
     if "hybrid" in found:  # recurrent layers of a kind that is served
         found.discard("recurrent")
+    if "indexed" in found:  # sparse attention of a kind that is served
+        found.discard("sparse")
     return found
 
 

@@ -30,7 +30,7 @@ MODULES = sorted([*ENGINE.rglob("*.py"), *PACKAGE.glob("drafters/*/v[12].py")])
 GPU_FILES = (
     "v2/attention/attention_gpu", "v2/attention/backend_gpu",
     "v2/attention/mamba_", "v2/attention/mixed_", "v2/attention/recurrent_",
-    "v2/attention/target_graphs",
+    "v2/attention/sparse_", "v2/attention/target_graphs",
     "v2/graph_times", "v2/runner_gpu", "worker/worker_gpu",
 )  # fmt: skip
 CPU_FILES = ("v1/", "offload/", "runner/cpu_attention", "v2/runner_cpu", "v2/attention/backend_cpu",

@@ -117,6 +117,19 @@ def test_hybrid_targets_on_cpus_and_their_largest_trees(tmp_path):
     refused("choose one of 64 nodes at most", speculative_config=large, **options)
 
 
+def test_sparse_targets_on_cpus(tmp_path):
+    """vLLM serves DeepSeek V3.2 by another class than that of `MODELS`."""
+    config = transformers.DeepseekV32Config(
+        **TINY, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=16, v_head_dim=16,
+        qk_nope_head_dim=16, index_topk=16, architectures=["DeepseekV32ForCausalLM"],
+    )  # fmt: skip
+    said = refused(
+        "trees over DeepSeek Sparse Attention are for GPUs", model=save_config(tmp_path, config),
+        skip_tokenizer_init=True, enable_prefix_caching=False,
+    )  # fmt: skip
+    assert "chooses the tokens" not in said
+
+
 def test_draft_models(tmp_path):
     make, reason = MODELS["sparse"]
     draft = save_config(tmp_path, make())

@@ -1,10 +1,11 @@
 """Kinds of targets and of drafters on vLLM's GPU engine: tokens are plain vLLM's, from its graphs.
 
 Qwen3Next has Gated DeltaNet layers, GraniteMoeHybrid and NemotronH have Mamba2's, Lfm2 short
-convolutions, DeepseekV3 latent attention, KimiLinear both this and Kimi Delta Attention. MiMo's,
-Qwen3Next's and DeepseekV3's own MTP layers draft, and in "lookup" no model does. Qwen2-VL and
-Qwen3.5 read images: a draft that reads text drafts for the one, its MTP layer for the other, which
-has recurrent layers, too.
+convolutions, DeepseekV3 latent attention, KimiLinear both this and Kimi Delta Attention.
+DeepseekV32 and GlmMoeDsa choose among latents; the latter's second layer takes what the first
+chose. MiMo's, Qwen3Next's and DeepseekV3's own MTP layers draft, and in "lookup" no model does.
+Qwen2-VL and Qwen3.5 read images: a draft that reads text drafts for the one, its MTP layer for the
+other, which has recurrent layers, too.
 """
 
 from functools import partial
@@ -17,13 +18,24 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.gpu.models import RECURRENT, pair_of, write_models
 from sequoia_vllm.engine.common.patched import patched
-from tests.support.engines import lookup_trees, sequoia
+from tests.support.engines import lookup_trees, sequoia, whole_trees
 from tests.support.expert_layers import save_experts
-from tests.support.generating import greedy_and_seeded, random_prompts, save_related_pair
+from tests.support.generating import (
+    generate_on,
+    greedy_and_seeded,
+    random_prompts,
+    resumed,
+    save_related_pair,
+)
 from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_gpu, gpu_environment
 from tests.support.kimi import rehearse_kimi_on_gpus, save_kimi_pair
-from tests.support.latents import rehearse_on_gpus, save_latent_layer, save_latent_pair
+from tests.support.latents import (
+    SPARSE_KINDS,
+    rehearse_on_gpus,
+    save_latent_layer,
+    save_latent_pair,
+)
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.models import save_word_tokenizer
 from tests.support.multimodal import IMAGE, call_with_images, requests_with_images, save_multimodal
@@ -36,12 +48,13 @@ from tests.support.rehearsing import (
     plain_and_trees,
     rehearsing,
 )
+from tests.support.sparse import rehearse_sparse_on_gpus
 
 pytestmark = pytest.mark.engine
 
 SHARDED = pytest.mark.sharded
 LENGTHS = [5, 9, 20, 33, 14]
-TOKENS, ABORTED = 12, 1
+TOKENS, ABORTED, ENDS = 12, 1, 6
 WITH_GRAMMAR = [2, 3]
 MTP = {
     "method": "sequoia", "drafter": "mtp", "tree": {"size": 8, "depth": 3}, "adapt": False,
@@ -51,7 +64,9 @@ MTP_OF_DEEPSEEK = "DeepseekV3's MTP layer"
 MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
 TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
 LATENT = ["DeepseekV3", "KimiLinear"]
-JOINED = ["Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", *LATENT]
+SPARSE, SHARED_CHOICE = SPARSE_KINDS
+CHOOSES = 128  # tokens that a sparse layer attends to
+JOINED = ["Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", SPARSE, *LATENT]
 
 
 def params() -> list[Any]:
@@ -70,6 +85,9 @@ def save_pair(folder: Path, name: str) -> tuple[str, str]:
     if name == "DeepseekV3":
         rehearse_on_gpus()
         return save_latent_pair(folder)
+    if name in SPARSE_KINDS:
+        rehearse_sparse_on_gpus()
+        return save_latent_pair(folder, kind=name)
     if name == "KimiLinear":
         rehearse_kimi_on_gpus()
         return save_kimi_pair(folder)
@@ -102,7 +120,10 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
     pair = save_pair(Path(folder), name)
     for path in pair:
         save_word_tokenizer(Path(path))
-    texts = random_prompts(LENGTHS, VOCABULARY)
+    # Some of sparse layers' requests have more tokens than they choose, one comes to have them.
+    more = [0, CHOOSES - LENGTHS[1] - 6, 0, CHOOSES, 0] if name == SPARSE else [0] * len(LENGTHS)
+    lengths = [length + added for length, added in zip(LENGTHS, more, strict=True)]
+    texts = random_prompts(lengths, VOCABULARY)
     options = {"model": pair[0], "skip_tokenizer_init": False}
     plain = TRITON_MLA if name in LATENT else {}
     with rehearsing(None, **options, **plain) as llm:
@@ -149,6 +170,34 @@ def test_drafts_are_accepted_and_requests_join_and_are_aborted(answers):
     assert joining["modes"]["PIECEWISE beside prompts"] > 0
     assert "FULL beside prompts" not in joining["modes"]  # as where our kernel has all rows
     assert all(set(plain[index][0]) <= {3, 4, 5, 6} for index in WITH_GRAMMAR)
+
+
+def start_and_press(folder: str) -> dict[str, Any]:
+    """Sparse layers: prompts in pieces, preemption; then requests whose beginnings are cached."""
+    target, draft = save_pair(Path(folder), SHARED_CHOICE)
+    texts, options = random_prompts([124, 150, 9], VOCABULARY), {"model": target}
+    given = greedy_and_seeded(len(texts), 2 * TOKENS)
+    with rehearsing(None, **options) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, texts, given)}
+    pressed = {"num_gpu_blocks_override": 7, "max_num_batched_tokens": 48}
+    config = whole_trees(8, draft=draft, tree={"size": 8, "depth": 3}, dynamic_tree=True)
+    with rehearsing(config, **pressed, **options) as llm:
+        answers["pressed"] = generate_on(llm, texts, given)
+    with rehearsing(config, **options) as llm:
+        answers["cached"] = generate_on(llm, texts, given)
+        answers["resumed"] = resumed(llm, texts, answers["cached"]["tokens"], ENDS)
+    return answers
+
+
+@pytest.mark.sharded
+def test_sparse_layers_read_prompts_in_pieces_and_what_is_cached(tmp_path):
+    found = call_on_gpu(start_and_press, tmp_path, folder=str(tmp_path))
+    plain = found["plain"]["tokens"]
+    assert found["pressed"]["tokens"] == found["cached"]["tokens"] == plain
+    assert found["pressed"]["counts"]["preemptions"] > 0
+    assert found["cached"]["counts"]["tokens_per_tree"] > 1.2
+    assert found["resumed"]["tokens"] == [[one[0][-ENDS:]] for one in plain[::2]]
+    assert found["resumed"]["hits"] >= CHOOSES
 
 
 def start_and_read(folder: str, name: str) -> dict[str, Any]:

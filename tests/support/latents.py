@@ -33,6 +33,12 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Glm4MoeLite": {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse"]},
 }  # fmt: skip
 LATENT_KINDS = [*_KINDS]
+_INDEXER = {
+    "first_k_dense_replace": 2, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 128,
+}  # fmt: skip
+_SHARED_CHOICE = {"index_topk_pattern": "FS", "indexer_rope_interleave": True}
+_KINDS |= {"DeepseekV32": _INDEXER, "GlmMoeDsa": {**_INDEXER, **_SHARED_CHOICE}}
+SPARSE_KINDS = ["DeepseekV32", "GlmMoeDsa"]
 
 
 def save_latent_pair(

@@ -111,7 +111,8 @@ ASKED = {
     "Gemma 3": "runs as a target (tiny model); known drafts: none",
     "Qwen2-VL": "runs as a target (rehearsed)",
     "Qwen3.5 to 3.8 (hybrid)": "runs as a target (interpreted; on GPUs alone; its",
-    "DeepSeek V3.2": "refused as a target, as it chooses the tokens that it attends to",
+    "DeepSeek V3.2": "runs as a target (rehearsed; on GPUs alone); known drafts: none",
+    "DeepSeek V4": "refused as a target, as it chooses the tokens that it attends to",
     "Llama 4": "refused as a target, as it uses chunked local attention",
     "no family in docs/supported.md": "runs by its configuration; known drafts: none",
 }
@@ -229,7 +230,7 @@ def test_advise_and_engine_refuse_a_target_in_the_same_words(family, draft, tmp_
 
 def test_an_engine_refuses_a_target_before_it_reads_its_own_configuration(monkeypatch):
     monkeypatch.setattr(engine_config, "sequoia_request", lambda arguments: {"tree": "nonsense"})
-    target = in_vllm(REFUSED["DeepSeek V3.2"], "a/target")
+    target = in_vllm(REFUSED["DeepSeek V4"], "a/target")
     with pytest.raises(ConfigError, match="the target model a/target chooses the tokens"):
         engine_config.create_speculative_config(lambda *_: 1 / 0, SimpleNamespace(), target, None)
 
@@ -256,13 +257,13 @@ def test_drafts_are_refused_too(family, tmp_path):
 
 
 def test_doctor_looks_at_a_target(tmp_path):
-    target = save_config(tmp_path, REFUSED["DeepSeek V3.2"])
+    target = save_config(tmp_path, REFUSED["DeepSeek V4"])
     check = _target(target)
     assert not check.ok
     assert check.found == f"the target model {target} {UNSUPPORTED['sparse']}"
     assert check.fix == (
         "serve it without Sequoia, or choose another target model "
-        "(DeepSeek V3.2: see docs/supported.md#refused-targets)"
+        "(DeepSeek V4: see docs/supported.md#refused-targets)"
     )
     assert _target(DRAFT).ok
     assert not _target("none").ok

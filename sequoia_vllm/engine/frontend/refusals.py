@@ -75,6 +75,7 @@ def kinds_in_vllm(model: Any) -> set[Kind]:
     recurrent = model.is_hybrid or model.is_attention_free or has_states
     found: dict[Kind, bool] = {
         "mla": model.use_mla, "sparse": model.use_mla and "sparse" in described,
+        "indexed": model.use_mla and "indexed" in described,
         "ngram": "ngram" in described, "attention": "attention" in described,
         "chunked": model.attention_chunk_size is not None, "alibi": model.uses_alibi,
         "recurrent": recurrent and not is_served, "hybrid": recurrent and is_served,
@@ -102,10 +103,11 @@ def _platform_reasons(vllm_config: Any) -> dict[str, Any]:
         known = current_platform.get_cpu_architecture() == CpuArchEnum.X86
         return {
             "the KV cache layout is known on x86 CPUs only": not known,
-            NOT_ON_CPUS: (
-                not vllm_config.use_v2_model_runner
-                and "hybrid" in kinds_in_vllm(vllm_config.model_config)
-            ),
+            **{
+                reason: not vllm_config.use_v2_model_runner
+                and kind in kinds_in_vllm(vllm_config.model_config)
+                for kind, reason in NOT_ON_CPUS.items()
+            },
             "vLLM offloads weights from GPUs to the host's memory, and nothing on CPUs: drop "
             "--cpu-offload-gb and --offload-group-size (from a disk: "
             '"offload": {"weights": "disk", "directory": ...} in the speculative config)': (

@@ -19,7 +19,7 @@ from sequoia_vllm.engine.runner.attention_layers import (
     unmaskable_features,
     window_of,
 )
-from sequoia_vllm.engine.v2.attention import mla_layers
+from sequoia_vllm.engine.v2.attention import mla_layers, sparse_layers
 from sequoia_vllm.engine.v2.attention.attention_gpu import (
     DraftMetadata,
     GPUTreeForward,
@@ -41,6 +41,7 @@ from sequoia_vllm.engine.v2.attention.recurrent_layers import (
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.node_masks import NodeMasks
+from sequoia_vllm.kernels.sparse_choice import AncestorScores, parts_of_keys
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace
 from sequoia_vllm.step.commit import layers_by_cache
 
@@ -55,14 +56,19 @@ class NoTreesBackend:
         """Reasons why vLLM must not use it for any layer."""
         return [
             "trees cannot use it: leave --attention-backend out, or name FLASH_ATTN (for latent "
-            "attention TRITON_MLA)"
+            "attention TRITON_MLA, if it is sparse FLASHMLA_SPARSE)"
         ]
+
+
+def _is_other_sparse(backend: AttentionBackendEnum) -> bool:
+    return "MLA_SPARSE" in backend.name and backend != AttentionBackendEnum.FLASHMLA_SPARSE
 
 
 CLASSES = {
     AttentionBackendEnum.FLASH_ATTN: f"{_PACKAGE}.attention_gpu.FlashTreeBackend",
     AttentionBackendEnum.TRITON_ATTN: f"{_PACKAGE}.attention_gpu.TritonTreeBackend",
     AttentionBackendEnum.TRITON_MLA: f"{_PACKAGE}.mla_layers.MLATreeBackend",
+    AttentionBackendEnum.FLASHMLA_SPARSE: f"{_PACKAGE}.sparse_layers.SparseTreeBackend",
     **dict.fromkeys(
         (
             # Preferred on Blackwell; the next two where images attend in both directions.
@@ -71,6 +77,7 @@ CLASSES = {
             AttentionBackendEnum.CUTLASS_MLA, AttentionBackendEnum.FLASH_ATTN_MLA,
             AttentionBackendEnum.FLASHINFER_MLA, AttentionBackendEnum.FLASHMLA,
             AttentionBackendEnum.TOKENSPEED_MLA,
+            *(one for one in AttentionBackendEnum if _is_other_sparse(one)),
         ),
         f"{__name__}.{NoTreesBackend.__qualname__}",
     ),
@@ -94,6 +101,8 @@ class GPUTreeBackend(TreeBackend):
         self._layers: list[tuple[str, CacheLayers]] = []
         self._states: NodeStates | None = None
         self._chain: Tensor | None = None  # the longest one's ancestors, where layers have latents
+        self._indexers: set[str] = set()  # layers with the keys of sparse attention's indexers
+        self._sparse: AncestorScores | None = None
 
     @contextmanager
     def replace_attention(self) -> Iterator[None]:
@@ -108,6 +117,12 @@ class GPUTreeBackend(TreeBackend):
         """Reason why our kernel cannot serve this layer; None: it can."""
         if isinstance(impl, RecurrentTreeLayer):
             return impl.unsupported
+        if isinstance(impl, sparse_layers.SparseTreeImpl):
+            return reason_of(layer_name, impl.unsupported_features)
+        if sparse_layers.is_indexer(impl):
+            sparse_layers.prepare_indexer(impl)
+            self._indexers.add(layer_name)
+            return None
         if isinstance(impl, mla_layers.MLATreeImpl):
             if self._chain is None:
                 self._chain = mla_layers.longest_chain(self._ancestors)
@@ -136,10 +151,14 @@ class GPUTreeBackend(TreeBackend):
         """See `TreeBackend.keep_nodes`."""
         found = {name: one for name, one in layers.items() if isinstance(one, RecurrentTreeLayer)}
         self._states = NodeStates(found, rows) if found else None
+        if self._indexers:
+            self._sparse = AncestorScores(rows, self._ancestors)
         return self._states.kept.size_in_bytes if self._states else 0
 
     def scoring_queries(self, trees: ScoringTreesV2 | None, metadata: Any) -> Any:
         """The trees' rows, as views of buffers that stay in place for CUDA graphs."""
+        if self._sparse is not None:
+            return trees and sparse_layers.scores_of_step(self._sparse, trees, metadata)
         if isinstance(metadata, MLACommonMetadata):  # layers with latents take chains, too
             assert self._chain is not None
             parts = mla_layers.decoded_nodes(trees, metadata, self._chain)
@@ -180,10 +199,12 @@ class GPUTreeBackend(TreeBackend):
             keys = {name: each for name, each in caches.items() if isinstance(each, Tensor)}
             latents = {name: each[:, None] for name, each in keys.items() if each.ndim == 3}
             keys |= latents
-            self._layers = [
-                (names[0], CacheLayers.of([keys[name] for name in names]))
-                for names in layers_by_cache(keys, metadata)
-            ]
+            for names in layers_by_cache(keys, metadata):
+                together = [[keys[name] for name in names]]
+                if names[0] in self._indexers:
+                    parts = (parts_of_keys(caches[name]) for name in names)
+                    together = [list(each) for each in zip(*parts, strict=True)]
+                self._layers += [(names[0], CacheLayers.of(each)) for each in together]
         if self._states is not None:
             self._states.commit(metadata, trees, accepted)
         for layer, group in self._layers:

@@ -59,6 +59,14 @@ class Stream:
         self.asked = self.done = 0
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    def __enter__(self) -> Stream:
+        self._outer = current_stream()
+        torch.cuda.set_stream(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._outer)
+
     def make_late(self) -> None:
         """For streams that only copy to the device: it is done when somebody waits for it."""
         _late_streams.add(self)
