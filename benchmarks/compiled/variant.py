@@ -36,7 +36,7 @@ _NAMES = {
     """,
     "*i64": """
         addresses all_seeds candidates last_rows layout noted_slots positions positions_out
-        requests rows sampled_tokens seeds seeds_out shifts slots target_tokens tokens
+        predictions requests rows sampled_tokens seeds seeds_out shifts slots target_tokens tokens
         tokens_out told
     """,
     "fp32": "lower_bound scale soft_cap",

@@ -8,6 +8,7 @@ from torch import Tensor
 from sequoia_vllm.drafting.tree_tables import DraftLevels
 from sequoia_vllm.kernels.begin_drafting import REQUESTS_AT_ONCE, begin_drafting_kernel
 from sequoia_vllm.kernels.modes import SKIP
+from sequoia_vllm.verification.retrieval import WINDOW
 
 
 class SlotStates(NamedTuple):
@@ -33,11 +34,17 @@ class DraftBatch:
 
     Args:
         state_offset: 0 or 1: the draft reads a token at its position less this.
-        depth: D: tokens that are looked for in texts; 0 where these are not looked at.
+        depth: D: tokens that texts and predictions tell; 0 where neither is looked at.
+        window: A request's last tokens that are looked at; 0: predictions alone are.
     """
 
     def __init__(
-        self, max_num_reqs: int, device: torch.device, state_offset: int = 0, depth: int = 0
+        self,
+        max_num_reqs: int,
+        device: torch.device,
+        state_offset: int = 0,
+        depth: int = 0,
+        window: int = WINDOW,
     ) -> None:
         def buffer(dtype: torch.dtype, value: float = 0, more: int = 0) -> Tensor:
             return torch.full((max_num_reqs + more,), value, dtype=dtype, device=device)
@@ -59,8 +66,11 @@ class DraftBatch:
         self.top_k = buffer(torch.int32, torch.iinfo(torch.int32).max)
         self.top_p, self.min_p = buffer(torch.float32, 1.0), buffer(torch.float32)
         self.seeds = buffer(torch.int64)
-        # ``[max_num_reqs, D]``: `continuations` of the requests' texts; -1: nothing.
+        # ``[max_num_reqs, D]``: what texts and predictions say; -1: nothing.
         self.told = torch.full((max_num_reqs, depth), -1, device=device)
+        # By request slot: the address of its `kernels.predictions.new_record`; 0: there is none.
+        self.predictions = buffer(torch.int64)
+        self.window = window
         self._places = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
         self._multiples: dict[int, Tensor] = {}
 

@@ -205,12 +205,14 @@ class TreeGrowth:
         self._grow_below(self._roots.first(num_reqs), num_reqs, levels, max_keys)
 
     def look_back(self, num_reqs: int) -> None:
-        """Notes what the texts of R requests say comes next, unless that is switched off."""
+        """Notes what the texts and predictions of R requests say comes next."""
+        batch = self._batch
         slots, roots, told = (
-            values[:num_reqs] for values in (self._batch.slots, self._batch.roots, self._batch.told)
+            values[:num_reqs] for values in (batch.slots, batch.roots, batch.told)
         )
         if told.shape[1]:
-            find_continuations(self._inputs.all_token_ids, slots, roots, told)
+            texts = self._inputs.all_token_ids
+            find_continuations(texts, slots, roots, told, batch.predictions, batch.window)
 
     def _grow_below(
         self, roots: DraftStates, num_reqs: int, levels: DraftLevels, max_keys: int

@@ -2,7 +2,7 @@
 """Starts a drafting pass: what a batch reads, which requests get drafts, and what texts say.
 
 `sequoia_vllm.drafting.draft_batch.DraftBatch.begin` launches the first kernel. The second is
-`verification.retrieval.continuations` in Triton.
+`verification.retrieval.continuations` in Triton, and follows `predictions`.
 """
 
 import triton
@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels import modes as draft_modes
-from sequoia_vllm.verification.retrieval import LONGEST, SHORTEST, WINDOW
+from sequoia_vllm.kernels.predictions import _PROMPT, follow_prediction
+from sequoia_vllm.verification.retrieval import LONGEST, SHORTEST
 
 _SKIP = tl.constexpr(draft_modes.SKIP)
 REQUESTS_AT_ONCE = 512
@@ -90,20 +91,26 @@ def begin_drafting_kernel(
         tl.store(rows + slot, row * rows_per_tree, mask=is_request)
 
 
-def find_continuations(texts: Tensor, slots: Tensor, roots: Tensor, told: Tensor) -> None:
+def find_continuations(
+    texts: Tensor, slots: Tensor, roots: Tensor, told: Tensor, predictions: Tensor, window: int
+) -> None:
     """Writes what followed the latest of the longest earlier occurrences of each text's end.
 
-    Nothing waits for the device.
+    Or what its prediction says, where as many tokens match there, up to `LONGEST`. Nothing waits
+    for the device.
 
     Args:
         texts: int32 ``[slots, L]``: tokens by request slot; contiguous in its rows.
         slots: int64 ``[R]``: request slot of each; -1 for padding, which gets anything.
         roots: int32 ``[R]``: position of each text's last token.
         told: int64 ``[R, D]``, contiguous, written: as `continuations` returns it.
+        predictions: int64 ``[slots]``: addresses of the predictions' records, which follow the
+            texts; 0: there is none.
+        window: Last tokens of a text in which a match is looked for.
     """
     continuations_kernel[(len(told),)](
-        texts, texts.stride(0), texts.shape[1], slots, roots, told, told.shape[1], WINDOW,
-        MOST=LONGEST, LEAST=SHORTEST, BLOCK=_BLOCK,
+        texts, texts.stride(0), texts.shape[1], slots, roots, told, told.shape[1], window,
+        predictions, MOST=LONGEST, LEAST=SHORTEST, BLOCK=_BLOCK,
         COLUMNS=triton.next_power_of_2(told.shape[1]), num_warps=_WARPS,
     )  # fmt: skip
 
@@ -113,12 +120,13 @@ def find_continuations(texts: Tensor, slots: Tensor, roots: Tensor, told: Tensor
     do_not_specialize_on_alignment=["slots", "roots", "told"],
 )
 def continuations_kernel(
-    texts, texts_stride, length, slots, roots, told, depth, window, MOST: tl.constexpr,
-    LEAST: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    texts, texts_stride, length, slots, roots, told, depth, window, predictions,
+    MOST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One request per program; runs of ``LEAST`` to ``MOST`` tokens are matches."""
     request = tl.program_id(0)
-    text = texts + tl.maximum(tl.load(slots + request), 0) * texts_stride
+    slot = tl.load(slots + request)
+    text = texts + tl.maximum(slot, 0) * texts_stride
     last = tl.minimum(tl.load(roots + request), length - 1)
     first = tl.maximum(last + 1 - window, 0)
     best = first.to(tl.int64)  # of the longest run, the latest place: that decides
@@ -135,6 +143,16 @@ def continuations_kernel(
     found = (best & 0xFFFFFFFF).to(tl.int32)
     column = tl.arange(0, COLUMNS)
     ahead = tl.minimum(found + 1 + column % tl.maximum(last - found, 1), last)
-    token = tl.load(text + ahead, mask=column < depth, other=-1).to(tl.int64)
-    token = tl.where(best >= LEAST * 4294967296, token, -1)
-    tl.store(told + request.to(tl.int64) * depth + column, token, mask=column < depth)
+    token = tl.load(text + ahead, mask=column < depth, other=-1)
+    is_match = best >= LEAST * 4294967296
+    token = tl.where(is_match, token, -1)
+    address = tl.load(predictions + slot, mask=slot >= 0, other=0)
+    if address != 0:
+        record = address.to(tl.pointer_type(tl.int32))
+        if last >= tl.load(record + _PROMPT):
+            following, count, matched = follow_prediction(record, text, last)
+            own = tl.where(is_match, best >> 32, 0)
+            if (count > 0) & (tl.minimum(matched, MOST) >= own):
+                is_said = column < tl.minimum(count, depth)
+                token = tl.load(following + column, mask=is_said, other=-1)
+    tl.store(told + request.to(tl.int64) * depth + column, token.to(tl.int64), mask=column < depth)

@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 
 REACH = 32
 """Last tokens of the output that are compared, and the longest run."""
-_WEIGHTS = 0.6 ** np.arange(REACH - 1, -1, -1)  # of the last tokens, the latest last
-_LEAST = 0.25  # least sum of a diagonal that is followed: four tokens replaced in a row
-_NEAR = 1e-3  # what breaks ties: nearness to where the former diagonal goes on
+# Integers, so that host and device sum them alike.
+_UNIT = 1 << 28
+WEIGHTS = np.rint(_UNIT * 0.6 ** np.arange(REACH - 1, -1, -1)).astype(np.int64)
+"""Weight of each of the last tokens, the latest last."""
+LEAST = _UNIT // 4  # least sum of a diagonal that is followed: four tokens replaced in a row
+NEAR = _UNIT // 1000  # what breaks ties: nearness to where the former diagonal goes on
 # Trust rises by a share of what lacks with each token that came true, and falls likewise. Below
 # the least, a place needs two tokens in a row.
-_RISE, _FALL, _LEAST_TRUST, _EVIDENCE = 0.1, 0.3, 0.4, 2
+RISE, FALL, LEAST_TRUST, EVIDENCE = 0.1, 0.3, 0.4, 2
 # Before the prediction's first token and before the output's first. No token is one of these.
-_START, _BEFORE, _BEFORE_OUTPUT = -3, -2, -4
+START, _BEFORE, BEFORE_OUTPUT = -3, -2, -4
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Prediction:
     """One request's foretold text; `follow` is told the output as it grows.
 
     Attributes:
+        tokens: int64: its tokens, behind `REACH` that stand for what is before them.
         seen: Tokens of the output that it was told.
         run: Last tokens of the output that stand before the prediction's next one, too, at most
             `REACH`. The beginning counts as a token that both have.
@@ -82,8 +86,8 @@ class Prediction:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = np.array([*[_BEFORE] * (REACH - 1), _START, *tokens], dtype=np.int64)
-        self._ends = np.lib.stride_tricks.sliding_window_view(self._tokens, REACH)
+        self.tokens = np.array([*[_BEFORE] * (REACH - 1), START, *tokens], dtype=np.int64)
+        self._ends = np.lib.stride_tricks.sliding_window_view(self.tokens, REACH)
         self._next: int | None = 0  # place of the token that it foretells; None: it is lost
         self._diagonal = 0  # the next token's place on the diagonal that was followed last
         self.seen, self._trust = 0, 1.0
@@ -99,31 +103,31 @@ class Prediction:
         told = self.told(len(new))
         differs = np.flatnonzero(told != new)
         hits = int(differs[0]) if len(differs) else len(new)
-        self._trust = 1 - (1 - self._trust) * (1 - _RISE) ** hits
+        self._trust = 1 - (1 - self._trust) * (1 - RISE) ** hits
         if hits < len(new) and told[hits] >= 0:
-            self._trust *= 1 - _FALL
+            self._trust *= 1 - FALL
         self._diagonal += len(new)
         self.seen = len(output)
         self._find(output)
         return hits
 
     def _find(self, output: NDArray[np.integer]) -> None:
-        last = np.full(REACH, _BEFORE_OUTPUT, dtype=np.int64)
+        last = np.full(REACH, BEFORE_OUTPUT, dtype=np.int64)
         if len(output) < REACH:
-            last[REACH - 1 - len(output)] = _START
+            last[REACH - 1 - len(output)] = START
         if len(output):
             last[-min(len(output), REACH) :] = output[-REACH:]
         same = self._ends == last
         distance = np.abs(np.arange(len(same)) - self._diagonal)
-        best = int((same @ _WEIGHTS + _NEAR / (1 + distance)).argmax())
+        best = int((same @ WEIGHTS + NEAR // (1 + distance)).argmax())
         differs = np.flatnonzero(~same[best, ::-1])
         self.run = int(differs[0]) if len(differs) else REACH
         self.evidence = 0
         for is_same in same[best].tolist():
             self.evidence = self.evidence + 1 if is_same else self.evidence // 2
-        is_sure = self._trust >= _LEAST_TRUST or self.run >= _EVIDENCE
+        is_sure = self._trust >= LEAST_TRUST or self.run >= EVIDENCE
         self._next = None
-        if is_sure and same[best] @ _WEIGHTS >= _LEAST:
+        if is_sure and same[best] @ WEIGHTS >= LEAST:
             self._next = self._diagonal = best
 
     @property
@@ -135,6 +139,6 @@ class Prediction:
         """int64 ``[depth]``: what it says comes next; -1 behind its end, or where it is lost."""
         found = np.full(depth, -1, dtype=np.int64)
         if self._next is not None:
-            ahead = self._tokens[REACH + self._next :][:depth]
+            ahead = self.tokens[REACH + self._next :][:depth]
             found[: len(ahead)] = ahead
         return found

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch, SlotStates
+from sequoia_vllm.kernels.begin_drafting import find_continuations
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
+from sequoia_vllm.kernels.predictions import new_record
 
 UNTOUCHED = -99
 TREE_SIZE, INNER_NODES, LONGEST, MAX_TREES = 12, 5, 40, 6
@@ -153,3 +155,37 @@ def test_rows_go_on_where_the_program_takes_the_next_requests(requests):
 
 def test_without_requests_all_is_padding():
     assert check([], 3, 4) == {}
+
+
+# By request: prompt, output, prediction (None: there is none), what is told.
+TOLD = {
+    "a longer match of its own": ([5, 6, 7, 8, 9, 5, 6], [7], [7, 1, 2], [8, 9, 5]),
+    "an equal one": ([6, 7, 8, 9, 6], [7], [7, 1, 2], [1, 2, -1]),
+    "none of its own": ([6, 8], [7], [7, 1, 2, 4, 4], [1, 2, 4]),
+    "a replaced token": ([6, 8], [7], [3, 1, 2], [1, 2, -1]),
+    "one that its own text has": ([6, 7, 8, 9, 6], [7], [3, 1, 2], [8, 9, 6]),
+    "a part of a prompt": ([6, 7, 8, 6, 7, 4], [], [3, 1, 2], [8, 6, 7]),
+    "its end": ([6, 8], [7, 1], [7, 1], [-1, -1, -1]),
+    "no prediction": ([6, 7, 8, 6], [7], None, [8, 6, 7]),
+    "longer matches than count": (
+        [1, 2, 3, 4, 5, 6, 7, 8, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8],
+        [3, 1, 2, 3, 4, 5, 6, 7, 8, 5], [5, -1, -1],
+    ),
+}  # fmt: skip
+
+
+def test_the_longest_match_tells_and_of_equal_ones_the_predictions():
+    length, cases = 20, list(TOLD.values())
+    texts = torch.full((len(cases), length), 7, dtype=torch.int32)
+    records, roots, addresses = [], [], torch.zeros(len(cases), dtype=torch.int64)
+    for slot, (prompt, output, prediction, _) in enumerate(cases):
+        end = len(prompt + output) - (not output)  # its last token is not read yet
+        texts[slot, : len(prompt + output)] = torch.tensor(prompt + output)
+        roots.append(end - 1)
+        if prediction is not None:
+            records.append(torch.from_numpy(new_record(prediction, len(prompt))))
+            addresses[slot] = records[-1].data_ptr()
+    slots, told = torch.arange(len(cases)), torch.full((len(cases), 3), -9)
+    roots = torch.tensor(roots, dtype=torch.int32)
+    find_continuations(texts, slots, roots, told, addresses, window=length)
+    assert dict(zip(TOLD, told.tolist(), strict=True)) == {k: case[3] for k, case in TOLD.items()}

@@ -37,7 +37,7 @@ ROOMS = (
         "verification",
         "verifier verification_methods replaced retrieval prediction sampling truncation "
         "thinking_budgets",
-        laws="continue_texts",
+        laws="continue_texts follow_predictions",
     ),
     Room("tree", "tree", "optimize tree_bad_input tree_tables"),
     Room("eligibility", "engine/core/eligibility.py", "eligibility"),

@@ -29,26 +29,24 @@ def longest_run(text: list[int]) -> int:
     return 0
 
 
-def on_device(texts, rows, lengths, depth):
+def on_device(texts, rows, lengths, depth, window):
     """With padding behind the batch."""
     from sequoia_vllm.kernels.begin_drafting import find_continuations
 
     slots, roots = torch.cat([rows, torch.tensor([-1])]), torch.cat([lengths - 1, lengths[:1]])
     told = torch.full((len(slots), depth), -9)
-    find_continuations(texts, slots, roots, told)
+    none = torch.zeros(len(texts), dtype=torch.int64)
+    find_continuations(texts, slots, roots, told, none, window)
     return told[:-1]
 
 
 @pytest.mark.parametrize(("window", "block"), [(8192, 1024), (16, 4), (8192, 8)])
 def test_continuations_are_those_of_the_latest_longest_match(window, block, monkeypatch):
-    modules = [retrieval]
     if INTERPRETED:
         from sequoia_vllm.kernels import begin_drafting
 
         monkeypatch.setattr(begin_drafting, "_BLOCK", block)
-        modules.append(begin_drafting)
-    for module in modules:
-        monkeypatch.setattr(module, "WINDOW", window)
+    monkeypatch.setattr(retrieval, "WINDOW", window)
     draw = random.Random(1)
     # Programs of the interpreter take their time.
     count = 40 if INTERPRETED else 300
@@ -62,7 +60,7 @@ def test_continuations_are_those_of_the_latest_longest_match(window, block, monk
     rows = torch.randperm(len(texts))
     lengths = torch.tensor([len(texts[row]) for row in rows.tolist()], dtype=torch.int32)
     if INTERPRETED:
-        found = on_device(held, rows, lengths, 5)
+        found = on_device(held, rows, lengths, 5, window)
     else:
         found, runs = retrieval.continuations(held, rows, lengths, 5)
         assert runs.tolist() == [longest_run(texts[row][-window:]) for row in rows.tolist()]

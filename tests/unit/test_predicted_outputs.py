@@ -34,8 +34,9 @@ class App:
 
     def __init__(
         self, parts: list[bytes], kind: bytes = b"application/json", status: int = 200,
-        outputs: tuple[tuple[int, int, tuple[int, int, int]], ...] = (),
+        outputs: tuple[tuple[int, int, tuple[int, int, int]], ...] = (), on_v2: bool = False,
     ) -> None:  # fmt: skip
+        self.vllm_config = SimpleNamespace(use_v2_model_runner=on_v2)
         self.parts, self.kind, self.status, self.outputs = parts, kind, status, outputs
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -65,7 +66,7 @@ class App:
                 )
                 yield SimpleNamespace(outputs=[answer])
 
-        return [one async for one in generate(vllms, None, "prompt", self.params, "id")]
+        return [one async for one in generate(vllms, self, "prompt", self.params, "id")]
 
     def ask(self, *bodies: bytes, path: str = "/v1/completions") -> list[Any]:
         """What the client gets for a request whose body comes in these pieces."""
@@ -180,6 +181,13 @@ def test_the_usage_of_json_has_the_counts_of_all_answers(others):
     assert found == {"text": TEXT}
     assert dict(start["headers"])[b"content-length"] == str(len(answer["body"])).encode()
     assert [one.outputs[0].spec_decode_metrics for one in app.seen] == [None, None]
+
+
+def test_the_usage_of_an_engine_that_does_not_count_has_none():
+    app = App([b'{"usage": {"total_tokens": 5}}'], outputs=((0, 20, (0, 0, 0)),), on_v2=True)
+    [_, answer] = app.ask(request(FIELD))
+    assert json.loads(answer["body"]) == {"usage": {"total_tokens": 5}}
+    assert not is_counted(app.params)
 
 
 def test_the_last_event_of_a_stream_has_the_counts():

@@ -9,6 +9,7 @@ import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
+from sequoia_vllm.engine.core.prediction_option import PREDICTION
 from sequoia_vllm.verification.methods import register
 from tests.oracles.laws import assert_same_law
 from tests.support import target_only
@@ -309,24 +310,31 @@ def law_settings(index: int) -> tuple[float, float, int, float]:
 
 def generate_for_law(
     target: str, draft: str | None, method: str, tree: dict[str, Any] | None = None,
-    states: str = "", **more: Any,
+    states: str = "", foretells: bool = False, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Unseeded completions of many requests at once, as users' engines make them: from graphs.
 
     Without a draft the target's own layer drafts. `states`: those of the target's layers.
+    `foretells`: the users of two requests of three foretell a text, any one.
     """
     os.environ[VARIABLE] = "0"  # other tests of the rehearsal check the kernels' memory
     if states:
         run = {"deltas": rehearse_in_float32, "mamba": rehearse_as_on_gpus}
         run.get(states, rehearse_on_gpus)()
+    requests, foretold = (
+        random_prompts([length] * LAW_REQUESTS, LAW_VOCAB) for length in (4, LAW_TOKENS[method])
+    )
     params = [
         SamplingParams(
             temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
             max_tokens=LAW_TOKENS[method], ignore_eos=True, detokenize=False,
+            extra_args={PREDICTION: foretold[index]["prompt_token_ids"]}
+            if foretells and index % 3 else None,
         )
-        for temperature, top_p, top_k, min_p in map(law_settings, range(LAW_REQUESTS))
+        for index, (temperature, top_p, top_k, min_p) in enumerate(
+            map(law_settings, range(LAW_REQUESTS))
+        )
     ]  # fmt: skip
-    requests = random_prompts([4] * LAW_REQUESTS, LAW_VOCAB)
     config = sequoia(4, 2, draft, verification=method, retrieval=True, **(tree or {}))
     if draft is None:
         config = config | {"model": None, "drafter": "mtp"}
@@ -417,7 +425,7 @@ def check_law(
 @pytest.mark.parametrize("method", ["sequoia", "traversal"])
 def test_unseeded_tokens_follow_the_targets_law(method, tmp_path):
     target, draft = save_for_law(tmp_path / "target", 3, 1.5), save_for_law(tmp_path / "draft", 4)
-    check_law(tmp_path, target, draft, method=method, tree=LAW_TREE)
+    check_law(tmp_path, target, draft, method=method, tree=LAW_TREE, foretells=True)
 
 
 # The draft's words by its own numbers, of the target's w0 to w5.

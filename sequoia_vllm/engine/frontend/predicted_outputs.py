@@ -38,10 +38,11 @@ class Usage:
 
     accepted: int = 0
     rejected: int = 0
+    is_known: bool = True  # false where the engine does not count
 
     def add_to(self, answer: Any) -> bytes:
         """An answer of vLLM as JSON, with these counts in its usage if it has one."""
-        if usage := answer.get("usage"):
+        if self.is_known and (usage := answer.get("usage")):
             details = usage.get("completion_tokens_details") or {}
             usage["completion_tokens_details"] = {
                 **details,
@@ -202,6 +203,9 @@ def generate(
     """Calls vLLM's, and counts for a request that has the field what became of its prediction."""
     usage = _usage.get()
     if usage is None or foretold(sampling_params) is None:
+        return original(self, prompt, sampling_params, *args, **kwargs)
+    if self.vllm_config.use_v2_model_runner:  # outcomes stay on the device
+        usage.is_known = False
         return original(self, prompt, sampling_params, *args, **kwargs)
     sampling_params.extra_args = {**sampling_params.extra_args, COUNTED: 1}
     return _counting(original(self, prompt, sampling_params, *args, **kwargs), usage)

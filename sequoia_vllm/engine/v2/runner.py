@@ -176,6 +176,15 @@ class TreeRunner(GPUModelRunner):
                 slot = self.req_states.req_id_to_index[request_id]
                 self.speculator.progress.extend(slot, blocks)
 
+    # Until: vLLM tells the speculative method which requests have ended.
+    def _remove_request(self, req_id: str) -> bool:
+        """Calls vLLM's; what the user of an ended or preempted request foretold is forgotten."""
+        slot = self.req_states.req_id_to_index.get(req_id)
+        if slot is not None:
+            self.speculator.foretold.forget(slot)
+        is_known: bool = super()._remove_request(req_id)
+        return is_known
+
     # -- before the target's forward -----------------------------------------------
 
     # Until: vLLM's V2 runner maps all rows of logits to adapters.

@@ -45,6 +45,7 @@ from sequoia_vllm.engine.v2.drafting.drafter import (
     TextDrafter,
     TreeDrafter,
 )
+from sequoia_vllm.engine.v2.drafting.prediction_records import PredictionRecords
 from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
 from sequoia_vllm.engine.v2.drafting.step_shapes import StepShapes
 from sequoia_vllm.engine.v2.drafting.target_states import TargetStates
@@ -55,6 +56,7 @@ from sequoia_vllm.engine.v2.drafting.tree_memory import (
     take_logits_memory,
 )
 from sequoia_vllm.kernels.modes import SKIP
+from sequoia_vllm.verification.retrieval import WINDOW
 
 
 @dataclass
@@ -115,9 +117,10 @@ class TreeProposerV2(DraftModelSpeculator):
             self.progress = ModelDraftProgress(self.max_num_reqs, most_accepted, unknown, device)
         # A head reads a token together with the target's state at the position before it.
         self.batch = DraftBatch(
-            self.max_num_reqs, device, int(drafter.reads_states),
-            tree.depth if settings.retrieval else 0,
+            self.max_num_reqs, device, int(drafter.reads_states), tree.depth,
+            WINDOW if settings.retrieval else 0,
         )  # fmt: skip
+        self.foretold = PredictionRecords(self.batch.predictions)
 
     # -- model and cache ---------------------------------------------------------------
 
@@ -226,6 +229,7 @@ class TreeProposerV2(DraftModelSpeculator):
         self.progress.start(slot, computed, blocks, is_loaded)
         prompt = request.prompt_token_ids or request.prefill_token_ids or []
         self.modes.start(slot, request.sampling_params, len(prompt))
+        self.foretold.start(slot, request.sampling_params, len(prompt))
 
     # -- one drafting pass ---------------------------------------------------------------
 

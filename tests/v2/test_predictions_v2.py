@@ -1,0 +1,100 @@
+"""Predictions on Model Runner V2: plain vLLM's tokens, in fewer steps, whatever is foretold."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sequoia_vllm.engine.core.prediction_option import PREDICTION
+from tests.support.calling import called_once
+from tests.support.engines import generated, runner_of, running, whole_trees
+from tests.support.generating import (
+    TINY,
+    counted,
+    greedy_and_seeded,
+    random_prompts,
+    save_related_pair,
+)
+from tests.support.interpreted import call_on_v2
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TOKENS = 40
+# Chunks of prompts; and fewer blocks than all requests need at once, so that some are preempted.
+ENGINE = {
+    **TINY, "max_model_len": 160, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 9,
+    "enable_prefix_caching": False,
+}  # fmt: skip
+
+
+def params_of(foretold: list[Any]) -> list[Any]:
+    """Greedy and seeded requests; None: nothing is foretold."""
+    params = greedy_and_seeded(len(foretold), TOKENS)
+    for one, text in zip(params, foretold, strict=True):
+        one.extra_args = None if text is None else {PREDICTION: text}
+    return params
+
+
+def edited(tokens: list[int]) -> list[int]:
+    """Three changed places: a token replaced, one left out, two more."""
+    return [*tokens[:8], 7, *tokens[9:20], *tokens[21:30], 9, 9, *tokens[30:]]
+
+
+def generate_foretold(models: str) -> dict[str, Any]:
+    target, draft = save_related_pair(Path(models))
+    prompts = random_prompts([20, 75, 48, 33])
+    with running(None, model=target, **TINY) as llm:
+        plain = generated(llm, prompts, params_of([None] * len(prompts)))
+    foretold = {
+        "nothing": [None] * len(plain), "right": plain,
+        "edited": [edited(tokens) for tokens in plain],
+        "other": [tokens[::-1] for tokens in plain],
+        "of the first": [plain[0], None, None, None],
+    }  # fmt: skip
+    answers: dict[str, Any] = {"plain": plain}
+    config = whole_trees(size=8, depth=5, draft=draft, retrieval=True)
+    with running(config, model=target, **ENGINE) as llm:
+        for kind, texts in [*foretold.items(), ("then nothing", foretold["nothing"])]:
+            tokens = generated(llm, prompts, params_of(texts))
+            answers[kind] = {"answers": tokens, **counted(llm)}
+        generated(llm, prompts[:1], params_of([None]))  # brings the workers the last ends
+        proposer = runner_of(llm).speculator
+        answers["kept"] = len(proposer.foretold._records), proposer.batch.predictions.tolist()
+    with running({**config, "retrieval": False}, model=target, **TINY) as llm:
+        for kind in ("nothing", "right"):
+            tokens = generated(llm, prompts, params_of(foretold[kind]))
+            answers[f"{kind}, alone"] = {"answers": tokens, **counted(llm)}
+    return answers
+
+
+found = called_once(call_on_v2, generate_foretold)
+OTHERS = ("plain", "kept")
+
+
+def test_tokens_are_those_of_plain_vllm(found):
+    plain = found["plain"]
+    answers = {kind: found[kind]["answers"] for kind in found if kind not in OTHERS}
+    assert len(answers) == 8
+    assert [kind for kind, tokens in answers.items() if tokens != plain] == []
+    assert found["then nothing"]["preemptions"] > 0
+
+
+def test_what_was_foretold_is_accepted(found):
+    per_tree = {kind: found[kind]["tokens_per_tree"] for kind in found if kind not in OTHERS}
+    nothing = per_tree["nothing"]
+    assert per_tree["right"] > 1.5 * nothing
+    assert per_tree["edited"] > 1.2 * nothing
+    assert per_tree["other"] > 0.9 * nothing
+    assert per_tree["right, alone"] > 1.5 * per_tree["nothing, alone"]
+
+
+def test_predictions_are_forgotten_with_their_requests(found):
+    """The next requests of their slots draft as if there had been none."""
+    before, after = (
+        {name: found[kind][name] for name in ("tree_steps", "tokens", "depth_counts")}
+        for kind in ("nothing", "then nothing")
+    )
+    assert after == before
+    records, addresses = found["kept"]
+    assert records == 0
+    assert set(addresses) == {0}
