@@ -63,14 +63,14 @@ SHARDS = (
         + ("tests/server",)
     ),
     Shard(("tests/v2", "tests/kernels", "tests/ops", "tests/unit", "tests/gpu_check")),
-    Shard(("tests/ray_examples", *of("gpu_rehearsal", "gpu_run", "server"))),
+    Shard(("tests/ray_examples", *of("gpu_rehearsal", "gpu_run", "server", "verify"))),
     Shard(of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots", "targets")),
     Shard(
         of("gpu_rehearsal", "architectures", "heads", "long_contexts", "mutants", "requests")
         + of("gpu_rehearsal", "sleeping"),
         modules=(("tests.contract.check_wheels", WHEELS, *SUPPORTED_VERSIONS["gpu"]),),
     ),
-    Shard(rehearsed=of("gpu_rehearsal", "gpu_run", "host_copies", "server", "sleeping")),
+    Shard(rehearsed=of("gpu_rehearsal", "gpu_run", "host_copies", "server", "sleeping", "verify")),
     Shard(rehearsed=of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots", "targets")),
     Shard(
         rehearsed=of("gpu_rehearsal", "architectures", "dynamic_trees", "engine", "heads")

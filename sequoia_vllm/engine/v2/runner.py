@@ -165,7 +165,9 @@ class TreeRunner(GPUModelRunner):
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Calls vLLM's, and tells the speculator of new and resumed requests and new blocks."""
         super().add_requests(scheduler_output)
-        for new in scheduler_output.scheduled_new_reqs:
+        # vLLM names resumed requests last. New ones may have found blocks that a resumed one fills
+        # in this step: it starts first, as `DraftBlocks` asks, or the draft would read them twice.
+        for new in sorted(scheduler_output.scheduled_new_reqs, key=lambda r: r.num_computed_tokens):
             slot = self.req_states.req_id_to_index[new.req_id]
             self.speculator.start_request(slot, new, is_loaded(scheduler_output, new.req_id))
         if scheduler_output.scheduled_new_reqs:
