@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from sequoia_vllm.adaptation.controller import DraftController
+from sequoia_vllm.adaptation.state import FadingAcceptance
 from sequoia_vllm.adaptation.step import Step
 from sequoia_vllm.adaptation.step_times import assumed_seconds
 from sequoia_vllm.library.tree_library import find_vector
+from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import TokenTree, optimize_tree
 from tests.support.open_loop import Machine, Request, Server, poisson, walks_of
 
@@ -165,8 +167,10 @@ class Oracle:
     shares: list[float]  # by batch size, of steps that read prompts
     fixed_share: bool = False
 
-    def speed(self, batch_size: int, drafts: int) -> float:
-        """Tokens per second of a request.
+    def speed(
+        self, batch_size: int, drafts: int, tokens: Callable[[int], float] = tokens_of
+    ) -> float:
+        """Tokens per second of a request, by the tokens of a step with so many drafts.
 
         Each prompt is read once, in however many steps a request gets its tokens. Where most steps
         read prompts, several are read together. Fixed tables chosen so answer as soon as any.
@@ -174,10 +178,10 @@ class Oracle:
         seconds, share = decode_seconds(drafts, batch_size), self.shares[batch_size]
         added = max(READING + 2e-3 * (drafts > 0) - seconds, 1e-3) * share
         if share in (0.0, 1.0) or self.fixed_share:
-            return tokens_of(drafts) / (seconds + added)
+            return tokens(drafts) / (seconds + added)
         apart = -(1 - share) * np.log(1 - share) / share
-        usual = tokens_of(self.lookup[batch_size]) / tokens_of(drafts)
-        return float(tokens_of(drafts) / (seconds + added * usual**-apart))
+        usual = tokens(self.lookup[batch_size]) / tokens(drafts)
+        return float(tokens(drafts) / (seconds + added * usual**-apart))
 
     def lost(self, steps: list[LoggedStep], until: float) -> float:
         """Share of the capacity that was lost until so many seconds after the start."""
@@ -209,3 +213,25 @@ def oracle(rate: float, fixed_share: bool = False) -> Oracle:
         ]
         found = replace(found, lookup=[0, *best])
     return found
+
+
+class LearningOracle:
+    """Knows all that an `Oracle` knows, but acceptance: it counts that while it serves."""
+
+    def __init__(self, known: Oracle) -> None:
+        self.known = known
+        self.lookup = [0] * (MOST_RUNNING + 1)
+        self._acceptance = FadingAcceptance(tree())
+        self._choose()
+
+    def observe(self, step: Step) -> None:
+        """Counts the trees of a step."""
+        if step.paths:
+            self._acceptance.add(TreeCounts.from_bytes(tree(), step.paths))
+            self._choose()
+
+    def _choose(self) -> None:
+        tokens = self._acceptance.expected_tokens().tolist().__getitem__
+        for batch_size in range(1, MOST_RUNNING + 1):
+            speed = partial(self.known.speed, batch_size, tokens=tokens)
+            self.lookup[batch_size] = max([0, *SIZES], key=speed)
