@@ -1,6 +1,7 @@
 """The library: valid, reproducible, found by device name, and extended by measured files."""
 
 import logging
+import re
 import shutil
 from dataclasses import replace
 
@@ -14,9 +15,16 @@ from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.library import tree_library as library_module
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.library.pair_key import PairKey, is_same_model
-from sequoia_vllm.library.selection import OFFLOADED, best_entry, choose_vector
+from sequoia_vllm.library.selection import (
+    OFFLOADED,
+    best_entry,
+    choose_vector,
+    fastest_schedule,
+    profile_reference,
+    selection,
+)
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
-from sequoia_vllm.tree import Acceptance, AcceptanceError
+from sequoia_vllm.tree import MOST_NODES, Acceptance, AcceptanceError, TokenTree
 from tests.support.reference_trees import drafts_at
 from tests.unit.test_tune import PAYS, vector
 
@@ -150,7 +158,7 @@ def test_by_driver_name(library, device, name):
         # A directory called after a size, or after a model, is neither.
         ("{folder}/meta-llama/Llama-2-7b-hf", "/models/tiny-68m", None, "are unknown"),
         ("/models/my-7B", "/models/tiny-68m", None, "are unknown"),
-        *((f"{place}/my-7B", "/models/tiny-68m", None, "unknown") for place in (".", "..", "~")),
+        *((f"{place}/my-7B", "/models/a-68m", None, "are unknown") for place in (".", "..", "~")),
     ],
 )  # fmt: skip
 def test_nearest_class_by_what_is_known(library, tmp_path, target, draft, classes, reason):
@@ -200,6 +208,32 @@ def test_the_entry_for_as_many_devices_is_the_best(library):
         assert best_entry(entries, pair, shipped)[0] is entries[found]
 
 
+def test_a_selection_is_said_in_one_line(library):
+    entry = library.entry("h200/8b-1b/shipped")
+    speed = f"expected {entry.estimates[0].speedup:.2f}x plain decoding at batch size 1"
+    for tree, shape in (
+        (TokenTree((-1,)), "no drafts for one request"), (TokenTree.chain(1), "1 drafts, depth 1")
+    ):  # fmt: skip
+        found = selection(entry.model_copy(update={"tree": tree}), ["why", "how"]).reason
+        assert found == f"tree {entry.name}: {shape}, {speed} (roofline, not measured); why; how"
+
+
+def test_measured_times_are_named_by_their_content():
+    found = profile_reference(PAYS, "profile.json")
+    contexts = [curve.context_length for curve in PAYS.target_forward]
+    assert (found.file, found.context_length) == ("profile.json", min(contexts))
+    assert re.fullmatch("[0-9a-f]{64}", found.sha256)
+    assert found.sha256 != profile_reference(PAYS.model_copy(update={"device": "cpu"})).sha256
+
+
+def test_computed_trees_are_no_larger_than_times_are_known_for(monkeypatch):
+    place = "sequoia_vllm.library.selection."
+    monkeypatch.setattr(f"{place}choose_schedule", lambda *_, max_size: max_size)
+    monkeypatch.setattr(f"{place}largest_tree", lambda profile: 7)
+    for source, most in (("measured", MOST_NODES), ("roofline", 7)):
+        assert fastest_schedule(PAYS.model_copy(update={"source": source}), vector()) == most
+
+
 def test_names_of_one_model_may_end_in_a_slash():
     assert is_same_model("a/b", "a/b/", {})
     assert is_same_model("a/b/", "a/b", {})
@@ -246,6 +280,8 @@ def test_user_trees_come_first(library):
     assert names == ["acceptance.json", "profile.json"]
     assert library.entry(selection.entry.name).tree == selection.entry.tree
     assert library.entries()[0].name == selection.entry.name
+    with pytest.raises(LibraryError, match="no tree named"):
+        library.entry(f"h200/{path.stem}")
     path.write_text("{")
     with pytest.raises(LibraryError, match=r"user tree file .* is not JSON"):
         library.select(H200)
@@ -269,6 +305,7 @@ def test_user_tree_names():
     # Trees that users tuned with earlier versions are found.
     assert name == "nvidia-h200--meta-llama-llama-3.1-8b--m-d--bfloat16--tp2--ba08ef0c"
     assert name == replace(key, draft="/m/d").file_name
+    assert replace(key, draft="/m/X").file_name != replace(key, draft="/m").file_name
     assert name != replace(key, target="meta-llama/llama-3.1-8b").file_name
     cut = replace(key, target="ab-" + "c" * 39).file_name  # a part has 40 characters at most
     assert f"--{'c' * 39}--m-d--" in cut

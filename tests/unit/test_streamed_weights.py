@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.scaling import memory_problem, weights_bytes
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.hardware.choose import choose_tree
+from sequoia_vllm.hardware.choose import Schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify, known_devices
 from sequoia_vllm.hardware.models import every_class
@@ -206,12 +206,19 @@ def test_the_library_has_trees_of_each_for_the_same_pair(library):
         assert (entry.streamed is not None) == (key == OFFLOADED)
 
 
-@pytest.mark.slow
-def test_where_shapes_are_known_the_tree_is_of_these_bytes(library):
+def test_computed_entries_say_what_is_read(library, monkeypatch):
+    stored = library.entry("l40/70b-8b-offloaded/shipped")
+    schedule = Schedule(stored.tree, stored.schedule, stored.estimates)
+    monkeypatch.setattr("sequoia_vllm.library.selection.fastest_schedule", lambda *_: schedule)
     found = library.select(OFFLOADED, shapes=SHAPES)
     assert found.entry.name.startswith("computed/l40/70.6b-8.03b-offloaded/")
     assert found.entry.streamed == WEIGHTS
     assert "100.0 GB of weights read in each pass: PCIe, prefetch, 2 buffers" in found.reason
+
+
+@pytest.mark.slow
+def test_where_shapes_are_known_the_tree_is_of_these_bytes(library):
+    found = library.select(OFFLOADED, shapes=SHAPES)
     uva = streamed_layers(PAIR.target, 100e9, 25e9, "PCIe", backend="uva")
     narrow = library.select(OFFLOADED, shapes=replace(SHAPES, streamed=uva))
     assert narrow.entry.tree.size <= 128 < found.entry.tree.size
