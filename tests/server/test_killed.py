@@ -5,7 +5,9 @@ Each server begins with what the one that was killed before it left: the next st
 
 import json
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -78,3 +80,63 @@ def test_whoever_is_killed_all_end_and_the_next_start_works(tmp_path, monkeypatc
         [trees] = server.metric("sequoia:trees_total")
     assert [tokens] == plain_outputs(prompts(1), SamplingParams(temperature=0, max_tokens=48))
     assert trees > 0
+
+
+# -- two API servers before two replicas ---------------------------------------------------------
+
+TEXTS = prompts(8)
+SHORT = {"temperature": 0, "max_tokens": 48}
+
+
+def answered(server: Server) -> tuple[list[Any], int]:
+    """Answers to `TEXTS`, and the tokens of three rounds: a connection takes either API server."""
+    body, tokens = {"return_token_ids": True}, 0
+    with ThreadPoolExecutor(len(TEXTS)) as pool:
+        for _ in range(3):
+            jobs = [pool.submit(server.complete, prompt=t, **SHORT, extra_body=body) for t in TEXTS]
+            answers = [job.result() for job in jobs]
+            tokens += sum(one.usage.completion_tokens for one in answers)
+    return [one.choices[0].token_ids for one in answers], tokens
+
+
+def check_sums(server: Server, tokens: int) -> None:
+    """What trees brought is what vLLM counts, whichever API server is asked."""
+    server.wait_until_idle()
+
+    def add_up() -> bool:
+        found: dict[str, float] = {}
+        for one in server.samples():
+            found[one.name] = found.get(one.name, 0) + one.value
+        trees = found["sequoia:trees_total"]
+        accepted = found["sequoia:emitted_tokens_total"] - trees
+        return (
+            found["vllm:generation_tokens_total"] == tokens
+            and trees == found["vllm:spec_decode_num_drafts_total"] > 0
+            and trees == found["sequoia:accepted_depth_total"]
+            and accepted == found["vllm:spec_decode_num_accepted_tokens_total"] > 0
+        )
+
+    for _ in range(8):
+        wait_until(add_up, 10, "the metrics' sums")
+
+
+def test_all_end_when_one_of_two_api_servers_is_killed(tmp_path, monkeypatch):
+    """vLLM ends all, and leaves it to its supervisor to start again (vllm#23776).
+
+    Until then answers are plain vLLM's, and what both servers count adds up.
+    """
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
+    options = (
+        "--data-parallel-size=2", "--api-server-count=2", "--distributed-executor-backend=uni",
+        f"--speculative-config={json.dumps(sequoia())}",
+    )  # fmt: skip
+    with Server(tmp_path / "server.log", *options, forks=True) as server:
+        answers, tokens = answered(server)
+        assert answers == plain_outputs(TEXTS, SamplingParams(**SHORT))
+        check_sums(server, tokens)
+        family = [server.process, *server.process.children(recursive=True)]
+        assert len(family) >= 5, "two API servers and two cores were expected"
+        assert kill_amid_a_step(server, "VLLM::APIServer_1") is not None
+        left = wait_for_end(family, SECONDS_TO_END)
+        assert left == [], f"left behind: {left}; {server.tail}"
+        assert "Process ApiServer_1" in server.log
