@@ -33,11 +33,26 @@ _DEEPSEEK = {
     "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 1.5,
 }  # fmt: skip
 
+
+def _text_of(kind: str, text: str, **fields: Any) -> dict[str, Any]:
+    """A model that reads images or sounds; its text model is of the kind ``text``."""
+    of_text = {**COMMON, "model_type": text, **fields}
+    return {"model_type": kind, "tie_word_embeddings": False, "text_config": of_text}
+
+
+_AXES = {"rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}
+_HALF = {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
+_OF_TEXT = {"rope_parameters": _ROPE}
+
 RECIPES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"model_type": "qwen2"},
     "Qwen3ForCausalLM": {"model_type": "qwen3"},
     "Glm4ForCausalLM": {"model_type": "glm4", "partial_rotary_factor": 0.5},
     "GlmForCausalLM": {"model_type": "glm", "partial_rotary_factor": 0.5, "attention_bias": True},
+    "MiniMaxM2ForCausalLM": {
+        "model_type": "minimax_m2", "num_local_experts": 4, "rotary_dim": 16, **_EXPERTS,
+        "scoring_func": "sigmoid", "use_routing_bias": True,
+    },
     "SeedOssForCausalLM": {"model_type": "seed_oss", "attention_bias": True},
     "HunYuanDenseV1ForCausalLM": {"model_type": "hunyuan_v1_dense", "use_qk_norm": True},
     "Phi3ForCausalLM": {"model_type": "phi3"},
@@ -47,6 +62,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": {"model_type": "olmo2"},
     "Olmo3ForCausalLM": {"model_type": "olmo3", **_WINDOWS},
     "OlmoeForCausalLM": {"model_type": "olmoe", "num_experts": 4, **_EXPERTS},
+    "HunYuanMoEV1ForCausalLM": {
+        "model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": 2, "use_qk_norm": True,
+        "num_experts_per_tok": 2,
+    },
     "PhiMoEForCausalLM": {
         "model_type": "phimoe", "num_local_experts": 4, "attention_bias": True,
         "lm_head_bias": True, **_EXPERTS,
@@ -58,11 +77,36 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model_type": "granitemoeshared", "num_local_experts": 4, "shared_intermediate_size": 48,
         **_EXPERTS, **_GRANITE,
     },
+    "Step3p5ForCausalLM": {
+        "model_type": "step3p5", "num_attention_heads": 4, "num_attention_groups": 2,
+        "moe_num_experts": 4, "moe_top_k": 2, "moe_intermediate_size": 48, "share_expert_dim": 48,
+        "moe_layers_enum": "1", "moe_router_activation": "sigmoid", **_WINDOWS,
+        "layer_types": ["full_attention", "sliding_attention"], "rope_theta": [10000.0, 500.0],
+        "use_head_wise_attn_gate": True, "partial_rotary_factors": [0.5, 1.0],
+        "attention_other_setting": {
+            "attention_type": "sliding_attention", "num_attention_heads": 2,
+            "num_attention_groups": 2, "head_dim": 32,
+        },
+    },
     "BailingMoeForCausalLM": {"model_type": "bailing_moe", **_BAILING},
     "BailingMoeV2ForCausalLM": {
         "model_type": "bailing_moe_v2", **_BAILING, "use_qk_norm": True, "use_rmsnorm": True,
         "partial_rotary_factor": 0.5, "n_group": 2, "topk_group": 1, "score_function": "sigmoid",
         "moe_router_enable_expert_bias": True, "routed_scaling_factor": 1.5,
+    },
+    "DeciLMForCausalLM": {
+        "model_type": "nemotron-nas", "num_hidden_layers": 4, "rope_parameters": _ROPE,
+        "block_configs": [
+            {
+                "attention": {"n_heads_in_group": heads, "no_op": not heads},
+                "ffn": {"ffn_mult": width, "no_op": not width},
+            }
+            for heads, width in ((2, 1.5), (None, 3.0), (2, 0.75), (2, None))
+        ],
+    },
+    "LagunaForCausalLM": {
+        "model_type": "laguna", "num_experts": 4, "shared_expert_intermediate_size": 48,
+        "num_attention_heads_per_layer": [2, 4], "gating": True, **_EXPERTS, **_WINDOWS,
     },
     "AfmoeForCausalLM": {
         "model_type": "afmoe", "num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1,
@@ -75,6 +119,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "SmolLM3ForCausalLM": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
     "Starcoder2ForCausalLM": {"model_type": "starcoder2", "use_bias": True, "sliding_window": 40},
+    "MellumForCausalLM": {"model_type": "mellum", "num_experts": 4, **_EXPERTS, **_WINDOWS},
     "MiniCPMForCausalLM": {
         "model_type": "minicpm", "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32,
         "rope_parameters": _ROPE,
@@ -88,3 +133,37 @@ RECIPES: dict[str, dict[str, Any]] = {
     "MistralLarge3ForCausalLM": {"model_type": "deepseek_v3", **_DEEPSEEK},
 }  # fmt: skip
 """What ``config.json`` of a tiny model has besides `COMMON`, by vLLM's class."""
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "MuseGlimmerForConditionalGeneration": _text_of(
+        "muse_glimmer", "muse_glimmer_text", no_rope_layers=[1, 0], output_multiplier=4.0,
+        **_WINDOWS,
+    ),
+    "MuseGlimmerForCausalLM": {
+        "model_type": "muse_glimmer_text", "no_rope_layers": [1, 0], **_WINDOWS,
+        "output_multiplier": 4.0,
+    },
+    "Qwen2_5_VLForConditionalGeneration": _text_of("qwen2_5_vl", "qwen2_5_vl_text", **_AXES),
+    "Glm4vForConditionalGeneration": _text_of("glm4v", "glm4v_text", rope_parameters=_HALF),
+    "Glm4vMoeForConditionalGeneration": _text_of(
+        "glm4v_moe", "glm4v_moe_text", n_routed_experts=4, use_qk_norm=True, rope_parameters=_HALF,
+        **_EXPERTS,
+    ),
+    "GlmOcrForConditionalGeneration": _text_of("glm_ocr", "glm_ocr_text", rope_parameters=_HALF),
+    "GlmAsrForConditionalGeneration": _text_of("glmasr", "llama", **_OF_TEXT),
+    "PaddleOCRVLForConditionalGeneration": _text_of("paddleocr_vl", "paddleocr_vl_text", **_AXES),
+    "Mistral3ForConditionalGeneration": _text_of(
+        "mistral3", "ministral3", architectures=["MistralForCausalLM"], **_OF_TEXT
+    ),
+    "InternVLForConditionalGeneration": _text_of(
+        "internvl", "qwen3", architectures=["Qwen3ForCausalLM"], **_OF_TEXT
+    ),
+    "Qwen3ASRForConditionalGeneration": {
+        "model_type": "qwen3_asr",
+        "thinker_config": _text_of("qwen3_asr_thinker", "qwen3_asr_text", **_AXES),
+    },
+    "MossTranscribeDiarizeForConditionalGeneration": _text_of(
+        "moss_transcribe_diarize", "qwen3", architectures=["Qwen3ForCausalLM"], **_OF_TEXT
+    ),
+}  # fmt: skip
+"""`RECIPES` of models that read images or sounds: the text model alone is made."""

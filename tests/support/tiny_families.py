@@ -18,7 +18,7 @@ from vllm.model_executor.models import registry
 
 from sequoia_vllm.hardware.support import kinds_of, refused_kinds
 from tests.support.engines import lookup_trees, whole_trees
-from tests.support.family_recipes import COMMON, RECIPES
+from tests.support.family_recipes import COMMON, MULTIMODAL, RECIPES
 from tests.support.models import save_config
 
 # vLLM looks at each class in a process of its own, lest it finds a GPU: 8 seconds, and none here.
@@ -55,11 +55,19 @@ class _OwnConfig(PreTrainedConfig):
         super().__post_init__(**fields)
 
 
-for _name in ("bailing_moe", "bailing_moe_v2", "nemotron-nas", "plamo3", "minicpm"):
+for _name in (
+    "bailing_moe",
+    "bailing_moe_v2",
+    "nemotron-nas",
+    "plamo3",
+    "minicpm",
+    "ernie4_5_moe_vl",
+):
     AutoConfig.register(_name, type(_name, (_OwnConfig,), {"model_type": _name}))
 
 # vLLM's Transformers backend gives a draft's experts the names of the target's, and refuses both.
-_NO_DRAFTS = {"HunYuanMoEV1ForCausalLM", "MellumForCausalLM"}
+# Checkpoints of Step 3.5 are refused as drafts by their type: theirs have MTP layers.
+_NO_DRAFTS = {"HunYuanMoEV1ForCausalLM", "MellumForCausalLM", "Step3p5ForCausalLM"} | {*MULTIMODAL}
 OPTIONS = {"skip_tokenizer_init": True, "block_size": 32, "load_format": "made up"}
 """Of the engines that run them."""
 
@@ -70,7 +78,9 @@ def save_family(folder: Path, name: str) -> tuple[str, dict[str, Any]]:
     Returns the target's folder and how to speculate: without a draft if the class is refused as
     one.
     """
-    fields = {**COMMON, "architectures": [name], **RECIPES[name]}
+    recipe = (RECIPES | MULTIMODAL)[name]
+    common = {} if any(field.endswith("_config") for field in recipe) else COMMON
+    fields = {**common, "architectures": [name], **recipe}
     config = {field: value for field, value in fields.items() if value is not None}
     target, draft = (save_config(folder / role, config) for role in ("target", "draft"))
     if name in _NO_DRAFTS or refused_kinds("draft", kinds_of(config)):
@@ -95,10 +105,7 @@ class MadeUpWeights(BaseModelLoader):
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(crc32(name.encode()))
             values, other = torch.randn(2, *parameter.shape, generator=generator)
-            if name.endswith((".A", ".A_log")):  # rates at which states decay, and their logarithms
-                values = values / 2 if name.endswith("log") else -(values / 2).exp()
-                parameter.data.copy_(values)
-            elif parameter.ndim >= 2:
+            if parameter.ndim >= 2:
                 parameter.data.copy_(0.15 * values + noise * other)
             elif "bias" in name or "sinks" in name:
                 parameter.data.copy_(0.3 * values)
