@@ -99,6 +99,53 @@ def test_dynamic_trees_need_longer_windows_than_they_have_nodes(window, refused)
         assert not is_refused or 'a window of 32 tokens and "dynamic_tree": true' in reason
 
 
+@pytest.mark.parametrize(("dtype", "refused"), [("auto", False), ("fp8_ds_mla", True)])
+def test_sparse_layers_have_one_backend_and_no_latents_in_fp8(dtype, refused, backend):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backends
+
+    from sequoia_vllm.engine.v2.attention import backend_gpu, sparse_layers
+
+    impl = object.__new__(sparse_layers.SparseTreeImpl)
+    impl.kv_cache_dtype, impl.index_group = dtype, None
+    reason = backend.unsupported_attention("layer", impl)
+    assert (reason is not None and "--kv-cache-dtype bfloat16" in reason) is refused
+    others = {one for one in Backends if "MLA_SPARSE" in one.name} - {Backends.FLASHMLA_SPARSE}
+    assert {Backends.FLASH_ATTN_MLA_SPARSE, Backends.FLASHINFER_MLA_SPARSE} <= others
+    assert all("NoTreesBackend" in backend_gpu.CLASSES[one] for one in others)
+    assert backend_gpu.CLASSES[Backends.FLASHMLA_SPARSE].endswith("SparseTreeBackend")
+
+
+def test_a_commit_moves_an_indexers_keys_and_their_scales(backend, monkeypatch):
+    """Beside the latents: node 2 of a request with two tokens goes from slot 4 to slot 3."""
+    from sequoia_vllm.engine.v2.attention import backend_gpu
+
+    def commit(layers, *, block_table, context_lens, accepted):
+        assert (context_lens.tolist(), accepted.tolist()) == ([2], [[2, -1]])
+        [[first, second]] = block_table.tolist()
+        for cache in layers.caches:
+            cache[first, :, 3] = cache[second, :, 0]
+
+    monkeypatch.setattr(backend_gpu, "commit_accepted", commit)
+    blocks, slots, size = 3, 4, 8
+    numbers = torch.arange(blocks * slots * (size + 4), dtype=torch.uint8)
+    keys = numbers.view(blocks, slots, size + 4)
+    latents = torch.arange(72.0).view(blocks, slots, 6)
+    caches, before = {"keys": keys, "latents": latents}, [keys.clone(), latents.clone()]
+    table = torch.tensor([[2, 0], [1, 1]])
+    metadata = {name: SimpleNamespace(block_table=table) for name in caches}
+    backend._indexers.add("keys")
+    trees = SimpleNamespace(num_requests=1, context_lens=torch.tensor([2]))
+    backend.commit(caches, metadata, trees, torch.tensor([[2, -1]]))
+
+    ends = [slots * size, slots * 4]  # keys of all slots of a block, then their scales
+    found = [*keys.flatten(1).split(ends, dim=1), latents.flatten(1)]
+    old = [*before[0].flatten(1).split(ends, dim=1), before[1].flatten(1)]
+    for now, then in zip(found, old, strict=True):
+        now, then = now.unflatten(1, (slots, -1)), then.unflatten(1, (slots, -1)).clone()
+        then[2, 3] = then[0, 0]
+        assert torch.equal(now, then)
+
+
 @dataclass
 class Metadata:
     """Fields of vLLM's that follow the rows beside trees; images lie in requests 0 and 2."""
