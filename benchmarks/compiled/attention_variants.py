@@ -45,6 +45,13 @@ def attention_variants() -> list[Variant]:
             for head, cache in latents
             for rows in (16, 128)
         ),
+        # As MiMo-V2: keys of 192 channels and values of 128; most layers have windows and sinks.
+        *(
+            _shape("bf16", cache, 128, rows, 8, 16, 2, False, both, False, both, 64, True)
+            for cache in ("bf16", "fp8e4nv")
+            for both in (False, True)
+            for rows in (16, 128)
+        ),
         # As Mistral, Gemma 2 (heads of 256, windows in every other layer) and gpt-oss have it.
         *(
             _shape("bf16", "bf16", head, rows, 4, 16, 2, False, *has)
@@ -58,7 +65,7 @@ def attention_variants() -> list[Variant]:
 def _shape(
     query: str, cache: str, head_size: int, rows: int, group: int, block_size: int, words: int,
     only_nodes: bool = False, windowed: bool = False, soft_capped: bool = False,
-    has_sinks: bool = False, extra: int = 0,
+    has_sinks: bool = False, extra: int = 0, own_values: bool = False,
 ) -> list[Variant]:  # fmt: skip
     """Layers and trees to compile tree attention for: a variant per tile that some device takes.
 
@@ -70,13 +77,13 @@ def _shape(
         if not quantized or capability >= tree_attention._FP8_CAPABILITY:
             tile = choose_tile(
                 rows, head_size, 4 if query == "fp32" else 2, capability, quantized, windowed,
-                bool(extra),
+                bool(extra) and not own_values, own_values,
             )  # fmt: skip
             tiles.setdefault(tile, []).append(capability)
     wide = f" + {extra}" if extra else ""
     features = {
         ", only nodes": only_nodes, ", window": windowed, ", soft cap": soft_capped,
-        ", sinks": has_sinks,
+        ", sinks": has_sinks, ", own values": own_values,
     }  # fmt: skip
     has = "".join(name for name, has in features.items() if has)
     return [
@@ -93,6 +100,7 @@ def _shape(
                 "BLOCK_SIZE": block_size, "WORDS": words, "QUANTIZED": quantized,
                 "SCALES_IN_MEMORY": True, "ROWS": tile.rows, "ONLY_NODES": only_nodes,
                 "SOFT_CAPPED": soft_capped, "HAS_SINKS": has_sinks, "EXTRA": extra,
+                "OWN_VALUES": own_values or not extra,
             },
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

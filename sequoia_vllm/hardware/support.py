@@ -22,8 +22,7 @@ UNSUPPORTED: dict[Kind, str] = {
     "ngram": "embeds a token with those before it (n-grams: rows before a tree's node are no "
     "ancestors of it)",
     "attention": "has attention layers of its own, which trees do not know",
-    "chunked": "uses chunked local attention (vLLM cuts requests into chunks by slots, where a "
-    "tree's nodes lie by depth, and captures no whole CUDA graph of such layers)",
+    "chunked": "uses chunked local attention",
     "alibi": "uses ALiBi (a bias by distance, which tree attention does not add)",
     "recurrent": "has recurrent layers of a kind that trees do not know",
     "hybrid": "has recurrent layers (Gated DeltaNet, Kimi Delta Attention, Mamba2 or short "
@@ -36,15 +35,19 @@ UNSUPPORTED: dict[Kind, str] = {
     "pooling": "is a pooling model",
 }  # kinds of models, each with what makes trees impossible
 
-_TARGETS: frozenset[Kind] = frozenset({"mla", "indexed", "hybrid", "mrope", "multimodal"})
+_TARGETS: frozenset[Kind] = frozenset(
+    {"mla", "indexed", "chunked", "hybrid", "mrope", "multimodal"}
+)
 """Kinds that trees serve as targets. A draft reads tokens, each with one position, and has a KV
-cache alone."""
+cache alone, of which it sees all or a window."""
 
 NOT_ON_CPUS: dict[Kind, str] = {
     "hybrid": "trees over recurrent layers are for GPUs, as vLLM's CPUs run such layers by other "
     "code: serve this target on a GPU, or without Sequoia",
     "indexed": "trees over DeepSeek Sparse Attention are for GPUs, as vLLM's CPUs run it for one "
     "token of a request: serve this target on a GPU, or without Sequoia",
+    "chunked": "trees over chunked local attention are for GPUs, as vLLM's CPUs cut requests for "
+    "it: serve this target on a GPU, or without Sequoia",
 }
 """Kinds of targets that trees serve on GPUs alone, and what an engine on CPUs says."""
 RUNS_ON = "it runs on CUDA GPUs and x86 CPUs, not on {} (use vLLM's method draft_model there)"
@@ -75,7 +78,7 @@ _ARCHITECTURES: dict[Kind, str] = {
     # vLLM serves these by one class, which has a cache of an indexer's keys beside the latents.
     "indexed": r"(DeepseekV32|GlmMoeDsa)ForCausalLM",
     "ngram": r"LongcatFlashNgram.*",
-    "attention": r"(HrmText|Inkling|MiMoV2|MiniMaxM3).*",
+    "attention": r"(HrmText|Inkling|MiniMaxM3).*",
     "alibi": r"Bloom.*",
     "recurrent": r"(Bailing(MoeV2_5|MoeV3)|Falcon(H1|Mamba)|Glm5Next|GraniteMoeHybrid|InternS2|"
     r"Jamba|Kimi(K3|Linear)|Lfm2|Mamba|MiniCPMV4_[67]|NemotronH|OlmoHybrid|Qwen3(Next|_5)|Qwen4Exp|"
@@ -136,6 +139,8 @@ def kinds_of(config: Mapping[str, Any]) -> set[Kind]:
     }
     if any(part.get("model_type") in _KEEPS_KEYS for part in parts):
         found.discard("mla")
+    if any(name.startswith("MiMoV2") for name in names):
+        found.discard("chunked")  # its checkpoints name chunks that neither they nor vLLM use
     if any(has_only_attention(part.get("layer_types")) for part in parts):
         found -= {"recurrent", "hybrid"}
     if "hybrid" in found:  # recurrent layers of a kind that is served

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sequoia_vllm.attention.tree_attention import within_window
 
@@ -26,16 +27,14 @@ def pack_ancestors(ancestors: Tensor) -> Tensor:
         raise ValueError(f"expected a square matrix, got {list(ancestors.shape)}")
     if ancestors.triu(1).any():
         raise ValueError("a node cannot see a later node")
-    return _pack(ancestors)
+    return pack_nodes(ancestors)
 
 
-def _pack(ancestors: Tensor) -> Tensor:
-    nodes = len(ancestors)
-    words = -(-nodes // WORD_BITS)
-    bits = torch.zeros(nodes, words * WORD_BITS, dtype=torch.int64, device=ancestors.device)
-    bits[:, :nodes] = ancestors
-    weights = 1 << torch.arange(WORD_BITS, device=ancestors.device)
-    packed = (bits.view(nodes, words, WORD_BITS) * weights).sum(dim=2)
+def pack_nodes(seen: Tensor) -> Tensor:
+    """Words int32 ``[..., n]`` of nodes bool ``[..., N]``; waits for nothing on the device."""
+    bits = functional.pad(seen.long(), (0, -seen.shape[-1] % WORD_BITS))
+    weights = 1 << torch.arange(WORD_BITS, device=seen.device)
+    packed = (bits.unflatten(-1, (-1, WORD_BITS)) * weights).sum(dim=-1)
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
@@ -74,7 +73,7 @@ class NodeMask:
         depths, within = within_window(ancestors, window or nodes)
         depths = depths.to(torch.int32)
         if nodes > 1 and ancestors.all():
-            return cls(_pack(within), depths, window, ahead=nodes - 1)
+            return cls(pack_nodes(within), depths, window, ahead=nodes - 1)
         return cls(pack_ancestors(within), depths, window)
 
 

@@ -46,7 +46,7 @@ _SPLITS_AT_ONCE = 16
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8_CAPABILITY = 89
 EXTRA_SIZES = (16, 32, 64, 128)
-"""Channels that keys may have more than values: those with positions, of latent keys."""
+"""Channels that keys may have more than values: latents' have those with positions more."""
 # For a program that reads no context: it is short, and larger ones would spill registers.
 _ROWS_OF_NODES = 16
 
@@ -71,6 +71,7 @@ def choose_tile(
     quantized: bool = False,
     windowed: bool = False,
     latent: bool = False,
+    larger_keys: bool = False,
 ) -> Tile:
     """The tile for requests of up to ``rows`` rows.
 
@@ -79,7 +80,8 @@ def choose_tile(
         head_size: D.
         element_size: Bytes of a query element.
         capability: Compute capability of the device, times ten.
-        latent: Whether keys have more channels than values.
+        latent: Whether values are their keys' first channels.
+        larger_keys: Whether keys have more channels than values of their own.
     """
     rows = min(MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
     padded_head_size = triton.next_power_of_2(head_size)
@@ -97,8 +99,8 @@ def choose_tile(
     in_registers = quantized or capability not in _READ_SHARED_MEMORY
     if in_registers and padded_head_size > 128:
         rows = min(rows, 32)
-    elif windowed and padded_head_size > (64 if in_registers else 128):
-        rows = min(rows, 64)  # the beginnings of the rows' windows take registers, too
+    elif (windowed or larger_keys) and padded_head_size > (64 if in_registers else 128):
+        rows = min(rows, 64)  # the beginnings of rows' windows, or more channels, take registers
     output_size = rows * padded_head_size
     wide = rows > 64 or output_size > 64 * 128
     wide |= windowed and (rows, padded_head_size) == (64, 128)
@@ -108,6 +110,7 @@ def choose_tile(
     keys = 32 if full or padded_head_size > 128 else 64 if output_size > 16 * 64 else 128
     blackwell = not in_registers and capability > HOPPER
     spills = (blackwell and padded_head_size <= 64 <= rows) or (windowed and keys == 128) or latent
+    spills |= quantized and larger_keys
     registers = _ALL_REGISTERS if spills else None
     # Three stages. While one block is computed, the next one's keys and values are on their way,
     # and the block table's entries for the one after.
@@ -194,8 +197,8 @@ def tree_attention(
         query: ``[T, Hq, D]``, bfloat16, float16 or float32.
         key_cache, value_cache: ``[blocks, block_size, Hkv, D]`` with any strides but D's, which is
             1; of the query's dtype, or float8_e4m3fn (uint8 is taken as that). The nodes' own keys
-            and values are in it already. Or values are the first channels of their keys, a view of
-            them: all but `EXTRA_SIZES` (MLA).
+            and values are in it already. Keys may have `EXTRA_SIZES` channels more than values;
+            these may be the keys' first ones, a view of them (MLA).
         tree: A `drafting.growth.NodeQueries`, whose ``max_keys`` sets the number of splits: speed
             and rounding. Where it is ``uneven``, the device decides on them, once for all layers
             that are alike: ``plans`` keeps that. Also ``workspace``, on the same device and of no
@@ -222,7 +225,7 @@ def tree_attention(
         key_cache = key_cache.view(torch.float8_e4m3fn)
         value_cache = value_cache.view(torch.float8_e4m3fn)
     quantized = key_cache.dtype == torch.float8_e4m3fn
-    _check_tensors(query, key_cache, value_cache, output)
+    has_own_values = _check_tensors(query, key_cache, value_cache, output)
     if isinstance(key_scale, Tensor) != isinstance(value_scale, Tensor):
         raise ValueError("key_scale and value_scale must be both tensors or both floats")
     workspace: TreeAttentionWorkspace = tree.workspace
@@ -248,7 +251,8 @@ def tree_attention(
         rows = min(rows, _ROWS_OF_NODES)
     tile = choose_tile(
         rows, head_size, query.element_size(), workspace.capability, quantized,
-        windowed=mask.window is not None, latent=key_size != head_size,
+        windowed=mask.window is not None, latent=not has_own_values,
+        larger_keys=has_own_values and key_size != head_size,
     )  # fmt: skip
     row_tiles = -(-queries * group // tile.rows)
     units = requests * key_heads * row_tiles
@@ -297,8 +301,8 @@ def tree_attention(
         BLOCK_SIZE=block_size, WORDS=words, QUANTIZED=quantized,
         SCALES_IN_MEMORY=isinstance(key_scale, Tensor), ROWS=tile.rows,
         ONLY_NODES=context_lse is not None, SOFT_CAPPED=bool(soft_cap),
-        HAS_SINKS=sinks is not None, EXTRA=key_size - head_size, **shared,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
+        HAS_SINKS=sinks is not None, EXTRA=key_size - head_size, OWN_VALUES=has_own_values,
+        **shared, num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
     )  # fmt: skip
     if partial_rows:
         merge_splits_kernel[merged_grid](
@@ -344,16 +348,18 @@ def _shared_constants(
     }
 
 
-def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor) -> None:
+def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor) -> bool:
+    """Refuses what does not fit; tells whether values are other memory than their keys."""
     if query.dtype not in _QUERY_DTYPES:
         raise ValueError(f"queries are {query.dtype}; expected one of {_QUERY_DTYPES}")
     if key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
         raise ValueError(f"a cache of {key_cache.dtype} does not fit queries of {query.dtype}")
     key_heads, head_size = key_cache.shape[2:]
     value_size = value_cache.shape[3]
-    if value_size != head_size:
-        _check_latents(key_cache, value_cache, head_size - value_size)
-    elif (key_cache.shape, key_cache.dtype) != (value_cache.shape, value_cache.dtype):
+    extra = head_size - value_size
+    if extra and extra not in EXTRA_SIZES:
+        raise ValueError(f"keys have {extra} channels more than values: not in {EXTRA_SIZES}")
+    if (key_cache.shape[:3], key_cache.dtype) != (value_cache.shape[:3], value_cache.dtype):
         raise ValueError("key and value cache differ in shape or dtype")
     if (output.shape, output.dtype) != ((*query.shape[:2], value_size), query.dtype):
         raise ValueError("output and query differ in shape or dtype")
@@ -363,14 +369,8 @@ def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output
         )
     if any(tensor.stride(-1) != 1 for tensor in (query, key_cache, value_cache, output)):
         raise ValueError("a head's numbers must lie side by side (last stride 1)")
-
-
-def _check_latents(key_cache: Tensor, value_cache: Tensor, extra: int) -> None:
-    if extra not in EXTRA_SIZES:
-        raise ValueError(f"keys have {extra} channels more than values: not in {EXTRA_SIZES}")
-    where = [(each.data_ptr(), each.stride(), each.dtype) for each in (key_cache, value_cache)]
-    if where[0] != where[1]:
-        raise ValueError("values of another size than keys must be the keys' first channels")
+    where = [(each.data_ptr(), each.stride()) for each in (key_cache, value_cache)]
+    return not extra or where[0] != where[1]
 
 
 def _check_context_lse(context_lse: Tensor, shape: list[int]) -> None:

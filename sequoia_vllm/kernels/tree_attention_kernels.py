@@ -11,8 +11,8 @@ A layer may have a window: a row then sees no position before that of its node's
 window. No row sees positions before the window of a request's root: blocks are counted from there.
 Those that some row of a tile sees in part are masked, too.
 
-Where EXTRA is not 0, keys have so many channels more than values, which are the keys' first ones: a
-latent (MLA). Each position is then read once.
+Where EXTRA is not 0, keys have so many channels more than values. Without OWN_VALUES these are the
+keys' first ones: a latent (MLA). Each position is then read once.
 
 Maxima and log-sum-exps are in base 2, of scores times ``scale`` (which therefore
 holds log2(e) too), capped softly or not.
@@ -77,8 +77,8 @@ def _attend_block(
     key_cache, value_cache, blocks, key_block_stride, key_slot_stride, value_block_stride,
     value_slot_stride, start, end, context, first_seen, lowest, scale, soft_cap,
     HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, EXTRA: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFT_CAPPED: tl.constexpr,
+    OWN_VALUES: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Takes positions ``start`` to ``start + KEYS`` into the running softmax.
 
@@ -123,15 +123,15 @@ def _attend_block(
     weights = tl.exp2(scores * scale - reference[:, None])
     decay = tl.exp2(maximum - reference)
     total = total * decay + tl.sum(weights, axis=1)
-    if EXTRA:
-        values = tl.trans(keys)
-    else:
+    if OWN_VALUES:
         value_rows = value_cache + block * value_block_stride + slot * value_slot_stride
         values = tl.load(
             value_rows[:, None] + channel[None, :],
             mask=exists[:, None] & is_channel[None, :],
             other=0.0,
         )
+    else:
+        values = tl.trans(keys)
     accumulator = tl.dot(
         weights.to(query.dtype),
         values.to(query.dtype),
@@ -168,7 +168,7 @@ def tree_attention_kernel(
     SCALES_IN_MEMORY: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr, ONLY_NODES: tl.constexpr, WINDOWED: tl.constexpr,
     SOFT_CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, EXTRA: tl.constexpr,
-    PLANNED: tl.constexpr, COLUMNS: tl.constexpr,
+    OWN_VALUES: tl.constexpr, PLANNED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Attention of ``ROWS`` rows over one split, for one key head of one request.
 
@@ -278,24 +278,24 @@ def tree_attention_kernel(
                     accumulator, maximum, total, queries, extra_queries, word_pointers, row_exists,
                     key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
                     value_block_stride, value_slot_stride, start, end, context, first_seen, lowest,
-                    scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, EXTRA, BLOCK_SIZE, WORDS, KEYS,
-                    True, WINDOWED, SOFT_CAPPED,
+                    scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, EXTRA, OWN_VALUES, BLOCK_SIZE,
+                    WORDS, KEYS, True, WINDOWED, SOFT_CAPPED,
                 )  # fmt: skip
         for start in tl.range(unmasked_start, unmasked_end, KEYS):
             accumulator, maximum, total = _attend_block(
                 accumulator, maximum, total, queries, extra_queries, word_pointers, row_exists,
                 key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
                 value_block_stride, value_slot_stride, start, end, context, first_seen, lowest,
-                scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, EXTRA, BLOCK_SIZE, WORDS, KEYS, False,
-                WINDOWED, SOFT_CAPPED,
+                scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, EXTRA, OWN_VALUES, BLOCK_SIZE, WORDS,
+                KEYS, False, WINDOWED, SOFT_CAPPED,
             )  # fmt: skip
     for start in tl.range(unmasked_end, split_end, KEYS):
         accumulator, maximum, total = _attend_block(
             accumulator, maximum, total, queries, extra_queries, word_pointers, row_exists,
             key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
             value_block_stride, value_slot_stride, start, end, context, first_seen, lowest,
-            scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, EXTRA, BLOCK_SIZE, WORDS, KEYS, True,
-            WINDOWED, SOFT_CAPPED,
+            scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, EXTRA, OWN_VALUES, BLOCK_SIZE, WORDS,
+            KEYS, True, WINDOWED, SOFT_CAPPED,
         )  # fmt: skip
 
     # In a split that holds only nodes a row may see nothing: output 0, weight 2**-inf.

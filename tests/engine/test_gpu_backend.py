@@ -146,6 +146,30 @@ def test_a_commit_moves_an_indexers_keys_and_their_scales(backend, monkeypatch):
         assert torch.equal(now, then)
 
 
+def test_layers_that_the_kernel_does_not_take():
+    from sequoia_vllm.engine.v2.attention import diffkv_layers
+    from sequoia_vllm.engine.v2.attention.attention_gpu import TritonTreeBackend
+    from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
+    from sequoia_vllm.engine.v2.attention.chunked_layers import chunked_backend
+
+    def reason(kind, backend):
+        impl = object.__new__(kind)
+        impl.sliding_window, impl.head_size = (-1, -1), 192
+        return backend.unsupported_attention("layer", impl)
+
+    def of_chunks(size):
+        return chunked_backend(TritonTreeBackend, size).get_impl_cls()
+
+    backend = GPUTreeBackend(torch.eye(32, dtype=torch.bool))
+    assert "chunks of 16 tokens, fewer than a tree's 32 nodes" in reason(of_chunks(16), backend)
+    assert reason(of_chunks(32), backend) is None
+    larger = diffkv_layers.TritonDiffKVTreeBackend
+    larger.set_head_size_v(120)
+    assert "keys of 192 channels and values of 120" in reason(larger.get_impl_cls(), backend)
+    larger.set_head_size_v(128)
+    assert reason(larger.get_impl_cls(), backend) is None
+
+
 @dataclass
 class Metadata:
     """Fields of vLLM's that follow the rows beside trees; images lie in requests 0 and 2."""

@@ -79,8 +79,8 @@ def check(batch, processors=1, **how):
     """It is plain attention, and rows that are no request's are left alone."""
     of_law = {name: value for name, value in how.items() if name not in OF_LAUNCHES}
     expected, dtype = batch.expected(**of_law), batch.query.dtype
-    if how.get("window") is not None:
-        batch.drop_blocks_before(how["window"])
+    if before := {name: how[name] for name in ("window", "chunk") if how.get(name) is not None}:
+        batch.drop_blocks_before(**before)
     if INTERPRETED:
         steps = (3 + how.get("continued", False)) * torch.finfo(dtype).eps
         error = relative = 2e-5 if dtype == torch.float32 else steps
@@ -169,6 +169,18 @@ def device_cases():
     ):  # fmt: skip
         options = {"heads": (3, 1), "head_size": size, "extra": extra}
         yield "latents", ([300, 31, 0], [nodes, 2, 1]), options, processors, {}
+    # Chunks end in contexts, at roots, within trees; the last tree lies in the second chunk.
+    batch, chunks = ([62, 130, 0, 64, 31, 63, 96], [33, 7, 20, 5, 40, 1, 9]), {"chunk": 64}
+    for processors, block_size in ((1, 16), (110, 32)):
+        options = {"heads": (4, 2), "block_size": block_size}
+        yield "chunks", batch, options, processors, chunks
+        yield "chunks of uneven requests", batch, options, processors, {**chunks, "uneven": True}
+    # As MiMo-V2 has it: keys of 192 channels, values of 128, in half of the layers with the rest.
+    for processors, how in ((1, {}), (110, {"window": 20, "sinks": SINKS})):
+        options = {"heads": (4, 2), "head_size": 128, "extra": 64, "has_values": True}
+        yield "larger keys", ([600, 31, 0], [9, 33, 1]), options, processors, how
+    options |= {"dtype": torch.bfloat16, "cache_dtype": FP8}
+    yield "larger keys in fp8", ([90], [4]), options, 1, {"key_scale": 0.5, "value_scale": 1.5}
     options = {"heads": (4, 1), "head_size": 512, "extra": 64}
     options |= {"dtype": torch.bfloat16, "cache_dtype": FP8}
     scales = {"key_scale": 0.25, "value_scale": 0.25}
@@ -249,6 +261,9 @@ def test_each_node_sees_exactly_its_ancestors(context):
 
 
 HOW = [{}, {"window": 20}, *([{"continued": True}] if INTERPRETED else [{"window": 3}])]
+
+
+HOW += [{"chunk": 16}] * INTERPRETED
 
 
 @pytest.mark.parametrize(("how", "place"), chessboard(HOW, [(0, 1), (32, 110)]))

@@ -28,6 +28,7 @@ def tree_attention_reference(
     window: int | None = None,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Attention of nodes to their request's committed tokens, their ancestors and themselves.
 
@@ -45,6 +46,7 @@ def tree_attention_reference(
             context. Of a block, whose nodes see one another, each lies a position after the one
             before it, and sees as many to both sides. None: all.
         soft_cap, sinks: As `dense_attention` has them.
+        chunk: Positions are in chunks of so many, and a node sees those in its own. None: all.
 
     Returns:
         float32 ``[T, Hq, D]``, of the values' size, computed in float64.
@@ -63,11 +65,13 @@ def tree_attention_reference(
         sees = ancestors[request] if ancestors.ndim == 3 else ancestors
         hidden = ~sees[nodes.start : nodes.stop, : nodes.stop]
         hidden = torch.cat([hidden.new_zeros(len(nodes), context), hidden], dim=1)
+        depths = sees[: nodes.stop].tril().sum(dim=1) - 1
+        positions = torch.cat([torch.arange(context).to(depths), context + depths])
+        own = positions[context + nodes.start :, None]
         if window is not None:
-            depths = sees[: nodes.stop].tril().sum(dim=1) - 1
-            positions = torch.cat([torch.arange(context).to(depths), context + depths])
-            own = positions[context + nodes.start :]
-            hidden |= (own[:, None] - positions[None, :]).abs() >= window
+            hidden |= (own - positions).abs() >= window
+        if chunk is not None:
+            hidden |= own // chunk != positions // chunk
         output[first:last], _ = dense_attention(
             query[first:last], keys * key_scale, values * value_scale, scale, hidden, soft_cap,
             sinks,

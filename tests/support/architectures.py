@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     MistralConfig,
     MixtralConfig,
     Qwen3MoeConfig,
@@ -54,6 +55,12 @@ CONFIGS = {
         **_COMMON, sliding_window=_WINDOW, layer_types=_EVERY_OTHER, num_local_experts=4,
         num_experts_per_tok=2,
     ),
+    # Chunks of 32 tokens, then a layer without RoPE, which sees all, with experts.
+    "llama4": Llama4TextConfig(
+        **_COMMON | {"num_hidden_layers": 2}, intermediate_size_mlp=128, no_rope_layers=[1, 0],
+        attention_chunk_size=32, floor_scale=16, interleave_moe_layer_step=2, moe_layers=[1],
+        num_local_experts=4, layer_types=["chunked_attention", "full_attention"],
+    ),
     "mixtral": MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(
         **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
@@ -93,6 +100,9 @@ def save_architecture(
                 parameter.normal_(0, 2.0)
         if name.startswith("gemma"):
             _vary(model)
+        if name == "llama4":  # knows a little that after a token comes the next one
+            tokens = model.get_input_embeddings().weight.normal_(0, 2.0)
+            model.lm_head.weight.add_(0.03 * tokens.roll(1, 0))
     model.save_pretrained(path)
     return path
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sequoia_vllm.kernels.chunks import from_chunk
 from sequoia_vllm.kernels.node_masks import NodeMask
 from sequoia_vllm.kernels.tree_attention import (
     TreeAttentionWorkspace,
@@ -31,8 +32,9 @@ _FP8_NAN = 0x7F  # of float8_e4m3fn
 class Batch:
     """Random requests in a paged cache whose unused positions hold NaN.
 
-    With `extra`, the cache holds latents: keys of so many channels more than their values. `keys`
-    and `values` are those of the first of its `layers`. With `is_block` all nodes see one another.
+    With `extra`, keys have so many channels more than their values, which are the keys' first ones
+    (latents), unless it `has_values`. `keys` and `values` are those of the first of its `layers`.
+    With `is_block` all nodes see one another.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Batch:
         block_size: int = 16, dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None, seed: int = 0, spare_blocks: int = 2,
         extra: int = 0, layers: int = 1, device: torch.device | str = "cpu",
-        is_block: bool = False,
+        is_block: bool = False, has_values: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator(device).manual_seed(seed)
         nodes = nodes or max([*sizes, 1]) + first_node
@@ -57,7 +59,7 @@ class Batch:
         columns = -(-max(ends) // block_size) + spare_blocks
         blocks = torch.randperm(len(contexts) * columns + 1, generator=generator, device=device)
         self.table = blocks[:-1].view(len(contexts), columns).to(torch.int32)
-        parts, key_size = 1 if extra else 2, head_size + extra
+        parts, key_size = 1 if extra and not has_values else 2, head_size + extra
         shape = (len(blocks), heads[1], parts, block_size, key_size)
         self.layers = []
         for _ in range(layers):
@@ -122,7 +124,7 @@ class Batch:
         self, processors: int | None = None, ancestors: Tensor | None = None,
         window: int | None = None, max_queries: int = 1 << 20, max_slots: int | None = None,
         max_keys: int = 1 << 40, uneven: bool = False, output: Tensor | None = None,
-        **arguments: Any,
+        chunk: int | None = None, **arguments: Any,
     ) -> partial[None]:  # fmt: skip
         """`tree_attention` of a layer's keys and values, which it is called with.
 
@@ -139,6 +141,9 @@ class Batch:
             first=self.first_node, width=max_queries, max_keys=max_keys, max_slots=max_slots,
             block_table=self.table, workspace=workspace, uneven=uneven, plans={},
         )  # fmt: skip
+        if chunk is not None:
+            vars(tree).update(from_chunk(tree, mask, chunk, self.keys.shape[1]))
+            mask = tree.mask
         scales = {"scale": self.scale, "key_scale": 1.0, "value_scale": 1.0}
         return partial(
             tree_attention, self.query, tree=tree, mask=mask, output=output,
@@ -154,15 +159,16 @@ class Batch:
         units = len(self.contexts) * key_heads * -(-rows // tile.rows)
         return choose_splits(units, tile, processors, self.table.shape[1] * block_size)
 
-    def drop_blocks_before(self, window: int) -> None:
-        """Gives each request's blocks that lie before its root's window to somebody else."""
+    def drop_blocks_before(self, window: int | None = None, chunk: int | None = None) -> None:
+        """Gives each request's blocks before its root's window, or chunk, to somebody else."""
         size = self.keys.shape[1]
         for row, context in zip(self.table, self.contexts.tolist(), strict=True):
-            gone = max(0, context - window + 1) // size
+            first = context // chunk * chunk if chunk else max(0, context - (window or 0) + 1)
+            gone = first // size
             for cache in (self.keys, self.values):
                 cache[row[:gone].long()] = float("nan")
             row[:gone] = len(self.keys) - 1  # as vLLM's null block: one for all
-            beyond = torch.arange(gone * size, max(0, context - window + 1))
+            beyond = torch.arange(gone * size, first)
             for cache in (self.keys, self.values):
                 _fill_with_nan(cache, row[beyond // size].long(), beyond % size)
 

@@ -19,7 +19,7 @@ _LAST = f"model.layers.{_LAYERS}"
 OWN_NAMES = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
 # By kind: its own fields, its MTP layer's prefix, the names of the norms of tokens and states, of
 # the matrix that reads both, of the last norm.
-KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, str, str, str]]] = {
+KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "Glm4Moe": (
         {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
@@ -52,6 +52,24 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, str, str, str]]] = {
         "mtp.layers.0",
         OWN_NAMES,
     ),
+    # Keys of 48 channels and values of 32; a window and sinks in the first layer, and in its MTP
+    # layer. The fields from ``sliding_window_size`` on have vLLM's names, and those of checkpoints.
+    "MiMoV2Flash": (
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 48, "v_head_dim": 32,
+            "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16,
+            "mlp_layer_types": ["dense", "sparse"], "num_attention_heads": 4,
+            "sliding_window_size": 16, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1],
+            "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 48,
+            "swa_v_head_dim": 32, "add_swa_attention_sink_bias": True, "layernorm_epsilon": 1e-5,
+            "partial_rotary_factor": 0.334, "architectures": ["MiMoV2FlashForCausalLM"],
+        },
+        "model.mtp.layers.0",
+        tuple(
+            f"model.mtp.layers.0.{name}"
+            for name in ("enorm", "hnorm", "pre_mlp_layernorm", "eh_proj", "final_layernorm")
+        ),
+    ),
     "Qwen3Next": (
         {
             "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64,
@@ -71,7 +89,7 @@ def save_experts(directory: Path, kind: str, vocab: int = _VOCAB) -> str:
     import transformers
 
     own, prefix, names = KINDS[kind]
-    config = getattr(transformers, f"{kind}Config")(**_COMMON | {"vocab_size": vocab}, **own)
+    config = getattr(transformers, f"{kind}Config")(**_COMMON | {"vocab_size": vocab} | own)
     torch.manual_seed(8)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
     embedding = torch.randn(vocab, _HIDDEN)
@@ -87,13 +105,13 @@ def save_experts(directory: Path, kind: str, vocab: int = _VOCAB) -> str:
         model.lm_head.weight.normal_(0, _NOISE / _HIDDEN**0.5)
         model.lm_head.weight.add_(0.06 * embedding.roll(1, 0))
     model.save_pretrained(directory)
-    dense = kind in ("Ernie4_5_Moe", "ExaoneMoe")
+    dense = kind in ("Ernie4_5_Moe", "ExaoneMoe", "MiMoV2Flash")
     add_layer(directory, f"model.layers.{0 if dense else _LAYERS - 1}.", prefix, names, _NOISE)
     return str(directory)
 
 
 def add_layer(
-    directory: Path, copied: str, prefix: str, names: tuple[str, str, str, str], states: float
+    directory: Path, copied: str, prefix: str, names: tuple[str, ...], states: float
 ) -> None:
     """Adds an MTP layer to a checkpoint: one of its own layers again.
 

@@ -1,4 +1,4 @@
-"""Sinks, experts and resting drafts on Model Runner V2: greedy tokens are plain vLLM's.
+"""Sinks, experts, chunks and resting drafts on Model Runner V2: greedy tokens are plain vLLM's.
 
 Windows and soft caps are the rehearsal's (`tests/gpu_rehearsal/test_architectures.py`).
 
@@ -7,6 +7,7 @@ completions go beyond, and a model that drafts for itself is right in every draf
 attention over its own trees is wrong. The attention is that of GPUs: V1's tests have the CPU's.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,43 @@ def test_drafts_lie_in_several_cache_groups(answers):
     assert kinds == {"FullAttentionSpec", "SlidingWindowSpec"}
     assert [sum(group[1:]) for group in answers["groups"]].count(4) == 0
     assert sum(group[2] for group in answers["groups"]) == 2
+
+
+def generate_in_chunks(models: str) -> dict[str, Any]:
+    """Answers of plain vLLM, of trees, and of trees that rest while there are two requests."""
+    target = save_architecture(Path(models) / "target", "llama4")
+    draft = save_architecture(Path(models) / "draft", "llama4")
+    described = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(described | {"attention_chunk_size": None}))
+    prompts = random_prompts([30, 90], VOCABULARY)
+    params = [
+        SamplingParams(
+            temperature=0.8 * at, seed=7, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        for at, tokens in enumerate((40, 20))
+    ]
+    # The second prompt is read beside the first one's trees.
+    options = {"model": str(target), "block_size": 16, "max_num_batched_tokens": 48, **OPTIONS}
+    found = {"plain": generate(None, prompts, params, **options)}
+    for name, at_two in (("trees", SIZE - 1), ("rested", 0)):
+        config = sequoia(SIZE, DEPTH, draft=str(draft))
+        config["num_speculative_tokens_per_batch_size"] = [[1, 1, SIZE - 1], [2, 2, at_two]]
+        with running(config, **options) as llm:
+            found[name] = generate_on(llm, prompts, params)
+            found[f"{name} again"] = generate_on(llm, prompts, params)
+            found["groups"] = groups_of(llm)
+    return found
+
+
+def test_nodes_see_their_own_chunk(tmp_path):
+    """Chunks end within prompts and within trees; then prompts come from the prefix cache."""
+    found = call_on_v2(generate_in_chunks, tmp_path, gpu_attention=True, models=str(tmp_path))
+    for name in ("trees", "trees again", "rested", "rested again"):
+        assert found[name]["tokens"] == found["plain"]["tokens"], name
+        assert found[name]["counts"]["drafts"] > 3
+    assert found["trees"]["attention"] == "ChunkedTreeImpl"
+    assert found["trees"]["counts"]["tokens_per_tree"] > 1.5
+    assert ["ChunkedLocalAttentionSpec", 1, 0] in found["groups"]
 
 
 def generate_after_a_rest(models: str) -> dict[str, Any]:

@@ -323,7 +323,7 @@ def test_mtp_layers_draft_as_in_vllms_chain(kind, tmp_path):
     folder, is_hybrid = tmp_path / "target", kind == "Qwen3Next"
     save = OTHER_LAYERS.get(kind, partial(save_experts, kind=kind))
     given = {"target": save(folder), "is_hybrid": is_hybrid}
-    as_on_gpus = kind in ("Qwen3Next", *LATENT_KINDS)
+    as_on_gpus = kind in ("Qwen3Next", "MiMoV2Flash", *LATENT_KINDS)
     found = call_on_v2(generate_by_layer, tmp_path, gpu_attention=as_on_gpus, **given)
     for name in ("vLLM's chain", "chain", "tree", "again"):
         assert found[name]["tokens"] == found["plain"]["tokens"], name

@@ -83,6 +83,8 @@ class GPUTreeQueries(NodeQueries):
     """Longest context, if FlashAttention reads the contexts; None: our kernel reads them."""
     plans: dict[Any, SplitPlan] = field(default_factory=dict)
     """The device's own, of layers of each shape, where requests are uneven."""
+    in_chunks: dict[int, GPUTreeQueries] = field(default_factory=dict)
+    """What layers with chunks of each size take instead: see `chunked_layers`."""
 
     @property
     def only_trees(self) -> bool:
@@ -132,6 +134,11 @@ class GPUTreeForward(TreeForward):
     logits_soft_cap: float | None
     sinks: Tensor | None
 
+    @property
+    def value_size(self) -> int:
+        """Channels of a value; a key has ``head_size``."""
+        return self.head_size
+
     def _chains(
         self, tree: GPUTreeQueries, query: Tensor, attn_metadata: Any, output: Tensor
     ) -> tuple[Tensor, Any, Tensor]:
@@ -145,8 +152,8 @@ class GPUTreeForward(TreeForward):
         self, layer: Any, query: Tensor, kv_cache: Tensor, tree: GPUTreeQueries, output: Tensor
     ) -> None:
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        heads = (-1, query.numel() // (query.shape[0] * self.head_size), self.head_size)
-        query, output = query.view(heads), output.view(heads)
+        query = query.view(len(query), -1, self.head_size)
+        output = output.view(len(output), -1, self.value_size)
         key_scale = layer._k_scale
         if query.dtype != output.dtype:  # vLLM's fp8 queries, for a cache in fp8
             query, key_scale = query.to(output.dtype), key_scale * layer._q_scale
@@ -156,7 +163,7 @@ class GPUTreeForward(TreeForward):
             keys,
             values,
             tree,
-            tree.mask_for(window_of(self)),
+            self._mask_of(tree),
             scale=self.scale,
             key_scale=key_scale,
             value_scale=layer._v_scale,
@@ -165,6 +172,10 @@ class GPUTreeForward(TreeForward):
             soft_cap=self.logits_soft_cap or 0.0,
             sinks=self.sinks,
         )
+
+    def _mask_of(self, tree: GPUTreeQueries) -> NodeMask:
+        """What nodes see in this layer."""
+        return tree.mask_for(window_of(self))
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """False, whatever vLLM's kernels can: ours writes trees' rows in the queries' dtype."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
+from vllm.model_executor.layers.attention import chunked_local_attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.drafting.chain_pieces import chain_pieces
 from sequoia_vllm.drafting.growth import NodeQueries
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.runner.attention_layers import (
     reason_of,
     replaced_backends,
@@ -25,6 +27,12 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import (
     GPUTreeForward,
     GPUTreeQueries,
     other_chains,
+)
+from sequoia_vllm.engine.v2.attention.chunked_layers import (
+    ChunkedTreeForward,
+    chunked_backend,
+    limits_of,
+    rows_in_chunks,
 )
 from sequoia_vllm.engine.v2.attention.mamba_layers import (
     ConvTreeLayer,
@@ -67,6 +75,8 @@ def _is_other_sparse(backend: AttentionBackendEnum) -> bool:
 CLASSES = {
     AttentionBackendEnum.FLASH_ATTN: f"{_PACKAGE}.attention_gpu.FlashTreeBackend",
     AttentionBackendEnum.TRITON_ATTN: f"{_PACKAGE}.attention_gpu.TritonTreeBackend",
+    AttentionBackendEnum.FLASH_ATTN_DIFFKV: f"{_PACKAGE}.diffkv_layers.FlashDiffKVTreeBackend",
+    AttentionBackendEnum.TRITON_ATTN_DIFFKV: f"{_PACKAGE}.diffkv_layers.TritonDiffKVTreeBackend",
     AttentionBackendEnum.TRITON_MLA: f"{_PACKAGE}.mla_layers.MLATreeBackend",
     AttentionBackendEnum.FLASHMLA_SPARSE: f"{_PACKAGE}.sparse_layers.SparseTreeBackend",
     **dict.fromkeys(
@@ -100,7 +110,7 @@ class GPUTreeBackend(TreeBackend):
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
         self._states: NodeStates | None = None
-        self._chain: Tensor | None = None  # the longest one's ancestors, where layers have latents
+        self._chain: Tensor | None = None  # the longest one's ancestors, where layers take chains
         self._indexers: set[str] = set()  # layers with the keys of sparse attention's indexers
         self._sparse: AncestorScores | None = None
 
@@ -110,7 +120,14 @@ class GPUTreeBackend(TreeBackend):
         from sequoia_vllm.engine.v2.attention.kda_layers import KdaTreeLayer
 
         ours = GdnTreeLayer, KdaTreeLayer, MambaTreeLayer, ConvTreeLayer
-        with replaced_backends(CLASSES), replaced_layers(*ours):
+        with (
+            replaced_backends(CLASSES),
+            replaced_layers(*ours),
+            # Until: vLLM's metadata of chunks has the requests' own tables and lengths.
+            patched(
+                chunked_local_attention, "create_chunked_local_attention_backend", chunked_backend
+            ),
+        ):
             yield
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
@@ -124,10 +141,7 @@ class GPUTreeBackend(TreeBackend):
             self._indexers.add(layer_name)
             return None
         if isinstance(impl, mla_layers.MLATreeImpl):
-            if self._chain is None:
-                self._chain = mla_layers.longest_chain(self._ancestors)
-                self.attends_without_trees = True
-                self.masks.of(self._chain)  # here, not in a step: see __init__
+            self._take_chains(mla_layers.longest_chain)
             return reason_of(layer_name, impl.unsupported_features)
         window, longest, is_short = None, self._ancestors.shape[-1], False
         if isinstance(impl, GPUTreeForward):
@@ -135,10 +149,13 @@ class GPUTreeBackend(TreeBackend):
             is_short = self._has_own_trees and window is not None and window <= longest
             if not self._has_own_trees:
                 self.masks.of(self._ancestors, window)  # here, not in a step: see __init__
+        if isinstance(impl, ChunkedTreeForward):
+            self._take_chains(mla_layers.chain_like)
         head_size = getattr(impl, "head_size", 0)
         features = {
             **unmaskable_features(impl),
             f"heads of {head_size}": head_size > _LARGEST_HEAD,
+            **limits_of(impl, longest),
             f'a window of {window} tokens and "dynamic_tree": true, which needs more than '
             f"{longest}": is_short,
             f"{type(impl).__name__} (use --attention-backend FLASH_ATTN or TRITON_ATTN)": (
@@ -146,6 +163,13 @@ class GPUTreeBackend(TreeBackend):
             ),
         }
         return reason_of(layer_name, features)
+
+    def _take_chains(self, chain_of: Callable[[Tensor], Tensor]) -> None:
+        """From now on layers take chains, too, in steps without trees as well."""
+        if self._chain is None:
+            self._chain = chain_of(self._ancestors)
+            self.attends_without_trees = True
+            self.masks.of(self._chain)  # here, not in a step: see __init__
 
     def keep_nodes(self, layers: dict[str, Any], rows: int) -> int:
         """See `TreeBackend.keep_nodes`."""
@@ -163,6 +187,9 @@ class GPUTreeBackend(TreeBackend):
             assert self._chain is not None
             parts = mla_layers.decoded_nodes(trees, metadata, self._chain)
             return tuple(self.queries(nodes, table) for nodes, table in parts)
+        if hasattr(metadata, "cut"):  # of layers with chunks
+            assert self._chain is not None
+            return rows_in_chunks(trees, metadata, self._chain, self.queries)
         if trees is None:
             return None
         if isinstance(metadata, RecurrentTreeMetadata):

@@ -30,11 +30,13 @@ logger = logging.getLogger("vllm.sequoia")
 
 
 def longest_chain(ancestors: Tensor) -> Tensor:
-    """`chain_ancestors` of a chain as long as the tree is large.
-
-    Called once, at the start: it logs what decodes latents.
-    """
+    """`chain_like`; called once, at the start: it logs what decodes latents."""
     logger.info("Sequoia: latent attention (MLA) is decoded in Triton, as trees need it")
+    return chain_like(ancestors)
+
+
+def chain_like(ancestors: Tensor) -> Tensor:
+    """`chain_ancestors` of a chain as long as the tree is large."""
     return chain_ancestors(ancestors.shape[-1], ancestors.device)
 
 
@@ -59,8 +61,14 @@ def decoded_nodes(
     if first == last:
         return
     starts = metadata.query_start_loc[first : last + 1]
-    contexts = metadata.decode.seq_lens[first:] - starts.diff()
-    chains = NodeQueries(
+    lengths = metadata.decode.seq_lens[first:]
+    yield chains_of(starts, lengths, chain, metadata), metadata.block_table[first:]
+
+
+def chains_of(starts: Tensor, lengths: Tensor, chain: Tensor, metadata: Any) -> NodeQueries:
+    """Requests whose rows are the last of so many tokens, as nodes of a ``chain``."""
+    contexts = lengths - starts.diff()
+    return NodeQueries(
         request_slots=contexts.long(),  # all have one mask
         context_lens=contexts,
         query_start_loc=starts,
@@ -69,7 +77,6 @@ def decoded_nodes(
         ancestors=chain,
         max_keys=metadata.max_seq_len,
     )
-    yield chains, metadata.block_table[first:]
 
 
 class MLATreeImpl(TritonMLAImpl):
