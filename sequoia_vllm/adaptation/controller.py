@@ -120,6 +120,7 @@ class DraftController:
         self._probe: _Probe | None = None
         self._idle, self._wait = 0, _SOONEST_PROBE  # steps without drafts; from probe to probe
         self._spare = 0.0  # seconds that probes may still lose
+        self._restored: list[Timed] = []  # times of an earlier engine
         self._said: dict[int, int] = {}  # by octave, the drafts that were logged last
         self._said_at = -inf
         self._choose(slice(1, None))
@@ -151,6 +152,7 @@ class DraftController:
     def take_times(self, timed: Sequence[Timed]) -> None:
         """Starts anew from times of steps that were measured before the engine served."""
         self._times = self._times.measured(timed, _DOUBT_MEASURED)
+        self._times.restore(self._restored)
         self._choose(slice(1, None))
         self._publish()
 
@@ -373,7 +375,8 @@ class DraftController:
                 fading.restore(known)
             self._acceptance[workload] = fading
         if is_same:
-            self._times.restore(state.times)
+            self._restored = state.times
+            self._times.restore(self._restored)
         self._workload = max(WORKLOADS, key=lambda name: state.acceptance[name].trees)
         self._wait = _LATEST_PROBE
         self._choose(slice(1, None))

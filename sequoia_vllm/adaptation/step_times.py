@@ -1,6 +1,7 @@
 """Predicts how long steps take by number of drafts and batch size, and learns from each step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import exp, log, log1p
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from sequoia_vllm.tree import TokenTree
 
 Floats = NDArray[np.float64]
+PassTime = Callable[[Floats], Floats]
 Timed = tuple[int, int, float]
 """Drafts, batch size, and seconds of a step."""
 
@@ -39,10 +41,29 @@ def pass_seconds(rows: Floats, knee: float) -> Floats:
     return result
 
 
+def step_seconds(
+    tree: TokenTree, batches: int, sizes: Sequence[int], target: PassTime, draft: PassTime
+) -> Floats:
+    """Step times by those of passes: the target's over all nodes, the draft's over each level.
+
+    Args:
+        batches: The largest batch size.
+        sizes: Numbers of drafts.
+        target, draft: Seconds of a pass over so many rows.
+
+    Returns:
+        Float64 ``[len(sizes), 1 + batches]``, by batch size from 0 (not used) on.
+    """
+    drafts, batch = np.array(sizes, dtype=np.float64)[:, None], np.arange(batches + 1.0)
+    depths = np.maximum.accumulate(tree.depths)[list(sizes)][:, None].astype(np.float64)
+    widths = batch * drafts / np.maximum(depths, 1)
+    return target(batch * (1 + drafts)) + depths * draft(widths)
+
+
 def assumed_seconds(
     tree: TokenTree, batches: int, sizes: Sequence[int], knee: float = KNEE_CPU, draft: float = 0.05
 ) -> Floats:
-    """Step times where nothing is known of the machine, relative to reading the weights.
+    """`step_seconds` where nothing is known of the machine, relative to reading the weights.
 
     Args:
         batches: The largest batch size.
@@ -53,11 +74,8 @@ def assumed_seconds(
     Returns:
         Float64 ``[len(sizes), 1 + batches]``, by batch size from 0 (not used) on.
     """
-    drafts, batch = np.array(sizes, dtype=np.float64)[:, None], np.arange(batches + 1.0)
-    depths = np.maximum.accumulate(tree.depths)[list(sizes)][:, None].astype(np.float64)
-    widths = batch * drafts / np.maximum(depths, 1)
-    grown = draft * depths * pass_seconds(widths, knee)
-    return pass_seconds(batch * (1 + drafts), knee) + grown
+    target = partial(pass_seconds, knee=knee)
+    return step_seconds(tree, batches, sizes, target, lambda rows: draft * target(rows))
 
 
 class StepTimes:

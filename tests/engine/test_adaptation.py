@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.state import AdaptationState
-from sequoia_vllm.adaptation.step_times import StepTimes
+from sequoia_vllm.adaptation.step_times import StepTimes, Timed
 from sequoia_vllm.engine.common.step_messages import StepOutcome
 from sequoia_vllm.engine.core import adapting
 from sequoia_vllm.engine.core.adapting import SchedulerAdapter
+from sequoia_vllm.engine.v1 import runner
 from sequoia_vllm.engine.v2.graph_times import decode_times
 from sequoia_vllm.engine.v2.path_copies import DraftingClock
 from sequoia_vllm.tree import TokenTree, optimize_tree
@@ -53,6 +55,7 @@ def test_drafts_that_do_not_pay_end_and_stay_away(tmp_path, monkeypatch):
         add(times, drafts, batch_size, 0.01 + drafts / 1000)
 
     monkeypatch.setattr(StepTimes, "add", timed)
+    monkeypatch.setattr(DraftController, "take_times", lambda *_: None)
     config = sequoia(draft=save_random_draft(tmp_path))
     del config["adapt"]
     with running(config) as llm:
@@ -90,6 +93,37 @@ def test_tokens_do_not_depend_on_decisions(monkeypatch):
         found = generated(llm, PROMPTS, GREEDY)
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 100
     assert found == plain_outputs(PROMPTS, GREEDY)
+
+
+@pytest.mark.engine
+def test_a_cpu_times_passes_before_it_serves(monkeypatch):
+    """The controller has them from the first step on. An engine that is frozen times none."""
+    took, taken = [], []
+    time_passes, take_times = runner.time_passes, DraftController.take_times
+
+    def timed(of: object) -> list[Timed]:
+        started = time.process_time()  # so that other processes are left out
+        found = time_passes(of)
+        took.append(time.process_time() - started)
+        return found
+
+    def take(controlled: DraftController, times: list[Timed]) -> None:
+        take_times(controlled, times)
+        taken.append((times, controlled._times.seconds(7, 2)))
+
+    monkeypatch.setattr(runner, "time_passes", timed)
+    monkeypatch.setattr(DraftController, "take_times", take)
+    one = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for adapt in (True, False):
+        with running(sequoia(adapt=adapt), max_num_seqs=4) as llm:
+            assert generated(llm, PROMPTS[:1], one) == plain_outputs(PROMPTS[:1], one)
+    [(times, seconds)] = taken
+    assert len(took) == 1
+    assert took[0] < 1.0
+    known = {(drafts, batch): each for drafts, batch, each in times}
+    assert seconds == pytest.approx(known[7, 2])
+    assert set(known) == {(m, b) for m in range(16) for b in (1, 2, 3, 4) if b * (1 + m) <= 32}
+    assert 0 < known[0, 1] < known[15, 1]  # a tree has the draft's passes
 
 
 # -- steps as vLLM's scheduler describes them ------------------------------------------------

@@ -175,6 +175,12 @@ class TreeProposerV1(DraftModelProposer):
         """Runs one dummy forward; vLLM runs one per speculative token."""
         super().dummy_run(num_tokens, use_cudagraphs, True, slot_mappings)
 
+    def run_draft(self, rows: int) -> None:
+        """Runs a pass over so many dummy tokens of no request."""
+        if isinstance(self.drafter, DrafterV1):
+            zeros, nowhere = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), PADDING_SLOT)
+            self._forward(zeros.to(torch.int32), zeros, nowhere, None)
+
     def advance(self, committed: CommittedTokens) -> Tensor:
         """Reads committed tokens; returns draft logits ``[R, V]`` after each request's last one."""
         requests, counts, last = committed.requests, committed.counts, committed.last
@@ -316,7 +322,7 @@ class TreeProposerV1(DraftModelProposer):
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        metadata: dict[str, Any],
+        metadata: dict[str, Any] | None,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Runs one forward over all tokens; see `DrafterV1.logits`."""

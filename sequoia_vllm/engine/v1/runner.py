@@ -1,5 +1,6 @@
 """vLLM's V1 CPU model runner with Sequoia trees; each method says what it replaces."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,13 +14,16 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
+from sequoia_vllm.adaptation.step_times import Timed
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.offload import is_offloaded
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_attention
 from sequoia_vllm.engine.runner.cpu_linear import replaced_linear_layers
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0, take_from_rank0
 from sequoia_vllm.engine.v1.drafting_runner import DraftingRunner
+from sequoia_vllm.engine.v1.pass_times import time_passes
 from sequoia_vllm.engine.v1.path_edits import drawn_by_paths, edited_by_paths
 from sequoia_vllm.engine.v1.verifier import (
     combine_outputs,
@@ -45,6 +49,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
     """
 
     attn_groups: list[list[Any]]
+    step_times: Sequence[Timed] = ()  # for the first step's outcome
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -95,6 +100,19 @@ class SequoiaCPUModelRunner(DraftingRunner):
         """Resets the counters after steps that served no user (warm-up)."""
         self.stats.take_paths()
         self.stats.reset()
+
+    def time_steps(self) -> None:
+        """Notes what steps take, see `time_passes`, if the engine adapts and holds all weights."""
+        adapts = SequoiaSettings.of(self.vllm_config).adapts_as is not None
+        if adapts and not is_offloaded(self.vllm_config):
+            self.step_times = time_passes(self)
+
+    def run_target(self, rows: int) -> None:
+        """Runs a pass over so many dummy tokens of no request, and computes their logits."""
+        # vLLM's dummy run would run the draft, too.
+        with patched(self, "speculative_config", None):
+            hidden, _ = self._dummy_run(rows)
+        self.model.compute_logits(hidden[:rows])
 
     # -- before the target's forward -------------------------------------------------
 

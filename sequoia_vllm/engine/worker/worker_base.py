@@ -61,8 +61,13 @@ class SequoiaWorker(AgreeingWorker):
 
     # Until: its warm-up has a sampled request without penalties; for statistics: never.
     def compile_or_warm_up_model(self) -> Any:
-        """Warms up like vLLM's worker, then forgets the steps of its dummy requests."""
+        """Warms up like vLLM's worker, then forgets the steps of its dummy requests.
+
+        The V1 runner then times passes. V2's timed its graphs when it captured them.
+        """
         warmed_up = super().compile_or_warm_up_model()
+        if not self.use_v2_model_runner:
+            self.model_runner.time_steps()
         self.model_runner.forget_steps()
         return warmed_up
 
@@ -91,7 +96,8 @@ class SequoiaWorker(AgreeingWorker):
     # Until: vLLM carries a speculative method's own statistics from the worker to its loggers.
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Calls vLLM's; its output says what became of its trees, and which are next."""
-        stats, drafts, drafting, times = self.model_runner.stats, None, None, ()
+        stats, drafts, drafting = self.model_runner.stats, None, None
+        times, self.model_runner.step_times = self.model_runner.step_times, ()
         predicted: dict[str, Predicted] = {}
         before = stats.drafting
         stats.steps += 1
@@ -102,7 +108,6 @@ class SequoiaWorker(AgreeingWorker):
         if self.use_v2_model_runner:
             self.model_runner.drafting_clock.end()
             drafting = self.model_runner.drafting_clock.ended()
-            times, self.model_runner.step_times = self.model_runner.step_times, ()
         elif proposer.foretold.counted:
             predicted = proposer.foretold.take_counts()
         if proposer.has_failed:

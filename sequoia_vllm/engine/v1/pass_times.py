@@ -1,0 +1,48 @@
+"""Times a few passes of the target and the draft at start-up, as `graph_times` times CUDA graphs.
+
+So an engine on CPUs knows what rows cost, before its first request. Passes have no contexts, and
+write nothing. All ranks run the same passes in the same order.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from sequoia_vllm.adaptation.step_times import Floats, Timed, step_seconds
+
+_ROWS = (1, 4, 8, 16, 32)
+_ROUNDS = 3  # the fastest pass counts: the first may prepare something, and any may wait
+
+
+@torch.inference_mode()
+def time_passes(runner: Any) -> list[Timed]:
+    """Seconds of decode steps by the passes of a V1 runner, for steps of up to 32 rows."""
+    rows = [count for count in _ROWS if count <= runner.max_num_tokens]
+    target, draft = _fastest(runner.run_target, rows), _fastest(runner.drafter.run_draft, rows)
+    batches = min(runner.max_num_reqs, rows[-1])
+    seconds = step_seconds(
+        runner.tree, batches, range(runner.tree.size),
+        lambda count: np.interp(count, rows, target), lambda count: np.interp(count, rows, draft),
+    )  # fmt: skip
+    return [
+        (drafts, batch, float(seconds[drafts, batch]))
+        for drafts in range(runner.tree.size)
+        for batch in range(1, batches + 1)
+        if batch * (1 + drafts) <= rows[-1]
+    ]
+
+
+def _fastest(run: Callable[[int], object], rows: list[int]) -> Floats:
+    """Seconds ``[len(rows)]`` of passes over so many rows."""
+    took = np.empty((_ROUNDS, len(rows)))
+    for times in took:
+        for place, count in enumerate(rows):
+            started = time.perf_counter()
+            run(count)
+            times[place] = time.perf_counter() - started
+    # More rows take no less time: a pass that seems slower than a larger one waited each time.
+    fastest: Floats = np.minimum.accumulate(took.min(axis=0)[::-1])[::-1]
+    return fastest
