@@ -77,7 +77,8 @@ class DraftController:
 
     Attributes:
         lookup: Drafts at batch sizes 0, 1, 2, ...; changed in place.
-        decisions: How often what is drafted at the present batch size changed, probes not counted.
+        decisions: How often what is drafted at the present batch size changed, or was computed anew
+            from measured times; probes are not counted.
         speedup: Speed relative to plain decoding in the last seconds, see `Gain`; None: not known.
     """
 
@@ -153,6 +154,7 @@ class DraftController:
         """Starts anew from times of steps that were measured before the engine served."""
         self._times = self._times.measured(timed, _DOUBT_MEASURED)
         self._times.restore(self._restored)
+        self.decisions += 1
         self._choose(slice(1, None))
         self._publish()
 

@@ -55,7 +55,6 @@ def test_drafts_that_do_not_pay_end_and_stay_away(tmp_path, monkeypatch):
         add(times, drafts, batch_size, 0.01 + drafts / 1000)
 
     monkeypatch.setattr(StepTimes, "add", timed)
-    monkeypatch.setattr(DraftController, "take_times", lambda *_: None)
     config = sequoia(draft=save_random_draft(tmp_path))
     del config["adapt"]
     with running(config) as llm:
