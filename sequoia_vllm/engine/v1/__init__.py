@@ -2,5 +2,5 @@
 
 Until: vLLM's V2 runner runs on CPUs (vllm-project/vllm#55847): v2 has its part.
 
-May import: common, compat, core, runner.
+May import: common, compat, core, offload, runner.
 """
