@@ -12,6 +12,7 @@ from tests.support.architectures import CONFIGS, VOCABULARY, save_architecture
 from tests.support.engines import (
     cache_kinds,
     generated,
+    lookup_trees,
     metric,
     noting,
     plain_outputs,
@@ -34,7 +35,7 @@ OPTIONS = {"skip_tokenizer_init": True, "block_size": 32}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("architectures")
-    for name in CONFIGS:
+    for name in ON_CPUS:
         save_architecture(folder / name, name)
     save_llama(folder / "draft", seed=1, vocab_size=VOCABULARY, max_position_embeddings=1024)
     return folder
@@ -42,10 +43,11 @@ def folder(tmp_path_factory):
 
 # Others have what these have: windows, experts.
 LIKE_OTHERS = {"gemma3", "mixtral", "qwen3_moe"}
+ON_CPUS = [name for name in CONFIGS if name != "llama4"]  # chunks are for GPUs
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.sharded] * (n in LIKE_OTHERS)) for n in CONFIGS]
+    "name", [pytest.param(n, marks=[pytest.mark.sharded] * (n in LIKE_OTHERS)) for n in ON_CPUS]
 )
 def test_a_model_that_drafts_for_itself(folder, name):
     options = {"model": str(folder / name), **OPTIONS}
@@ -57,6 +59,13 @@ def test_a_model_that_drafts_for_itself(folder, name):
         # 60 tokens of 4 requests, the first of each from its prompt: five at a time.
         assert metric(llm, "vllm:spec_decode_num_drafts") == 4 * 12
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") == 4 * 48
+
+
+def test_chunked_local_attention_is_for_gpus(tmp_path):
+    model = str(save_architecture(tmp_path / "llama4", "llama4"))
+    refused = pytest.raises(ValueError, match="chunked local attention are for GPUs")
+    with refused, running(lookup_trees(), model=model, **OPTIONS):
+        pass
 
 
 def test_layers_that_read_the_keys_of_others(folder):
