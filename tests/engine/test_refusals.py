@@ -117,8 +117,10 @@ def test_hybrid_targets_on_cpus_and_their_largest_trees(tmp_path):
     refused("choose one of 64 nodes at most", speculative_config=large, **options)
 
 
-def test_sparse_targets_on_cpus(tmp_path):
+def test_sparse_targets_on_cpus(tmp_path, monkeypatch):
     """vLLM serves DeepSeek V3.2 by another class than that of `MODELS`."""
+    # Else vLLM sets it for the whole process, and for engines that later tests start.
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     config = transformers.DeepseekV32Config(
         **TINY, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=16, v_head_dim=16,
         qk_nope_head_dim=16, index_topk=16, architectures=["DeepseekV32ForCausalLM"],
