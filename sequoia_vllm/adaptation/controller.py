@@ -43,7 +43,6 @@ _PROMISING = 0.95  # speed relative to plain decoding
 _OLD_TREES = 6.0  # weight of earlier trees in a probe
 _PLAIN_STEPS = 3  # of a probe without drafts
 _PLAIN_KNOWN = 0.03  # relative standard deviation of plain steps' time that needs no probe
-_PLAIN_WEIGHS = 5.0  # what a probe without drafts loses counts so often: it rarely changes a choice
 # Steps after preemptions until trees may shrink again, and until they may grow.
 _BETWEEN_SHRINKING, _CALM, _NOT_THE_CAUSE = 16, 1000, 6400
 _SAY_EVERY, _SETTLED = 60.0, 32  # seconds between log lines; steps from a decision to its line
@@ -315,8 +314,7 @@ class DraftController:
             # What the decided number of drafts would have taken for the same tokens.
             usual = self._times.seconds(decided, batch_size, step.context)
             tokens = self._tokens()[self._chosen[batch_size]]
-            lost = step.seconds - usual * (1 + step.gained / batch_size) / tokens
-            self._spare -= lost * (_PLAIN_WEIGHS if probe.drafts == 0 else 1.0)
+            self._spare -= step.seconds - usual * (1 + step.gained / batch_size) / tokens
         is_over = probe.steps >= _MOST_STEPS
         if probe.drafts == 0:
             is_over |= probe.seen >= _PLAIN_STEPS or decided == 0
