@@ -283,7 +283,7 @@ LINES = {
     "sequoia_vllm": 1_403, "step": 887, "tests": 49_505, "tree": 619, "verification": 1_345,
     "verifying": 513, "vocabulary": 376,
 }  # fmt: skip
-SLACK, MOST = 1.03, 96_500  # of a room; of all
+SLACK, MOST = 1.15, 110_000  # of a room; of all
 
 
 def lines_by_room() -> dict[str, int]:
