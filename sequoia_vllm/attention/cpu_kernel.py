@@ -206,7 +206,7 @@ class TreeAttentionBatch:
             trees.num_nodes.contiguous(), ancestors.contiguous(), depths, partials, trees.spoilt,
         )  # fmt: skip
         self._batch = ctypes.byref(_TreeBatch(
-            *(tensor.data_ptr() for tensor in self._tensors),
+            *[tensor.data_ptr() for tensor in self._tensors],
             batch, queries, shape.heads, shape.key_heads, shape.head_size, shape.block_size,
             trees.block_table.stride(0), ancestors.shape[-1], splits, threads,
             _DTYPES[shape.dtype], shape.window or 0, shape.scale * math.log2(math.e),

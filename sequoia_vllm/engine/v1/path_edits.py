@@ -117,7 +117,9 @@ def _exclude_bad_words(
     metadata: SamplingMetadata,
     outputs: Mapping[int, NDArray[np.int32]],
 ) -> None:
-    words = metadata.bad_words_token_ids or {}
+    words = metadata.bad_words_token_ids
+    if not words:
+        return
     own = [(row, r) for row, r in enumerate(nodes.requests.tolist()) if r in words]
     paths = nodes.own_tokens()
     past: list[list[int]] = [[]] * len(paths)

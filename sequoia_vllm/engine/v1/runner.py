@@ -169,7 +169,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
             metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if (trees := self._trees) is not None:
             self._target_metadata = metadata
-            own = (metadata[name] for name in self._target_layers)
+            own = [metadata[name] for name in self._target_layers]
             for layer_metadata in {id(m): m for m in own}.values():
                 layer_metadata.tree = trees.queries(
                     layer_metadata.block_table, layer_metadata.num_actual_tokens
