@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,13 @@ class NodeMask:
         if nodes > 1 and ancestors.all():
             return cls(pack_nodes(within), depths, window, ahead=nodes - 1)
         return cls(pack_ancestors(within), depths, window)
+
+
+def seen_nodes(queries: Any) -> Tensor:
+    """Which of their tree's nodes `NodeQueries` see: their ancestors, or bool ``[R, I, I]``."""
+    if queries.mask is None:
+        return queries.ancestors
+    return unpack_ancestors(queries.mask.words[queries.request_slots.clamp(min=0)])
 
 
 class NodeMasks:

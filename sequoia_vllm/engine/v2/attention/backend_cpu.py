@@ -20,7 +20,7 @@ from sequoia_vllm.engine.runner.cpu_attention import (
     unsupported_attention,
 )
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend
-from sequoia_vllm.kernels.node_masks import unpack_ancestors
+from sequoia_vllm.kernels.node_masks import seen_nodes
 from sequoia_vllm.step.commit import TargetCaches
 
 
@@ -46,7 +46,7 @@ class CPUTreeBackend(TreeBackend):
             block_table=metadata.block_table[: trees.num_requests],
             context_lens=trees.context_lens.long(),
             num_nodes=trees.query_start_loc.diff().long(),
-            ancestors=_seen(trees)[..., : trees.width, : trees.width],
+            ancestors=seen_nodes(trees)[..., : trees.width, : trees.width],
             max_keys=trees.max_keys,
             only_trees=trees.others is None,
         )
@@ -64,7 +64,7 @@ class CPUTreeBackend(TreeBackend):
             block_table=block_table,
             context_lens=queries.context_lens.long(),
             num_nodes=torch.minimum(slots_left, queries.first + lengths).long(),
-            ancestors=_seen(queries)[..., queries.first : nodes, :nodes],
+            ancestors=seen_nodes(queries)[..., queries.first : nodes, :nodes],
             max_keys=queries.max_keys,
             only_trees=True,
         )
@@ -77,13 +77,6 @@ class CPUTreeBackend(TreeBackend):
         """Moves keys and values in compiled code, at once for layers that share a slot mapping."""
         starts = trees.query_start_loc
         self._caches.commit(caches, metadata, starts[:-1], starts.diff(), accepted)
-
-
-def _seen(nodes: NodeQueries) -> Tensor:
-    """bool ``[I, I]``, or ``[R, I, I]`` by request: which nodes each sees."""
-    if nodes.mask is None:
-        return nodes.ancestors
-    return unpack_ancestors(nodes.mask.words[nodes.request_slots.clamp(min=0)])
 
 
 def _rows_of(nodes: NodeQueries) -> Tensor:

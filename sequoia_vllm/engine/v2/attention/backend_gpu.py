@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -13,7 +14,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.drafting.chain_pieces import chain_pieces
-from sequoia_vllm.drafting.growth import NodeQueries
+from sequoia_vllm.drafting.growth import NodeQueries, chain_ancestors
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.runner.attention_layers import (
     reason_of,
@@ -53,6 +54,7 @@ from sequoia_vllm.kernels.sparse_choice import AncestorScores, parts_of_keys
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace
 from sequoia_vllm.step.commit import layers_by_cache
 
+logger = logging.getLogger("vllm.sequoia")
 _PACKAGE = __name__.rpartition(".")[0]
 
 
@@ -93,7 +95,6 @@ CLASSES = {
     ),
 }  # fmt: skip
 """Paths of our classes."""
-
 
 _LARGEST_HEAD = 512  # Gemma 4's layers without a window, and latents
 
@@ -141,7 +142,9 @@ class GPUTreeBackend(TreeBackend):
             self._indexers.add(layer_name)
             return None
         if isinstance(impl, mla_layers.MLATreeImpl):
-            self._take_chains(mla_layers.longest_chain)
+            if self._chain is None:
+                logger.info("Sequoia: latent attention is decoded in Triton, as trees need it")
+            self._take_chains()
             return reason_of(layer_name, impl.unsupported_features)
         window, longest, is_short = None, self._ancestors.shape[-1], False
         if isinstance(impl, GPUTreeForward):
@@ -150,7 +153,7 @@ class GPUTreeBackend(TreeBackend):
             if not self._has_own_trees:
                 self.masks.of(self._ancestors, window)  # here, not in a step: see __init__
         if isinstance(impl, ChunkedTreeForward):
-            self._take_chains(mla_layers.chain_like)
+            self._take_chains()
         head_size = getattr(impl, "head_size", 0)
         features = {
             **unmaskable_features(impl),
@@ -164,10 +167,10 @@ class GPUTreeBackend(TreeBackend):
         }
         return reason_of(layer_name, features)
 
-    def _take_chains(self, chain_of: Callable[[Tensor], Tensor]) -> None:
+    def _take_chains(self) -> None:
         """From now on layers take chains, too, in steps without trees as well."""
         if self._chain is None:
-            self._chain = chain_of(self._ancestors)
+            self._chain = chain_ancestors(self._ancestors.shape[-1], self._ancestors.device)
             self.attends_without_trees = True
             self.masks.of(self._chain)  # here, not in a step: see __init__
 

@@ -7,7 +7,6 @@ too, as it does trees: vLLM's takes only requests of equally many rows.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,24 +19,11 @@ from vllm.v1.attention.backends.mla.triton_mla import (
     TritonMLAMetadataBuilder,
 )
 
-from sequoia_vllm.drafting.growth import NodeQueries, chain_ancestors
+from sequoia_vllm.drafting.growth import NodeQueries
 from sequoia_vllm.engine.runner.attention_layers import LatentTreeBuilder
 from sequoia_vllm.engine.v2.attention.attention_gpu import DraftMetadata, GPUTreeQueries
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.tree_attention import EXTRA_SIZES, tree_attention
-
-logger = logging.getLogger("vllm.sequoia")
-
-
-def longest_chain(ancestors: Tensor) -> Tensor:
-    """`chain_like`; called once, at the start: it logs what decodes latents."""
-    logger.info("Sequoia: latent attention (MLA) is decoded in Triton, as trees need it")
-    return chain_like(ancestors)
-
-
-def chain_like(ancestors: Tensor) -> Tensor:
-    """`chain_ancestors` of a chain as long as the tree is large."""
-    return chain_ancestors(ancestors.shape[-1], ancestors.device)
 
 
 def decoded_nodes(
@@ -50,7 +36,7 @@ def decoded_nodes(
     Args:
         trees: The batch's, whose requests come first; None: it has none.
         metadata: vLLM's, of all requests.
-        chain: From `longest_chain`.
+        chain: Ancestors of the longest chain that our kernel takes.
     """
     first, last = 0, metadata.num_decodes
     if trees is not None:

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
-from sequoia_vllm.kernels.node_masks import unpack_ancestors
+from sequoia_vllm.kernels.node_masks import seen_nodes
 from sequoia_vllm.kernels.sparse_choice import AncestorScores
 
 _for_good = ExitStack()  # engines without trees find nothing changed
@@ -120,9 +120,5 @@ def topk_among_ancestors(backend: str) -> Any:
 def scores_of_step(held: AncestorScores, trees: ScoringTreesV2, metadata: Any) -> AncestorScores:
     """The ``tree`` of sparse layers' metadata: ``held``, noted once for all of them."""
     if isinstance(metadata, DeepseekV32IndexerMetadata):
-        ancestors = trees.ancestors
-        if trees.mask is not None:
-            slots = trees.request_slots.clamp(min=0)
-            ancestors = unpack_ancestors(trees.mask.words[slots])
-        held.place(trees.query_start_loc, trees.context_lens, ancestors)
+        held.place(trees.query_start_loc, trees.context_lens, seen_nodes(trees))
     return held
