@@ -24,8 +24,9 @@ WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 # A number of drafts is left for one that is more than this faster, and drafting must gain as much.
 GAIN = 0.01
 # Times that are not certain count as shorter by so many standard deviations. So what may be faster
-# is measured: a few steps make it certain. Smaller deviations are certain.
-_HOPE, _CERTAIN = 1.5, 0.03
+# is measured: a few steps make it certain. Smaller deviations are certain. Tokens of drafted trees
+# count as more, likewise: else an unlucky dozen of trees ends drafting, and few are seen after it.
+_HOPE, _CERTAIN, _COUNTED = 1.5, 0.03, 0.015
 # Steps from one decision to the next, at first and later. Every so many are for all batch sizes.
 _AT_FIRST, _LATER, _FIRST_STEPS, _OTHERS = 4, 8, 64, 8
 _SHARE_FADES = 0.02  # weight of one step in shares of requests and of time
@@ -154,6 +155,7 @@ class DraftController:
         self._times = self._times.measured(timed, _DOUBT_MEASURED)
         self._times.restore(self._restored)
         self.decisions += 1
+        self._chosen[:] = 0
         self._choose(slice(1, None))
         self._publish()
 
@@ -225,13 +227,14 @@ class DraftController:
         self._choose(slice(first, min(2 * first, self._batches + 1)), step.batch_size)
 
     def _choose(self, batches: slice, present: int | None = None) -> None:
-        """Takes what gives most tokens a second; at the ``present`` size with hope (`_HOPE`).
+        """Takes what gives most tokens a second, with hope (`_HOPE`): at the ``present`` size for
+        times, and at all for drafting itself.
 
         Where nothing is drafted there is no hope: to begin may cost more than a step.
         """
         worth = -np.log(self._seconds_per_token(batches))
-        worth[0] += GAIN
         chosen = self._chosen[batches]
+        worth[0] += GAIN - _HOPE * self._chance() * (chosen > 0)
         if present is not None and self._times.seen.any() and self.decided(present) > 0:
             doubts = self._times.doubts(self.decided(present), present)
             worth += _HOPE * np.maximum(doubts - _CERTAIN, 0.0)[:, None]
@@ -253,9 +256,17 @@ class DraftController:
     def _tokens(self) -> Floats:
         """Tokens that a request is expected to receive per step, ``[size]``."""
         expected = self._acceptance[self._workload].expected_tokens()[self._sizes]
-        received = min(self._received / max(self._accepted, 1e-9), 1.0)
-        result: Floats = 1 + self._with_trees * received * (expected - 1)
+        result: Floats = 1 + self._share() * (expected - 1)
         return result
+
+    def _share(self) -> float:
+        """Share of the accepted tokens of a tree for each request that users receive."""
+        return self._with_trees * min(self._received / max(self._accepted, 1e-9), 1.0)
+
+    def _chance(self) -> float:
+        """How wrong the tokens of steps with drafts may be: a deviation of their logarithm."""
+        doubt = self._share() * self._acceptance[self._workload].doubt() / self._tokens()[-1]
+        return max(float(doubt) - _COUNTED, 0.0)
 
     def _publish(self) -> None:
         """Writes what is to be drafted."""

@@ -139,6 +139,11 @@ class FadingAcceptance:
             self._expected = np.cumsum(values)
         return self._expected
 
+    def doubt(self) -> float:
+        """Standard deviation of the accepted nodes of a tree, as counted (by a Poisson law)."""
+        accepted = max(float(self.expected_tokens()[-1]) - 1, 0.0)
+        return (accepted / (self.trees + _POOLED)) ** 0.5
+
     def _dynamic_values(self, static: NDArray[np.float64]) -> NDArray[np.float64]:
         """How often each node of a dynamic tree is accepted, ``[size]``. Rarely scored nodes borrow
         from the static tree's values, which are scaled to the others."""

@@ -4,6 +4,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from math import exp
+from typing import Any
 
 import numpy as np
 import pytest
@@ -303,6 +304,20 @@ def test_drafts_that_were_left_for_slow_first_steps_come_back_soon():
     assert np.mean(np.array(found) > 0.94) > 0.8
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_unlucky_first_trees_do_not_end_drafts_that_gain(batch_size):
+    """By a CPU's prices at T = 0.6 (smollm2-epyc-four.json): one draft gains a tenth. Once drafting
+    is off, probes see few trees, and luck would decide again."""
+    idle = []
+    for seed in range(12):
+        begun = controller(sizes=FINER, knee=10.0)
+        engine = Engine(begun, (0.25, 0.1), batch_size, slope=0.25, draft=0.1, seed=seed).run(6)
+        engine.acceptance = (0.5, 0.12)
+        assert 1.1 < engine.fastest() < 1.12
+        idle.append(engine.run(300).history[-300:].count(0) / 300)
+    assert max(idle) < 0.2
+
+
 def test_greedy_and_sampled_requests_are_known_apart():
     engine = Engine(controller(), CODE, 4).run(1500)
     assert engine.controlled.lookup[4] > 0
@@ -395,7 +410,7 @@ def server_of(controlled: DraftController, machine: Machine, **limits) -> Server
     return server
 
 
-def controlled_server(machine: Machine, drafts: int = 15, **limits: int) -> Server:
+def controlled_server(machine: Machine, drafts: int = 15, **limits: Any) -> Server:
     """A server whose controller begins with a schedule that fits its budget."""
     fitting = fit_to_budget([(1, 1, drafts)], drafts, MOST_RUNNING, BUDGET)
     schedule, sizes = [0, *drafts_by_batch(fitting, drafts, MOST_RUNNING)], SIZES
@@ -550,29 +565,34 @@ def test_the_speedup_is_what_clients_see(clients, machine, answer):
     """Each asks again at once; tokens behind a request's end are nothing to its user."""
 
     def ends(server: Server) -> np.ndarray:
-        count = 4000 * clients // answer
+        count = 2000 * clients // answer
         trace = [Request(0.0, 40, answer, PROSE, number) for number in range(count)]
         return np.array([request.last for request in server.serve(trace)])
 
-    plain = Server(TREE, machine, [0] * BATCHES, most_running=clients)
-    server = controlled_server(machine, most_running=clients)
-    assert server.controlled.speedup is None  # until steps without drafts were seen
-    told, observe = [], server.observe
+    theirs = ends(Server(TREE, machine, [0] * BATCHES, most_running=clients))
+    half = len(theirs) // 2
+    told, clients_see = [], []
+    for seed in range(4):  # of what is told of steps; a figure varies by a hundredth
+        rng = np.random.default_rng(seed)
+        server = controlled_server(machine, most_running=clients, rng=rng)
+        assert server.controlled.speedup is None  # until steps without drafts were seen
+        steps, observe = [], server.observe
 
-    def keep(**step) -> None:
-        observe(**step)
-        told.append((server.clock, server.controlled.speedup))
+        def keep(observe=observe, server=server, steps=steps, **step) -> None:
+            observe(**step)
+            steps.append((server.clock, server.controlled.speedup))
 
-    server.observe = keep
-    ours, theirs = ends(server), ends(plain)
-    half = len(ours) // 2
-    seen = (theirs[-1] - theirs[half]) / (ours[-1] - ours[half])
-    times, gains = map(np.array, zip(*(one for one in told if one[0] > ours[half]), strict=True))
-    shown = np.average(gains[1:], weights=np.diff(times))
+        server.observe = keep
+        ours = ends(server)
+        clients_see.append((theirs[-1] - theirs[half]) / (ours[-1] - ours[half]))
+        later = (one for one in steps if one[0] > ours[half])
+        times, gains = map(np.array, zip(*later, strict=True))
+        told.append(np.average(gains[1:], weights=np.diff(times)))
     # Without drafts several clients stay in step. Their prompts are read at once, which costs more.
     # The metric knows nothing of it: for answers of 3 tokens it is 0.87 to 0.94 of the clients'.
+    shown, seen = np.mean(told), np.mean(clients_see)
     assert (0.96 if clients == 1 else 0.86) < shown / seen < 1.03
-    assert seen > 0.98
+    assert min(clients_see) > 0.98
 
 
 def test_where_drafts_cause_preemptions_trees_shrink_first():
@@ -909,7 +929,7 @@ def test_dynamic_trees_are_expected_as_they_were_accepted():
     np.testing.assert_allclose(fading.expected_tokens()[:6], expected[:6], rtol=0.05)
     roots = FadingAcceptance(TREE)  # of trees that were cut to their roots
     roots.add(TreeCounts.of_paths(TREE, [paths_of(TREE, nodes[:9] * 0 - 1, np.ones(9), True)]))
-    assert np.isfinite(roots.expected_tokens()).all()
+    assert np.isfinite([*roots.expected_tokens(), roots.doubt()]).all()
 
 
 def test_static_and_dynamic_trees_are_expected_by_their_shares():
