@@ -20,6 +20,7 @@ _UNIT = 1 << 28
 WEIGHTS = np.rint(_UNIT * 0.6 ** np.arange(REACH - 1, -1, -1)).astype(np.int64)
 """Weight of each of the last tokens, the latest last."""
 LEAST = _UNIT // 4  # least sum of a diagonal that is followed: four tokens replaced in a row
+_LATEST = int((WEIGHTS.cumsum()[::-1] < LEAST).argmax())  # one of so many last tokens it must have
 NEAR = _UNIT // 1000  # what breaks ties: nearness to where the former diagonal goes on
 # Trust rises by a share of what lacks with each token that came true, and falls likewise. Below
 # the least, a place needs two tokens in a row.
@@ -44,7 +45,7 @@ class PredictionCounts:
         told: NDArray[np.int64],
         emitted: Sequence[int],
         written: int,
-        tree: tuple[Sequence[int], Sequence[int]],
+        scored: int,
     ) -> None:
         """Adds a step.
 
@@ -52,15 +53,10 @@ class PredictionCounts:
             told: int64 ``[depth]``: what was told; -1: nothing is.
             emitted: The step's tokens.
             written: Tokens of the output before them.
-            tree: Tokens and parents of the N scored nodes, the root first.
+            scored: How many of the told tokens the target scored, see `scored_of`.
         """
         pairs = zip(told, emitted, strict=False)
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        nodes = {place: node for node, place in enumerate(zip(*tree, strict=True))}
-        scored, node = 0, nodes.get((told[0], 0))
-        while node is not None:
-            scored += 1
-            node = nodes.get((told[scored], node)) if scored < len(told) else None
         self.accepted += kept
         self.rejected += max(scored - kept, 0)
         if kept:
@@ -71,11 +67,24 @@ class PredictionCounts:
         return self.accepted - max(self.end - length, 0)
 
 
+def scored_of(told: NDArray[np.int64], tree: tuple[Sequence[int], Sequence[int]]) -> int:
+    """How many told tokens, int64 ``[depth]``, a tree has in a row below its root.
+
+    ``tree``: tokens and parents of the N scored nodes, the root first.
+    """
+    nodes = {place: node for node, place in enumerate(zip(*tree, strict=True))}
+    scored, node = 0, nodes.get((told[0], 0))
+    while node is not None:
+        scored += 1
+        node = nodes.get((told[scored], node)) if scored < len(told) else None
+    return scored
+
+
 class Prediction:
     """One request's foretold text; `follow` is told the output as it grows.
 
     Attributes:
-        tokens: int64: its tokens, behind `REACH` that stand for what is before them.
+        tokens: int32: its tokens, behind `REACH` that stand for what is before them.
         seen: Tokens of the output that it was told.
         run: Last tokens of the output that stand before the prediction's next one, too, at most
             `REACH`. The beginning counts as a token that both have.
@@ -86,7 +95,7 @@ class Prediction:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = np.array([*[_BEFORE] * (REACH - 1), START, *tokens], dtype=np.int64)
+        self.tokens = np.array([*[_BEFORE] * (REACH - 1), START, *tokens], dtype=np.int32)
         self._ends = np.lib.stride_tricks.sliding_window_view(self.tokens, REACH)
         self._next: int | None = 0  # place of the token that it foretells; None: it is lost
         self._diagonal = 0  # the next token's place on the diagonal that was followed last
@@ -112,23 +121,29 @@ class Prediction:
         return hits
 
     def _find(self, output: NDArray[np.integer]) -> None:
-        last = np.full(REACH, BEFORE_OUTPUT, dtype=np.int64)
+        last = np.full(REACH, BEFORE_OUTPUT, dtype=np.int32)
         if len(output) < REACH:
             last[REACH - 1 - len(output)] = START
         if len(output):
             last[-min(len(output), REACH) :] = output[-REACH:]
-        same = self._ends == last
-        distance = np.abs(np.arange(len(same)) - self._diagonal)
+        # Few places of a long text can be it: comparing all tokens before each takes milliseconds.
+        is_near = np.zeros(len(self._ends), dtype=bool)
+        for back in range(REACH - _LATEST, REACH):
+            is_near |= self.tokens[back : back + len(is_near)] == last[back]
+        places = np.flatnonzero(is_near)
+        self._next, self.run, self.evidence = None, 0, 0
+        if len(places) == 0:
+            return
+        same = self._ends[places] == last
+        distance = np.abs(places - self._diagonal)
         best = int((same @ WEIGHTS + NEAR // (1 + distance)).argmax())
         differs = np.flatnonzero(~same[best, ::-1])
         self.run = int(differs[0]) if len(differs) else REACH
-        self.evidence = 0
         for is_same in same[best].tolist():
             self.evidence = self.evidence + 1 if is_same else self.evidence // 2
         is_sure = self._trust >= LEAST_TRUST or self.run >= EVIDENCE
-        self._next = None
         if is_sure and same[best] @ WEIGHTS >= LEAST:
-            self._next = self._diagonal = best
+            self._next = self._diagonal = int(places[best])
 
     @property
     def is_lost(self) -> bool:

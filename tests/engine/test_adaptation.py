@@ -178,13 +178,14 @@ def test_steps_are_told_with_their_prompts_contexts_and_preemptions(told):
     adapter.follow(mixed, StepOutcome(), 1, 1.75, is_busy=False)
     adapter.before_step(8.0, set())
     changed = step_of(cached=[("a", 4, 3, 105), ("b", 1, 0, 66)], drafts=1)
-    adapter.follow(changed, StepOutcome(), 0, 9.0, is_busy=True)
+    adapter.follow(changed, StepOutcome(is_told=True), 0, 9.0, is_busy=True)
     first, alone, mixed, changed = told.steps
     assert [(step.scored, step.drafts) for step in told.steps] == [(0, 3), (3, 3), (3, 3), (3, 1)]
     assert (first.seconds, first.prompts, first.context) == (0.25, 99, 0)
     assert (alone.seconds, alone.prompts, alone.context) == (0.5, 0, 100)
     assert (mixed.seconds, mixed.prompts, mixed.context) == (0.25, 49, 119)
     assert [step.preempted for step in told.steps] == [0, 0, 1, 0]
+    assert [step.is_told for step in told.steps] == [False, False, False, True]
     assert (changed.seconds, changed.prompts) == (1.0, 0)
     assert [step.gained for step in told.steps] == [0, 2, 1, 0]
     assert changed.workload == "greedy"

@@ -1,10 +1,12 @@
 """Predictions in V1 engines: plain vLLM's tokens, in fewer steps, whatever is foretold."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
+from sequoia_vllm.engine.common.step_messages import outcome_of
 from sequoia_vllm.engine.core.prediction_option import PREDICTION
 from tests.support.engines import generated, lookup_trees, metric, runner_of, running, whole_trees
 from tests.support.generating import random_prompts
@@ -44,6 +46,26 @@ def plain(prompts):
         return generated(llm, prompts, params_of([None] * len(KINDS)))
 
 
+def noting_branches(llm) -> tuple[list[bool], list[bool]]:
+    """By step from now on: whether branches were made, and whether the worker said it had any."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    drafter, sample = runner_of(llm).drafter, worker.sample_tokens
+    make, made, said = drafter.grow_told, [], []
+
+    def making(*args):
+        made[-1] = True
+        return make(*args)
+
+    def sampling(grammar_output):
+        made.append(False)
+        output = sample(grammar_output)
+        said.append(outcome_of(output).is_told)
+        return output
+
+    drafter.grow_told, worker.sample_tokens = making, sampling
+    return made, said
+
+
 def edited(tokens: list[int]) -> list[int]:
     """Three changed places: a token replaced, one left out, two more."""
     return [*tokens[:15], 7, *tokens[16:30], *tokens[31:45], 9, 9, *tokens[45:]]
@@ -54,6 +76,7 @@ def test_tokens_are_plains_and_what_was_foretold_is_accepted(name, prompts, plai
     """The texts are forgotten with their requests."""
     steps = {}
     with running(CONFIGS[name]) as llm:
+        made, said = noting_branches(llm)
         texts = {
             "nothing": [None] * len(plain), "right": plain,
             "edited": [edited(tokens) for tokens in plain],
@@ -66,6 +89,9 @@ def test_tokens_are_plains_and_what_was_foretold_is_accepted(name, prompts, plai
         # vLLM tells workers with the next step which requests have finished.
         generated(llm, prompts[:1], [SamplingParams(max_tokens=4)])
         assert runner_of(llm).drafter.foretold._predictions == {}
+    # Where they are made, and in the next step, which scores them.
+    assert said == [any(pair) for pair in pairwise([False, *made])]
+    assert 0 < sum(made) < sum(said) < len(said)
     assert steps["right"] < 0.6 * steps["nothing"]
     assert steps["edited"] < 0.75 * steps["nothing"]
     assert steps["other"] < 1.15 * steps["nothing"]

@@ -26,7 +26,7 @@ from sequoia_vllm.engine.core.eligibility import (
     requests_to_read,
     wraps_callables,
 )
-from sequoia_vllm.engine.core.prediction_option import PREDICTION
+from sequoia_vllm.engine.core.prediction_option import COUNTED, PREDICTION
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 
 
@@ -53,10 +53,17 @@ def test_most_drafts():
 
 @pytest.mark.parametrize(
     "right", [params(), options(), options(sequoia_max_drafts=0), options(other="x"),
+              options(sequoia_prediction_counts=True), options(sequoia_prediction_counts=0),
               params(extra_args={7: 1})],
 )  # fmt: skip
 def test_options_that_are_right_or_not_ours(right):
     check_options(right)
+
+
+def test_counts_are_asked_for_or_not():
+    with pytest.raises(VLLMValidationError, match="counts is true or false, not 'yes'") as error:
+        check_options(options(sequoia_prediction_counts="yes"))
+    assert error.value.parameter == COUNTED
 
 
 @pytest.mark.parametrize("value", [-1, True, False, 1.5, "3", None, [1]])
@@ -76,7 +83,7 @@ def test_wrong_numbers_of_drafts_are_refused(value):
 def test_unknown_options_of_ours_are_refused(name, suggested):
     """Also after others; the nearest name is suggested, if one is near."""
     hint = f" (did you mean {suggested}?)" if suggested else ""
-    message = f"there is no option '{name}'{hint}; there is: {MOST_DRAFTS}, {PREDICTION}"
+    message = f"there is no option '{name}'{hint}; there is: {MOST_DRAFTS}, {PREDICTION}, {COUNTED}"
     with pytest.raises(VLLMValidationError, match=re.escape(message)) as error:
         check_options(options(other=1, **{name: 5}))
     assert (error.value.parameter, error.value.value) == (name, 5)

@@ -34,9 +34,8 @@ class App:
 
     def __init__(
         self, parts: list[bytes], kind: bytes = b"application/json", status: int = 200,
-        outputs: tuple[tuple[int, int, tuple[int, int, int]], ...] = (), on_v2: bool = False,
+        outputs: tuple[tuple[int, int, tuple[int, int, int]], ...] = (),
     ) -> None:  # fmt: skip
-        self.vllm_config = SimpleNamespace(use_v2_model_runner=on_v2)
         self.parts, self.kind, self.status, self.outputs = parts, kind, status, outputs
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -183,13 +182,6 @@ def test_the_usage_of_json_has_the_counts_of_all_answers(others):
     assert [one.outputs[0].spec_decode_metrics for one in app.seen] == [None, None]
 
 
-def test_the_usage_of_an_engine_that_does_not_count_has_none():
-    app = App([b'{"usage": {"total_tokens": 5}}'], outputs=((0, 20, (0, 0, 0)),), on_v2=True)
-    [_, answer] = app.ask(request(FIELD))
-    assert json.loads(answer["body"]) == {"usage": {"total_tokens": 5}}
-    assert not is_counted(app.params)
-
-
 def test_the_last_event_of_a_stream_has_the_counts():
     app = App(EVENTS, kind=b"text/event-stream; charset=utf-8", outputs=OUTPUTS)
     [_, *sent] = app.ask(request(FIELD))
@@ -203,6 +195,17 @@ def test_the_last_event_of_a_stream_has_the_counts():
 def test_errors_behind_the_middleware_pass():
     app = App([b'{"error": {}, ', b'"usage": {}}'], status=404)
     assert [message.get("body") for message in app.ask(request(FIELD))] == [None, *app.parts]
+
+
+def test_counts_of_a_whole_answer_end_where_it_does():
+    """Python's front end has them; a request that did not ask has none."""
+    answer = SimpleNamespace(spec_decode_metrics=None, token_ids=[1] * 12)
+    assert sequoia_vllm.prediction_counts(answer) is None
+    answer.spec_decode_metrics = RequestSpecDecodeMetrics.new(4)
+    assert sequoia_vllm.prediction_counts(answer) is None
+    attach_predicted(answer, (8, 3, 15))
+    counts = sequoia_vllm.prediction_counts(answer)
+    assert (counts.accepted, counts.rejected) == (5, 3)
 
 
 def test_vllms_own_metrics_stay():

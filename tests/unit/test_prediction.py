@@ -1,5 +1,7 @@
 """A foretold text is followed from its start, and found again after what its writer changed."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,9 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from sequoia_vllm.engine.core.eligibility import check_options
+from sequoia_vllm.engine.core.followed_predictions import FollowedPredictions
 from sequoia_vllm.engine.core.prediction_option import (
+    COUNTED,
     MOST_PREDICTED,
     PREDICTION,
     describe_params,
@@ -16,7 +20,8 @@ from sequoia_vllm.engine.core.prediction_option import (
     verify,
 )
 from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
-from sequoia_vllm.verification.prediction import REACH, Prediction, PredictionCounts
+from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification.prediction import REACH, Prediction, PredictionCounts, scored_of
 
 TEXT = np.random.default_rng(0).integers(0, 500, 400)
 OTHER = 501  # not in the text
@@ -125,6 +130,30 @@ def test_a_prediction_that_fails_needs_more_in_common():
 TREE = [1, 9, 5, 6, 8, 7, 5], [-1, 0, 0, 2, 2, 3, 3]
 
 
+def test_predictions_of_a_device_are_followed_by_what_steps_emit():
+    """A step without drafts has scored nothing; a tree scores what is told down its depth."""
+    followed = FollowedPredictions(TokenTree.chain(3))
+    text = [5, 6, 7, 8, 9, 10]
+    asked = {PREDICTION: text, COUNTED: True}
+    for name, options in {"asks": asked, "not": {PREDICTION: text}, "plain": {}}.items():
+        followed.start(name, SamplingParams(extra_args=options))
+
+    def step(drafts: int, emitted: list[int]) -> dict[str, tuple[int, int, int]]:
+        outputs = [
+            SimpleNamespace(request_id=name, new_token_ids=emitted)
+            for name in ("plain", "asks", "not")
+        ]
+        return followed.count({"asks": [-1] * drafts} if drafts else {}, outputs)
+
+    assert step(0, [5]) == {"asks": (1, 0, 1)}
+    assert step(3, [6, 7, 8, 9]) == {"asks": (5, 0, 5)}
+    assert step(3, [1]) == {"asks": (5, 1, 5)}
+    followed.forget({"other"})
+    assert step(2, [10]) == {"asks": (5, 1, 5)}
+    followed.forget({"asks"})
+    assert step(1, [1]) == {}
+
+
 @pytest.mark.parametrize(
     ("told", "emitted", "tree", "counted"),
     [([5, 6, 7, 8], [5, 6, 7, 8], TREE, (4, 0, 24)), ([5, 6, 7, 8], [5, 6, 7, 4], TREE, (3, 0, 23)),
@@ -135,14 +164,14 @@ TREE = [1, 9, 5, 6, 8, 7, 5], [-1, 0, 0, 2, 2, 3, 3]
 )  # fmt: skip
 def test_what_became_of_told_tokens_is_counted(told, emitted, tree, counted):
     counts = PredictionCounts()
-    counts.add(np.array(told), emitted, 20, tree)
+    counts.add(np.array(told), emitted, 20, scored_of(np.array(told), tree))
     assert (counts.accepted, counts.rejected, counts.end) == counted
 
 
 def test_counts_of_steps_add_up_and_end_where_the_output_does():
     counts = PredictionCounts()
-    counts.add(np.array([5, 6, 7]), [5, 6, 7], 1, TREE)
-    counts.add(np.array([5, 6, 7]), [9], 4, TREE)
+    counts.add(np.array([5, 6, 7]), [5, 6, 7], 1, 3)
+    counts.add(np.array([5, 6, 7]), [9], 4, 3)
     assert (counts.accepted, counts.rejected, counts.end) == (3, 3, 4)
     assert [counts.accepted_within(length) for length in (9, 4, 3, 2)] == [3, 3, 2, 1]
 

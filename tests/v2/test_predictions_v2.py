@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from sequoia_vllm.engine.core.prediction_option import PREDICTION
+import sequoia_vllm
+from sequoia_vllm.engine.core.prediction_option import COUNTED, PREDICTION
 from tests.support.calling import called_once
 from tests.support.engines import generated, runner_of, running, whole_trees
 from tests.support.generating import (
@@ -31,7 +32,7 @@ def params_of(foretold: list[Any]) -> list[Any]:
     """Greedy and seeded requests; None: nothing is foretold."""
     params = greedy_and_seeded(len(foretold), TOKENS)
     for one, text in zip(params, foretold, strict=True):
-        one.extra_args = None if text is None else {PREDICTION: text}
+        one.extra_args = None if text is None else {PREDICTION: text, COUNTED: True}
     return params
 
 
@@ -61,9 +62,17 @@ def generate_foretold(models: str) -> dict[str, Any]:
         proposer = runner_of(llm).speculator
         answers["kept"] = len(proposer.foretold._records), proposer.batch.predictions.tolist()
     with running({**config, "retrieval": False}, model=target, **TINY) as llm:
-        for kind in ("nothing", "right"):
-            tokens = generated(llm, prompts, params_of(foretold[kind]))
-            answers[f"{kind}, alone"] = {"answers": tokens, **counted(llm)}
+        for kind in ("nothing", "right", "edited", "other"):
+            params = params_of(foretold[kind])
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            told = [sequoia_vllm.prediction_counts(one.outputs[0]) for one in outputs]
+            answers[f"{kind}, alone"] = {
+                "answers": [list(one.outputs[0].token_ids) for one in outputs],
+                "told": [one and (one.accepted, one.rejected) for one in told], **counted(llm),
+            }  # fmt: skip
+        engine = llm.llm_engine.engine_core.engine_core
+        generated(llm, prompts[:1], params_of([None]))  # brings the core the last ends
+        answers["kept"] += (len(engine.scheduler.predictions._requests),)
     return answers
 
 
@@ -74,7 +83,7 @@ OTHERS = ("plain", "kept")
 def test_tokens_are_those_of_plain_vllm(found):
     plain = found["plain"]
     answers = {kind: found[kind]["answers"] for kind in found if kind not in OTHERS}
-    assert len(answers) == 8
+    assert len(answers) == 10
     assert [kind for kind, tokens in answers.items() if tokens != plain] == []
     assert found["then nothing"]["preemptions"] > 0
 
@@ -88,6 +97,21 @@ def test_what_was_foretold_is_accepted(found):
     assert per_tree["right, alone"] > 1.5 * per_tree["nothing, alone"]
 
 
+def test_what_becomes_of_predictions_is_counted(found):
+    """The first token is told before the prompt is read."""
+    told = {
+        kind: found[f"{kind}, alone"]["told"] for kind in ("nothing", "right", "edited", "other")
+    }
+    assert told["nothing"] == [None] * 4
+    assert told["right"] == [[TOKENS, 0]] * 4
+    for accepted, rejected in told["edited"]:
+        assert 0.6 * TOKENS < accepted < TOKENS
+        assert rejected > 0
+    for accepted, rejected in told["other"]:
+        assert accepted < 0.4 * TOKENS
+        assert rejected > 0
+
+
 def test_predictions_are_forgotten_with_their_requests(found):
     """The next requests of their slots draft as if there had been none."""
     before, after = (
@@ -95,6 +119,6 @@ def test_predictions_are_forgotten_with_their_requests(found):
         for kind in ("nothing", "then nothing")
     )
     assert after == before
-    records, addresses = found["kept"]
-    assert records == 0
+    records, addresses, followed = found["kept"]
+    assert records == followed == 0
     assert set(addresses) == {0}

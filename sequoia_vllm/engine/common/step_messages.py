@@ -40,6 +40,7 @@ class StepOutcome:
     drafted: float = 0.0  # seconds of drafting before the outcome
     times: Sequence[Timed] = ()  # of decode steps, if the worker timed graphs; the first says it
     predicted: Mapping[str, Predicted] = dataclasses.field(default_factory=dict)  # by request
+    is_told: bool = False  # whether it scored branches of told tokens, or made them
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class SchedulerAdapter:
                 prompts=max(scheduled.total_num_scheduled_tokens - requests - scored, 0),
                 context=sum(contexts),
                 preempted=len(preempted - self._reset),
-                is_told=scored > requests * self._drafts,
+                is_told=outcome.is_told,
             )
             self._open.append((step, self._follows))
             self._drafts = drafts

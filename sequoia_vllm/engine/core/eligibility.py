@@ -15,13 +15,13 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, cached_load_
 from vllm.v1.worker.gpu.sample.logits_processor import loader
 
 from sequoia_vllm.engine.core import grammar
-from sequoia_vllm.engine.core.prediction_option import PREDICTION, check_prediction
+from sequoia_vllm.engine.core.prediction_option import COUNTED, PREDICTION, check_prediction
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.metrics.prometheus import Reason
 from sequoia_vllm.verification.sampling import is_greedy
 
 MOST_DRAFTS = "sequoia_max_drafts"
-_OPTIONS = (MOST_DRAFTS, PREDICTION)
+_OPTIONS = (MOST_DRAFTS, PREDICTION, COUNTED)
 _PREFIX = "sequoia"  # of names that can only be meant for us
 
 # A step emits one token without drafts. So a tree gains nothing before a request's last token.
@@ -46,6 +46,11 @@ def check_options(sampling_params: Any) -> None:
     for name, value in (sampling_params.extra_args or {}).items():
         if name == PREDICTION:
             check_prediction(value)
+        elif name == COUNTED:
+            if value not in (False, True):  # over HTTP 0 and 1
+                raise VLLMValidationError(
+                    f"{name} is true or false, not {value!r}", parameter=name, value=value
+                )
         elif name == MOST_DRAFTS:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise VLLMValidationError(

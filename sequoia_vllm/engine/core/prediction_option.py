@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 PREDICTION = "sequoia_prediction"
-COUNTED = "counts of the prediction"  # key of extra_args: a front end wants them (`StepOutcome`)
+COUNTED = "sequoia_prediction_counts"  # option: says with the answer what became of it
 MOST_PREDICTED = 65_536  # tokens; characters of a text may be eight times as many
 
 
@@ -59,8 +59,8 @@ def foretold(sampling_params: Any) -> Any:
 
 
 def is_counted(sampling_params: Any) -> bool:
-    """Whether the front end wants to know what becomes of a request's prediction."""
-    return COUNTED in (sampling_params.extra_args or {})
+    """Whether a request asks what becomes of its prediction."""
+    return bool((sampling_params.extra_args or {}).get(COUNTED))
 
 
 # Until: vLLM hands a request's own options to the speculative method, with its tokenizer.

@@ -8,11 +8,12 @@ schedule. So we bound the number before, by the requests that run.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from sequoia_vllm.adaptation.told_branches import MOST_TOLD
 from sequoia_vllm.drafters.registry import drafter
@@ -20,6 +21,7 @@ from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import (
     REPORT,
+    Predicted,
     StepReport,
     attach_predicted,
     mark_loaded,
@@ -31,6 +33,7 @@ from sequoia_vllm.engine.core.eligibility import (
     processors_without_trees,
     reason_without_drafts,
 )
+from sequoia_vllm.engine.core.followed_predictions import FollowedPredictions
 from sequoia_vllm.engine.core.grammar import TreeGrammars
 from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.metrics.prometheus import Reason
@@ -67,6 +70,12 @@ class TreeScheduling(Scheduler):
                 "If they may, say so: docs/requests.md#your-logits-processors",
                 ", ".join(others),
             )
+        # Drafts of a request that vLLM has counts for: those of a branch where there are any (V1).
+        on_v2 = self.vllm_config.use_v2_model_runner
+        drafts = self.tree.num_speculative_tokens
+        self.most_counted = drafts if on_v2 else max(drafts, MOST_TOLD)
+        # Followed here where the device follows them, too; None: workers tell what becomes of them.
+        self.predictions = FollowedPredictions(self.tree) if on_v2 else None
         self.brought: Any = None  # drafts from the last step's output, until `take_drafts`
         # Most drafts while a measuring tool, or a draft that failed, limits them; without it those
         # that are configured by batch size, from the first limit on.
@@ -174,10 +183,7 @@ class TreeScheduling(Scheduler):
                 if (metrics := one.spec_decode_metrics) is not None:
                     used = np.flatnonzero(metrics.histogram).max(initial=self.tree.depth)
                     del metrics.histogram[int(used) + 1 :]
-        if outcome.predicted:
-            for one in (one for output in outputs.values() for one in output.outputs):
-                if (counts := outcome.predicted.get(one.request_id)) is not None:
-                    attach_predicted(one, counts)
+        self._attach_predicted(scheduler_output, outcome.predicted, outputs)
         undrafted = self._reasons_of_new(scheduler_output)
         if self.log_stats:
             requests = len(scheduler_output.num_scheduled_tokens)
@@ -201,21 +207,18 @@ class TreeScheduling(Scheduler):
     # Until: vLLM counts more drafts of a request than are configured.
     def add_request(self, request: Any) -> None:
         """Calls vLLM's, with room in its counts for a branch."""
-        with self._counting_branches():
-            super().add_request(request)
+        super().add_request(request)
+        if self.predictions is not None and self.requests.get(request.request_id) is request:
+            self.predictions.start(request.request_id, request.sampling_params)
+        if (metrics := request.spec_decode_metrics) is not None:
+            metrics.histogram += [0] * (self.most_counted - self.num_spec_tokens)
 
     # Until: vLLM counts more drafts of a request than are configured.
-    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
+    def make_spec_decoding_stats(self, counted: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's, with room in its counts for a branch."""
-        with self._counting_branches():
-            return super().make_spec_decoding_stats(*args, **kwargs)
-
-    def _counting_branches(self) -> Any:
-        """While vLLM makes or fills its counts, which have one entry for each number of drafts, as
-        many are configured as a branch has, where there are branches (V1)."""
-        # Until: vLLM counts more drafts of a request than are configured.
-        branch = 0 if self.vllm_config.use_v2_model_runner else MOST_TOLD
-        return patched(self, "num_spec_tokens", max(self.num_spec_tokens, branch))
+        if counted is None:
+            counted = SpecDecodingStats.new(self.most_counted)
+        return super().make_spec_decoding_stats(counted, *args, **kwargs)
 
     def _is_news(self, report: StepReport, now: float) -> bool:
         """Whether the front end needs a report: it knows what is as in the last one."""
@@ -224,6 +227,18 @@ class TreeScheduling(Scheduler):
             self._reported, self._report_again = report, now + _SECONDS_OF_REPORT
             return True
         return False
+
+    def _attach_predicted(
+        self, scheduled: Any, predicted: Mapping[str, Predicted], outputs: dict[int, Any]
+    ) -> None:
+        """Puts what became of predictions on the outputs of requests that ask for it."""
+        every = [one for output in outputs.values() for one in output.outputs]
+        if self.predictions is not None:
+            self.predictions.forget(scheduled.finished_req_ids - self.requests.keys())
+            predicted = self.predictions.count(scheduled.scheduled_spec_decode_tokens, every)
+        for one in every if predicted else ():
+            if (counts := predicted.get(one.request_id)) is not None:
+                attach_predicted(one, counts)
 
     def take_drafts(self) -> Any:
         """vLLM's `DraftTokenIds` that the last step's output brought, once; None: it had none."""

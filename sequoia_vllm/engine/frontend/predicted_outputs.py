@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -38,11 +38,10 @@ class Usage:
 
     accepted: int = 0
     rejected: int = 0
-    is_known: bool = True  # false where the engine does not count
 
     def add_to(self, answer: Any) -> bytes:
         """An answer of vLLM as JSON, with these counts in its usage if it has one."""
-        if self.is_known and (usage := answer.get("usage")):
+        if usage := answer.get("usage"):
             details = usage.get("completion_tokens_details") or {}
             usage["completion_tokens_details"] = {
                 **details,
@@ -204,10 +203,7 @@ def generate(
     usage = _usage.get()
     if usage is None or foretold(sampling_params) is None:
         return original(self, prompt, sampling_params, *args, **kwargs)
-    if self.vllm_config.use_v2_model_runner:  # outcomes stay on the device
-        usage.is_known = False
-        return original(self, prompt, sampling_params, *args, **kwargs)
-    sampling_params.extra_args = {**sampling_params.extra_args, COUNTED: 1}
+    sampling_params.extra_args = {**sampling_params.extra_args, COUNTED: True}
     return _counting(original(self, prompt, sampling_params, *args, **kwargs), usage)
 
 
@@ -218,12 +214,24 @@ async def _counting(outputs: AsyncGenerator[Any, None], usage: Usage) -> AsyncGe
         async for output in outputs:
             for answer in output.outputs:
                 lengths[answer.index] += len(answer.token_ids)
-                if (metrics := answer.spec_decode_metrics) is None:
-                    continue
-                if found := getattr(metrics, PREDICTED):
-                    counts = PredictionCounts(*found)
-                    usage.accepted += counts.accepted_within(lengths[answer.index])
+                if (counts := prediction_counts(answer, lengths[answer.index])) is not None:
+                    usage.accepted += counts.accepted
                     usage.rejected += counts.rejected
-                if not metrics.histogram:  # it only brought the counts
-                    answer.spec_decode_metrics = None
+                    if not answer.spec_decode_metrics.histogram:  # it only brought the counts
+                        answer.spec_decode_metrics = None
             yield output
+
+
+def prediction_counts(answer: Any, length: int | None = None) -> PredictionCounts | None:
+    """What became of the prediction of an answer, if its request asked (`COUNTED`) and it ended.
+
+    Args:
+        answer: vLLM's `CompletionOutput`.
+        length: Its tokens, if ``answer`` has the last of them alone.
+    """
+    found = getattr(answer.spec_decode_metrics, PREDICTED, None)
+    if found is None:
+        return None
+    counts = PredictionCounts(*found)
+    within = counts.accepted_within(len(answer.token_ids) if length is None else length)
+    return replace(counts, accepted=within)

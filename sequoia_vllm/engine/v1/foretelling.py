@@ -13,7 +13,7 @@ from sequoia_vllm.adaptation.told_branches import MOST_TOLD, ToldBranches
 from sequoia_vllm.engine.common.step_messages import Predicted
 from sequoia_vllm.engine.core.prediction_option import foretold, is_counted
 from sequoia_vllm.step.score import BARE_ROOT, StepState
-from sequoia_vllm.verification.prediction import Prediction, PredictionCounts
+from sequoia_vllm.verification.prediction import Prediction, PredictionCounts, scored_of
 from sequoia_vllm.verification.retrieval import continuations
 
 _MOST_CREDIT = 32  # six other tokens in a row leave none
@@ -39,6 +39,7 @@ class ForetoldTexts:
         branches: Says how many of them a branch has.
         counts: What became of predictions, of the requests that want to know.
         counted: The same since the last `take_counts`.
+        has_branches: Whether branches were scored, or chosen, since this was set to false.
 
     Args:
         requests: Most requests of a batch.
@@ -55,6 +56,7 @@ class ForetoldTexts:
         self.counts: dict[str, PredictionCounts] = {}
         self.counted: dict[str, Predicted] = {}
         self._told: dict[str, _Told] = {}
+        self.has_branches = False
 
     def start(self, request_id: str, sampling_params: Any) -> None:
         """Notes a request that begins."""
@@ -88,7 +90,8 @@ class ForetoldTexts:
                 continue
             tree = BARE_ROOT if trees is None else trees.tree_of(rows[name])
             emitted = [token for token in sampled[rows[name]].tolist() if token >= 0]
-            counts.add(prediction.told(len(tree[0])), emitted, written[name], tree)
+            told = prediction.told(len(tree[0]))
+            counts.add(told, emitted, written[name], scored_of(told, tree))
             self.counted[name] = astuple(counts)
 
     @property
@@ -170,4 +173,5 @@ class ForetoldTexts:
                 told.run, told.credit, min(len(told.tokens), most[place]),
                 tree_depth, drafts, len(names),
             )  # fmt: skip
+        self.has_branches |= bool(lengths.any())
         return lengths

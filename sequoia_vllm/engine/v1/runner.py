@@ -219,6 +219,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
         if drafted.any():
             accepted = float(result.num_accepted.numpy()[drafted].mean())
             self.drafter.foretold.branches.note_drafted(accepted)
+        self.drafter.foretold.has_branches |= not drafted.all()
         return output
 
     def _verify(

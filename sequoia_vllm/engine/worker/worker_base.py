@@ -99,6 +99,7 @@ class SequoiaWorker(AgreeingWorker):
         stats, drafts, drafting = self.model_runner.stats, None, None
         times, self.model_runner.step_times = self.model_runner.step_times, ()
         predicted: dict[str, Predicted] = {}
+        is_told = False
         before = stats.drafting
         stats.steps += 1
         output = super().sample_tokens(grammar_output)
@@ -108,14 +109,15 @@ class SequoiaWorker(AgreeingWorker):
         if self.use_v2_model_runner:
             self.model_runner.drafting_clock.end()
             drafting = self.model_runner.drafting_clock.ended()
-        elif proposer.foretold.counted:
+        else:
             predicted = proposer.foretold.take_counts()
+            is_told, proposer.foretold.has_branches = proposer.foretold.has_branches, False
         if proposer.has_failed:
             self._draft_limit = 0
         paths, drafted = stats.take_paths(), stats.drafting - before
         outcome = StepOutcome(
             paths, self._draft_limit, proposer.has_failed, drafts, drafting, drafted, times,
-            predicted,
+            predicted, is_told,
         )  # fmt: skip
         return attach_outcome(output, outcome)
 

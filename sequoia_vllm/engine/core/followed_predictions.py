@@ -1,0 +1,68 @@
+"""Counts what becomes of predictions that the device follows (Model Runner V2).
+
+The device says nothing of them. But what it told of a request before a step follows from the tokens
+up to there. So the engine core follows the predictions, too, of requests that ask for counts.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+
+from sequoia_vllm.drafting.draft_plan import depths_by_drafts
+from sequoia_vllm.engine.common.step_messages import Predicted
+from sequoia_vllm.engine.core.prediction_option import foretold, is_counted
+from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification.prediction import Prediction, PredictionCounts
+
+
+class _Followed:
+    """One request's prediction, and what it has emitted."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.prediction, self.counts = Prediction(tokens), PredictionCounts()
+        self._output = np.empty(0, dtype=np.int32)
+
+    def add(self, emitted: Sequence[int], depth: int) -> None:
+        """Takes a step's tokens, whose tree was so deep: it had what was told down to there."""
+        told = self.prediction.told(max(depth, len(emitted)))
+        scored = int((told[:depth] >= 0).sum())
+        self.counts.add(told, emitted, len(self._output), scored)
+        self._output = np.concatenate([self._output, np.array(emitted, dtype=np.int32)])
+        self.prediction.follow(self._output)
+
+
+class FollowedPredictions:
+    """The predictions of unfinished requests that ask for counts."""
+
+    def __init__(self, tree: TokenTree) -> None:
+        self._depths = depths_by_drafts(tree)
+        self._requests: dict[str, _Followed] = {}
+
+    def start(self, request_id: str, sampling_params: Any) -> None:
+        """Notes a new request."""
+        tokens = foretold(sampling_params)
+        if tokens is not None and is_counted(sampling_params):
+            self._requests[request_id] = _Followed(tokens)
+
+    def forget(self, ended: Collection[str]) -> None:
+        """Drops requests that have ended."""
+        for name in self._requests.keys() & ended:
+            del self._requests[name]
+
+    def count(
+        self, drafts: Mapping[str, Sequence[int]], outputs: Iterable[Any]
+    ) -> dict[str, Predicted]:
+        """What became of these requests' predictions so far, by request.
+
+        Args:
+            drafts: Those that the step scored, by request.
+            outputs: vLLM's `EngineCoreOutput` of each request that emits tokens.
+        """
+        found = {}
+        for one in outputs:
+            if (followed := self._requests.get(one.request_id)) is not None:
+                followed.add(one.new_token_ids, self._depths[len(drafts.get(one.request_id, ()))])
+                found[one.request_id] = astuple(followed.counts)
+        return found
