@@ -2,14 +2,18 @@
 
     python -m benchmarks.foretold MODEL DRAFT OUTPUT
 
-Each request is alone and greedy, so steps do not depend on the machine. Engines with and without
-branches of told tokens are compared. vLLM's n-gram drafts are asked for the same answers, with the
-prediction before the prompt: a step has the drafts that come true, and one token more.
+Each request is alone and greedy, so steps do not depend on the machine. Engines without branches of
+told tokens, and with short and long ones, are compared. vLLM's n-gram drafts are asked for the same
+answers, with the prediction before the prompt: a step has the drafts that come true, and one token
+more. Following a prediction is timed by its thread's own time, without other programs'.
 """
 
 import json
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +23,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import numpy as np
 from vllm import SamplingParams
 
-from sequoia_vllm.adaptation.told_branches import ToldBranches
+from sequoia_vllm.adaptation.told_branches import MOST_TOLD, ToldBranches
 from sequoia_vllm.engine.core.prediction_option import PREDICTION
+from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
 from sequoia_vllm.measuring.engines import open_llm
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
 from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
@@ -32,6 +37,7 @@ ENGINE = {
     "enable_prefix_caching": False,
 }  # fmt: skip
 TREE = {"size": 16, "depth": 6}
+BRANCHES = (0, TREE["size"] - 1, MOST_TOLD)  # most tokens of one; 0: trees alone
 CHAINS = (4, 8, 16, 32)  # drafts of n-grams, of 2 to 5 tokens
 
 
@@ -48,7 +54,17 @@ def predictions(answers: list[list[int]], place: int, other: int) -> dict[str, l
     """What is foretold of one answer, by the name of the kind."""
     own, neighbour = answers[place], answers[(place + 1) % len(answers)]
     edits = {f"{changes} changed": edited(own, changes, other) for changes in (1, 3, 10)}
-    return {"none": None, "right": own, **edits, "another answer": neighbour}
+    draw = np.random.default_rng(place)
+    parts = [own[first : first + 8] for first in range(0, len(own), 8)]
+    wrong = {
+        "another answer": neighbour,
+        "every second changed": [other if back % 2 else token for back, token in enumerate(own)],
+        "parts of 8 in another order": [
+            token for part in draw.permutation(len(parts)) for token in parts[part]
+        ],
+        "65,536 tokens of others": draw.choice(neighbour, 65_536).tolist(),
+    }  # fmt: skip
+    return {"none": None, "right": own, **edits, **wrong}
 
 
 def ngram_steps(text: list[int], answer: list[int], drafts: int) -> int:
@@ -65,6 +81,37 @@ def ngram_steps(text: list[int], answer: list[int], drafts: int) -> int:
         done += (int(differs[0]) if len(differs) else len(rest)) + 1
         steps += 1
     return steps
+
+
+def drafts_of(llm: Any) -> tuple[int, int]:
+    """Steps with drafts so far, and their drafts."""
+    names = [f"vllm:spec_decode_num_{what}" for what in ("drafts", "draft_tokens")]
+    values = {one.name: one.value for one in llm.get_metrics() if one.name in names}
+    return values.get(names[0], 0), values.get(names[1], 0)
+
+
+@contextmanager
+def timed_following() -> Iterator[list[float]]:
+    """Seconds of the CPU that each step within the block takes to follow predictions."""
+    look_back, seconds = ForetoldTexts.look_back, []
+
+    def timed(*args: Any) -> None:
+        start = time.thread_time()
+        look_back(*args)
+        seconds.append(time.thread_time() - start)
+
+    with patch.object(ForetoldTexts, "look_back", timed):
+        yield seconds
+
+
+def at_most(longest: int) -> Callable[..., int]:
+    """`ToldBranches.depth` with branches of so many tokens at most."""
+    choose = ToldBranches.depth
+
+    def depth(self: ToldBranches, run: int, credit: int, most: int, *tree: int) -> int:
+        return choose(self, run, credit, min(most, longest), *tree)
+
+    return depth
 
 
 def answers_of(llm: Any, prompts: list[list[int]], foretold: list[Any]) -> tuple[Any, int]:
@@ -92,17 +139,21 @@ def main() -> None:
     kinds = [predictions(answers, place, other) for place in range(PROMPTS)]
     rows = []
     config = {"method": "sequoia", "model": draft, "tree": TREE, "adapt": False}
-    for branches in (False, True):
-        depth = ToldBranches.depth if branches else lambda *args: 0
+    for longest in BRANCHES:
         with (
-            patch.object(ToldBranches, "depth", depth),
+            patch.object(ToldBranches, "depth", at_most(longest)),
             open_llm(model=model, speculative_config=config, **ENGINE) as llm,
         ):
             for kind in kinds[0]:
-                found, steps = answers_of(llm, prompts, [of[kind] for of in kinds])
+                before = drafts_of(llm)
+                with timed_following() as seconds:
+                    found, steps = answers_of(llm, prompts, [of[kind] for of in kinds])
+                trees, drafts = np.subtract(drafts_of(llm), before).tolist()
                 rows.append({
-                    "drafts": "Sequoia", "branches": branches, "prediction": kind, "steps": steps,
+                    "drafts": "Sequoia", "branches": longest, "prediction": kind, "steps": steps,
                     "tokens per step": round(PROMPTS * TOKENS / steps, 2),
+                    "rows per step": round(1 + drafts / trees, 2),
+                    "milliseconds of following": round(1e3 * float(np.median(seconds)), 3),
                     "plain's tokens": found == answers,
                 })  # fmt: skip
                 print(rows[-1], flush=True)
