@@ -8,6 +8,7 @@ from vllm import SamplingParams
 
 from tests.support.adapters import RANK, two_adapters
 from tests.support.engines import lookup_trees, metric, running, sequoia, tokens_of
+from tests.support.heads import EAGLE3
 from tests.support.interpreted import call_on_v2
 from tests.support.models import prompts
 
@@ -57,7 +58,7 @@ def check(answers: dict[str, Any], max_tokens: int) -> None:
     # tokens depend on who runs beside it.
     assert all(answers["plain"][0][row] != answers["without"][row] for row in (1, 2, 4, 5))
     assert answers["trees"] == answers["plain"][:3]
-    for name in answers.keys() & {"lookup", "dynamic"}:
+    for name in answers.keys() & {"lookup", "dynamic", "head"}:
         assert answers[name] == answers["plain"][3:], name
         assert answers[f"accepted by {name}"] > max_tokens, name
     assert answers["accepted by trees"] > max_tokens
@@ -71,5 +72,7 @@ def test_adapters_and_none_in_one_batch(tmp_path):
 @pytest.mark.slow
 @pytest.mark.sharded
 def test_adapters_and_none_in_one_batch_on_v2(tmp_path):
-    given = {"folder": str(tmp_path), "max_tokens": 12, "lookup": lookup_trees()}
+    """Heads draft for the target without adapters; the target verifies with them."""
+    others = {"lookup": lookup_trees(), "head": sequoia(draft=EAGLE3)}
+    given = {"folder": str(tmp_path), "max_tokens": 12, **others}
     check(call_on_v2(generate_with_adapters, tmp_path, **given), 12)

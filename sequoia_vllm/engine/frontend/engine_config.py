@@ -148,7 +148,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
     source = weight_source(args)
     reader = DraftReader(target, config)
     kinds = kinds_here()
-    if config.drafter is None and (args.enable_lora or config.draft_vocabulary):  # not for heads
+    if config.drafter is None and config.draft_vocabulary:  # not for heads
         kinds = [kind for kind in kinds if not kind.is_head]
     name, kind = find_draft(config, target.model, kinds, reader.kind, reader.own_layer)
     pair = PairKey(

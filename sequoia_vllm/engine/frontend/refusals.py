@@ -135,8 +135,6 @@ def _drafter_reasons(vllm_config: Any) -> dict[str, Any]:
     return {
         f"heads and MTP layers need vLLM's Model Runner V2, which GPUs use, and the draft is "
         f'{kind.name}: give "model" a draft model here': not vllm_config.use_v2_model_runner,
-        f"adapters change the LM head that {kind.name} shares with the target: drop "
-        '--enable-lora, or give "model" a draft model': vllm_config.lora_config is not None,
     }
 
 
