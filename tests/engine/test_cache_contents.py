@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +17,16 @@ from vllm.config import KVTransferConfig
 from vllm.v1.core.kv_cache_utils import get_group_id
 
 from sequoia_vllm.attention.cpu_kernel import keys_and_values
-from tests.support.engines import metric, runner_of, running, scheduler_of, sequoia, whole_trees
-from tests.support.generating import TINY, check_logprobs, save_related_pair
+from tests.support.engines import (
+    metric,
+    noting,
+    runner_of,
+    running,
+    scheduler_of,
+    sequoia,
+    whole_trees,
+)
+from tests.support.generating import TINY, check_logprobs, random_prompts, save_related_pair
 from tests.support.models import DRAFT, TARGET, prompts
 from tests.support.soak.in_engine import answers
 from tests.support.soak.random_requests import random_requests
@@ -37,6 +46,7 @@ REQUESTS = random_requests(prompts(32), 80, seed=3, vocabulary=4096)
 # Trees for up to four requests; with more the draft rests, so that it lags behind.
 RESTING = [[1, 4, 15], [5, 8, 0]]
 CHECKED_EVERY = 10  # steps
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 
 Prefix = tuple[int, ...]
 """All tokens up to the end of a block: its keys and values depend on them."""
@@ -173,6 +183,33 @@ def test_cached_blocks_hold_what_prefill_writes(model, after_random_requests):
         torch.testing.assert_close(found, expected[prefix], rtol=0, atol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def related(tmp_path_factory):
+    return save_related_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_blocks_of_a_resumed_request_that_a_new_one_found_are_read_once(related):
+    """vLLM names resumed requests behind new ones, which may have found their blocks."""
+    target, draft = related
+    shared, *own = (one["prompt_token_ids"] for one in random_prompts([2 * BLOCK, 5, 9]))
+    first, second = ({"prompt_token_ids": shared + tokens} for tokens in own)
+    config = whole_trees(size=8, depth=3, draft=draft)
+    with running(config, model=target, enable_prefix_caching=True, **TINY) as llm:
+        engine = llm.llm_engine
+        engine.add_request("first", first, LONG)
+        engine.step()
+        assert llm.reset_prefix_cache(reset_running_requests=True)  # it is preempted
+        engine.add_request("second", second, LONG)
+        drafter = runner_of(llm).drafter
+        with noting(drafter, "advance", lambda read: np.bincount(read.positions)) as times:
+            engine.step()
+        assert metric(llm, "vllm:num_preemptions") == 1
+        assert metric(llm, "vllm:prefix_cache_hits") == len(shared)
+    [read] = times
+    assert read[: len(shared)].tolist() == [1] * len(shared)
+    assert read[len(shared)] == 2
+
+
 # -- vLLM's OffloadingConnector: what it stored while trees ran, it loads later ---------------
 
 # So few blocks that later turns get some which the draft had filled.
@@ -181,8 +218,8 @@ CROWDED = 12  # blocks: one is nobody's, two of eight requests take ten at their
 
 
 @pytest.fixture(scope="module")
-def conversations(tmp_path_factory):
-    target, draft = save_related_pair(tmp_path_factory.mktemp("pair"))
+def conversations(related):
+    target, draft = related
     with running(None, model=target, **STORED) as llm:
         found = {"plain": converse_twice(llm, trees=False)}
     trees, options = whole_trees(size=8, depth=3, draft=draft), {"model": target, **STORED}
@@ -213,9 +250,9 @@ def test_the_draft_reads_again_what_was_loaded(conversations):
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "a step late"])
-def test_preempted_requests_whose_keys_are_loaded_answer_as_plain_vllm(is_late, tmp_path):
+def test_preempted_requests_whose_keys_are_loaded_answer_as_plain_vllm(is_late, related):
     """vllm#57104: none may wait for blocks that another one holds while it is loaded."""
-    target, draft = save_related_pair(tmp_path)
+    target, draft = related
     with running(None, model=target, **TINY) as llm:
         plain = answer_crowded(llm, trees=False)
     few = {**STORED, "num_gpu_blocks_override": CROWDED, "max_model_len": 192}

@@ -108,17 +108,7 @@ class DraftingRunner(CPUModelRunner):
                 emitted = new.num_computed_tokens + 1 - known.num_prompt_tokens
                 self._session_seeds.continue_session(new.req_id, known.generator, emitted)
             self._forget_budget(new.req_id)
-            loaded = is_loaded(scheduler_output, new.req_id)
-            self.draft_progress.start(new.req_id, new.num_computed_tokens, new.block_ids, loaded)
-        cached = scheduler_output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            blocks = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
-                computed = cached.num_computed_tokens[index]
-                loaded = is_loaded(scheduler_output, request_id)
-                self.draft_progress.start(request_id, computed, blocks, loaded)
-            elif blocks is not None:
-                self.draft_progress.extend(request_id, blocks)
+        self._note_blocks(scheduler_output)
         found = super()._update_states(scheduler_output)
         longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
         for new in scheduler_output.scheduled_new_reqs:
@@ -129,6 +119,25 @@ class DraftingRunner(CPUModelRunner):
             if self._terms[new.req_id].most_committed:
                 self.drafter.foretold.start(new.req_id, state.sampling_params)
         return found
+
+    def _note_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Notes the blocks of requests that start or resume, and new blocks of the others."""
+        cached = scheduler_output.scheduled_cached_reqs
+        starting = [
+            (new.num_computed_tokens, new.req_id, new.block_ids)
+            for new in scheduler_output.scheduled_new_reqs
+        ]
+        for index, request_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                starting.append((cached.num_computed_tokens[index], request_id, blocks))
+            elif blocks is not None:
+                self.draft_progress.extend(request_id, blocks)
+        # One may have found blocks that another one fills in this step, which found fewer: that
+        # one starts first, as `DraftBlocks` asks, or the draft would read them twice.
+        for computed, request_id, blocks in sorted(starting, key=lambda one: one[0]):
+            loaded = is_loaded(scheduler_output, request_id)
+            self.draft_progress.start(request_id, computed, blocks, loaded)
 
     @cached_property
     def _budgets(self) -> ThinkingBudgets | None:
