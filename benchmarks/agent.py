@@ -2,9 +2,9 @@
 
     python -m benchmarks.agent MODEL DRAFT OUTPUT
 
-Each request is alone and greedy, so steps do not depend on the machine. The model thinks between
-brackets, as a small one knows no other marker, until it ends by itself or its budget does. The call
-that follows has a grammar, and the answer is free text.
+Each request is alone and greedy, so steps do not depend on the machine. A turn has three requests.
+The model thinks between brackets, as a small one knows no other marker, for some tokens at most.
+The call that follows has a grammar, and the answer is free text.
 """
 
 import json
@@ -22,9 +22,10 @@ from benchmarks.forced_tokens import CALL
 from benchmarks.foretold import ENGINE, TREE
 from sequoia_vllm.measuring.engines import open_llm
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
-from tests.support.thinking import OPTIONS
 
-BUDGET, MOST_OF_CALL, ANSWER, CHAINS = 48, 64, 64, (2, 4, 8)
+GRAMMARS = {"backend": "xgrammar", "disable_any_whitespace": True}
+PARTS = {"thoughts": 48, "call": 64, "answer": 64}  # most tokens of each
+CHAIN = 4
 SYSTEM = (
     "You have tools: weather, population, price and translate. Each takes a value. Think between "
     "brackets, then call one of them."
@@ -51,24 +52,21 @@ class Agent:
         core.step_fn = counted
 
     def turn(self, question: str, found: str) -> list[tuple[list[int], str, int]]:
-        """Tokens, text and steps of the thoughts with their call, and of the answer."""
+        """Tokens, text and steps of the thoughts, of the call, and of the answer."""
         talk = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-        call = self._complete(
-            talk, "(", max_tokens=BUDGET + MOST_OF_CALL, thinking_token_budget=BUDGET,
-            structured_outputs=StructuredOutputsParams(json=CALL),
-        )  # fmt: skip
-        said = call[1].rpartition(")")[2]
-        talk += [{"role": "assistant", "content": said}]
+        thoughts = self._complete("thoughts", talk, "(", stop=[")"])
+        schema = StructuredOutputsParams(json=CALL)
+        call = self._complete("call", talk, f"({thoughts[1]})", structured_outputs=schema)
+        talk += [{"role": "assistant", "content": call[1]}]
         talk += [{"role": "user", "content": f"Found: {found}. Answer my question."}]
-        # Empty brackets: the parser takes what comes before an end for thoughts.
-        return [call, self._complete(talk, "()", max_tokens=ANSWER, ignore_eos=True)]
+        return [thoughts, call, self._complete("answer", talk, "", ignore_eos=True)]
 
     def _complete(
-        self, talk: list[dict[str, str]], begin: str, **keys: Any
+        self, part: str, talk: list[dict[str, str]], begin: str, **keys: Any
     ) -> tuple[list[int], str, int]:
         render, before = self._llm.get_tokenizer().apply_chat_template, self.steps
         prompt = render(talk, tokenize=False, add_generation_prompt=True) + begin
-        params = SamplingParams(temperature=0, **keys)
+        params = SamplingParams(temperature=0, max_tokens=PARTS[part], **keys)
         [output] = self._llm.generate([prompt], params, use_tqdm=False)
         [answer] = output.outputs
         return list(answer.token_ids), answer.text, self.steps - before
@@ -78,22 +76,18 @@ def main() -> None:
     """Counts, and writes the file."""
     model, draft, output = sys.argv[1:]
     trees = {"method": "sequoia", "model": draft, "tree": TREE, "adapt": False}
-    engines: dict[str, dict[str, Any] | None] = {"plain": None, "Sequoia": trees}
-    engines |= {
-        f"chain of {length}": {
-            "method": "draft_model", "model": draft, "num_speculative_tokens": length
-        }
-        for length in CHAINS
-    }  # fmt: skip
+    chain = {"method": "draft_model", "model": draft, "num_speculative_tokens": CHAIN}
+    engines = {"plain": None, "Sequoia": trees, f"chain of {CHAIN}": chain}
     rows: list[dict[str, Any]] = []
     plain: list[list[int]] = []
     for name, config in engines.items():
-        with open_llm(model=model, speculative_config=config, **ENGINE, **OPTIONS) as llm:
+        engine = {**ENGINE, "structured_outputs_config": GRAMMARS}
+        with open_llm(model=model, speculative_config=config, **engine) as llm:
             turns = list(map(Agent(llm).turn, TURNS, TURNS.values()))
         tokens = [found for turn in turns for found, *_ in turn]
         plain = plain or tokens
         row: dict[str, Any] = {"engine": name, "plain's tokens": tokens == plain}
-        for part, own in zip(("call", "answer"), zip(*turns, strict=True), strict=True):
+        for part, own in zip(PARTS, zip(*turns, strict=True), strict=True):
             count, steps = sum(len(found) for found, *_ in own), sum(taken for *_, taken in own)
             per_step = round(count / steps, 2)
             row[part] = {"tokens": count, "steps": steps, "tokens per step": per_step}
@@ -101,7 +95,7 @@ def main() -> None:
         print(row, [text for turn in turns for _, text, _ in turn], flush=True)
     made = provenance(
         command="python -m benchmarks.agent",
-        settings={"turns": len(TURNS), "budget": BUDGET, "answer": ANSWER, "tree": TREE},
+        settings={"turns": len(TURNS), "most tokens": PARTS, "requests at once": 1, "tree": TREE},
         models={Path(one).name: model_hashes(one) for one in (model, draft)},
         rows=rows,
     )
