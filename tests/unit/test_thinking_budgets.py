@@ -39,7 +39,8 @@ def expected(
 @pytest.mark.parametrize("by_slot", [False, True], ids=["one tree", "by slot"])
 @pytest.mark.parametrize(
     ("start", "natural", "end"),
-    [([3], [5], [5]), ([3, 4], [7], [5, 6, 7]), ([3, 3, 4], [6, 7], [5, 5, 6, 7])],
+    [([3], [5], [5]), ([3, 4], [7], [5, 6, 7]), ([3, 3, 4], [6, 7], [5, 5, 6, 7]),
+     ([3, 3, 4], [6], [5, 6]), ([3], [6, 6, 7], [5, 6])],
 )
 def test_each_node_is_forced_by_its_own_text(start, natural, end, by_slot):
     rng = random.Random(len(start))

@@ -110,6 +110,13 @@ def test_a_batch_without_trees_has_one_level():
     assert Topology.from_parents(torch.empty(0, 5, dtype=torch.int64)).branches == (0,)
 
 
+def test_look_ups_go_to_the_device_that_is_asked_for():
+    topology = Topology.from_parents(torch.tensor([[-1, 0, 0]]), torch.device("meta"))
+    tensors = topology.parents, topology.depths, topology.children
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert topology.branches == (2, 0)
+
+
 @pytest.mark.parametrize(
     ("parents", "node"),
     [
