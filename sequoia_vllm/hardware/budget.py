@@ -66,8 +66,8 @@ def in_ranges(drafts: Iterable[int]) -> Ranges:
 def _fitting(drafts: int, batch: int, most: int) -> int:
     if batch * (drafts + 1) <= most:
         return drafts
-    nodes = 1 << max(min(most // batch, drafts).bit_length() - 1, 0)
-    return nodes - 1 if nodes >= SMALLEST_TREE else 0
+    nodes = min(most // batch, drafts)
+    return (1 << nodes.bit_length() - 1) - 1 if nodes >= SMALLEST_TREE else 0
 
 
 def rungs(scheduled: Iterable[int], between: bool = False) -> list[int]:

@@ -151,10 +151,8 @@ class Prefixes:
 
     @cached_property
     def depths(self) -> NDArray[np.int64]:
-        """Levels below the root of each prefix, int64 ``[size]``."""
-        depths = 1 + (self.widths > 0).sum(axis=1)
-        depths[0] = 0
-        return depths
+        """Levels below the root of each prefix, int64 ``[size]``; of the root alone 1."""
+        return 1 + (self.widths > 0).sum(axis=1)
 
     @classmethod
     @lru_cache(maxsize=1024)

@@ -66,6 +66,6 @@ ROOMS = (
         "hardware",
         "hardware",
         "hardware_cost hardware_device model_config families streamed_weights known_pairs "
-        "calibration_times draft_plan",
+        "calibration_times draft_plan heads config",
     ),
 )

@@ -210,6 +210,11 @@ def test_every_batch_has_a_graph_with_little_padding(schedule, drafts, max_num_s
         assert (each, max(n for t, n in shapes if t == each and n <= max_num_seqs)) in shapes
 
 
+def test_where_nothing_is_drafted_graphs_are_vllms():
+    found = [requests for _, requests in decode_shapes([1] * 600, 1024)]
+    assert found == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), 576, 600]
+
+
 def test_graphs_are_captured_for_what_the_schedule_reaches_only():
     """And down to half of a range: requests may finish before drafts follow."""
     tokens = [16] * 4 + [8] * 12

@@ -286,6 +286,12 @@ def test_what_looks_like_it_and_is_not(config):
     assert kinds_of(config) == set()
 
 
+@pytest.mark.parametrize("field", ["position_encoding_type", "position_embedding_type"])
+def test_alibi_is_told_by_the_kind_of_positions(field):
+    assert kinds_of({field: "alibi"}) == {"alibi"}
+    assert kinds_of({field: "rope"}) == set()
+
+
 def test_mixtures_of_experts_are_served():
     assert set().union(*(kinds_of(config) for config, *_ in MIXTURES.values())) <= {"hybrid", "mla"}
 

@@ -96,6 +96,7 @@ class TestTimes:
         assert cost.target_seconds(16, 2) == pytest.approx(0.32)  # last slope
         assert cost.target_seconds(4, 8) == pytest.approx(0.32)  # same tokens in all
         assert cost.target_seconds(8, 1) == pytest.approx(0.08)
+        assert cost.target_seconds(1, 1) == pytest.approx(0.02)  # never less than a token of each
         for beyond in ((9, 2), (1, 1), (1, 5), (2, 2, 9)):
             assert cost.extrapolates(*beyond)
         assert cost.estimate(TokenTree.chain(3), SHIPPED, 8).extrapolated
@@ -199,12 +200,17 @@ class TestSchedule:
         assert ratios.min() > 0.919
 
     def test_extrapolated_batch_sizes_are_marked(self, caplog):
-        times = profile(flat, lambda n, b: 0.1, batches=(1, 8))
+        times = profile(flat, lambda n, b: 0.1, batches=(1, 8), tokens=(1, 2, 4, 16))
         schedule = choose_schedule(SHIPPED, times, batch_sizes=[1, 2, 4, 8, 16, 32])
         marked = [entry.batch_size for entry in schedule.estimates if entry.extrapolated]
         assert len(schedule.estimates) == 6
         assert marked == [16, 32]
         assert "outside what its profile measured" in caplog.text
+
+    def test_a_single_batch_size_gets_the_fastest_tree(self):
+        """Though almost as fast ones are shorter."""
+        schedule = choose_schedule(SHIPPED, profile(flat, free), batch_sizes=[1])
+        assert schedule.ranges == [(1, 1, 127)]
 
     def test_accepted_by_vllm(self):
         utils = pytest.importorskip("vllm.v1.spec_decode.dynamic.utils")

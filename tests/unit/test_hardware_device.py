@@ -18,8 +18,14 @@ from sequoia_vllm.hardware.device import (
     identify,
     known_devices,
     nearest,
+    this_device_name,
 )
-from sequoia_vllm.hardware.models import model_classes, parameters_from_name
+from sequoia_vllm.hardware.models import (
+    Recurrent,
+    model_classes,
+    parameters_from_name,
+    published_shape,
+)
 from sequoia_vllm.hardware.roofline import Assumptions, Interconnect, roofline_profile
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published
@@ -121,6 +127,19 @@ def test_this_machine_has_a_name(monkeypatch):
         assert current_cpu_name() == name
 
 
+@pytest.mark.parametrize(
+    ("said", "name"), [("NVIDIA L4\\nNVIDIA L4\\n", "NVIDIA L4"), ("", "a CPU"), (None, "a CPU")]
+)
+def test_this_machine_is_named_by_its_first_gpu(said, name, monkeypatch, tmp_path):
+    monkeypatch.setattr("sequoia_vllm.hardware.device.current_cpu_name", lambda: "a CPU")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if said is not None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\nprintf '{said}'\n")
+        tool.chmod(0o755)
+    assert this_device_name() == name
+
+
 LIBRARY = {d.id: d.spec() for d in known_devices().values() if d.library}
 
 
@@ -172,6 +191,10 @@ def test_shapes_have_their_published_sizes():
         "meta-llama/Llama-3.2-1B": 1.236, "Qwen/Qwen3-0.6B": 0.596,
     }.items():  # fmt: skip
         assert sizes[name] == pytest.approx(billions, rel=0.001)
+    name = "meta-llama/Llama-3.1-8B"
+    tuned = published_shape(f"{name}-Instruct")
+    assert tuned == published_shape(name).model_copy(update={"name": f"{name}-Instruct"})
+    assert published_shape("a/model") is None
 
 
 SHIPPED = Acceptance.of(published()["shipped"])
@@ -293,6 +316,24 @@ class TestForward:
         moved = 8 * width * (161 * 8192 + 128256 / 2)
         assert extra == pytest.approx(moved / 0.8e9, rel=1e-4)
 
+    def test_where_reading_takes_no_time_a_pass_takes_its_operations(self):
+        """Products, attention to keys in half of the layers, and states in the others."""
+        shapes, device = (
+            model_classes()["8b-1b"],
+            h100().model_copy(update={"bandwidth_gb_s": math.inf}),
+        )
+        states = Recurrent(layers=16, heads=16, value_heads=32, key=128, value=64)
+        target = shapes.target.model_copy(update={"recurrent": states})
+        times = roofline_profile(
+            device, target, shapes.draft, assumptions=BARE, context_length=100, tokens=(1, 256),
+            batch_sizes=(2,),
+        )  # fmt: skip
+        products = 2 * target.matmul_parameters * 512
+        attention = 16 * 4 * 32 * 128 * (100 + 256) * 512
+        recurrent = 2 * 16 * 32 * 4 * 256 * 128 * (64 + 256)
+        seconds = (products + attention + recurrent) / (0.65 * 989.4e12)
+        assert times.target_forward[0].seconds[1] == pytest.approx(seconds, rel=1e-5)
+
     def test_key_heads_are_copied_where_there_are_too_few(self):
         # 8 key/value heads: 16 devices each read as many keys as 8 do.
         pair = model_classes()["70b-1b"]
@@ -320,6 +361,12 @@ class TestForward:
     def test_what_vllm_cannot_split(self, name, devices, message):
         with pytest.raises(ValueError, match=message):
             predicted(h100(), name, tensor_parallel_size=devices)
+
+    @pytest.mark.parametrize(("heads", "key_heads", "devices"), [(40, 8, 16), (48, 6, 4)])
+    def test_query_heads_and_key_heads_must_both_split(self, heads, key_heads, devices):
+        shape = model_classes()["8b-1b"].target
+        heads = {"heads": heads, "kv_heads": key_heads}
+        assert not shape.model_copy(update=heads).splits(devices)
 
 
 class TestChoice:

@@ -101,6 +101,9 @@ def test_commands_say_and_take_the_same(monkeypatch, capsys):
     said = in_words(target, (), ())
     assert f"{head} (EAGLE-3 head, the default on GPUs)" in said
     assert "Qwen3-8B-speculator.dflash (DFlash head, not run here)" in said
+    assert in_words("none", ("One", "Two"), ()).startswith(
+        "no family in docs/supported.md (One, Two)"
+    )
     assert named_draft(target) == named_draft(target, heads=False) == "Qwen/Qwen3-0.6B"
     assert named_draft(target, heads=True) == "Qwen/Qwen3-0.6B"  # no head can be read here
     assert f"engines that can read {head} draft with it" in capsys.readouterr().err

@@ -116,6 +116,13 @@ def test_layers_with_experts(changes, sparse):
     assert (experts.layers, experts.count, experts.per_token) == (sparse, 128, 8)
 
 
+def test_what_every_token_goes_to_adds_up():
+    config = MIXTURES["Qwen3-30B-A3B"][0]
+    assert shape(config, enable_moe_block=True).experts.shared == 6144
+    shared = {"enable_moe_block": True, "shared_expert_intermediate_size": 1000}
+    assert shape(config, **shared).experts.shared == 7144
+
+
 def test_a_pass_reads_the_experts_that_its_rows_go_to():
     """One row reads its own, two share some, and many read all; computing follows the rows."""
     found = shape(MIXTURES["Mixtral-8x7B"][0])

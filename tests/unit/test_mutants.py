@@ -16,11 +16,12 @@ SOURCE = '''
 """A module."""
 import logging
 from functools import cached_property
+from types import SimpleNamespace
 import torch
 
 logger = logging.getLogger("x")
 OUTSIDE = 1 + 2
-launch, device = dict, ()
+launch, device, triton = dict, (), SimpleNamespace(jit=lambda **_: str)
 
 
 class Box:
@@ -40,6 +41,11 @@ def shifted(value: int, by: int = 1) -> int:
     launch(device, num_warps=4)
     launch(**{"num_warps": 8})
     return [one + by for one in (value,)][0]
+
+
+@triton.jit(do_not_specialize=["value"])
+def kernel(value):
+    return value + 1
 '''
 
 
@@ -55,7 +61,7 @@ def module(tmp_path, monkeypatch):
     return found
 
 
-def test_what_is_inside_functions_is_changed_but_texts_types_and_hints(module):
+def test_what_is_inside_functions_is_changed_but_texts_types_hints_and_kernels(module):
     found = [(mutant.function, *mutant.change()) for mutant in mutants_of(module.path)]
     last = "-return [one + by for one in (value,)][0]"
     assert found == [

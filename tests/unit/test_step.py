@@ -1,6 +1,7 @@
 """A host's step for a batch: each request gets what a plain loop gives it alone."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,19 +9,22 @@ import torch
 import vllm._custom_ops  # noqa: F401  loads vLLM's sampler
 from torch import Tensor
 
+from sequoia_vllm.attention.cpu_kernel import keys_and_values
 from sequoia_vllm.drafting.dynamic_trees import CHILDREN_ON_CPUS, DynamicGrowth, SharedNodes
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v1.verifier import cut
-from sequoia_vllm.step.commit import layers_by_cache
+from sequoia_vllm.step.commit import TargetCaches, layers_by_cache
 from sequoia_vllm.step.grow import Draft, DraftSampling, GrownTrees, grow, grow_dynamic, grow_told
-from sequoia_vllm.step.paths import node_paths
+from sequoia_vllm.step.paths import drafted_nodes, node_paths
 from sequoia_vllm.step.score import StepState, lay_out
 from sequoia_vllm.step.seeds import SessionSeeds, consume_seeds, gumbel_noise, peek_seeds
 from sequoia_vllm.step.verify import TargetDistribution, TreeVerifier
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification.retrieval import preferred
 from sequoia_vllm.verification.sampling import Truncation, draft_distribution
 from tests.oracles.dynamic_trees import likeliest, paths_of
 from tests.oracles.laws import assert_same_law
+from tests.support.tree_problems import generator
 
 CPU = torch.device("cpu")
 VOCABULARY = 9
@@ -28,10 +32,6 @@ SMALL_TREE = TokenTree((-1, 0, 0, 1))
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 3, 3, 5))
 argmax_with_noise = torch.ops._C.fused_gumbel_argmax  # vLLM's own
 VERIFIER = TreeVerifier(partial(torch.argmax, dim=-1), argmax_with_noise)
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # -- grow ------------------------------------------------------------------------------------
@@ -152,17 +152,37 @@ def test_what_the_text_says_is_drafted_first(sampled):
         assert grown.tokens[0].tolist() == [3, 8, 7, 6]
 
 
+def test_what_is_told_of_one_request_is_drafted_for_it_alone():
+    """The second has a seed: what is told is drafted where its noise lets it be the best."""
+    temperature, generators = torch.tensor([0.0, 1.0]), {1: generator(3)}
+    roots, told = torch.tensor([3, 1]), torch.tensor([[-1, -1], [8, 7]])
+    sampling = DraftSampling.of(np.arange(2), temperature, generators, Truncation(), 2)
+    levels = TreeTables(TokenTree((-1, 0, 0, 1)), CPU).levels
+    grown = grow(levels, roots, WEIGHTS[0, roots], told, sampling, PathDraft(roots))
+    assert grown.tokens[0, 1:3].tolist() == WEIGHTS[0, 3].topk(2).indices.tolist()
+    noise = gumbel_noise(peek_seeds(generators[1], 1), VOCABULARY)
+    best = (preferred(WEIGHTS[0, 1, None], torch.tensor([8])) + noise)[0].topk(2).indices
+    assert grown.tokens[1, 1:3].tolist() == best.tolist()
+    assert 8 in best
+
+
+@pytest.mark.parametrize("told", [None, (8, 7, 6)])
 @pytest.mark.parametrize("root", [3, 1, 4])
-def test_a_dynamic_tree_has_the_likeliest_nodes(root):
+def test_a_dynamic_tree_has_the_likeliest_nodes(root, told):
     roots, nodes, depth = torch.tensor([root]), 12, 3
     growth, nothing = DynamicGrowth(roots, nodes, depth), torch.full((1, depth), -1)
+    if told:
+        nothing[0] = torch.tensor(told)
     most, deepest, logits = torch.tensor([nodes - 1]), torch.tensor([depth]), WEIGHTS[0, roots]
     shared = grow_dynamic(growth, logits, nothing, PathDraft(roots), most, deepest)
     found = paths_of(shared.tokens[0].tolist(), shared.parents[0].tolist())
-    expected = likeliest(
-        lambda path: scores_after((root, *path)), nodes, depth, growth.width, CHILDREN_ON_CPUS
-    )
-    assert found == expected
+    assert (told in found) == bool(told)
+
+    def scores(path: tuple[int, ...]) -> Tensor:
+        given = told[len(path)] if told and path == told[: len(path)] else -1
+        return preferred(scores_after((root, *path))[None], torch.tensor([given]))[0]
+
+    assert found == likeliest(scores, nodes, depth, growth.width, CHILDREN_ON_CPUS)
 
 
 def test_a_branch_has_the_told_tokens_in_a_row():
@@ -249,6 +269,14 @@ def test_static_trees_share_one_shape():
     assert trees.parents.tolist() == [[-1, 0, 0, 1], [-1, 0, -2, -2]]
     assert not trees.is_dynamic.any()
     assert trees.is_all
+    assert [each.tolist() for each in trees.shifts()] == [[0, 1, 2, 3, 4, 5], [0, 0, -1, -1, 0, 0]]
+    assert trees.tree_of(0) == ([0, 1, 2, 3], [-1, 0, 0, 1])
+    assert trees.tree_of(2) == ([0], [-1])
+    found = drafted_nodes(trees, 0), drafted_nodes(trees, 1)
+    assert found == ([(0, 1, 1), (0, 1, 2), (1, 2, 3)], [(0, 1, 1)])
+    nodes = node_paths(trees, torch.tensor([False, True]))
+    assert nodes.generated(before=5).tolist() == [5, 6]
+    assert (nodes.rows.tolist(), nodes.requests.tolist()) == ([4, 5], [1, 1])
     assert laid_out({"a": []}, {"a": 0}, grown) is None
 
 
@@ -475,6 +503,24 @@ def test_min_p_is_relative_to_the_likeliest_token():
                        (logits[0] / 0.5).softmax(0))  # fmt: skip
 
 
+def test_edits_come_before_the_engines_cut():
+    given = []
+
+    def edit(logits: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
+        given.append((rows.tolist(), requests.tolist()))
+        return logits + 1
+
+    def cut(logits: Tensor, top_k: Tensor, top_p: None) -> Tensor:
+        given.append((top_k.tolist(), top_p))
+        return 2 * logits
+
+    of_requests = torch.tensor([1.0, 0.5]), Truncation(torch.tensor([4, 5]))
+    target = TargetDistribution(torch.ones(3, 2), *of_requests, cut, edit)
+    found = target.process(torch.tensor([2, 0]), torch.tensor([1, 0]))
+    assert found.tolist() == [[6.0, 6.0], [4.0, 4.0]]
+    assert given == [([2, 0], [1, 0]), ([5, 4], None)]
+
+
 # -- seeds and commit ------------------------------------------------------------------------
 
 
@@ -522,3 +568,18 @@ def test_layers_move_together_where_their_caches_are_alike():
     }  # fmt: skip
     metadata = {"a": one, "b": one, "c": one, "d": other, "e": one, "f": one}
     assert layers_by_cache(caches, metadata) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+
+
+@pytest.mark.parametrize(("spoilt", "left"), [(False, (4, 6, 7)), (True, (0, 0, 0))])
+def test_what_is_not_finite_is_cleared_behind_the_paths(spoilt, left):
+    """vLLM's kernel multiplies it by 0 in the next step, and NaN stays NaN."""
+    caches = {name: torch.empty(2, 1, 4, 2) for name in "ab"}  # two layers of eight slots
+    stored = [part for cache in caches.values() for part in keys_and_values(cache)]
+    for part in stored:
+        part.copy_(torch.arange(1.0, 9.0).view(2, 1, 4, 1))
+    step = SimpleNamespace(slot_mapping=torch.arange(8), tree=SimpleNamespace(spoilt=spoilt))
+    first_row, num_nodes = torch.tensor([0, 4]), torch.tensor([4, 3])
+    paths = torch.tensor([[1, 3], [-1, -1]])
+    TargetCaches().commit(caches, dict.fromkeys(caches, step), first_row, num_nodes, paths)
+    for part in stored:
+        assert part.flatten().tolist() == [1, 2, 4, left[0], 5, *left[1:], 8]

@@ -77,6 +77,8 @@ def test_no_more_is_streamed_than_the_layers():
     # Two layers of buffers, wherever weights are copied.
     assert streamed(3e9).buffer_bytes == pytest.approx(2 * layers / 80)
     assert streamed(3e9, backend="uva").buffer_bytes == 0
+    assert streamed(1.0).source == "a link, prefetch, 2 buffers"
+    assert streamed(1.0, backend="uva").source == "a link, uva"
     for wrong in ({"size": 0.0}, {"rate": -1.0}, {"rate": math.inf}):
         with pytest.raises(ValueError, match="must be above 0"):
             streamed(**wrong)

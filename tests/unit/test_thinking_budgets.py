@@ -41,7 +41,7 @@ def expected(
     ("start", "natural", "end"),
     [([3], [5], [5]), ([3, 4], [7], [5, 6, 7]), ([3, 3, 4], [6, 7], [5, 5, 6, 7]),
      ([3, 3, 4], [6], [5, 6]), ([3], [6, 6, 7], [5, 6])],
-)
+)  # fmt: skip
 def test_each_node_is_forced_by_its_own_text(start, natural, end, by_slot):
     rng = random.Random(len(start))
     ancestors = torch.tensor([[n in path_of(node) for n in range(NODES)] for node in range(NODES)])
