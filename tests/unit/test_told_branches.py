@@ -1,8 +1,13 @@
 """Branches of told tokens grow with what came true, and give way where trees bring more."""
 
+import random
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sequoia_vllm.adaptation.step_times import pass_seconds
 from sequoia_vllm.adaptation.told_branches import MOST_TOLD, Survival, ToldBranches
 from sequoia_vllm.verification.prediction import Prediction
 
@@ -36,6 +41,52 @@ def test_what_is_long_ago_counts_less():
     for _ in range(300):
         survival.count(32, 0, True)
     assert survival.chances(32, 1)[0] < 0.5
+
+
+def test_half_of_256_tokens_is_forgotten_at_the_next_one():
+    survival = Survival()
+    for _ in range(252):
+        survival.count(0, 1, False)
+    for _ in range(2):
+        survival.count(0, 0, True)
+    assert survival.chances(0, 1) == pytest.approx([(2 + 252) / 2 / (257 / 2 + 1)])
+
+
+def test_drafted_trees_bring_the_mean_of_their_steps():
+    """And of one node before them. Late steps weigh 2 %."""
+    branches = ToldBranches()
+    for accepted in (4.0, 1.0, 3.0):
+        branches.note_drafted(accepted)
+    assert branches._drafted == pytest.approx((1 + 4 + 1 + 3) / 4)
+    for _ in range(97):
+        branches.note_drafted(2.0)
+    before = branches._drafted
+    branches.note_drafted(before + 50)
+    assert branches._drafted == pytest.approx(before + 1)
+
+
+@given(st.integers(0, 2**32))
+def test_the_branch_that_pays_most_is_found(seed):
+    """Against a loop over all lengths."""
+    rng = random.Random(seed)
+    branches = ToldBranches(knee=rng.choice([2.0, 16.0, 200.0]))
+    branches.note_drafted(rng.uniform(0, 4))
+    for _ in range(rng.choice([0, 100])):
+        branches.predictions.count(rng.choice([2, 32]), rng.randint(0, 3), has_failed=True)
+    run, levels, requests = rng.randint(1, 32), rng.randint(1, 8), rng.choice([1, 2, 16])
+    drafts = levels + rng.randint(0, 20)
+    chances = branches.predictions.chances(run, MOST_TOLD).tolist()
+
+    def seconds(nodes: int) -> float:
+        return float(pass_seconds(np.array([requests * nodes]), branches._knee)[0])
+
+    tree = 1 + sum(chances[:levels]) + (1 - chances[levels - 1]) * branches._drafted
+    best, speed = 0, tree / seconds(1 + drafts)
+    for length in range(1, min(2 * run, MOST_TOLD) + 1):
+        tokens = 1 + sum(chances[:length])
+        if tokens > tree and tokens / seconds(1 + length) > speed:
+            best, speed = length, tokens / seconds(1 + length)
+    assert depth(branches, run, tree_depth=levels, drafts=drafts, requests=requests) == best
 
 
 def test_a_branch_is_at_most_twice_as_long_as_the_match():
