@@ -10,12 +10,19 @@ from hypothesis import strategies as st
 from sequoia_vllm.drafting import draft_plan
 from sequoia_vllm.drafting.draft_plan import DraftPlan, inner_nodes, inner_rows
 from sequoia_vllm.drafting.dynamic_trees import CHILDREN_ON_GPUS, inner_width
-from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
+from sequoia_vllm.hardware.budget import (
+    beyond_budget,
+    drafts_by_batch,
+    fit_to_budget,
+    rungs,
+    warm_up_length,
+)
 from sequoia_vllm.hardware.graph_sizes import (
     MOST_TOKENS,
     capture_sizes,
     decode_shapes,
     first_beyond,
+    mixed_shapes,
 )
 from sequoia_vllm.tree import TokenTree
 from tests.support.reference_trees import trees
@@ -181,6 +188,10 @@ def test_steps_that_wait_for_weights_have_room_for_larger_trees():
     assert fit_to_budget(schedule, 767, 2, 2048, offloaded=True) == [(1, 1, 767), (2, 2, 511)]
 
 
+def test_a_context_has_room_for_the_prompt_and_the_steps_that_warm_up():
+    assert warm_up_length(64) == (64 + 1) + 64 + 1 + 1
+
+
 def test_the_first_batch_beyond_the_budget_is_named():
     """32 requests of 64 nodes and a slot for the draft of each."""
     assert beyond_budget(WHOLE, 63, 256, 2048) == (32, 2080)
@@ -215,6 +226,18 @@ def test_where_nothing_is_drafted_graphs_are_vllms():
     assert found == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), 576, 600]
 
 
+def test_steps_that_read_prompts_have_graphs_for_few_and_many_requests():
+    assert mixed_shapes(1, 1024) == []
+    assert mixed_shapes(8, 100) == [(32, 8), (64, 8), (96, 8), (100, 8)]
+    found = {}
+    for tokens, requests in mixed_shapes(256, 1024):
+        found.setdefault(tokens, []).append(requests)
+    assert found == {
+        32: [8], 64: [8, 32], 96: [8, 32], 128: [8, 32], 192: [8, 32], 256: [8, 32, 128],
+        320: [32, 128], 384: [32, 128], 448: [32, 128], 512: [32, 128, 256],
+    }  # fmt: skip
+
+
 def test_graphs_are_captured_for_what_the_schedule_reaches_only():
     """And down to half of a range: requests may finish before drafts follow."""
     tokens = [16] * 4 + [8] * 12
@@ -224,6 +247,7 @@ def test_graphs_are_captured_for_what_the_schedule_reaches_only():
         *((8, requests) for requests in (3, 4, 5, 6, 7, 8, 12, 16)),
         *((16, requests) for requests in range(1, 5)),
     ]
+    assert decode_shapes(tokens, 1024, [17]) == found  # no batch has so many
     # Engines that adapt have graphs for fewer drafts, and beyond their schedule.
     assert set(decode_shapes(tokens, 1024, [16, 8, 4, 2])) - set(found) == {
         *((8, requests) for requests in (1, 2)),

@@ -286,10 +286,16 @@ def test_what_looks_like_it_and_is_not(config):
     assert kinds_of(config) == set()
 
 
-@pytest.mark.parametrize("field", ["position_encoding_type", "position_embedding_type"])
-def test_alibi_is_told_by_the_kind_of_positions(field):
-    assert kinds_of({field: "alibi"}) == {"alibi"}
-    assert kinds_of({field: "rope"}) == set()
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"position_encoding_type": "alibi"}, "alibi"),
+        ({"position_embedding_type": "alibi"}, "alibi"),
+        ({"layer_types": ["full_attention", "short_conv"]}, "recurrent"),
+    ],
+)
+def test_a_kind_is_told_by_the_value_of_a_field(config, kind):
+    assert kinds_of(config) == {kind}
 
 
 def test_mixtures_of_experts_are_served():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
+from sequoia_vllm.hardware.choose import _ranges, choose_schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import model_classes
@@ -57,6 +57,9 @@ class TestLimitsOfTheChoice:
         assert (tree.size, tree.depth, tree.max_branch) == (40, 3, 4)
         short = profile(flat, free, tokens=(1, 2, 12))  # never larger than what was timed
         assert choose_tree(SHIPPED, short, max_size=1000).size == 12
+        walk = Curve(batch_size=1, context_length=100, tokens=[1, 40, 41], seconds=[1e-9, 1e-9, 9])
+        slow = profile(flat, free).model_copy(update={"verification": [walk]})
+        assert choose_tree(SHIPPED, slow).size == 40
 
     @given(
         acceptances(max_branches=4), st.floats(0.0, 0.5), st.floats(0.0, 0.5), st.floats(0.0, 0.2)
@@ -211,6 +214,11 @@ class TestSchedule:
         """Though almost as fast ones are shorter."""
         schedule = choose_schedule(SHIPPED, profile(flat, free), batch_sizes=[1])
         assert schedule.ranges == [(1, 1, 127)]
+        assert schedule.estimates[0].expected_tokens == 4.2021
+
+    def test_a_range_gets_what_is_fastest_at_its_own_batch_sizes(self):
+        speedups = [[1.0, 2.0, 2.01, 0.0], [1.0, 1.9, 1.0, 5.0]]
+        assert _ranges(np.array(speedups), [1, 2]) == [(1, 1, 2), (2, 2, 3)]
 
     def test_accepted_by_vllm(self):
         utils = pytest.importorskip("vllm.v1.spec_decode.dynamic.utils")

@@ -2,6 +2,7 @@
 
 import math
 import platform
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ NAMES = {
     "h100-sxm": ["NVIDIA H100 80GB HBM3", "NVIDIA H100", "NVIDIA H800"],
     "h100-pcie": ["NVIDIA H100 PCIe"],
     "h100-nvl": ["NVIDIA H100 NVL"],
-    "h200": ["NVIDIA H200", "NVIDIA H200 SXM 141GB"],
+    "h200": ["NVIDIA H200", "NVIDIA H200 SXM 141GB", "NVIDIA(R) H200(TM)"],
     "h200-nvl": ["NVIDIA H200 NVL"],
     "b200": ["NVIDIA B200"],
     "gb200": ["NVIDIA GB200"],
@@ -106,6 +107,7 @@ def test_mig_slices(name, id_, memory, bandwidth, tflops):
     assert device.spec.memory_gb == memory
     assert device.spec.bandwidth_gb_s == pytest.approx(bandwidth)
     assert device.spec.bf16_tflops == pytest.approx(tflops)
+    assert re.fullmatch("./7 of the compute and ./8 of the memory slices", device.spec.note)
 
 
 def test_the_table_says_where_its_values_are_from():
@@ -316,23 +318,33 @@ class TestForward:
         moved = 8 * width * (161 * 8192 + 128256 / 2)
         assert extra == pytest.approx(moved / 0.8e9, rel=1e-4)
 
-    def test_where_reading_takes_no_time_a_pass_takes_its_operations(self):
-        """Products, attention to keys in half of the layers, and states in the others."""
-        shapes, device = (
-            model_classes()["8b-1b"],
-            h100().model_copy(update={"bandwidth_gb_s": math.inf}),
-        )
+    def test_a_pass_takes_the_operations_and_bytes_of_products_attention_and_states(self):
+        """Half of the layers have states: a tree's pass moves them three times, a plain one twice.
+
+        Devices that read in no time, or compute in no time, show each by itself.
+        """
+        pair, batch, context = model_classes()["8b-1b"], 2, 100
         states = Recurrent(layers=16, heads=16, value_heads=32, key=128, value=64)
-        target = shapes.target.model_copy(update={"recurrent": states})
-        times = roofline_profile(
-            device, target, shapes.draft, assumptions=BARE, context_length=100, tokens=(1, 256),
-            batch_sizes=(2,),
-        )  # fmt: skip
-        products = 2 * target.matmul_parameters * 512
-        attention = 16 * 4 * 32 * 128 * (100 + 256) * 512
-        recurrent = 2 * 16 * 32 * 4 * 256 * 128 * (64 + 256)
-        seconds = (products + attention + recurrent) / (0.65 * 989.4e12)
-        assert times.target_forward[0].seconds[1] == pytest.approx(seconds, rel=1e-5)
+        target = pair.target.model_copy(update={"recurrent": states})
+
+        def seconds(endless):
+            times = roofline_profile(
+                h100().model_copy(update={endless: math.inf}), target, pair.draft,
+                assumptions=BARE, context_length=context, tokens=(1, 256), batch_sizes=(batch,),
+            )  # fmt: skip
+            return times.target_forward[0].seconds
+
+        for tokens, passes, *found in zip(
+            (1, 256), (2, 3), seconds("bandwidth_gb_s"), seconds("bf16_tflops"), strict=True
+        ):
+            rows = batch * tokens
+            operations = 2 * target.matmul_parameters * rows
+            operations += 16 * 4 * 32 * 128 * (context + tokens) * rows
+            operations += batch * 16 * 32 * 4 * tokens * 128 * (64 + tokens)
+            moved = 2 * target.matmul_parameters + batch * context * 16 * 2 * 8 * 128 * 2
+            moved += passes * batch * 16 * 32 * 64 * 128 * 4
+            expected = operations / (0.65 * 989.4e12), moved / (0.85 * 3350e9)
+            assert found == pytest.approx(expected, rel=1e-5)
 
     def test_key_heads_are_copied_where_there_are_too_few(self):
         # 8 key/value heads: 16 devices each read as many keys as 8 do.

@@ -105,6 +105,7 @@ def test_one_expert_is_dense():
         ({}, 48),
         ({"mlp_only_layers": [0, 5]}, 46),
         ({"decoder_sparse_step": 2}, 24),
+        ({"decoder_sparse_step": 5}, 9),
         ({"first_k_dense_replace": 3}, 45),
         ({"moe_layer_freq": [0] * 8 + [1] * 40, "decoder_sparse_step": None}, 40),
         ({"mlp_layer_types": ["dense"] + ["sparse"] * 47}, 47),
@@ -166,7 +167,7 @@ def compressed(*bits: int) -> dict:
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 1.0),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5),
-        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, 1.0),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, 0.5),
         (compressed(4), 0.5),
         (compressed(4, 8), 1.0),
     ],
@@ -279,6 +280,7 @@ def test_each_layer_of_nemotron_h_is_a_state_attention_an_mlp_or_experts():
 def test_blocks_that_layers_share_are_kept_once_and_read_in_each():
     """Zamba 2: 13 of 81 layers have one of two blocks of attention and MLP, beside their state."""
     found = shape(ZAMBA_2_7B)
+    assert shape(ZAMBA_2_7B, num_mem_blocks=None).shared.count == 1
     assert (found.recurrent.layers, found.attention_layers, found.layers) == (81, 13, 13)
     assert found.recurrent.state_values == 81 * 112 * 64 * 64
     assert 7.0e9 < found.parameters < 7.5e9  # 7.4 by its card, with adapters

@@ -280,6 +280,15 @@ def test_static_trees_share_one_shape():
     assert laid_out({"a": []}, {"a": 0}, grown) is None
 
 
+def test_paths_lead_from_the_root_to_each_node():
+    grown = grown_from(torch.arange(VOCABULARY))
+    names = {str(row): row for row in range(VOCABULARY)}
+    scheduled = {name: grown.tokens[row, 1:].tolist() for name, row in names.items()}
+    nodes = node_paths(laid_out(scheduled, names, grown, tree=TREE), torch.ones(9) > 0)
+    expected = [list(path[1:]) for row in grown.tokens.tolist() for path in paths(TREE, row)]
+    assert nodes.own_tokens() == expected
+
+
 # -- verify ----------------------------------------------------------------------------------
 
 
@@ -318,6 +327,17 @@ def test_rows_of_others_are_not_taken_for_padding(names, rows):
     assert not laid_out(scheduled, index, grown).is_all
     found = verified(scheduled, index, rows)
     assert found == [[1, 7, -1], [1, 3, 6]]
+
+
+def test_kinds_of_requests_with_trees_of_different_depths_are_joined():
+    grown = GrownTrees(torch.tensor([[0, 1, 2, 3]] * 2), torch.full((2, 9), 1 / 9),
+                       torch.tensor([[0, 1, -1, -1]] * 2))  # fmt: skip
+    trees = laid_out({"greedy": [1], "sampled": [1, 2, 3]}, {"greedy": 0, "sampled": 1}, grown)
+    logits = torch.nn.functional.one_hot(torch.tensor([1, 7, 1, 3, 8, 6]), 9).log()
+    target = TargetDistribution(logits, torch.tensor([0.0, 1.0]), Truncation(), cut)
+    result = VERIFIER.verify(trees, target, {})
+    assert result.output_tokens.tolist() == [[1, 7, -1], [1, 3, 6]]
+    assert result.accepted_nodes.tolist() == [[1, -1], [1, 3]]
 
 
 @pytest.mark.parametrize("temperature", [None, 1.0])
@@ -364,7 +384,10 @@ def test_nodes_that_requests_share_count_by_their_places():
     assert sizes.tolist() == [3, 3, 4]
 
 
-LONG = grow_told(torch.tensor([0]), torch.tensor([[8, 7, 6, 5, 4]]), torch.tensor([5]))
+def long_branch() -> GrownTrees:
+    return grow_told(torch.tensor([0]), torch.tensor([[8, 7, 6, 5, 4]]), torch.tensor([5]))
+
+
 STATIC = GrownTrees(torch.tensor([[0, 1, 2, 3]]), torch.empty(0), torch.empty(0))
 
 
@@ -374,7 +397,7 @@ def test_a_branch_may_be_longer_than_the_tree(scheduled, accepted):
     branch = [8, 7, 6, 5, 4][:scheduled]
     trees = lay_out(
         TreeTables(SMALL_TREE, CPU), {"a": branch, "b": [1, 2, 3]},
-        {"a": Draft(LONG, 0), "b": Draft(STATIC, 0)}, {"a": 0, "b": 1}, lambda name: False,
+        {"a": Draft(long_branch(), 0), "b": Draft(STATIC, 0)}, {"a": 0, "b": 1}, lambda name: False,
         np.array([scheduled + 1, scheduled + 5]), np.array([20, 14]),
     )  # fmt: skip
     depths = list(range(scheduled + 1))
@@ -416,7 +439,7 @@ def test_a_branch_keeps_the_law(method):
     names = list(map(str, range(requests)))
     trees = lay_out(
         TreeTables(SMALL_TREE, CPU), dict.fromkeys(names, told),
-        dict.fromkeys(names, Draft(LONG, 0)), {name: row for row, name in enumerate(names)},
+        dict.fromkeys(names, Draft(long_branch(), 0)), dict(zip(names, range(requests), strict=True)),
         lambda name: False, np.arange(6, 6 * requests + 1, 6), np.full(requests, 20),
     )  # fmt: skip
     logits = 0.5 * WEIGHTS[0, :6]
@@ -441,7 +464,7 @@ def test_trees_and_branches_have_the_q_of_their_own():
     sampling = DraftSampling(torch.ones(1), zeros, torch.zeros(1) > 0, Truncation())
     torch.manual_seed(0)
     grown = [grown_from(torch.tensor([0]), sampling, SMALL_TREE) for _ in range(count)]
-    drafts = [Draft(each, 0) for each in grown] + [Draft(LONG, 0)] * count
+    drafts = [Draft(each, 0) for each in grown] + [Draft(long_branch(), 0)] * count
     names = list(map(str, range(2 * count)))
     scheduled = [each.grown.tokens[0, 1:].tolist() for each in drafts]
     lengths = np.array([1 + len(each) for each in scheduled])
