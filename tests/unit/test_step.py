@@ -439,7 +439,8 @@ def test_a_branch_keeps_the_law(method):
     names = list(map(str, range(requests)))
     trees = lay_out(
         TreeTables(SMALL_TREE, CPU), dict.fromkeys(names, told),
-        dict.fromkeys(names, Draft(long_branch(), 0)), dict(zip(names, range(requests), strict=True)),
+        dict.fromkeys(names, Draft(long_branch(), 0)),
+        {name: row for row, name in enumerate(names)},
         lambda name: False, np.arange(6, 6 * requests + 1, 6), np.full(requests, 20),
     )  # fmt: skip
     logits = 0.5 * WEIGHTS[0, :6]
