@@ -1,4 +1,4 @@
-"""How tree attention's kernels are compiled for the models that we name."""
+"""How tree attention, and what writes its cache, are compiled for the models that we name."""
 
 from itertools import chain
 
@@ -11,6 +11,7 @@ from sequoia_vllm.kernels.tree_attention_kernels import (
     merge_splits_kernel,
     tree_attention_kernel,
 )
+from sequoia_vllm.kernels.write_cache import row_constants, write_cache_kernel
 
 
 def attention_variants() -> list[Variant]:
@@ -141,6 +142,30 @@ def _plan_variants() -> list[Variant]:
         )
         for requests, windowed in ((64, False), (64, True), (2048, False))
     ]
+
+
+def write_variants() -> list[Variant]:
+    """The write of keys and values: sizes of heads, MiMo-V2's, latents, and both divisions."""
+    return [
+        Variant(
+            f"write cache {dtype} to {cache}, {heads} heads of {size} and {value_size}"
+            + ", exactly" * exact,
+            write_cache_kernel,
+            _signature(dtype, cache) | dict.fromkeys(("keys", "values"), f"*{dtype}"),
+            {
+                **row_constants(heads, size, value_size), "BLOCK_SIZE": 16, "EXACT": exact,
+                "QUANTIZED": cache == "fp8e4nv",
+            },
+            capabilities=CAPABILITIES[cache == "fp8e4nv" :],
+        )
+        for dtype, cache, heads, size, value_size, exact in (
+            ("bf16", "bf16", 8, 64, 64, False), ("bf16", "bf16", 8, 128, 128, False),
+            ("fp16", "fp16", 4, 256, 256, False), ("fp32", "fp32", 8, 128, 128, False),
+            ("bf16", "fp8e4nv", 8, 128, 128, False), ("bf16", "fp8e4nv", 8, 128, 128, True),
+            ("bf16", "fp8e4nv", 4, 192, 128, False), ("bf16", "bf16", 1, 64, 512, True),
+            ("bf16", "fp8e4nv", 1, 64, 512, True),
+        )
+    ]  # fmt: skip
 
 
 def _signature(dtype: str, cache: str) -> dict[str, str]:

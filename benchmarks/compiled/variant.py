@@ -53,10 +53,11 @@ _NAMES = {
     """,
     "i32:16": """
         block_stride channels draft_inner_stride draft_state_stride dt_stride hidden
-        input_stride key_block_stride key_head_stride key_slot_stride layer_stride
+        input_stride key_block_stride key_head_stride key_row_stride key_slot_stride
+        key_token_stride layer_stride
         logits_stride output_head_stride output_token_stride padded_rows query_head_stride
         query_token_stride slots_stride states_stride token_stride value_block_stride
-        value_head_stride value_slot_stride vocabulary
+        value_head_stride value_row_stride value_slot_stride value_token_stride vocabulary
     """,
     "i64": "tokens_stride",
     "i64:16": "head_stride slot_stride",

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from benchmarks.compiled.attention_variants import attention_variants
+from benchmarks.compiled.attention_variants import attention_variants, write_variants
 from benchmarks.compiled.variant import CAPABILITIES, Variant
 from sequoia_vllm.drafting import drafted_trees, dynamic_levels
 from sequoia_vllm.kernels import (
@@ -41,9 +41,10 @@ Task = tuple[Variant, int]
 def all_variants() -> tuple[Variant, ...]:
     """The variants of all kernels, in the order of the pages."""
     variants = (
-        *attention_variants(), *_children(), *_commit(), *_path_edits(), *_target_statistics(),
-        *_verify(), *_traversal(), *_begin_drafting(), *_truncation(), *_draft_inputs(),
-        *_target_states(), *_scoring_inputs(), *_continuations(), *_dynamic_trees(), *_recurrent(),
+        *attention_variants(), *write_variants(), *_children(), *_commit(), *_path_edits(),
+        *_target_statistics(), *_verify(), *_traversal(), *_begin_drafting(), *_truncation(),
+        *_draft_inputs(), *_target_states(), *_scoring_inputs(), *_continuations(),
+        *_dynamic_trees(), *_recurrent(),
     )  # fmt: skip
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):

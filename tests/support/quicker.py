@@ -7,6 +7,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import torch
+
 _freeze, unfreeze = gc.freeze, gc.unfreeze
 
 
@@ -39,6 +42,8 @@ def interpret_quickly() -> None:
     - NumPy's dtypes of Triton's are remembered: it makes a table of all for each operation.
     - So are shapes, and builtins are called without their wrapper.
     - Integers are computed once: it does so twice, and looks at one result only.
+
+    And torch converts fp8: the interpreter forgets to carry, and takes NaN for 480.
     """
     from triton.runtime import interpreter
 
@@ -49,6 +54,30 @@ def interpret_quickly() -> None:
     _leave_integers_unchecked()
     interpreter._patch_lang = _once_per_module(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    interpreter._convert_float = _converted_by_torch(interpreter._convert_float)
+
+
+def _converted_by_torch(convert: Callable[..., Any]) -> Callable[..., Any]:
+    import triton.language as tl
+
+    fp8 = tl.float8e4nv
+    known = {
+        fp8: torch.float8_e4m3fn, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16,
+        tl.float32: torch.float32,
+    }  # fmt: skip
+    bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+    def converted(numbers: Any, source: Any, target: Any, *how: Any) -> Any:
+        if fp8 not in (source, target) or not {source, target} <= known.keys():
+            return convert(numbers, source, target, *how)
+        given = torch.from_numpy(np.ascontiguousarray(numbers)).view(known[source])
+        if target == fp8:  # as GPUs, which saturate
+            largest = torch.finfo(known[fp8]).max
+            given = given.float().clamp(-largest, largest)
+        found = given.to(known[target])
+        return found.view(bits[found.itemsize]).numpy().reshape(numbers.shape)
+
+    return converted
 
 
 def _remember_blocks() -> None:

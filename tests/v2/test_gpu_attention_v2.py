@@ -3,6 +3,9 @@
 Plain tokens are those of vLLM's TRITON_ATTN in the same process.
 """
 
+import math
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +14,10 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from sequoia_vllm.engine.common.patched import patched
 from tests.support.calling import called_once
-from tests.support.engines import running, sequoia
+from tests.support.engines import generated as tokens_of
+from tests.support.engines import plain_outputs, runner_of, running, sequoia
 from tests.support.generating import (
     generate,
     generate_on,
@@ -21,6 +26,7 @@ from tests.support.generating import (
     save_related_pair,
 )
 from tests.support.interpreted import call_on_v2
+from tests.support.models import prompts, save_spoilt_pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -29,6 +35,7 @@ SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads"
 # Blocks as small as on GPUs: trees reach over their ends.
 OPTIONS = {"skip_tokenizer_init": True, "block_size": 16}
 LENGTHS = [9, 40, 23]
+UNSEEN = 4000  # a token that answers lack
 LAUNCHES = Path(__file__).parent / "LAUNCHES.md"
 
 
@@ -44,7 +51,7 @@ def generate_as_on_gpus(models: str) -> dict[str, Any]:
     with running(sequoia(10, 6, draft, retrieval=True), **options) as llm:
         answers["trees"] = generate_on(llm, requests, params())
         answers["launches"] = launches_of_a_step(llm)
-    return answers | {"slots": slots_of_a_level()}
+    return answers | {"slots": slots_of_a_level(), "written": written_caches()}
 
 
 def launches_of_a_step(llm: Any) -> dict[str, Any]:
@@ -98,6 +105,48 @@ def slots_of_a_level() -> dict[str, list[list[int]]]:
     return {"ours": inputs.slots[:, :12].tolist(), "vLLM's": expected.tolist()}
 
 
+def written_caches() -> dict[str, list[Any]]:
+    """What whole and fp8 caches hold after we have written keys and values, and after vLLM has."""
+    from vllm.v1.attention.ops import triton_reshape_and_cache_flash as module
+
+    from sequoia_vllm.kernels.write_cache import write_cache
+
+    generator = torch.Generator().manual_seed(2)
+    new = [torch.randn(7, 2, 80, generator=generator).mul(30).half() for _ in range(2)]
+    slots, found = torch.tensor([3, 40, -1, 17, 16, 0, 63]), {}
+    scales = torch.tensor([0.3]), torch.tensor([1.7])
+    for kind, dtype in (("auto", torch.float16), ("fp8", torch.float8_e4m3fn)):
+        ours, theirs = (torch.zeros(4, 2, 16, 160, dtype=dtype).transpose(1, 2) for _ in range(2))
+        with patched(module, "_is_supported_kv_cache_dtype", lambda _: True):  # on a GPU
+            module.triton_reshape_and_cache_flash(
+                *new, *theirs.chunk(2, dim=-1), slots, kind, *scales
+            )
+        write_cache(*new, *ours.chunk(2, dim=-1), slots, *scales, divides_exactly=False)
+        found[kind] = [one.float().tolist() for one in (ours, theirs)]
+    return found
+
+
+def generate_beside_nan(models: str) -> dict[str, Any]:
+    """Answers while trees draft a token all the time that the target reads as NaN."""
+    texts, greedy = prompts(8), SamplingParams(temperature=0, max_tokens=10)
+    expected = plain_outputs(texts, greedy, block_size=16)
+    frequent, *_ = Counter(chain.from_iterable(expected)).most_common(1)[0]
+    target, draft = save_spoilt_pair(Path(models), UNSEEN, frequent, math.nan)
+    answers: dict[str, Any] = {"plain": expected}
+    for name, is_dynamic in (("static", False), ("dynamic", True)):
+        config = sequoia(8, 3, draft, dynamic_tree=is_dynamic)
+        with running(config, model=target, block_size=16) as llm:
+            answers[name] = {"tokens": tokens_of(llm, texts, greedy)}
+            found = [parts_of(cache) for cache in runner_of(llm).kv_caches]
+            answers[name]["nan"] = [[bool(part.isnan().any()) for part in each] for each in found]
+    return answers
+
+
+def parts_of(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys and values."""
+    return cache.chunk(2, dim=-1)
+
+
 generated = called_once(call_on_v2, generate_as_on_gpus, gpu_attention=True)
 
 
@@ -126,3 +175,19 @@ def test_nodes_have_the_slots_that_vllm_would_give_them(generated):
     slots = generated["slots"]
     assert slots["ours"] == slots["vLLM's"]
     assert [group.count(-1) for group in slots["ours"]] == [3, 3]
+
+
+def test_keys_and_values_are_written_as_vllm_writes_them(generated):
+    for ours, theirs in generated["written"].values():
+        assert ours == theirs
+        assert torch.tensor(ours).count_nonzero() > 1800
+
+
+def test_rejected_drafts_that_the_target_reads_as_nan(tmp_path):
+    """Their slots keep keys of NaN, and values of 0, which later tokens' tiles read."""
+    found = call_on_v2(generate_beside_nan, tmp_path, gpu_attention=True, models=str(tmp_path))
+    for kind in ("static", "dynamic"):
+        assert found[kind]["tokens"] == found["plain"]
+        assert UNSEEN not in chain(*found["plain"])
+        assert [True, False] in found[kind]["nan"]
+        assert not any(values for _, values in found[kind]["nan"])

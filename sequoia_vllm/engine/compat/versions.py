@@ -15,6 +15,7 @@ SUPPORTED_VERSIONS: dict[Device, tuple[str, ...]] = {
     "cpu": ("0.32.0",),
     "gpu": ("0.32.0", "0.33.0"),
 }
+_WRITTEN = "self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale"
 _MASKS = "vllm.v1.worker.gpu.structured_outputs"
 _ATTENTION = "vllm.v1.attention.backends"
 CHANGED: tuple[Expected, ...] = (
@@ -43,6 +44,14 @@ CHANGED: tuple[Expected, ...] = (
         f"{_ATTENTION}.mla.triton_mla:_reserve_attn_logits_workspace",
         "vllm_config, max_decode_rows, q_num_heads, kv_lora_rank",
         since=(0, 33),
+    ),
+    # Whether fp8's scale is 1: then dividing changes nothing.
+    *(
+        expected("vllm.v1.attention.backend:MLAAttentionImpl.do_kv_cache_update", names, **versions)
+        for names, versions in (
+            (_WRITTEN, {"before": (0, 33)}),
+            (f"{_WRITTEN}, skip_scale", {"since": (0, 33)}),
+        )
     ),
     expected("vllm.config:VllmConfig._limit_max_model_len_to_draft", "self", since=(0, 33)),
 )

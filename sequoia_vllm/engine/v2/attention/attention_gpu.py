@@ -26,7 +26,8 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from sequoia_vllm.drafting.growth import NodeQueries
-from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
+from sequoia_vllm.engine.runner.attention_layers import window_of
+from sequoia_vllm.engine.v2.attention.attention_gpu_writes import WritingForward
 from sequoia_vllm.engine.v2.attention.scoring import OtherRows, ScoringTreesV2
 from sequoia_vllm.kernels.node_masks import NodeMask, NodeMasks
 from sequoia_vllm.kernels.split_plan import SplitPlan
@@ -126,10 +127,9 @@ class DraftMetadata:
         return len(self.tree.context_lens)
 
 
-class GPUTreeForward(TreeForward):
+class GPUTreeForward(WritingForward):
     """Tree attention in Triton, on the KV caches of vLLM's GPU backends."""
 
-    head_size: int
     scale: float
     logits_soft_cap: float | None
     sinks: Tensor | None

@@ -24,6 +24,7 @@ from sequoia_vllm.engine.runner.attention_layers import LatentTreeBuilder
 from sequoia_vllm.engine.v2.attention.attention_gpu import DraftMetadata, GPUTreeQueries
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.tree_attention import EXTRA_SIZES, tree_attention
+from sequoia_vllm.kernels.write_cache import write_cache
 
 
 def decoded_nodes(
@@ -72,7 +73,24 @@ class MLATreeImpl(TritonMLAImpl):
     def unsupported_features(self) -> dict[str, bool]:
         """Features that our kernel cannot serve, and whether this layer has them."""
         extra = self.qk_rope_head_dim
-        return {f"latents with {extra} channels for positions": extra not in (0, *EXTRA_SIZES)}
+        return {f"latents with {extra} channels for positions": extra not in EXTRA_SIZES}
+
+    # Until: vLLM's operator writes latents that are not finite so that masks hide them.
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
+        kv_cache_dtype: str, k_scale: Tensor, *_: Any,
+    ) -> None:  # fmt: skip
+        """Writes like vLLM's operator, but latents that are not finite like `write_cache`.
+
+        A latent is a value, and part of a key. The key's other channels, for positions, take NaN.
+        """
+        if kv_cache.numel() == 0:
+            return
+        values, keys = kv_cache.unsqueeze(2).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+        write_cache(
+            k_pe.view(len(k_pe), 1, -1), kv_c_normed[:, None], keys, values,
+            slot_mapping.flatten(), k_scale, k_scale, divides_exactly=True,
+        )  # fmt: skip
 
     def reserve_workspace(self) -> None:
         """Reserves memory for one row per request, like `LatentTreeBuilder`, where vLLM asks."""

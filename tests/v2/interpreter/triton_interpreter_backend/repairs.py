@@ -21,6 +21,7 @@ def register() -> None:
         raise RuntimeError("triton_interpreter_backend is on the path without TRITON_INTERPRET=1")
     _keep_scalar_booleans()
     _give_libdevice_bodies()
+    _find_a_largest_among_nan()
     _filter_top_k_top_p_in_torch()
     _allow_async_scheduling()
     interpret_quickly()
@@ -84,6 +85,25 @@ def _give_libdevice_bodies() -> None:
 
     libdevice.log1p = elementwise(np.log1p)
     libdevice.isnan = elementwise(np.isnan, tl.int1)
+
+
+def _find_a_largest_among_nan() -> None:
+    """`argmax` of NaN alone is some place on GPUs; NumPy raises an error."""
+    from triton.runtime.interpreter import ReduceOps
+
+    original = ReduceOps.min_max
+    if getattr(original, "finds_one", False):
+        return
+
+    def largest(numbers: Any, **how: Any) -> Any:
+        return np.argmax(np.where(np.isnan(numbers), -np.inf, numbers), **how)
+
+    def min_max(self: Any, given: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        is_argmax = idx_reduce_op is np.nanargmax
+        return original(self, given, val_reduce_op, largest if is_argmax else idx_reduce_op)
+
+    min_max.finds_one = True  # type: ignore[attr-defined]
+    ReduceOps.min_max = min_max
 
 
 def _filter_top_k_top_p_in_torch() -> None:
