@@ -1,6 +1,7 @@
 """Random traffic for hours, to a server with trees and to plain vLLM beside it.
 
     python -m benchmarks.soak --minutes 45 --out soak.json
+    python -m benchmarks.soak --minutes 45 --rehearse --out soak-rehearsal.json
 
 A round is a burst or a trickle of random requests (those of the differential tests), after one of
 the things that operators do: the prefix cache is reset, weights are loaded again, an adapter is
@@ -8,6 +9,9 @@ loaded and dropped, always under one name. Of the clients 5 % hang up, and as ma
 are refused. Every answer is compared. After each round both servers are idle: then memory, handles
 and threads are counted, and what a fixed request accepts. It ends with status 1 if an answer
 differs, a request hangs, a count is wrong, or something grows that does not grow in plain vLLM.
+
+`--rehearse` runs vLLM's GPU engine without a GPU (`tests/gpu_rehearsal`). It sleeps and wakes up.
+It has no adapters: vLLM's kernels for them refuse float32, in which answers are compared.
 """
 
 import asyncio
@@ -17,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,14 +33,15 @@ import typer
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.measuring.provenance import provenance
 from tests.support.adapters import RANK, save_adapter
+from tests.support.interpreted import gpu_environment
+from tests.support.memory_checks import VARIABLE as MEMORY_CHECKS
 from tests.support.models import prompts
 from tests.support.serving import DRAFT, OPTIONS, Server, environment
-from tests.support.soak.over_http import Endpoint, Tally, compare
+from tests.support.soak.over_http import HANGS_AFTER, Endpoint, Tally, compare
 from tests.support.soak.random_requests import RandomRequest, random_requests
 
 app = typer.Typer(add_completion=False)
 ADAPTER = "tuned"
-EVENTS = ("nothing", "nothing", "prefix cache", "weights", "adapter")
 TREES = {"method": "sequoia", "model": DRAFT}
 _LORA = ("--enable-lora", "--max-loras=2", f"--max-lora-rank={RANK}")
 _VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -53,6 +58,43 @@ _PROBE = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}
 _MIB = 1 << 20
 # Growth counts from this share of the run on: caches fill before.
 _WARM = 1 / 3
+
+
+@dataclass(frozen=True)
+class Engines:
+    """One of vLLM's engines, and what suits it.
+
+    Attributes:
+        trees: The speculative configuration.
+        sizes: Requests of a round.
+        patience: Seconds after which a request hangs.
+    """
+
+    options: tuple[str, ...]
+    variables: dict[str, str]
+    trees: dict[str, Any] = field(default_factory=lambda: TREES)
+    events: tuple[str, ...] = ("nothing", "nothing", "prefix cache", "weights", "adapter")
+    sizes: tuple[int, ...] = (6, 12, 40)
+    patience: float = HANGS_AFTER
+
+
+CPUS = Engines((*OPTIONS[1:], *_LORA), {})
+
+
+def rehearsed() -> Engines:
+    """The GPU engine, whose kernels are interpreted: it is slow, and its times mean nothing.
+
+    So it always drafts, in small trees. Other tests check what kernels do to memory.
+    """
+    quick = {"REHEARSE_QUICK_START": "1", MEMORY_CHECKS: "0"}
+    return Engines(
+        ("--dtype=float32", "--max-model-len=512", "--max-num-seqs=8", "--enable-sleep-mode"),
+        gpu_environment(multiprocessing=True) | quick,
+        {**TREES, "adapt": False, "tree": {"size": 8, "depth": 3}},
+        events=("nothing", "nothing", "prefix cache", "weights", "sleep"),
+        sizes=(3, 6, 12),
+        patience=1200.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -76,11 +118,16 @@ def soak(
     minutes: Annotated[float, typer.Option(help="How long to send requests.")] = 45.0,
     seed: Annotated[int, typer.Option(help="Of requests and events.")] = 0,
     pause: Annotated[float, typer.Option(help="Seconds between two rounds.")] = 5.0,
+    rehearse: Annotated[bool, typer.Option(help="vLLM's GPU engine, without a GPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Sends random requests for so long, and says what differed, hung or grew."""
-    with tempfile.TemporaryDirectory() as folder, both_servers(Path(folder)) as (ours, plain):
-        soaking = Soaking(ours, plain, Path(folder), random.Random(seed))
+    engines = rehearsed() if rehearse else CPUS
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        both_servers(Path(folder), engines) as (ours, plain),
+    ):
+        soaking = Soaking(ours, plain, Path(folder), random.Random(seed), engines)
         until = time.monotonic() + 60 * minutes
         while time.monotonic() < until:
             soaking.round()
@@ -95,14 +142,20 @@ def soak(
 
 
 @contextmanager
-def both_servers(folder: Path) -> Iterator[tuple[Server, Server]]:
+def both_servers(folder: Path, engines: Engines) -> Iterator[tuple[Server, Server]]:
     """A server with trees, by its defaults, and a plain one. CPUs: one thread each."""
-    variables = environment() | _VARIABLES | {"SEQUOIA_VLLM_TREES": str(folder / "trees")}
+    own = {"SEQUOIA_VLLM_TREES": str(folder / "trees")}
+    variables = environment() | engines.variables | _VARIABLES | own
     with ExitStack() as stack:
         servers = [
-            Server(folder / f"{name}.log", *OPTIONS[1:], *_LORA, *more, variables=variables)
+            Server(
+                folder / f"{name}.log",
+                *(*engines.options, *more),
+                variables=variables,
+                start_deadline=engines.patience,
+            )
             for name, more in (
-                ("ours", ["--speculative-config", json.dumps(TREES)]),
+                ("ours", ["--speculative-config", json.dumps(engines.trees)]),
                 ("plain", []),
             )
         ]
@@ -120,30 +173,36 @@ def refused_request(source: random.Random, model: str) -> tuple[str, dict[str, A
 class Soaking:
     """Both servers, what was sent to them, and what was seen."""
 
-    def __init__(self, ours: Server, plain: Server, folder: Path, source: random.Random) -> None:
+    def __init__(
+        self, ours: Server, plain: Server, folder: Path, source: random.Random,
+        engines: Engines = CPUS,
+    ) -> None:  # fmt: skip
         self.servers = {"ours": ours, "plain": plain}
         self.samples: dict[str, list[Sample]] = {name: [] for name in self.servers}
-        self._tally, self._source = Tally(), source
+        self._tally, self._source, self._engines = Tally(), source, engines
         self._began = time.monotonic()
-        self._events = dict.fromkeys(EVENTS, 0)
+        self._events = dict.fromkeys(engines.events, 0)
         self._refused = 0
         self._wrong: list[str] = []
         self._adapters = [save_adapter(folder / f"adapter{n}", n) for n in (1, 2)]
         self._clients = {
-            name: httpx.Client(base_url=server.url, trust_env=False, timeout=120)
+            name: httpx.Client(base_url=server.url, trust_env=False, timeout=engines.patience)
             for name, server in self.servers.items()
         }
 
     def round(self) -> None:
         """One event, the requests behind it, and a sample when all have ended."""
-        event = self._source.choice(EVENTS)
+        event = self._source.choice(self._engines.events)
         self._events[event] += 1
-        count = self._source.choice((6, 12, 40))
+        count = self._source.choice(self._engines.sizes)
         requests = random_requests(prompts(32), count, self._source.randrange(1 << 30), 4096)
         if event == "prefix cache":
             self._post("/reset_prefix_cache")
         elif event == "weights":
             self._post("/collective_rpc", {"method": "reload_weights"})
+        elif event == "sleep":
+            self._post("/sleep?level=1")
+            self._post("/wake_up")
         if event == "adapter":
             path = self._source.choice(self._adapters)
             self._post("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": path})
@@ -159,11 +218,12 @@ class Soaking:
     def _send(self, requests: Sequence[RandomRequest], model: str | None = None) -> None:
         if model is not None:  # structured outputs and adapters are tried apart
             requests = [replace(request, structured=None) for request in requests]
-        ours, plain = (Endpoint(server) for server in self.servers.values())
+        patience = self._engines.patience
+        ours, plain = (Endpoint(server, patience) for server in self.servers.values())
         ours.model, plain.model = model or ours.model, model or plain.model
         asyncio.run(compare(ours, plain, requests, self._tally))
         for name, server in self.servers.items():
-            server.wait_until_idle()
+            server.wait_until_idle(patience)
             if any(server.metric("vllm:kv_cache_usage_perc")):
                 self._wrong.append(f"{name}: an idle server holds KV cache")
 
@@ -189,7 +249,7 @@ class Soaking:
             client.post(
                 "/v1/completions", json={"model": server.model, "prompt": prompts(1)[0], **_PROBE}
             )
-            server.wait_until_idle()
+            server.wait_until_idle(self._engines.patience)
             trees, tokens = (after - b for after, b in zip(_trees(server), before, strict=True))
             family = [psutil.Process(one.pid) for one in server.family()]
             self.samples[name].append(

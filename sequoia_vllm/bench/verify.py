@@ -230,7 +230,8 @@ class Verification:
 
     def _time(self, engine: VerifyEngine) -> None:
         settings = self.settings
-        for size in settings.speed_sizes:
+        most = min(len(settings.prompts), engine.limits()["max_num_seqs"])  # that run at once
+        for size in sorted({min(size, most) for size in settings.speed_sizes}):
             self._say(f"speed of {size} at once")
             case = EngineCase(size, 0.0)
             prompts = settings.prompts[: max(size, 4)]

@@ -1,17 +1,16 @@
-"""What `verify` asks of an engine, of vLLM's GPU engine with graphs; a stale graph fails it."""
+"""The command `verify` over vLLM's GPU engine with graphs: a stale graph fails it."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sequoia_vllm.bench.methods import PLAIN
-from sequoia_vllm.bench.verify import BATCH, TRAFFIC, Verification, VerifySettings
-from sequoia_vllm.bench.verify_engine import TOGETHER
+from sequoia_vllm.bench.verify import BATCH, TRAFFIC, WITHOUT, Verification
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.verifying import report
-from sequoia_vllm.verifying.report import Outcome, check_graphs
+from sequoia_vllm.verifying.law import BY_DRAFT
+from sequoia_vllm.verifying.report import Outcome, VerifyReport, check_graphs
 from tests.gpu_rehearsal.test_mutants import moves_its_buffers, with_mistake
 from tests.support.calling import called_once
 from tests.support.generating import random_prompts, save_related_pair
@@ -20,75 +19,82 @@ from tests.support.models import save_word_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
+LENGTHS = [9, 18, 13, 21, 30, 11, 16, 25]
+CONFIG = {"method": "sequoia", "tree": {"size": 8, "depth": 3}}
 STALE = ", with a stale graph"
-OPTIONS = {
-    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 3, "skip_tokenizer_init": True,
-}  # fmt: skip
 
 
-def settings_of(folder: str) -> VerifySettings:
-    """A related pair with tokenizers, whose answers are short."""
-    target, draft = save_related_pair(Path(folder))
+def words(folder: Path) -> list[str]:
+    """The command for a related pair. Options are those that make it small, and float32."""
+    target, draft = save_related_pair(folder)
     for model in (target, draft):
         save_word_tokenizer(Path(model))
-    return VerifySettings(
-        target, draft, chain=None, options=OPTIONS,
-        config={"method": "sequoia", "model": draft, "tree": {"size": 8, "depth": 3}},
-        prompts=tuple(one["prompt_token_ids"] for one in random_prompts([9, 18, 13, 21])),
-        max_tokens=24, samples=4, sampled_tokens=12, rounds=1, speed_sizes=(1,),
-    )  # fmt: skip
+    prompts = folder / "prompts.jsonl"
+    texts = (" ".join(f"w{n}" for n in one["prompt_token_ids"]) for one in random_prompts(LENGTHS))
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    given = {
+        "--draft-model": draft, "--prompts": prompts, "--num-prompts": len(LENGTHS),
+        "--speculative-config": json.dumps(CONFIG), "--dtype": "float32", "--max-model-len": 256,
+        "--max-num-seqs": 4,
+    }  # fmt: skip
+    options = [str(word) for pair in given.items() for word in pair]
+    return ["verify", target, "--quick", "--json", *options]
 
 
-def verify_with_graphs(models: str) -> dict[str, Any]:
-    """An engine's part of `verify`: in a batch and under traffic; and again with a stale graph."""
+def verify(folder: str) -> dict[str, Any]:
+    """The command's report; and its first engine's part again, with a stale graph."""
     from gpu_stand_in.vllm_parts import QUICK_START
+    from typer.testing import CliRunner
 
+    from sequoia_vllm.cli import app
+    from sequoia_vllm.cli import verify as command
     from sequoia_vllm.drafting.draft_batch import DraftBatch
 
     os.environ[QUICK_START] = "1"  # in a process of its own
-    found = Verification(settings_of(models))
-    trees = found.settings.whole_trees()
-    with found._engine(trees) as engine:
-        found.found.limits = dict(engine.limits())
-        found._answer_together(engine)
-        failures = engine._metric("sequoia:draft_failures")
-    with with_mistake(DraftBatch, "begin", moves_its_buffers), found._engine(trees) as engine:
-        found._answer_together(engine, STALE)
-    with found._engine(PLAIN) as engine:
-        plain = {
-            what: [list(one.tokens) for one in engine.answer(prompts, 24, TOGETHER)]
-            for what, (prompts, _) in found.found.observed.items()
-        }
-    counted = found.found.trees
-    with patched(report, "FEWEST_TREES", 40):  # a batch of four short answers has no more
-        checks = [check_graphs(counted[BATCH + how], counted[BATCH]) for how in ("", STALE)]
+    ran: list[Verification] = []
+
+    def noted(*args: Any) -> Verification:
+        ran.append(Verification(*args))
+        return ran[-1]
+
+    with patched(command, "Verification", noted):
+        done = CliRunner().invoke(app, words(Path(folder)))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    [one] = ran
+    with (
+        with_mistake(DraftBatch, "begin", moves_its_buffers),
+        one._engine(one.settings.whole_trees()) as engine,
+    ):
+        one._answer_together(engine, STALE)
+    for part in (BATCH, TRAFFIC):
+        one.found.trees[part] = one.found.trees[part + STALE]
     return {
-        "limits": found.found.limits, "failures": failures, "plain": plain,
-        "answers": {what: answers for what, (_, answers) in found.found.observed.items()},
-        "traffic": found._traffic_check().to_dict(),
-        "checks": [check.to_dict() for check in checks],
+        "code": done.exit_code, "report": json.loads(done.stdout),
+        "stale": check_graphs(*one._trees_by_graphs()).to_dict(),
     }  # fmt: skip
 
 
-found = called_once(call_on_gpu, verify_with_graphs)
+found = called_once(call_on_gpu, verify)
 
 
-def test_answers_from_graphs_are_plain_vllms(found):
-    """Also of requests that arrive, are aborted and preempted while they share a prefix.
+def test_the_whole_command_passes(found):
+    """Its traffic preempts requests that share a prefix with those that arrive.
 
     A new request may find a block that a resumed one fills in the same step: once the draft read
     it for both, and wrote its slots twice.
     """
-    assert found["limits"]["runner"] == "V2"
-    assert "FULL" in found["limits"]["cudagraph_mode"]
-    assert found["failures"] == 0
-    assert found["answers"] == found["plain"]
-    assert {BATCH, TRAFFIC} < found["answers"].keys()
-    assert found["traffic"]["outcome"] == Outcome.PASSED, found["traffic"]
+    report = VerifyReport.model_validate(found["report"])
+    others = {c.name: c.said for c in report.checks if c.outcome is not Outcome.PASSED}
+    assert (found["code"], others, report.verdict) == (0, {}, Outcome.PASSED)
+    assert report.options["runner"] == "V2"
+    assert "FULL" in report.options["cudagraph_mode"]
+    answers = {one.what: one for one in report.answers}
+    assert {BATCH, TRAFFIC, f"{BATCH}, {WITHOUT}", f"{TRAFFIC}, {WITHOUT}"} < answers.keys()
+    assert all(one.identical == one.answers > 0 for one in report.answers)
+    assert all(BY_DRAFT in {test.what for test in one.tests} for one in report.law)
 
 
 def test_a_stale_graph_fails_it(found):
     """Answers are plain vLLM's whatever is drafted: the check of graphs alone can tell."""
-    unchanged, stale = found["checks"]
-    assert unchanged["outcome"] == Outcome.PASSED, unchanged
-    assert stale["outcome"] == Outcome.FAILED, stale
+    assert found["stale"]["outcome"] == Outcome.FAILED, found["stale"]

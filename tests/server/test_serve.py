@@ -227,6 +227,24 @@ def test_metrics_count_drafts_and_accepted_tokens(servers):
     assert "Sequoia" not in plain.log
 
 
+def test_latency_between_tokens_counts_steps_and_time_per_token_tokens(server):
+    """As docs/metrics.md says: what to compare with plain vLLM is the time per output token."""
+    steps, per_token = "vllm:inter_token_latency", "vllm:request_time_per_output_token"
+    names = [f"{name}_seconds_{what}" for name in (steps, per_token) for what in ("count", "sum")]
+    names.append("vllm:spec_decode_num_drafts_total")
+
+    def values() -> list[float]:
+        server.wait_until_idle()
+        return [sum(server.metric(name)) for name in names]
+
+    before = values()
+    answer(server, {**GREEDY, "max_tokens": 65, "extra_body": {"ignore_eos": True}})
+    count, seconds, requests, each, drafts = np.subtract(values(), before)
+    assert 1 < drafts <= count < 40
+    assert requests == 1
+    assert each * 64 == pytest.approx(seconds)
+
+
 def test_interval_line_is_in_the_log(server):
     """Beside vLLM's own, at its interval."""
     answer(server, GREEDY)

@@ -164,7 +164,7 @@ class Server(Session):
             "the start of vllm serve", 0.2,
         )  # fmt: skip
 
-    def wait_until_idle(self) -> None:
+    def wait_until_idle(self, seconds: float = 120) -> None:
         """Until no request is left, and none holds any of the KV cache."""
         names = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 
@@ -172,7 +172,7 @@ class Server(Session):
             values = [one.value for one in self.samples() if one.name in names]
             return len(values) >= len(names) and not any(values)
 
-        wait_until(is_idle, 120, "the end of all requests", 0.1)
+        wait_until(is_idle, seconds, "the end of all requests", 0.1)
 
     @cached_property
     def _http(self) -> httpx.Client:

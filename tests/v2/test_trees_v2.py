@@ -4,6 +4,7 @@ There are two processes, one for each pair of models: starting one takes longer 
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ from tests.support.generating import (
     save_related_pair,
 )
 from tests.support.interpreted import call_on_v2
-from tests.support.models import prompts
+from tests.support.models import prompts, save_spoilt_pair
 from tests.support.reference_models import accepted_by_depth
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -347,6 +348,33 @@ def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(tmp_pa
     unknown, rested, cached = ((c["drafts"], c["accepted_tokens"]) for c in found["counts"])
     assert unknown == rested == (3, 9)
     assert cached == (6, 18)
+
+
+# -- a target of NaN ------------------------------------------------------------------------
+
+
+def generate_nan(models: str) -> dict[str, Any]:
+    """Three requests, the first with a token that the target reads as NaN."""
+    unseen = 4000  # a token that prompts lack
+    target, draft = save_spoilt_pair(Path(models), unseen, unseen, math.nan)
+    texts = [{"prompt_token_ids": [5, unseen, 9]}, *prompts(2)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = {}
+    for name, config in (("plain", None), ("trees", sequoia(size=8, depth=3, draft=draft))):
+        with running(config, model=target) as llm:
+            tokens = completions(llm.generate(texts, params, use_tqdm=False))
+            found[name] = {"tokens": tokens, "corrupted": metric(llm, "vllm:corrupted_requests")}
+            drafts = metric(llm, "vllm:spec_decode_num_drafts")
+    return {**found, "drafts": drafts}
+
+
+def test_nan_of_the_target_counts_and_ends_as_in_plain_vllm(tmp_path, monkeypatch):
+    """vLLM's own speculation counts the rows of one request for others."""
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    found = call_on_v2(generate_nan, tmp_path, models=str(tmp_path))
+    assert found["trees"] == found["plain"]
+    assert found["plain"]["corrupted"] == 1
+    assert found["drafts"] > 3
 
 
 # -- custom logits processors, and another backend's grammars --------------------------------

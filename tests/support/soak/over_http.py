@@ -26,7 +26,7 @@ class Tally:
     """What became of the requests.
 
     Attributes:
-        hung: Requests that got none within `HANGS_AFTER` seconds.
+        hung: Requests that got none within their endpoint's patience.
         tokens: Returned, of the requests whose clients stayed.
     """
 
@@ -40,11 +40,11 @@ class Tally:
 class Endpoint:
     """A server's completions."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, patience: float = HANGS_AFTER) -> None:
         self.model = server.model
         self._client = openai.AsyncOpenAI(
             **server.openai_options,
-            timeout=HANGS_AFTER,
+            timeout=patience,
             http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
         )
 

@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0
 from sequoia_vllm.engine.v2.drafting.drafter import TextDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
+from sequoia_vllm.engine.v2.verification.nan_counts import nans_of_paths
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
 from sequoia_vllm.kernels.verify import TreesToVerify
@@ -144,7 +145,7 @@ class TreeVerifierV2(RejectionSampler):
         if isinstance(drafter := self._speculator.drafter, TextDrafter):
             tokens = input_batch.input_ids[input_batch.logits_indices]
             drafter.learn(tokens, logits, input_batch.expanded_idx_mapping)
-        num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
+        nans_of_rows = get_num_nans(logits) if self.sampler.compute_nans else None
         is_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         reports = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None
         processed: list[Tensor] | None = [] if is_processed and reports else None
@@ -179,7 +180,7 @@ class TreeVerifierV2(RejectionSampler):
         return SamplerOutput(
             sampled_token_ids=verified.tokens,
             logprobs_tensors=self._logprobs(logits, verified, input_batch),
-            num_nans=num_nans,
+            num_nans=nans_of_paths(nans_of_rows, verified, input_batch),
             num_sampled=num_sampled,
             num_rejected=num_rejected,
             sampling_mask_tensors=None,

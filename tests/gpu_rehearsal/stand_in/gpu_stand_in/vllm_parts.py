@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gpu_stand_in import experts, flash_attention, graphs, runtime
+from gpu_stand_in import experts, flash_attention, graphs, runtime, sleeping
 
 QUICK_START = "REHEARSE_QUICK_START"
 
@@ -88,6 +88,7 @@ def install() -> None:
     _change_the_plugin()
     _check_memory()
     _watch_copies()
+    sleeping.install()
     _start_quickly_where_asked()
 
 
@@ -214,13 +215,15 @@ def _watch_copies() -> None:
     """Host memory that a copy reads or writes, or that the device reads in place."""
     import vllm.v1.worker.gpu_worker as worker
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
-    from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
+    from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor, UvaBufferPool
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from tests.gpu_rehearsal.host_copies import watch_pools
 
     copies = runtime.copies
     watch_pools(UvaBufferPool, copies)
+    # A new one is handed out before the device has anything to read it for.
+    UvaBackedTensor.__init__ = copies.buffers_unwatched()(UvaBackedTensor.__init__)
     # vLLM's profiling and its warm-up run steps without a wait, and look at no result.
     worker.warmup_kernels = copies.buffers_unwatched()(worker.warmup_kernels)
     GPUModelRunner.profile_run = copies.buffers_unwatched()(GPUModelRunner.profile_run)
