@@ -191,6 +191,8 @@ def read_recurrent(config: Fields, layers: int) -> Recurrent | None:
     """The recurrent layers that a configuration describes; None: all layers only attend."""
     if isinstance(states := config.value("linear_attn_config"), Mapping):
         return _read_channels(Fields(states, config.name))
+    if (group := config.value("layer_group_size")) and group > 1:
+        return _read_group(config, layers, group)
     names = next((each for each in _HEADS if config.value(each[0]) is not None), None)
     width = config.value("conv_L_cache")
     if names is None and width is None:
@@ -219,6 +221,15 @@ def _read_channels(states: Fields) -> Recurrent | None:
     heads, size = states.count("num_heads"), states.count("head_dim")
     sizes = {"heads": heads, "value_heads": heads, "key": size, "value": size}
     return Recurrent(layers=len(layers), **sizes, gate_rank=size)
+
+
+def _read_group(config: Fields, layers: int, group: int) -> Recurrent:
+    """Layers of Ling 2.5 to 3: a group's last one attends, and Ling 3's behind the last group."""
+    found = layers - layers // group
+    if config.value("short_conv_kernel_size"):
+        found -= layers % group
+    heads, size = config.count("num_attention_heads"), config.count("head_dim")
+    return Recurrent(layers=found, heads=heads, value_heads=heads, key=size, value=size)
 
 
 def _heads(config: Fields, names: tuple[str, ...]) -> dict[str, int]:

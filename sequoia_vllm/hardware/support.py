@@ -25,8 +25,8 @@ UNSUPPORTED: dict[Kind, str] = {
     "chunked": "uses chunked local attention",
     "alibi": "uses ALiBi (a bias by distance, which tree attention does not add)",
     "recurrent": "has recurrent layers of a kind that trees do not know",
-    "hybrid": "has recurrent layers (Gated DeltaNet, Kimi Delta Attention, Mamba2 or short "
-    "convolutions)",
+    "hybrid": "has recurrent layers (Gated DeltaNet, Kimi Delta Attention, linear attention, "
+    "Mamba2 or short convolutions)",
     "diffusion": "denoises blocks of tokens (diffusion)",
     "realtime": "reads audio beside every token that it generates",
     "mrope": "uses multi-axis RoPE (M-RoPE)",
@@ -84,8 +84,8 @@ _ARCHITECTURES: dict[Kind, str] = {
     r"Jamba|Kimi(K3|Linear)|Lfm2|Mamba|MiniCPMV4_[67]|NemotronH|OlmoHybrid|Qwen3(Next|_5)|Qwen4Exp|"
     r"Zamba).*",
     # vLLM's classes of these layers are those that ours extend; it serves other models by others.
-    "hybrid": r"(FalconH1|GraniteMoeHybrid|InternS2Preview|KimiLinear|Lfm2|MiniCPMV4_[67]|"
-    r"NemotronH|Qwen3(Next|_5)|Zamba2).*",
+    "hybrid": r"(Bailing(MoeV2_5|MoeV3)|FalconH1|GraniteMoeHybrid|InternS2Preview|Kimi(K3|Linear)|"
+    r"Lfm2|MiniCPMV4_[67]|NemotronH|Qwen3(Next|_5)|Zamba2).*",
     "diffusion": r"Diffusion.*",
     "realtime": r".*RealtimeGeneration",
     "multimodal": r"(?!ChatGLM|Inkling).*ForConditionalGeneration|"

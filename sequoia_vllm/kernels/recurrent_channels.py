@@ -71,6 +71,25 @@ def score_kda(
     score_heads(score_kda_kernel, *inputs, nodes=nodes, kept=kept, layer=layer, **shared)
 
 
+def score_kda_by_decays(
+    convolved: Tensor, decays: Tensor, strengths: Tensor, lower_bound: float | None, **more: Any
+) -> None:
+    """Calls `score_kda` where decays and strengths were computed before.
+
+    Args:
+        convolved, lower_bound, more: See `score_kda`.
+        decays: float32 ``[T, H, K]``: g.
+        strengths: float32 ``[T, H]``: b.
+    """
+    if lower_bound is None:
+        gates = (-decays.expm1()).log() - decays  # softplus makes -g of it
+    else:
+        gates = (decays / lower_bound).logit()
+    none = decays.new_zeros(decays[0].numel())
+    of_heads = none[: decays.shape[1]], none, lower_bound
+    score_kda(convolved, gates, strengths.logit(), *of_heads, **more)
+
+
 @triton.jit
 def _log_decays(gates, bias, rate, lower_bound, HAS_BOUND: tl.constexpr):
     """The form of vLLM's decoding kernel."""

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Trees over layers of Gated DeltaNet and Mamba2: what each adds to `recurrent_tree`.
+"""Trees over Gated DeltaNet, Mamba2 and linear attention: what each adds to `recurrent_tree`.
 
 **Gated DeltaNet.** Along a path a head's state S takes a token with key k (of length 1), value v,
 decay a = e^g and strength b as S' = a S (I - b k k^T) + b v k^T. In the common form
@@ -10,11 +10,12 @@ where j runs over node i's ancestors.
 
 **Mamba2.** Along a path a head's state S takes a token with input x, step dt and vectors B and C as
 S' = e^{A dt} S + dt x B^T, with output S' C + D x. In the common form g = A dt, k = B and u = dt x:
-no node's u depends on another's.
+no node's u depends on another's. Linear attention is Mamba2 with steps of 1, A = g and D = 0.
 """
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +23,8 @@ from torch import Tensor
 from sequoia_vllm.kernels.recurrent_tree import KeptNodes, ScoredNodes, score_heads
 from sequoia_vllm.kernels.recurrent_tree_kernels import dot, rows_and_state
 from sequoia_vllm.kernels.tree_shapes import shape_row
+
+_STEP = 32.0  # softplus leaves it as it is; to divide by it and to multiply by it loses nothing
 
 
 def score_gdn(
@@ -60,6 +63,23 @@ def score_mamba(
         shared: See `score_heads`, also for errors.
     """
     score_heads(score_mamba_kernel, convolved, dt, dt.stride(0), a, d, dt_bias, **shared)
+
+
+def score_linear(
+    queries: Tensor, keys: Tensor, values: Tensor, slopes: Tensor, **shared: Any
+) -> None:
+    """Computes all nodes' outputs from the states before their trees, which stay as they are.
+
+    Args:
+        queries, keys: ``[T, H, K]``, scaled.
+        values: ``[T, H, V]``.
+        slopes: float32 ``[H]``: a head's g is its slope's negative.
+        shared: See `score_heads`, also for errors.
+    """
+    none = slopes.new_zeros(len(slopes))
+    inputs = torch.cat([each.flatten(1) for each in (values / _STEP, keys, queries)], dim=1)
+    steps = (none + _STEP).expand(len(inputs), -1)
+    score_mamba(inputs, steps, slopes / -_STEP, none, none, **shared)
 
 
 @triton.jit(

@@ -1,13 +1,16 @@
 """Kinds of targets and of drafters on vLLM's GPU engine: tokens are plain vLLM's, from its graphs.
 
 Qwen3Next has Gated DeltaNet layers, GraniteMoeHybrid and NemotronH have Mamba2's, Lfm2 short
-convolutions, DeepseekV3 latent attention, KimiLinear both this and Kimi Delta Attention.
+convolutions, DeepseekV3 latent attention, KimiLinear both this and Kimi Delta Attention. KimiK3 and
+BailingMoeV3 have both in classes of their own, BailingMoeV2_5 has latents and linear attention.
 DeepseekV32 and GlmMoeDsa choose among latents; the latter's second layer takes what the first
-chose. MiMo's, Qwen3Next's and DeepseekV3's own MTP layers draft, and in "lookup" no model does.
-Qwen2-VL and Qwen3.5 read images: a draft that reads text drafts for the one, its MTP layer for the
-other, which has recurrent layers, too.
+chose. llama4's chunks end within prompts and within trees. MiMoV2Flash has keys that are larger
+than values. MiMo's, MiMoV2Flash's, Qwen3Next's and DeepseekV3's own MTP layers draft, and in
+"lookup" no model does. Qwen2-VL and Qwen3.5 read images: a draft that reads text drafts for the
+one, its MTP layer for the other, which has recurrent layers, too.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.gpu.models import RECURRENT, pair_of, write_models
 from sequoia_vllm.engine.common.patched import patched
+from tests.support.architectures import save_architecture
 from tests.support.engines import lookup_trees, sequoia, whole_trees
 from tests.support.expert_layers import save_experts
 from tests.support.generating import (
@@ -29,6 +33,7 @@ from tests.support.generating import (
 )
 from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_gpu, gpu_environment
+from tests.support.kimi import KINDS as WITH_STATES_AND_LATENTS
 from tests.support.kimi import rehearse_kimi_on_gpus, save_kimi_pair
 from tests.support.latents import (
     SPARSE_KINDS,
@@ -37,7 +42,7 @@ from tests.support.latents import (
     save_latent_pair,
 )
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
-from tests.support.models import save_word_tokenizer
+from tests.support.models import save_config, save_word_tokenizer
 from tests.support.multimodal import IMAGE, call_with_images, requests_with_images, save_multimodal
 from tests.support.recurrent import VOCABULARY, rehearse_in_float32, save_hybrid_pair
 from tests.support.rehearsing import (
@@ -63,10 +68,13 @@ MTP = {
 MTP_OF_DEEPSEEK = "DeepseekV3's MTP layer"
 MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
 TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
-LATENT = ["DeepseekV3", "KimiLinear"]
+LATENT = ["DeepseekV3", *WITH_STATES_AND_LATENTS]
+CHUNKS, DIFFKV = "llama4", "MiMoV2Flash"
 SPARSE, SHARED_CHOICE = SPARSE_KINDS
 CHOOSES = 128  # tokens that a sparse layer attends to
-JOINED = ["Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", SPARSE, *LATENT]
+JOINED = [
+    "Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", CHUNKS, DIFFKV, SPARSE, *LATENT,
+]  # fmt: skip
 
 
 def params() -> list[Any]:
@@ -78,7 +86,12 @@ def params() -> list[Any]:
 
 
 def save_pair(folder: Path, name: str) -> tuple[str, str]:
-    """Saves a target and a draft that is often right, and lets vLLM run them here."""
+    """Saves a target and a draft that is often right, and lets vLLM run them here.
+
+    A target with an MTP layer is its own draft.
+    """
+    if name == DIFFKV:
+        return (save_experts(folder / "target", name, vocab=VOCABULARY),) * 2
     if name == "Qwen3Next":
         rehearse_in_float32()
         return save_hybrid_pair(folder, scale=0.1)
@@ -88,9 +101,14 @@ def save_pair(folder: Path, name: str) -> tuple[str, str]:
     if name in SPARSE_KINDS:
         rehearse_sparse_on_gpus()
         return save_latent_pair(folder, kind=name)
-    if name == "KimiLinear":
+    if name in WITH_STATES_AND_LATENTS:
         rehearse_kimi_on_gpus()
-        return save_kimi_pair(folder)
+        return save_kimi_pair(folder, kind=name)
+    if name == CHUNKS:
+        target, draft = (save_architecture(folder / role, name) for role in ("target", "draft"))
+        described = json.loads((draft / "config.json").read_text("utf-8"))
+        save_config(draft, described | {"attention_chunk_size": None})
+        return str(target), str(draft)
     rehearse_as_on_gpus()
     return save_mamba_pair(folder, name, scale=0.1)
 
@@ -121,14 +139,17 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
     for path in pair:
         save_word_tokenizer(Path(path))
     # Some of sparse layers' requests have more tokens than they choose, one comes to have them.
-    more = [0, CHOOSES - LENGTHS[1] - 6, 0, CHOOSES, 0] if name == SPARSE else [0] * len(LENGTHS)
-    lengths = [length + added for length, added in zip(LENGTHS, more, strict=True)]
+    # Two requests come to have more than a chunk, or two.
+    more = {SPARSE: [0, CHOOSES - LENGTHS[1] - 6, 0, CHOOSES, 0], CHUNKS: [22, 0, 40, 0, 0]}
+    added = more.get(name, [0] * len(LENGTHS))
+    lengths = [length + another for length, another in zip(LENGTHS, added, strict=True)]
     texts = random_prompts(lengths, VOCABULARY)
     options = {"model": pair[0], "skip_tokenizer_init": False}
     plain = TRITON_MLA if name in LATENT else {}
     with rehearsing(None, **options, **plain) as llm:
         answers = {"plain": generate(llm, texts, params())}
     config = sequoia(8, 3, draft=pair[1], dynamic_tree=name in ("Qwen3Next", "DeepseekV3"))
+    config = MTP if name == DIFFKV else config
     with rehearsing(config, as_users_start=True, **options) as llm:
         answers["trees"] = generate_with_trees(llm, texts[:3], params()[:3])
         answers["alone"] = generate_with_trees(llm, texts[:1], params()[:1])

@@ -5,8 +5,8 @@ from itertools import chain
 import pytest
 import torch
 
-from sequoia_vllm.kernels.recurrent_channels import score_kda
-from sequoia_vllm.kernels.recurrent_heads import score_gdn, score_mamba
+from sequoia_vllm.kernels.recurrent_channels import score_kda, score_kda_by_decays
+from sequoia_vllm.kernels.recurrent_heads import score_gdn, score_linear, score_mamba
 from sequoia_vllm.kernels.recurrent_tree import (
     KeptNodes,
     RecurrentHeads,
@@ -20,7 +20,7 @@ from tests.oracles import recurrence
 from tests.support.chessboard import chessboard
 
 WIDTH, BLOCKS = 4, 9
-KINDS = ["gdn", "kda", "mamba"]
+KINDS = ["gdn", "kda", "decays", "mamba", "linear"]
 
 
 def path_to(parents, node):
@@ -38,17 +38,18 @@ def random_tree(nodes, generator, reach):
 class Batch:
     """Requests with trees over two layers, whose states lie anywhere in a cache.
 
-    `kind`: "gdn", "kda", "mamba", or "conv", whose layers are convolutions alone. Of "kda" the
-    second layer's gates have a bound.
+    `kind`: "gdn", "kda", "mamba", "linear", or "conv", whose layers are convolutions alone. Of
+    "kda" the second layer's gates have a bound; in "decays" they were computed before.
     """
 
     def __init__(
         self, trees, counts, sizes=(2, 4, 16, 32), dtype=torch.float32, own=True, kind="gdn"
     ):
         self.generator = torch.Generator().manual_seed(0)
-        if kind == "kda":
+        by_channel = kind in ("kda", "decays")
+        if by_channel or kind == "linear":
             sizes = (sizes[1], *sizes[1:])
-        self.kind, self.shape = kind, RecurrentHeads(*sizes, by_channel=kind == "kda")
+        self.kind, self.shape = kind, RecurrentHeads(*sizes, by_channel=by_channel)
         shape = self.shape
         self.counts, self.dtype = counts, dtype
         self.trees = trees if own else trees * len(counts)
@@ -67,12 +68,16 @@ class Batch:
         )
         self.layers = [self.layer(is_second) for is_second in (False, True)]
         self.inputs = [self.random(self.rows, shape.channels) for _ in range(2)]
-        one, by_channel = (shape.value_heads,), (shape.heads * shape.key,)
-        of_kind = {"gdn": [one, one], "kda": [by_channel, one], "mamba": [one], "conv": []}[kind]
+        one = (shape.value_heads,)
+        of_channels = [(shape.heads * shape.key,), one]
+        of_kind = {
+            "gdn": [one, one], "kda": of_channels, "decays": of_channels, "mamba": [one]
+        }.get(kind, [])  # fmt: skip
         self.gates = [[self.random(self.rows, *size) * 3 for size in of_kind] for _ in range(2)]
         # Channels first in a block, as vLLM can keep them; a page has more than the state.
+        before = WIDTH - 1 if kind != "linear" else 0
         self.history = [
-            self.random(BLOCKS, shape.channels, WIDTH - 1).transpose(1, 2) for _ in range(2)
+            self.random(BLOCKS, shape.channels, before).transpose(1, 2) for _ in range(2)
         ]
         state = shape.value_heads * shape.value * shape.key
         self.states = [
@@ -92,7 +97,9 @@ class Batch:
             return recurrence.Convolution(weights, bias)
         heads, sizes = (shape.heads, shape.value_heads), (shape.key, shape.value)
         each = [self.random(shape.value_heads) for _ in range(3)]
-        if self.kind == "kda":
+        if self.kind == "linear":
+            return recurrence.LinearLayer(weights, bias, each[0].float().abs(), sizes)
+        if self.shape.by_channel:
             bound, dt_bias = -5.0 if is_second else None, self.random(shape.heads * shape.key)
             log_a = each[0].float() * 2
             return recurrence.KdaLayer(weights, bias, log_a, dt_bias, bound, heads[0], sizes)
@@ -107,17 +114,26 @@ class Batch:
         outputs = []
         for place, layer in enumerate(self.layers):
             more = {"nodes": self.nodes, "kept": self.kept, "layer": place}
-            mixed = convolve_nodes(
-                self.inputs[place], layer.weights, layer.bias, history=self.history[place],
-                silu=self.kind != "conv", **more,
-            )  # fmt: skip
+            mixed = self.inputs[place]
+            if self.kind != "linear":
+                mixed = convolve_nodes(
+                    mixed, layer.weights, layer.bias, history=self.history[place],
+                    silu=self.kind != "conv", **more,
+                )  # fmt: skip
             output = torch.full((self.rows, self.shape.value_heads, self.shape.value), -7.0)
             if self.kind == "conv":
                 output = mixed
             else:
                 more |= {"states": self.states[place], "output": output}
             beside = torch.zeros(self.rows, 3)  # of one projection
-            if self.kind == "kda":
+            if self.kind == "decays":
+                self.score_decays(mixed, place, layer, more)
+            elif self.kind == "linear":
+                heads, key, value = self.shape.heads, self.shape.key, self.shape.value
+                parts = mixed.split([heads * key, heads * key, heads * value], dim=1)
+                parts = [part.unflatten(1, (heads, -1)) for part in parts]
+                score_linear(*parts, layer.slopes, **more)
+            elif self.kind == "kda":
                 gates, strengths = self.gates[place]
                 gates = torch.cat([beside, gates, beside], dim=1)[:, 3:-3]
                 gates = gates.unflatten(1, (self.shape.heads, self.shape.key))
@@ -132,6 +148,16 @@ class Batch:
                 score_mamba(mixed, dt, layer.a, layer.d, layer.dt_bias, **more)
             outputs.append(output)
         return outputs
+
+    def score_decays(self, mixed, place, layer, more):
+        gates, strengths = self.gates[place]
+        gates = (gates + layer.dt_bias).unflatten(1, (self.shape.heads, self.shape.key))
+        rate = layer.log_a.exp()[:, None]
+        if layer.lower_bound is None:
+            decays = -rate * torch.nn.functional.softplus(gates)
+        else:
+            decays = layer.lower_bound * torch.sigmoid(rate * gates)
+        score_kda_by_decays(mixed, decays, strengths.sigmoid(), layer.lower_bound, **more)
 
     def walked(self, place, request, path):
         rows = slice(*self.nodes.cu_nodes[request : request + 2].tolist())
@@ -196,6 +222,7 @@ def test_large_trees(kind, reach):
     [
         ("gdn", (1, 2, 128, 128)),
         ("kda", (2, 2, 128, 128)),
+        ("linear", (2, 2, 128, 128)),
         ("mamba", (1, 2, 128, 80)),
         ("mamba", (2, 2, 256, 64)),
     ],
@@ -210,7 +237,7 @@ def test_what_is_not_finite_reaches_only_the_nodes_below(kind, value):
     """In outputs, and in the states of paths that leave it out or end before it in a block."""
     tree = [-1, 0, 0, 1, 2, 2, 3, 4]
     found = []
-    for part in (None, "inputs", "gates"):
+    for part in (None, "inputs", *(["gates"] if kind != "linear" else [])):
         batch = Batch([tree], [8, 8], own=False, kind=kind)
         if part is not None:
             for each in batch.inputs if part == "inputs" else chain(*batch.gates):
@@ -226,7 +253,7 @@ def test_what_is_not_finite_reaches_only_the_nodes_below(kind, value):
             others[below] = False
             torch.testing.assert_close(output[others], finite[others])
             # A state of these kinds that decays to nothing is finite.
-            if kind != "conv" and not (kind in ("kda", "mamba") and value > 0):
+            if kind != "conv" and not (kind in ("kda", "decays", "mamba") and value > 0):
                 assert not output[below].isfinite().flatten(1).all(dim=1).any()
         for state, finite in zip(kept, states, strict=True):
             torch.testing.assert_close(state, finite)
@@ -267,7 +294,7 @@ def test_padding_is_left_alone(kind):
     batch.commit([[0], [0, 1], [0]])
     indices = batch.indices[[0, 2]]
     for old, new in zip(before, (*batch.history, *batch.states), strict=True):
-        assert not torch.equal(old[indices], new[indices])
+        assert old.numel() == 0 or not torch.equal(old[indices], new[indices])
         old[indices] = new[indices]
         assert torch.equal(old, new)
 

@@ -104,6 +104,27 @@ class KdaLayer(Convolution):
 
 
 @dataclass
+class LinearLayer(Convolution):
+    """A layer of linear attention, which convolves nothing: slopes ``[H]``, sizes of its heads.
+
+    A token's inputs are queries, keys ``[H, K]`` each and values ``[H, V]``, flat. Its state is
+    ``[H, V, K]``.
+    """
+
+    slopes: Tensor
+    sizes: tuple[int, int]
+
+    def step(self, window, state):  # type: ignore[no-untyped-def, override]
+        """See `Convolution.step`; the output is ``[H, V]``."""
+        heads, (key_size, value_size) = len(self.slopes), self.sizes
+        widths = [heads * key_size, heads * key_size, heads * value_size]
+        query, key, value = (part.view(heads, -1) for part in window[-1].split(widths))
+        kept = torch.exp(-self.slopes.double())[:, None, None] * state.double()
+        state = kept + torch.einsum("hv,hk->hvk", value, key)
+        return torch.einsum("hvk,hk->hv", state, query), state
+
+
+@dataclass
 class MambaLayer(Convolution):
     """A Mamba2 layer: A, D and the steps' bias, ``[Hv]`` each; numbers and sizes of its heads.
 

@@ -1,4 +1,9 @@
-"""A tiny Kimi Linear with an ordinary draft, and what lets vLLM run it in float32 on CPUs."""
+"""Tiny targets with layers of Kimi's or of Ling's and an ordinary draft, for CPUs.
+
+KimiLinear, KimiK3 and BailingMoeV3 have Kimi Delta Attention, BailingMoeV2_5 linear attention, and
+all have latent attention. KimiK3 is that class's text model: a KimiLinear with other gates. What
+lets vLLM run them in float32 here is below.
+"""
 
 import os
 import re
@@ -10,40 +15,68 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from tests.support.latents import SHARED, rehearse_on_gpus, write_latents
+from tests.support.models import save_config
 from tests.support.recurrent import (
     VOCABULARY,
     convolve_prompts,
     convolves_on_gpus,
     exponential,
     logarithm,
+    run_in_float32,
     run_without_dependent_launches,
 )
 
 HEADS, SIZE, WIDTH = 2, 16, 4
+LINEAR_SIZE = 64  # vLLM's kernel for prompts takes no smaller heads
+KIMI, K3, LINEAR, LING = KINDS = ["KimiLinear", "KimiK3", "BailingMoeV2_5", "BailingMoeV3"]
+_STATES = {"head_dim": SIZE, "num_heads": HEADS, "short_conv_kernel_size": WIDTH}
+_BAILING = {
+    "model_type": "bailing_hybrid", "rms_norm_eps": 1e-6, "use_bias": False,
+    "hidden_act": "silu", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+_LAYERS = {"kda_layers": [1, 3], "full_attn_layers": [2], **_STATES}
+_GATES = {"use_full_rank_gate": True, "gate_lower_bound": -5.0}
+# By kind: what its configuration says beside what all have.
+_CONFIGS: dict[str, dict[str, Any]] = {
+    KIMI: {
+        "model_type": "kimi_linear", "mla_use_nope": True, "linear_attn_config": _LAYERS,
+        "architectures": ["KimiLinearForCausalLM"],
+    },
+    LINEAR: {
+        **_BAILING, "head_dim": LINEAR_SIZE, "layer_group_size": 2, "use_qkv_bias": False,
+        "num_experts": 1, "num_shared_experts": 0, "use_qk_norm": True, "group_norm_size": HEADS,
+    },
+    LING: {
+        **_BAILING, "head_dim": SIZE, "layer_group_size": 3, "short_conv_kernel_size": WIDTH,
+        "no_kda_lora": True, "kda_safe_gate": True, "kda_lower_bound": -5.0, "num_experts": 4,
+        "first_k_dense_replace": 3, "gated_attention_proj_granularity_type": "head_wise",
+    },
+}  # fmt: skip
+_CONFIGS[K3] = _CONFIGS[KIMI] | {"linear_attn_config": _LAYERS | _GATES}
+_LATENT_LAYER = {KIMI: 1, K3: 1, LINEAR: 1, LING: 2}
 _LATENTS = {"kv_lora_rank": 256, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
 # A token's keys and values take the bytes of a latent: all cache groups have blocks of 128 tokens.
 _OF_DRAFT = {"num_key_value_heads": 2, "head_dim": 80}
 
 
-def save_kimi_pair(directory: Path, vocab: int = VOCABULARY) -> tuple[str, str]:
-    """A latent layer between two of Kimi Delta Attention, and a Llama as its draft.
+class _OwnConfig(PreTrainedConfig):
+    """Stands for the class that Ling's checkpoints bring along."""
+
+    model_type = "bailing_hybrid"
+
+
+def save_kimi_pair(directory: Path, vocab: int = VOCABULARY, kind: str = KIMI) -> tuple[str, str]:
+    """A latent layer and two with states, and a Llama as its draft.
 
     They share embeddings and head, which know each token's likeliest successor. The target's layers
     decide how often the draft is wrong.
     """
-    from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
-
+    AutoConfig.register("bailing_hybrid", _OwnConfig, exist_ok=True)
     torch.manual_seed(0)
     shared = {**SHARED, "vocab_size": vocab}
-    states = {"head_dim": SIZE, "num_heads": HEADS, "short_conv_kernel_size": WIDTH}
-    config = KimiLinearConfig(
-        **shared, **_LATENTS, num_hidden_layers=3, num_key_value_heads=2, mla_use_nope=True,
-        architectures=["KimiLinearForCausalLM"],
-        linear_attn_config={"kda_layers": [1, 3], "full_attn_layers": [2], **states},
-    )  # fmt: skip
     draft = LlamaForCausalLM(LlamaConfig(**shared, **_OF_DRAFT, num_hidden_layers=1)).float()
     embeddings = torch.randn(vocab, SHARED["hidden_size"])
     weights = {
@@ -57,62 +90,84 @@ def save_kimi_pair(directory: Path, vocab: int = VOCABULARY) -> tuple[str, str]:
             if re.search("o_proj|down_proj", name):
                 parameter.mul_(0.1)
     draft.load_state_dict(weights, strict=False)
-    target, folder = directory / "target", str(directory / "draft")
-    config.save_pretrained(target)
-    for layer in range(config.num_hidden_layers):
-        weights |= _layer(f"model.layers.{layer}", config, config.is_kda_layer(layer))
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    of_target = {
+        **shared, **_LATENTS, "num_hidden_layers": 3, "num_key_value_heads": 2,
+        "architectures": [f"{kind}ForCausalLM"], **_CONFIGS[kind],
+    }  # fmt: skip
+    target, folder = save_config(directory / "target", of_target), str(directory / "draft")
+    for layer in range(3):
+        weights |= _layer(f"model.layers.{layer}", kind, layer != _LATENT_LAYER[kind])
+    if kind in (LINEAR, LING):
+        weights["model.word_embeddings.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, Path(target) / "model.safetensors", metadata={"format": "pt"})
     draft.save_pretrained(folder)
-    return str(target), folder
+    return target, folder
 
 
-def _layer(prefix: str, config: Any, is_recurrent: bool) -> dict[str, Tensor]:
+def _layer(prefix: str, kind: str, is_recurrent: bool) -> dict[str, Tensor]:
     """Random weights of a layer, by their names in checkpoints."""
-    hidden, inner, keys, heads = config.hidden_size, config.intermediate_size, HEADS * SIZE, 2
-    rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
-    plain, value = config.qk_nope_head_dim, config.v_head_dim
+    hidden, inner, keys = SHARED["hidden_size"], SHARED["intermediate_size"], HEADS * SIZE
+    plain, rotated, value, rank = (
+        _LATENTS[name]
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    )
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
         "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }  # fmt: skip
-    if is_recurrent:
-        own: dict[str, tuple[int, ...]] = {
+    own: dict[str, tuple[int, ...]] = {
+        "q_proj": (HEADS * (plain + rotated), hidden), "kv_a_layernorm": (rank,),
+        "kv_a_proj_with_mqa": (rank + rotated, hidden),
+        "kv_b_proj": (HEADS * (plain + value), rank),
+        "dense" if kind in (LINEAR, LING) else "o_proj": (hidden, HEADS * value),
+        **({"g_proj": (HEADS, hidden)} if kind == LING else {}),
+    }  # fmt: skip
+    if is_recurrent and kind == LINEAR:
+        wide = HEADS * LINEAR_SIZE
+        own = {
+            "query_key_value": (3 * wide, hidden), "g_proj": (wide, hidden), "g_norm": (wide,),
+            "query_layernorm": (LINEAR_SIZE,), "key_layernorm": (LINEAR_SIZE,),
+            "dense": (hidden, wide),
+        }  # fmt: skip
+    elif is_recurrent:
+        low_rank = {KIMI: ("f", "g"), K3: ("f",), LING: ()}[kind]
+        own = {
             **dict.fromkeys(("q_proj", "k_proj", "v_proj"), (keys, hidden)),
             **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), (keys, 1, WIDTH)),
-            **dict.fromkeys(("f_a_proj", "g_a_proj"), (SIZE, hidden)),
-            **dict.fromkeys(("f_b_proj", "g_b_proj"), (keys, SIZE)),
+            **{f"{gate}_a_proj": (SIZE, hidden) for gate in low_rank},
+            **{f"{gate}_b_proj": (keys, SIZE) for gate in low_rank},
+            **{f"{gate}_proj": (keys, hidden) for gate in ("f", "g") if gate not in low_rank},
             "b_proj": (HEADS, hidden), "o_norm": (SIZE,), "o_proj": (hidden, keys),
         }  # fmt: skip
-    else:
-        own = {
-            "q_proj": (heads * (plain + rotated), hidden), "kv_a_layernorm": (rank,),
-            "kv_a_proj_with_mqa": (rank + rotated, hidden),
-            "kv_b_proj": (heads * (plain + value), rank), "o_proj": (hidden, heads * value),
-        }  # fmt: skip
-    shapes |= {f"self_attn.{name}": shape for name, shape in own.items()}
+    attention = f"{prefix}.{'attention' if kind in (LINEAR, LING) else 'self_attn'}"
     found = {
-        f"{prefix}.{name}.weight": torch.ones(shape) if len(shape) == 1 else torch.randn(shape)
-        for name, shape in shapes.items()
+        f"{place}.{name}.weight": torch.ones(shape) if len(shape) == 1 else torch.randn(shape)
+        for place, of_place in ((prefix, shapes), (attention, own))
+        for name, shape in of_place.items()
     }
+    added = 0.2 if kind == K3 else 0.14  # the draft is wrong often enough
     for name, weight in found.items():
         if weight.ndim > 1:
-            into_stream = "o_proj" in name or "down_proj" in name
-            weight.mul_(0.5 if "conv1d" in name else 0.14 if into_stream else 0.15)
-    if is_recurrent:
+            into_stream = re.search("o_proj|down_proj|dense", name)
+            weight.mul_(0.5 if "conv1d" in name else added if into_stream else 0.15)
+    if is_recurrent and kind != LINEAR:
         # Old checkpoints' form.
-        found[f"{prefix}.self_attn.A_log"] = torch.empty(1, 1, HEADS, 1).uniform_(-1.0, 0.5)
-        found[f"{prefix}.self_attn.dt_bias"] = torch.empty(keys).uniform_(-1.0, 0.5)
+        found[f"{attention}.A_log"] = torch.empty(1, 1, HEADS, 1).uniform_(-1.0, 0.5)
+        found[f"{attention}.dt_bias"] = torch.empty(keys).uniform_(-1.0, 0.5)
     return found
 
 
 def run_kimi_as_on_gpus() -> None:
     """Test only: the layers of Kimi Linear in this process do here what they do on GPUs."""
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+    run_in_float32()
     _replace_kernels()
     utils.dispatch_cpu_unquantized_gemm = _keep_weight
     torch.cuda.Stream = _Stream
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
 
 
 def rehearse_kimi_on_gpus() -> None:
@@ -130,6 +185,8 @@ def _replace_kernels() -> None:
     """
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as layers
+    from vllm.model_executor.models import bailing_moe_v3 as ling
+    from vllm.models.kimi_k3.nvidia import kda as k3
     from vllm.models.kimi_k3.nvidia import mla
     from vllm.models.kimi_k3.nvidia.ops.third_party import kda
     from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent
@@ -138,9 +195,11 @@ def _replace_kernels() -> None:
     os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"  # needs a library of the GPU build
     fused_recurrent.exp, fused_recurrent.log = exponential, logarithm
     kda.chunk_kda_with_fused_gate = read_prompts
-    layers.gather_initial_states = _initial_states
-    layers.causal_conv1d_fn = convolve_prompts
-    layers.causal_conv1d_update = convolves_on_gpus()
+    ling.chunk_kda, ling.fused_kda_gate = _read_decayed, _log_decays
+    for module in (layers, k3, ling):
+        module.gather_initial_states = _initial_states
+        module.causal_conv1d_fn = convolve_prompts
+        module.causal_conv1d_update = convolves_on_gpus()
     run_without_dependent_launches()
     mla.fused_mla_decode_q_concat_kv_cache_insert = _decode
     mla.fused_mla_key_concat_kv_cache_insert = _read
@@ -168,25 +227,40 @@ class _Stream:
 def read_prompts(
     q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor,  # noqa: N803
     g_bias: Tensor, lower_bound: float | None, initial_state: Tensor, cu_seqlens: Tensor,
-    **options: Any,
+    out: None = None, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Stands for `chunk_kda_with_fused_gate`."""
+    assert out is None
     assert options == {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    decays = _log_decays(raw_g.flatten(2), A_log, raw_g.shape[3], g_bias, lower_bound)
+    return _read_decayed(q, k, v, decays, raw_beta.sigmoid(), initial_state, cu_seqlens)
+
+
+def _log_decays(
+    gates: Tensor, log_a: Tensor, head_k_dim: int, g_bias: Tensor, lower_bound: float | None
+) -> Tensor:
+    """Stands for `fused_kda_gate`, whose Triton kernel tries several forms on the GPU."""
+    gates, rate = (gates + g_bias).unflatten(-1, (-1, head_k_dim)), log_a.exp().view(-1, 1)
+    if lower_bound is None:
+        return -rate * functional.softplus(gates)
+    return lower_bound * torch.sigmoid(rate * gates)
+
+
+def _read_decayed(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor,
+    cu_seqlens: Tensor, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Stands for `chunk_kda`."""
     query, key = (
         each[0] / (each[0].square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k)
     )
-    gates, rate = raw_g[0] + g_bias.view(raw_g.shape[2:]), A_log.exp()[:, None]
-    if lower_bound is None:
-        decays = (-rate * functional.softplus(gates)).exp()
-    else:
-        decays = (lower_bound * torch.sigmoid(rate * gates)).exp()
-    states, output = initial_state.clone(), torch.zeros_like(v)
+    states, output, decays = initial_state.clone(), torch.zeros_like(v), g[0].exp()
     for request, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
         state = states[request]
         for row in range(first, end):
             state = state * decays[row][:, None]
             missing = v[0, row] - (state @ key[row][..., None])[..., 0]
-            update = raw_beta[0, row].sigmoid()[:, None] * missing
+            update = beta[0, row][:, None] * missing
             state = state + update[..., None] * key[row][:, None]
             output[0, row] = (state @ query[row][..., None])[..., 0] * k.shape[-1] ** -0.5
         states[request] = state

@@ -264,7 +264,8 @@ def test_doctor_looks_at_a_target(tmp_path):
     assert check.found == f"the target model {target} {UNSUPPORTED['sparse']}"
     assert check.fix == (
         "serve it without Sequoia, or choose another target model "
-        "(DeepSeek V4: see docs/supported.md#refused-targets)"
+        "(DeepSeek V4: caches of compressed tokens, 1,656 lines in vLLM; "
+        "see docs/supported.md#refused-targets)"
     )
     assert _target(DRAFT).ok
     assert not _target("none").ok
@@ -318,16 +319,19 @@ def test_recurrent_models_of_vllm_are_known_by_their_architecture():
     assert served > {"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration"}
     # Of those that are served the layers are of classes that ours extend.
     files = {name: Path(registry.__file__).with_name(f"{models[name][0]}.py") for name in served}
-    # Kimi Linear's are in a package of models.
-    files["KimiLinearForCausalLM"] = Path(vllm.__file__).parent / "models/kimi_k3/nvidia/model.py"
+    # Kimi's are in a package of models.
+    of_kimi = Path(vllm.__file__).parent / "models/kimi_k3/nvidia/model.py"
+    files |= dict.fromkeys(("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"), of_kimi)
     extended = (
         "QwenGatedDeltaNetAttention(", "KimiGatedDeltaNetAttention", "MambaMixer2(", "ShortConv(",
+        "KimiK3DeltaAttention(", "BailingMoELinearAttention(", "BailingMoeV3KimiDeltaAttention(",
     )  # fmt: skip
     others = {
         name for name, file in files.items() if not any(x in file.read_text() for x in extended)
     }
-    # With the layers of Nemotron-H, LFM2 and Qwen3.5.
-    of_images = {name for name in others if name.startswith(("NemotronH_", "Lfm2Vl", "MiniCPMV4_"))}
+    # With the layers of Nemotron-H, LFM2, Ling 3 and Qwen3.5.
+    with_images = "NemotronH_", "Lfm2Vl", "BailingMoeV3VL", "MiniCPMV4_"
+    of_images = {name for name in others if name.startswith(with_images)}
     assert others - of_images == {"InternS2PreviewForConditionalGeneration"}
 
 

@@ -250,6 +250,22 @@ def test_kimi_delta_attention_is_counted_as_recurrent():
     assert 2.5e9 < found.matmul_parameters < 3.5e9
 
 
+@pytest.mark.parametrize(("group", "width", "states"), [(5, None, 18), (5, 4, 16), (1, None, None)])
+def test_the_last_layer_of_a_group_attends_in_ling_and_ring(group, width, states):
+    """Of Ling 2.5 all others have states, of Ling 3 those of whole groups."""
+    found = shape({
+        "model_type": "bailing_hybrid", "num_hidden_layers": 22, "hidden_size": 2048,
+        "intermediate_size": 5120, "num_attention_heads": 16, "head_dim": 128,
+        "vocab_size": 157184, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "layer_group_size": group, "short_conv_kernel_size": width,
+    })  # fmt: skip
+    if states is None:
+        assert found.recurrent is None
+        return
+    assert (found.attention_layers, found.recurrent.layers) == (22 - states, states)
+    assert found.recurrent.state_values == states * 16 * 128 * 128
+
+
 NEMOTRON_3_NANO = {
     "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 2688, "head_dim": 128,
     "intermediate_size": 1856, "num_attention_heads": 32, "num_key_value_heads": 2,

@@ -1,11 +1,13 @@
 """Trees over recurrent layers and latent attention with what GPUs have, in float32.
 
-The targets are Qwen3Next (Gated DeltaNet), KimiLinear (Kimi Delta Attention and latent attention),
+The targets are Qwen3Next (Gated DeltaNet), KimiLinear, KimiK3 and BailingMoeV3 (Kimi Delta
+Attention and latent attention), BailingMoeV2_5 (linear attention and latent attention),
 GraniteMoeHybrid, NemotronH and FalconH1 (Mamba2), Lfm2 (short convolutions) and DeepseekV3 (latent
 attention). Plain tokens are those of vLLM's own engine, with its code for GPUs, but for Mamba2's
 decoding. Prompts of layers with states are read by a recurrence of ours in both
 (`tests.support.recurrent.run_in_float32`, `tests.support.kimi.run_kimi_as_on_gpus`,
-`tests.support.mamba.run_as_on_gpus`), and those of latent attention by the CPU's code.
+`tests.support.mamba.run_as_on_gpus`), but for linear attention's, and those of latent attention by
+the CPU's code.
 """
 
 import os
@@ -26,7 +28,7 @@ from tests.support.generating import (
     resumed,
 )
 from tests.support.interpreted import call_on_v2
-from tests.support.kimi import run_kimi_as_on_gpus, save_kimi_pair
+from tests.support.kimi import K3, KIMI, LINEAR, LING, run_kimi_as_on_gpus, save_kimi_pair
 from tests.support.latents import save_latent_pair
 from tests.support.mamba import run_as_on_gpus, save_mamba_pair
 from tests.support.recurrent import VOCABULARY, run_in_float32, save_hybrid_pair
@@ -37,18 +39,20 @@ OPTIONS = {"skip_tokenizer_init": True, "block_size": 16, "enable_prefix_caching
 LENGTHS = [9, 40, 23, 70]
 TOKENS, ENDS = 30, 6
 SIZE, LARGE = 8, 64
-LATENTS, KIMI = "DeepseekV3", "KimiLinear"
+LATENTS, WITH_LATENTS = "DeepseekV3", (KIMI, K3, LINEAR, LING)
 # Layers with states, and what a node leaves in each, in numbers: inputs of 96 channels, a key (or
 # B) of 16, and two heads' updates of 32 and decays; of convolutions inputs alone.
 LAYERS = {"FalconH1": 3}
-# Kimi Linear's nodes leave two keys, updates and decays of 16. Products that its two layers share
-# take 160 in each of two heads.
-LEFT = {"Lfm2": 64, KIMI: 96 + 3 * 32 + 160}
+# Nodes of Kimi Delta Attention leave two keys, updates and decays of 16. Products that their two
+# layers share take 160 in each of two heads. Ling 2.5's leave two keys and updates of 64, and
+# decays.
+LEFT = {"Lfm2": 64, **dict.fromkeys((KIMI, K3, LING), 96 + 3 * 32 + 160), LINEAR: 4 * 64 + 2}
 # Beside latents and states vLLM's blocks have 128 tokens.
-LONGER = {KIMI: 96}
+LONGER = dict.fromkeys(WITH_LATENTS, 96)
 RUN = {
     "Qwen3Next": "GdnTreeLayer", "FalconH1": "TritonTreeImpl", "Lfm2": "ConvTreeLayer",
-    KIMI: "KdaTreeLayer", LATENTS: "MLATreeImpl",
+    KIMI: "KdaTreeLayer", K3: "K3TreeLayer", LINEAR: "LinearTreeLayer", LING: "BailingKdaTreeLayer",
+    LATENTS: "MLATreeImpl",
 }  # fmt: skip
 # `tests/kernels` has the trees of Mamba2's and convolutions' states in every run.
 MAMBAS = ("GraniteMoeHybrid", "Lfm2", "NemotronH", "FalconH1")
@@ -79,9 +83,9 @@ def save_pair(models: str, name: str) -> tuple[str, str]:
     """Saves a target and a draft that is often right, and lets vLLM run them here."""
     if name == LATENTS:
         return save_latent_pair(Path(models))
-    if name == KIMI:
+    if name in WITH_LATENTS:
         run_kimi_as_on_gpus()
-        return save_kimi_pair(Path(models))
+        return save_kimi_pair(Path(models), kind=name)
     if name != "Qwen3Next":
         run_as_on_gpus()
         return save_mamba_pair(Path(models), name)
@@ -134,7 +138,7 @@ def generate_whole(models: str) -> dict[str, Any]:
 
 
 AGAIN = [pytest.param(name, marks=pytest.mark.sharded) for name in MAMBAS]
-KINDS = ["Qwen3Next", KIMI, LATENTS, *AGAIN]
+KINDS = ["Qwen3Next", *WITH_LATENTS, LATENTS, *AGAIN]
 answers = called_once(call_on_v2, generate_all, ("name", KINDS), gpu_attention=True)
 
 

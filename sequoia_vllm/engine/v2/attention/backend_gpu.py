@@ -118,9 +118,13 @@ class GPUTreeBackend(TreeBackend):
     @contextmanager
     def replace_attention(self) -> Iterator[None]:
         """Replaces what our classes extend, and backends that trees cannot use."""
-        from sequoia_vllm.engine.v2.attention.kda_layers import KdaTreeLayer
+        from sequoia_vllm.engine.v2.attention import bailing_layers, kda_layers
 
-        ours = GdnTreeLayer, KdaTreeLayer, MambaTreeLayer, ConvTreeLayer
+        ours = (
+            GdnTreeLayer, MambaTreeLayer, ConvTreeLayer,
+            kda_layers.KdaTreeLayer, kda_layers.K3TreeLayer,
+            bailing_layers.LinearTreeLayer, bailing_layers.BailingKdaTreeLayer,
+        )  # fmt: skip
         with (
             replaced_backends(CLASSES),
             replaced_layers(*ours),

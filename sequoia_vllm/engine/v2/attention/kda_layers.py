@@ -1,24 +1,67 @@
-"""Layers of Kimi Delta Attention with trees, those of Kimi Linear.
+"""Layers of Kimi Delta Attention with trees, those of Kimi Linear and Kimi K3.
 
 Imported once a model is loaded: vLLM's decorator asks an option that its configuration sets.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.models.kimi_k3.nvidia.kda import KimiK3DeltaAttention
+from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadataBuilder
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from sequoia_vllm.engine.v2.attention.mamba_layers import GdnTreeBuilder
-from sequoia_vllm.engine.v2.attention.recurrent_layers import RecurrentTreeLayer
+from sequoia_vllm.engine.v2.attention.recurrent_layers import (
+    RecurrentTreeBuilder,
+    RecurrentTreeLayer,
+)
 from sequoia_vllm.kernels.recurrent_channels import score_kda
 from sequoia_vllm.kernels.recurrent_tree import RecurrentHeads
 
 
-class KdaTreeLayer(RecurrentTreeLayer, KimiGatedDeltaNetAttention):
-    """vLLM's layer, with trees."""
+class _OwnIndices(KimiK3KDAMetadataBuilder):
+    """Finds states itself. The runner finds those of all requests, and we build for some."""
 
-    builder = GdnTreeBuilder
+    @property
+    def mamba_aligned_state_indices(self) -> Tensor:
+        """The states of what `build` gets. Else there is none: the runner asks if there is."""
+        return self._indices
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *drafts: Any
+    ) -> Any:
+        """See vLLM's."""
+        batch, mode = common_attn_metadata, self.vllm_config.cache_config.mamba_cache_mode
+        self._indices = mamba_get_block_table_tensor(
+            batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode
+        )
+        try:
+            return super().build(common_prefix_len, batch, *drafts)
+        finally:
+            del self._indices
+
+
+class K3TreeBuilder(RecurrentTreeBuilder, _OwnIndices):
+    """The builder of `K3TreeLayer`."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+class _KdaNodes(RecurrentTreeLayer):
+    """What both classes of vLLM have in common."""
+
+    local_num_heads: int
+    head_dim: int
+    cache_config: Any
+    A_log: Tensor
+    dt_bias: Tensor
+    gate_lower_bound: float | None
+    o_norm: Any
 
     @property
     def shape(self) -> RecurrentHeads:
@@ -38,7 +81,7 @@ class KdaTreeLayer(RecurrentTreeLayer, KimiGatedDeltaNetAttention):
         self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
     ) -> None:
         """Computes tree nodes, and calls vLLM's for all other rows."""
-        forward = super()._forward
+        forward = super()._forward  # type: ignore[misc]
         if (trees := self.trees_of_step()) is None:
             forward(mixed_qkv, g1, g2, beta, core_attn_out)
             return
@@ -58,3 +101,15 @@ class KdaTreeLayer(RecurrentTreeLayer, KimiGatedDeltaNetAttention):
 
         by_row = mixed_qkv, g1[0], g2, beta[0], core_attn_out[0]
         self.compute_others(trees, forward_others, *by_row)
+
+
+class KdaTreeLayer(_KdaNodes, KimiGatedDeltaNetAttention):
+    """Kimi Linear's layer, with trees."""
+
+    builder = GdnTreeBuilder
+
+
+class K3TreeLayer(_KdaNodes, KimiK3DeltaAttention):
+    """Kimi K3's layer, with trees."""
+
+    builder = K3TreeBuilder

@@ -6,7 +6,7 @@ Steps without drafts are vLLM's, and so are rows of prompts and of requests with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -143,12 +143,13 @@ class RecurrentTreeLayer:
     kv_cache: tuple[Tensor, ...]
     conv1d: Any
     get_state_dtype: Callable[[], tuple[torch.dtype, ...]]  # vLLM's, inputs' first
+    parameters: Callable[[], Iterator[Tensor]]  # torch's
     kept: KeptNodes  # what nodes leave for the commit; set once layers are loaded
     place: int  # which of its layers this is
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_spec = 0
+        self.num_spec = self.num_speculative_tokens = 0  # vLLM's classes have one of these names
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
         """Returns vLLM's, without states for drafts."""
@@ -175,6 +176,11 @@ class RecurrentTreeLayer:
         return self.conv1d
 
     @property
+    def channels(self) -> int:
+        """Inputs of a token that the layer convolves."""
+        return len(self.convolution.weight)
+
+    @property
     def unsupported(self) -> str | None:
         """The reason why our kernels cannot serve this layer; None: they can."""
         try:
@@ -189,6 +195,11 @@ class RecurrentTreeLayer:
         inputs = self.kv_cache[0]
         return inputs.transpose(1, 2) if is_conv_state_dim_first() else inputs
 
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        """``[blocks, Hv, V, K]``, contiguous in a block; of convolutions none."""
+        return self.kv_cache[1:]
+
     def trees_of_step(self) -> RecurrentTreeMetadata | None:
         """The trees of the step that runs; None: vLLM's own layer computes it."""
         steps = get_forward_context().attn_metadata
@@ -197,9 +208,9 @@ class RecurrentTreeLayer:
 
     def convolve(self, inputs: Tensor, trees: RecurrentTreeMetadata, silu: bool) -> Tensor:
         """Convolves nodes' inputs along their paths, and keeps them: ``[rows, C]``."""
-        weight = self.convolution.weight
+        convolution = self.convolution
         return convolve_nodes(
-            inputs, weight.view(weight.size(0), weight.size(2)), self.convolution.bias,
+            inputs, convolution.weight.squeeze(1), convolution.bias,
             history=self.last_inputs, silu=silu, **self.kept_of(trees),
         )  # fmt: skip
 
@@ -214,9 +225,13 @@ class RecurrentTreeLayer:
         """Calls vLLM's forward for the rows behind the trees'; these are cut from each tensor."""
         if trees.others is None:
             return
-        others = replace(get_forward_context(), attn_metadata={self.prefix: trees.others})
-        with override_forward_context(others):
+        with self.as_metadata(trees.others):
             forward(*(each[trees.num_rows :] for each in by_row))
+
+    def as_metadata(self, metadata: Any) -> AbstractContextManager[None]:
+        """Within it vLLM's layer finds this metadata of the step."""
+        context = replace(get_forward_context(), attn_metadata={self.prefix: metadata})
+        return override_forward_context(context)
 
 
 @contextmanager
@@ -247,8 +262,9 @@ class NodeStates:
         self._layers = layers
         [shape] = {layer.shape for layer in layers.values()}
         [first, *_] = layers.values()
-        weight, [dtype, *_] = first.convolution.weight, first.get_state_dtype()
-        self.kept = KeptNodes.empty(shape, len(weight), len(layers), rows, dtype, weight.device)
+        sizes, [dtype, *_] = (first.channels, len(layers), rows), first.get_state_dtype()
+        device = next(first.parameters()).device
+        self.kept = KeptNodes.empty(shape, *sizes, dtype, device)
         for place, layer in enumerate(layers.values()):
             layer.kept, layer.place = self.kept, place
         self._groups: list[tuple[str, RecurrentStates]] = []
@@ -282,7 +298,7 @@ class NodeStates:
             layers = [self._layers[name] for name in names]
             states = RecurrentStates.of(
                 [layer.last_inputs for layer in layers],
-                [state for layer in layers for state in layer.kv_cache[1:]],
+                [state for layer in layers for state in layer.states],
                 [layer.place for layer in layers],
             )
             found.append((names[0], states))
