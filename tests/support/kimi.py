@@ -146,7 +146,7 @@ def _layer(prefix: str, kind: str, is_recurrent: bool) -> dict[str, Tensor]:
         for place, of_place in ((prefix, shapes), (attention, own))
         for name, shape in of_place.items()
     }
-    added = 0.2 if kind == K3 else 0.14  # the draft is wrong often enough
+    added = 0.2 if kind in (K3, LING) else 0.14  # the draft is wrong often enough
     for name, weight in found.items():
         if weight.ndim > 1:
             into_stream = re.search("o_proj|down_proj|dense", name)
