@@ -11,6 +11,7 @@ one, its MTP layer for the other, which has recurrent layers, too.
 """
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ def save_pair(folder: Path, name: str) -> tuple[str, str]:
     A target with an MTP layer is its own draft.
     """
     if name == DIFFKV:
+        os.environ["VLLM_USE_FUSED_MOE_GROUPED_TOPK"] = "0"  # an operator of the GPU build
         return (save_experts(folder / "target", name, vocab=VOCABULARY),) * 2
     if name == "Qwen3Next":
         rehearse_in_float32()
@@ -102,7 +104,7 @@ def save_pair(folder: Path, name: str) -> tuple[str, str]:
         rehearse_sparse_on_gpus()
         return save_latent_pair(folder, kind=name)
     if name in WITH_STATES_AND_LATENTS:
-        rehearse_kimi_on_gpus()
+        rehearse_kimi_on_gpus(name)
         return save_kimi_pair(folder, kind=name)
     if name == CHUNKS:
         target, draft = (save_architecture(folder / role, name) for role in ("target", "draft"))
@@ -149,7 +151,8 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
     with rehearsing(None, **options, **plain) as llm:
         answers = {"plain": generate(llm, texts, params())}
     config = sequoia(8, 3, draft=pair[1], dynamic_tree=name in ("Qwen3Next", "DeepseekV3"))
-    config = MTP if name == DIFFKV else config
+    if name == DIFFKV:  # its window is shorter than what dynamic trees need
+        config = {**MTP, "dynamic_tree": False}
     with rehearsing(config, as_users_start=True, **options) as llm:
         answers["trees"] = generate_with_trees(llm, texts[:3], params()[:3])
         answers["alone"] = generate_with_trees(llm, texts[:1], params()[:1])
@@ -188,8 +191,11 @@ def test_drafts_are_accepted_and_requests_join_and_are_aborted(answers):
     assert joining["counts"]["tokens_per_tree"] > least
     assert joining["eager growth"] == []
     assert joining["modes"]["FULL"] > 0
-    assert joining["modes"]["PIECEWISE beside prompts"] > 0
-    assert "FULL beside prompts" not in joining["modes"]  # as where our kernel has all rows
+    modes = [f"{mode} beside prompts" for mode in ("PIECEWISE", "FULL")]
+    # Full graphs hold these steps only where our kernel has all rows.
+    beside, never = modes[::-1] if answers["name"] in (CHUNKS, DIFFKV) else modes
+    assert joining["modes"][beside] > 0
+    assert never not in joining["modes"]
     assert all(set(plain[index][0]) <= {3, 4, 5, 6} for index in WITH_GRAMMAR)
 
 

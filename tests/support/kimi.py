@@ -163,19 +163,28 @@ def run_kimi_as_on_gpus() -> None:
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    run_in_float32()
     _replace_kernels()
     utils.dispatch_cpu_unquantized_gemm = _keep_weight
     torch.cuda.Stream = _Stream
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
 
 
-def rehearse_kimi_on_gpus() -> None:
+def rehearse_kimi_on_gpus(kind: str) -> None:
     """`run_kimi_as_on_gpus` on the GPU engine without a GPU."""
-    # As Kimi Linear's configuration sets it; layers are imported before.
-    os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
+    if kind in (KIMI, K3):  # as Kimi Linear's configuration sets it; layers are imported before
+        os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
     rehearse_on_gpus()
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext as Context
+
     _replace_kernels()
+    RotaryEmbedding.forward_cuda = RotaryEmbedding.forward_native
+    find = Context.compute_aligned_state_indices
+
+    def find_states(self: Any, seq_lens: Tensor, num_reqs: int) -> Tensor:
+        return find(self, seq_lens.as_subclass(_OnGpu), num_reqs)
+
+    Context.compute_aligned_state_indices = find_states
 
 
 def _replace_kernels() -> None:
@@ -192,6 +201,7 @@ def _replace_kernels() -> None:
     from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent
     from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
 
+    run_in_float32()
     os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"  # needs a library of the GPU build
     fused_recurrent.exp, fused_recurrent.log = exponential, logarithm
     kda.chunk_kda_with_fused_gate = read_prompts
@@ -218,6 +228,12 @@ def _replace_kernels() -> None:
 
 def _keep_weight(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = functional.linear
+
+
+class _OnGpu(Tensor):
+    """Where vLLM finds states for Kimi K3, it asks that lengths be on a GPU."""
+
+    is_cuda = True
 
 
 class _Stream:

@@ -5,6 +5,7 @@ Imported once a model is loaded, as `kda_layers`.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import BailingMoELinearAttention
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.linear_attn import (
     BailingLinearAttentionMetadataBuilder,
     LinearAttentionMetadata,
 )
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata
 
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.v2.attention.mamba_layers import GdnTreeBuilder
 from sequoia_vllm.engine.v2.attention.recurrent_layers import (
     RecurrentTreeBuilder,
@@ -29,19 +31,27 @@ from sequoia_vllm.kernels.recurrent_channels import score_kda_by_decays
 from sequoia_vllm.kernels.recurrent_heads import score_linear
 from sequoia_vllm.kernels.recurrent_tree import RecurrentHeads
 
+_told = MambaHybridAttnMetadata.get_extra_attn_kwargs
+_for_good = ExitStack()  # engines without trees find nothing changed
+
 
 class LinearTreeBuilder(RecurrentTreeBuilder, BailingLinearAttentionMetadataBuilder):
     """The builder of `LinearTreeLayer`."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *_: Any,
-        num_decode_draft_tokens_cpu: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        """Counts drafts: vLLM's runner tells them to other builders. No prompt has any."""
-        batch, drafts = common_attn_metadata, num_decode_draft_tokens_cpu
-        if drafts is None and batch.is_prefilling is not None:
-            drafts = (batch.query_start_loc_cpu.diff() - 1).masked_fill(batch.is_prefilling, 0)
-        return super().build(common_prefix_len, batch, None, drafts)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if MambaHybridAttnMetadata.get_extra_attn_kwargs is not _with_drafts:
+            # Until: vLLM's runner tells numbers of drafts to builders of linear attention, too.
+            swap = patched(MambaHybridAttnMetadata, "get_extra_attn_kwargs", _with_drafts)
+            _for_good.enter_context(swap)
+
+
+def _with_drafts(self: Any, builder: Any, num_reqs: int) -> dict[str, Any]:
+    """Replaces vLLM's: what a builder is told of a step beside the batch."""
+    if not isinstance(builder, LinearTreeBuilder):
+        return _told(self, builder, num_reqs)
+    drafts = self.num_decode_draft_tokens_cpu
+    return {} if drafts is None else {"num_decode_draft_tokens_cpu": drafts[:num_reqs]}
 
 
 @dataclass

@@ -103,10 +103,12 @@ def chunked_backend(backend: Any, chunk: int) -> Any:
     class ChunkedTreeBuilder(backend.get_builder_cls()):  # type: ignore[misc]
         """Builds vLLM's metadata of whole requests, and of chunks where they are asked for."""
 
-        def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
             """See vLLM's; adds ``cut``."""
-            metadata = super().build(common_prefix_len, common, fast_build)
-            metadata.cut = partial(self._cut, common)
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            metadata.cut = partial(self._cut, common_attn_metadata)
             return metadata
 
         def _cut(self, common: Any, begin: int, rows: OtherRows) -> Any:

@@ -42,7 +42,9 @@ def apply(
 
     Replaces that of vLLM's `TritonExperts`, which sorts rows by expert in an operator.
     """
-    assert (activation.value, apply_router_weight_on_input) == ("silu", False)
+    assert activation.value == "silu"
+    if apply_router_weight_on_input:  # of Llama 4: inputs have been multiplied
+        topk_weights = torch.ones_like(topk_weights)
     assert (a1q_scale, a2_scale) == (None, None)
     ids = topk_ids
     assert int(ids.min()) >= _NO_EXPERT, "rows that nobody routed"
