@@ -22,7 +22,7 @@ from sequoia_vllm.engine.runner.attention_layers import (
     unmaskable_features,
     window_of,
 )
-from sequoia_vllm.engine.v2.attention import mla_layers, sparse_layers
+from sequoia_vllm.engine.v2.attention import mamba_layers, mla_layers, sparse_layers
 from sequoia_vllm.engine.v2.attention.attention_gpu import (
     DraftMetadata,
     GPUTreeForward,
@@ -34,11 +34,6 @@ from sequoia_vllm.engine.v2.attention.chunked_layers import (
     chunked_backend,
     limits_of,
     rows_in_chunks,
-)
-from sequoia_vllm.engine.v2.attention.mamba_layers import (
-    ConvTreeLayer,
-    GdnTreeLayer,
-    MambaTreeLayer,
 )
 from sequoia_vllm.engine.v2.attention.recurrent_layers import (
     NodeStates,
@@ -121,7 +116,7 @@ class GPUTreeBackend(TreeBackend):
         from sequoia_vllm.engine.v2.attention import bailing_layers, kda_layers
 
         ours = (
-            GdnTreeLayer, MambaTreeLayer, ConvTreeLayer,
+            mamba_layers.GdnTreeLayer, mamba_layers.MambaTreeLayer, mamba_layers.ConvTreeLayer,
             kda_layers.KdaTreeLayer, kda_layers.K3TreeLayer,
             bailing_layers.LinearTreeLayer, bailing_layers.BailingKdaTreeLayer,
         )  # fmt: skip
