@@ -46,8 +46,9 @@ class Agent:
         step = core.step_fn
 
         def counted() -> Any:
-            self.steps += 1
-            return step()
+            outputs, has_run = step()
+            self.steps += has_run  # not while a grammar is compiled
+            return outputs, has_run
 
         core.step_fn = counted
 
@@ -76,7 +77,10 @@ def main() -> None:
     """Counts, and writes the file."""
     model, draft, output = sys.argv[1:]
     trees = {"method": "sequoia", "model": draft, "tree": TREE, "adapt": False}
-    chain = {"method": "draft_model", "model": draft, "num_speculative_tokens": CHAIN}
+    chain = {
+        "method": "draft_model", "model": draft, "num_speculative_tokens": CHAIN,
+        "use_heterogeneous_vocab": True,
+    }  # fmt: skip
     engines = {"plain": None, "Sequoia": trees, f"chain of {CHAIN}": chain}
     rows: list[dict[str, Any]] = []
     plain: list[list[int]] = []

@@ -72,7 +72,7 @@ def generate_foretold(models: str) -> dict[str, Any]:
             }  # fmt: skip
         engine = llm.llm_engine.engine_core.engine_core
         generated(llm, prompts[:1], params_of([None]))  # brings the core the last ends
-        answers["kept"] += (len(engine.scheduler.predictions._requests),)
+        answers["kept"] += (len(engine.scheduler.predictions.requests),)
     return answers
 
 

@@ -38,18 +38,18 @@ class FollowedPredictions:
 
     def __init__(self, tree: TokenTree) -> None:
         self._depths = depths_by_drafts(tree)
-        self._requests: dict[str, _Followed] = {}
+        self.requests: dict[str, _Followed] = {}
 
     def start(self, request_id: str, sampling_params: Any) -> None:
         """Notes a new request."""
         tokens = foretold(sampling_params)
         if tokens is not None and is_counted(sampling_params):
-            self._requests[request_id] = _Followed(tokens)
+            self.requests[request_id] = _Followed(tokens)
 
     def forget(self, ended: Collection[str]) -> None:
         """Drops requests that have ended."""
-        for name in self._requests.keys() & ended:
-            del self._requests[name]
+        for name in self.requests.keys() & ended:
+            del self.requests[name]
 
     def count(
         self, drafts: Mapping[str, Sequence[int]], outputs: Iterable[Any]
@@ -62,7 +62,7 @@ class FollowedPredictions:
         """
         found = {}
         for one in outputs:
-            if (followed := self._requests.get(one.request_id)) is not None:
+            if (followed := self.requests.get(one.request_id)) is not None:
                 followed.add(one.new_token_ids, self._depths[len(drafts.get(one.request_id, ()))])
                 found[one.request_id] = astuple(followed.counts)
         return found

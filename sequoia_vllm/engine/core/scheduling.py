@@ -183,7 +183,8 @@ class TreeScheduling(Scheduler):
                 if (metrics := one.spec_decode_metrics) is not None:
                     used = np.flatnonzero(metrics.histogram).max(initial=self.tree.depth)
                     del metrics.histogram[int(used) + 1 :]
-        self._attach_predicted(scheduler_output, outcome.predicted, outputs)
+        if outcome.predicted or (self.predictions is not None and self.predictions.requests):
+            self._attach_predicted(scheduler_output, outcome.predicted, outputs)
         undrafted = self._reasons_of_new(scheduler_output)
         if self.log_stats:
             requests = len(scheduler_output.num_scheduled_tokens)
