@@ -103,10 +103,28 @@ def test_vllm_that_lacks_what_we_patch_still_starts(monkeypatch):
     plugin.register()
 
 
+ALL_DIFFERENCES = """
+from sequoia_vllm.engine.compat import contract
+print(contract.differences(contract.contract("cpu", v2=True)))
+"""
+
+
+def test_contract_fits_this_vllm():
+    """In a process of its own: some modules bring what in-process engines of others cannot bear."""
+    words = [sys.executable, "-c", ALL_DIFFERENCES]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize("v2", [False, True])
-def test_contract_fits_this_vllm(v2):
-    assert contract.differences(contract.contract("cpu", v2)) == []
+def test_the_contract_is_checked_without_modules_of_whole_models(v2, monkeypatch):
+    """To import them takes seconds, and numba, with which vLLM starts no CPU engine."""
+    for name in ("kda", "kda_metadata"):
+        monkeypatch.setitem(sys.modules, f"vllm.models.kimi_k3.nvidia.{name}", None)
+    contract.check_contract.cache_clear()
     contract.check_contract(v2)
+    with pytest.raises(contract.ContractError, match="kimi_k3"):
+        contract.check_models()
 
 
 WRONG = [

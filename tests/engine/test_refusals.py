@@ -28,7 +28,7 @@ from sequoia_vllm.engine.frontend import engine_config as frontend
 from sequoia_vllm.engine.frontend import plan, refusals, request
 from sequoia_vllm.engine.frontend.tree_choice import TreeChoice
 from sequoia_vllm.engine.runner import attention_layers, cpu_attention
-from sequoia_vllm.engine.v2.attention import attention_gpu
+from sequoia_vllm.engine.v2.attention import attention_gpu, layers_with_states
 from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.worker import worker_base
 from sequoia_vllm.hardware.support import kinds_of, refusal
@@ -380,10 +380,24 @@ def test_backends_are_passed_over_and_refused_by_name(
     )
     layer = AttentionSelectorConfig(256, torch.bfloat16, "auto", 16, use_mm_prefix=images)
     ask = CudaPlatformBase.get_attn_backend_cls
-    with GPUTreeBackend(torch.ones(1, 1, dtype=torch.bool)).replace_attention():
+    with GPUTreeBackend(torch.ones(1, 1, dtype=torch.bool)).replace_attention([]):
         assert taken in ask(None, layer)
         with pytest.raises(ValueError, match="trees cannot use it: leave --attention-backend out"):
             ask(AttentionBackendEnum[preferred], layer)
+
+
+@pytest.mark.parametrize(
+    ("module", "model"),
+    [("kda_layers", "KimiLinearForCausalLM"), ("bailing_layers", "BailingMoeV3ForCausalLM")],
+)
+def test_layers_of_other_models_are_not_imported(module, model, monkeypatch):
+    """They import vLLM's modules of whole models, and what these need."""
+    monkeypatch.setitem(sys.modules, f"{layers_with_states.__package__}.{module}", None)
+    monkeypatch.setattr(layers_with_states, "check_models", lambda: None)
+    monkeypatch.delattr(sys.modules[layers_with_states.__package__], module, raising=False)
+    assert len(layers_with_states.layers_of(["Qwen3NextForCausalLM"])) == 3
+    with pytest.raises(ImportError, match=module):
+        layers_with_states.layers_of([model])
 
 
 @pytest.mark.parametrize("kind", ["FlashTreeImpl", "TritonTreeImpl"])

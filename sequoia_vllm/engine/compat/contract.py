@@ -17,6 +17,10 @@ from sequoia_vllm.engine.compat.versions import (
 )
 from sequoia_vllm.errors import SequoiaError
 
+OF_MODELS = "vllm.models."
+"""Packages of whole models. To import one takes seconds, and brings what others need not have. What
+we expect of them is checked where such a model is loaded."""
+
 
 class ContractError(SequoiaError, RuntimeError):
     """This vLLM is not one that the plugin fits."""
@@ -63,9 +67,17 @@ def check_contract(v2: bool = False) -> None:
     Raises:
         ContractError: It differs; the message has every difference and the versions we support.
     """
+    _check(one for one in contract(current_device(), v2) if not one.path.startswith(OF_MODELS))
+
+
+def check_models() -> None:
+    """Checks the packages of whole models, see `OF_MODELS`; raises like `check_contract`."""
+    _check(one for one in contract(current_device(), v2=True) if one.path.startswith(OF_MODELS))
+
+
+def _check(expectations: Iterable[Expected]) -> None:
     device = current_device()
-    found = differences(contract(device, v2))
-    if found:
+    if found := differences(expectations):
         versions = SUPPORTED_VERSIONS[device]
         raise ContractError(
             f"this sequoia-vllm supports vLLM {' and '.join(versions)} on {device.upper()}s; the "

@@ -87,7 +87,7 @@ class TreeRunner(GPUModelRunner):
         """Loads the model with our attention and our grammar masks; `set_up_trees` follows."""
         most = most_masked(self.speculator.most_scored, self.max_num_reqs, self.max_num_tokens)
         with (
-            self.tree_backend.replace_attention(),
+            self.tree_backend.replace_attention(self.model_config.architectures),
             # Has room for the largest trees of all request slots: gigabytes. Until: vLLM's engine
             # core sends one mask for each node, and makes room by its schedule.
             patched(model_runner, "StructuredOutputsWorker", partial(MasksOfNodes, most)),

@@ -5,6 +5,7 @@ vLLM's CPU builds run the V2 runner if Triton has a CPU driver.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,7 +31,7 @@ class CPUTreeBackend(TreeBackend):
     def __init__(self, ancestors: Tensor) -> None:
         self._caches = TargetCaches()
 
-    def replace_attention(self) -> AbstractContextManager[None]:
+    def replace_attention(self, architectures: Sequence[str]) -> AbstractContextManager[None]:
         """Replaces attention like the V1 runner does."""
         return replaced_backends(CPU_BACKENDS)
 

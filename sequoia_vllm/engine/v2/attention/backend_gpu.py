@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -22,7 +22,7 @@ from sequoia_vllm.engine.runner.attention_layers import (
     unmaskable_features,
     window_of,
 )
-from sequoia_vllm.engine.v2.attention import mamba_layers, mla_layers, sparse_layers
+from sequoia_vllm.engine.v2.attention import mla_layers, sparse_layers
 from sequoia_vllm.engine.v2.attention.attention_gpu import (
     DraftMetadata,
     GPUTreeForward,
@@ -35,6 +35,7 @@ from sequoia_vllm.engine.v2.attention.chunked_layers import (
     limits_of,
     rows_in_chunks,
 )
+from sequoia_vllm.engine.v2.attention.layers_with_states import layers_of
 from sequoia_vllm.engine.v2.attention.recurrent_layers import (
     NodeStates,
     RecurrentTreeLayer,
@@ -111,18 +112,11 @@ class GPUTreeBackend(TreeBackend):
         self._sparse: AncestorScores | None = None
 
     @contextmanager
-    def replace_attention(self) -> Iterator[None]:
+    def replace_attention(self, architectures: Sequence[str]) -> Iterator[None]:
         """Replaces what our classes extend, and backends that trees cannot use."""
-        from sequoia_vllm.engine.v2.attention import bailing_layers, kda_layers
-
-        ours = (
-            mamba_layers.GdnTreeLayer, mamba_layers.MambaTreeLayer, mamba_layers.ConvTreeLayer,
-            kda_layers.KdaTreeLayer, kda_layers.K3TreeLayer,
-            bailing_layers.LinearTreeLayer, bailing_layers.BailingKdaTreeLayer,
-        )  # fmt: skip
         with (
             replaced_backends(CLASSES),
-            replaced_layers(*ours),
+            replaced_layers(*layers_of(architectures)),
             # Until: vLLM's metadata of chunks has the requests' own tables and lengths.
             patched(
                 chunked_local_attention, "create_chunked_local_attention_backend", chunked_backend

@@ -1,6 +1,6 @@
 """Ling's and Ring's layers with states: linear attention (2.5 and 2.6), Kimi Delta Attention (3).
 
-Imported once a model is loaded, as `kda_layers`.
+Imported once such a model is loaded, as `kda_layers`.
 """
 
 from __future__ import annotations

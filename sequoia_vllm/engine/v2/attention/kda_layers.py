@@ -1,6 +1,6 @@
 """Layers of Kimi Delta Attention with trees, those of Kimi Linear and Kimi K3.
 
-Imported once a model is loaded: vLLM's decorator asks an option that its configuration sets.
+Imported once such a model is loaded: vLLM's decorator asks an option that its configuration sets.
 """
 
 from __future__ import annotations

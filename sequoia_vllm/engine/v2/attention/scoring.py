@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -118,8 +119,12 @@ class TreeBackend(ABC):
     def __init__(self, ancestors: Tensor) -> None: ...
 
     @abstractmethod
-    def replace_attention(self) -> AbstractContextManager[None]:
-        """Makes layers built within the block use our attention backend."""
+    def replace_attention(self, architectures: Sequence[str]) -> AbstractContextManager[None]:
+        """Makes layers built within the block use our attention backend.
+
+        Args:
+            architectures: vLLM's names of the target's model.
+        """
 
     @abstractmethod
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
