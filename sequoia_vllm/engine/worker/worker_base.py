@@ -110,8 +110,10 @@ class SequoiaWorker(AgreeingWorker):
             self.model_runner.drafting_clock.end()
             drafting = self.model_runner.drafting_clock.ended()
         else:
-            predicted = proposer.foretold.take_counts()
-            is_told, proposer.foretold.has_branches = proposer.foretold.has_branches, False
+            foretold = proposer.foretold
+            if foretold.counted:
+                predicted = foretold.take_counts()
+            is_told, foretold.has_branches = foretold.has_branches, False
         if proposer.has_failed:
             self._draft_limit = 0
         paths, drafted = stats.take_paths(), stats.drafting - before
