@@ -51,7 +51,7 @@ SURPLUS: dict[str, dict[str, dict[str, int]]] = {
         "decided": {**_V2, CALLS: 69},
         "custom_processors": {**_V2, CALLS: 64},
         "asked, of a head": {
-            **_V2, "write_cache_kernel": 5, "copy from the host": 1, "zero_": 1,
+            **_V2, "copy from the host": 1, "zero_": 1,
             "begin_drafting_kernel": 1, "committed_inputs_kernel": 1,
             "gather_target_states_kernel": 1, DRAFT: 19,
             "add": 3,  # of residuals, for the states that it reads
