@@ -207,11 +207,9 @@ class StepTimes:
 
     def to_list(self) -> list[Timed]:
         """Times without contexts of the kinds of steps that were seen."""
-        last = len(self._batch) - 1
         return [
-            (self.sizes[place], size, self.seconds(self.sizes[place], size))
+            (self.sizes[place], 1 << octave, self.seconds(self.sizes[place], 1 << octave))
             for place, octave in np.argwhere(self._served > 0).tolist()
-            if (size := min(1 << octave, last))
         ]
 
     def restore(self, times: list[Timed]) -> None:
