@@ -96,6 +96,7 @@ def test_steps_are_timed_where_their_number_of_drafts_is_known():
     controlled._prompts.add = lambda _, *told: read.append(told)
     controlled._gain = SimpleNamespace(value=1.5, add=lambda _, *told: gained.append(told))
     known = controlled._times.seconds
+    assert controlled.speedup is None
 
     def observe(drafts: int, seconds: float | None, trees: int, **more) -> list:
         timed.clear()
@@ -211,3 +212,31 @@ def test_a_decision_is_logged_with_both_speeds(caplog):
     off, on = caplog.messages
     assert off == "Sequoia: speculation off at batch 1 (plain 100 tokens/s, with drafts 80)"
     assert on == "Sequoia: 7 drafts at batch 1 (plain 100 tokens/s, with drafts 296)"
+
+
+def test_a_probe_of_plain_steps_ends_though_a_worker_goes_on_drafting():
+    controlled, asked = controller(), []
+    for _ in range(90):
+        controlled.observe(Step(1, 7, 1.2, "greedy", paths(1, 7, 1, 3, 6), gained=3))
+        asked.append(controlled.lookup[1])
+    assert np.flatnonzero(np.array(asked) == 0).tolist() == list(range(47, 79))
+
+
+def test_decisions_are_more_frequent_at_first_and_in_probes():
+    """Every eighth one is for all batch sizes."""
+    controlled, decided, of_all = unlucky(), [], []
+    decide, choose = controlled._decide, controlled._choose
+
+    def note(batches: slice, *told) -> None:
+        if batches == slice(1, None):
+            of_all.append(controlled._steps)
+        choose(batches, *told)
+
+    controlled._decide = lambda *told: (decided.append(controlled._steps), decide(*told))
+    controlled._choose = note
+    serve(controlled, 140, 0.02)  # it probes from the 32nd and the 121st step on
+    assert decided[:16] == list(range(1, 64, 4))
+    assert decided[16:] == [69, 77, 85, 93, 101, 109, 117, 122, 126, 130, 134, 138]
+    assert of_all == [1, 33, 69, 126]
+    controlled.take_times([(0, 1, 0.01), (7, 1, 0.05)])
+    assert controlled.decisions == 2
