@@ -283,7 +283,7 @@ LINES = {
     "sequoia_vllm": 1_408, "step": 887, "tests": 50_160, "tree": 619, "verification": 1_360,
     "verifying": 513, "vocabulary": 376,
 }  # fmt: skip
-SLACK, MOST = 1.03, 98_500  # of a room; of all
+SLACK, MOST = 1.15, 105_000  # of a room; of all
 
 
 def lines_by_room() -> dict[str, int]:
