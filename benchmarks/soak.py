@@ -8,7 +8,9 @@ the things that operators do: the prefix cache is reset, weights are loaded agai
 loaded and dropped, always under one name. Of the clients 5 % hang up, and as many requests again
 are refused. Every answer is compared. After each round both servers are idle: then memory, handles
 and threads are counted, and what a fixed request accepts. It ends with status 1 if an answer
-differs, a request hangs, a count is wrong, or something grows that does not grow in plain vLLM.
+differs, a request fails or hangs, a count is wrong, or something grows that does not grow in plain
+vLLM. Of a round in which something went wrong, the report has the errors that the servers logged,
+and what memory the machine had left. The whole logs stay where it says at its start.
 
 `--rehearse` runs vLLM's GPU engine without a GPU (`tests/gpu_rehearsal`). It sleeps and wakes up.
 It has no adapters: vLLM's kernels for them refuse float32, in which answers are compared.
@@ -16,6 +18,7 @@ It has no adapters: vLLM's kernels for them refuse float32, in which answers are
 
 import asyncio
 import json
+import os
 import random
 import tempfile
 import time
@@ -36,9 +39,10 @@ from tests.support.adapters import RANK, save_adapter
 from tests.support.interpreted import gpu_environment
 from tests.support.memory_checks import VARIABLE as MEMORY_CHECKS
 from tests.support.models import prompts
-from tests.support.serving import DRAFT, OPTIONS, Server, environment
+from tests.support.serving import DRAFT, FRESH, OPTIONS, Server, environment
 from tests.support.soak.over_http import HANGS_AFTER, Endpoint, Tally, compare
 from tests.support.soak.random_requests import RandomRequest, random_requests
+from tests.support.soak.server_errors import logged_errors
 
 app = typer.Typer(add_completion=False)
 ADAPTER = "tuned"
@@ -58,6 +62,8 @@ _PROBE = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}
 _MIB = 1 << 20
 # Growth counts from this share of the run on: caches fill before.
 _WARM = 1 / 3
+# Failed requests that the report prints; a dead engine fails all that it has.
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -120,18 +126,19 @@ def soak(
     pause: Annotated[float, typer.Option(help="Seconds between two rounds.")] = 5.0,
     rehearse: Annotated[bool, typer.Option(help="vLLM's GPU engine, without a GPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder for the servers' logs.")] = None,
 ) -> None:
-    """Sends random requests for so long, and says what differed, hung or grew."""
+    """Sends random requests for so long, and says what differed, failed, hung or grew."""
     engines = rehearsed() if rehearse else CPUS
+    logs = logs or Path(tempfile.mkdtemp(prefix="soak-logs-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    typer.echo(f"The servers log to {logs}.", err=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        both_servers(Path(folder), engines) as (ours, plain),
+        both_servers(Path(folder), logs, engines) as (ours, plain),
     ):
         soaking = Soaking(ours, plain, Path(folder), random.Random(seed), engines)
-        until = time.monotonic() + 60 * minutes
-        while time.monotonic() < until:
-            soaking.round()
-            time.sleep(pause)
+        soaking.run(60 * minutes, pause)
         report = soaking.report()
     typer.echo(json.dumps(report, indent=1))
     if out is not None:
@@ -142,14 +149,14 @@ def soak(
 
 
 @contextmanager
-def both_servers(folder: Path, engines: Engines) -> Iterator[tuple[Server, Server]]:
+def both_servers(folder: Path, logs: Path, engines: Engines) -> Iterator[tuple[Server, Server]]:
     """A server with trees, by its defaults, and a plain one. CPUs: one thread each."""
     own = {"SEQUOIA_VLLM_TREES": str(folder / "trees")}
     variables = environment() | engines.variables | _VARIABLES | own
     with ExitStack() as stack:
         servers = [
             Server(
-                folder / f"{name}.log",
+                logs / f"{name}.log",
                 *(*engines.options, *more),
                 variables=variables,
                 start_deadline=engines.patience,
@@ -183,12 +190,51 @@ class Soaking:
         self._began = time.monotonic()
         self._events = dict.fromkeys(engines.events, 0)
         self._refused = 0
+        self._trees = 0.0
         self._wrong: list[str] = []
+        self._logged: list[str] = []
         self._adapters = [save_adapter(folder / f"adapter{n}", n) for n in (1, 2)]
         self._clients = {
-            name: httpx.Client(base_url=server.url, trust_env=False, timeout=engines.patience)
+            name: httpx.Client(
+                base_url=server.url, headers=FRESH, trust_env=False, timeout=engines.patience
+            )
             for name, server in self.servers.items()
         }
+
+    def run(self, seconds: float, pause: float) -> None:
+        """Rounds for so long, or until a server does not serve any more."""
+        until = time.monotonic() + seconds
+        serves = True
+        while serves and time.monotonic() < until:
+            serves = self.checked_round()
+            time.sleep(pause)
+
+    def checked_round(self) -> bool:
+        """A round, and what the servers logged if something went wrong; False: one has ended."""
+        before = {name: len(server.log) for name, server in self.servers.items()}
+        known, serves = self._count_wrong(), True
+        try:
+            self.round()
+        except (AssertionError, OSError, httpx.HTTPError, psutil.Error) as error:
+            self._wrong.append(f"it ended early: {type(error).__name__}: {str(error)[:500]}")
+            serves = False
+        if self._count_wrong() > known:
+            free = psutil.virtual_memory().available // _MIB
+            self._logged.append(
+                f"at {self._minutes():.1f} minutes, {free} MiB free, load {os.getloadavg()[0]:.1f}"
+            )
+            for name, server in self.servers.items():
+                errors = logged_errors(server.log[before[name] :])
+                self._logged += [f"{name}: {line}" for line in errors]
+        return serves
+
+    def _count_wrong(self) -> int:
+        tally = self._tally
+        counted = self._wrong, tally.failed, tally.hung, tally.different
+        return sum(len(one) for one in counted)
+
+    def _minutes(self) -> float:
+        return (time.monotonic() - self._began) / 60
 
     def round(self) -> None:
         """One event, the requests behind it, and a sample when all have ended."""
@@ -223,6 +269,7 @@ class Soaking:
         ours.model, plain.model = model or ours.model, model or plain.model
         asyncio.run(compare(ours, plain, requests, self._tally))
         for name, server in self.servers.items():
+            self._clients[name].get("/health").raise_for_status()  # an engine may have died
             server.wait_until_idle(patience)
             if any(server.metric("vllm:kv_cache_usage_perc")):
                 self._wrong.append(f"{name}: an idle server holds KV cache")
@@ -245,16 +292,20 @@ class Soaking:
         """Sends the probe, and counts what both servers have."""
         for name, server in self.servers.items():
             before = _trees(server)
-            client = self._clients[name]
-            client.post(
-                "/v1/completions", json={"model": server.model, "prompt": prompts(1)[0], **_PROBE}
-            )
+            probe = {"model": server.model, "prompt": prompts(1)[0], **_PROBE}
+            answer = self._clients[name].post("/v1/completions", json=probe)
+            if answer.status_code != 200:
+                self._wrong.append(
+                    f"{name}: the probe gave {answer.status_code}: {answer.text[:200]}"
+                )
             server.wait_until_idle(self._engines.patience)
-            trees, tokens = (after - b for after, b in zip(_trees(server), before, strict=True))
+            after = _trees(server)
+            trees, tokens = (now - then for now, then in zip(after, before, strict=True))
+            self._trees = max(self._trees, after[0])  # plain vLLM has none
             family = [psutil.Process(one.pid) for one in server.family()]
             self.samples[name].append(
                 Sample(
-                    minutes=round((time.monotonic() - self._began) / 60, 2),
+                    minutes=round(self._minutes(), 2),
                     memory=round(sum(one.memory_full_info().uss for one in family) / _MIB, 1),
                     handles=sum(one.num_fds() for one in family),
                     threads=sum(one.num_threads() for one in family),
@@ -267,6 +318,10 @@ class Soaking:
         tally, growth = self._tally, {name: _growth(rows) for name, rows in self.samples.items()}
         wrong = [*self._wrong, *(f"another answer: {one}" for one in tally.different)]
         wrong += [f"no answer: {one}" for one in tally.hung]
+        for one in tally.failed[:_SHOWN]:
+            for name, server in self.servers.items():
+                one = one.replace(server.url, name)
+            wrong.append(f"failed: {one}")
         for what, (mean, error) in growth["ours"].items():
             of_plain = growth["plain"][what][0]
             if mean - of_plain > max(4 * error, 1.0):
@@ -274,18 +329,22 @@ class Soaking:
         accepted = [one.accepted for one in self.samples["ours"] if one.accepted is not None]
         third = max(len(accepted) // 3, 1)
         return {
-            "minutes": self.samples["ours"][-1].minutes,
+            "minutes": round(self._minutes(), 2),
             "events": self._events,
             "answered": tally.answered,
             "tokens": tally.tokens,
             "hung up": tally.left,
+            "failed": len(tally.failed),
             "refused": self._refused,
-            "trees": _trees(self.servers["ours"])[0],
+            "trees": self._trees,
             "growth an hour, standard error": growth,
             "tokens per tree of the probe, first and last third": [
-                round(float(np.mean(part)), 3) for part in (accepted[:third], accepted[-third:])
+                round(float(np.mean(part)), 3)
+                for part in (accepted[:third], accepted[-third:])
+                if part
             ],
             "wrong": wrong,
+            "logged where something went wrong": self._logged,
         }
 
 
@@ -301,11 +360,14 @@ def _growth(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
     hours = np.array([one.minutes for one in warm]) / 60
     found = {}
     for what in ("memory", "handles", "threads"):
+        if len(warm) < 3:
+            found[what] = (0.0, 0.0)
+            continue
         values = np.array([getattr(one, what) for one in warm], dtype=np.float64)
         apart = hours - hours.mean()
-        slope = float(apart @ values / (apart @ apart)) if len(warm) > 2 else 0.0
+        slope = float(apart @ values / (apart @ apart))
         left = values - values.mean() - slope * apart
-        error = float(np.sqrt(left @ left / max(len(warm) - 2, 1) / max(apart @ apart, 1e-9)))
+        error = float(np.sqrt(left @ left / (len(warm) - 2) / max(apart @ apart, 1e-9)))
         found[what] = (round(slope, 2), round(error, 2))
     return found
 

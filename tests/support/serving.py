@@ -176,7 +176,7 @@ class Server(Session):
 
     @cached_property
     def _http(self) -> httpx.Client:
-        return http_client(self.url)
+        return http_client(self.url, timeout=30)  # a starved machine answers late
 
     @cached_property
     def client(self) -> openai.OpenAI:

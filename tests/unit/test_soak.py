@@ -14,11 +14,21 @@ import pytest
 from benchmarks.soak import Sample, Soaking, refused_request
 from tests.support.soak.over_http import Tally, compare
 from tests.support.soak.random_requests import STRUCTURED, random_requests
+from tests.support.soak.server_errors import logged_errors
 
 TEXTS = [f"def f{number}(" for number in range(8)]
 FAULTS = {
     "max_tokens", "temperature", "prompt", "model", "structured_outputs", "vllm_xargs",
 }  # fmt: skip
+LOG = """(APIServer pid=7) INFO 11-30 08:12:01 [loggers.py:259] Engine 000: Running: 3 reqs
+(EngineCore pid=9) ERROR 11-30 08:12:02 [core.py:1100] Traceback (most recent call last):
+(EngineCore pid=9) ERROR 11-30 08:12:02 [core.py:1100] ValueError: 3 masks of grammars
+(APIServer pid=7) INFO:     127.0.0.1:5112 - "POST /v1/completions HTTP/1.1" 500
+(EngineCore pid=9) Traceback (most recent call last):
+(EngineCore pid=9)   File "core.py", line 8, in run
+(EngineCore pid=9) ValueError: 3 masks of grammars
+(APIServer pid=7) INFO 11-30 08:12:03 [launcher.py:9] Shutting down
+"""
 
 
 def test_requests_are_those_of_their_seed_and_of_every_kind():
@@ -43,16 +53,28 @@ def test_a_wrong_request_names_what_is_wrong_in_it():
     assert seen == FAULTS
 
 
-class Answering:
-    """An endpoint that gives some requests other tokens the first time, or each time, or none."""
+ASKED = httpx.Request("POST", "http://some/v1/completions")
 
-    def __init__(self, once=(), always=(), silent=()) -> None:
+
+class Answering:
+    """An endpoint that gives some requests other tokens the first time, or each time, or none.
+
+    Some requests end with an error of the server's, or of the connection.
+    """
+
+    def __init__(self, once=(), always=(), silent=(), failing=(), lost=()) -> None:
         self.once, self.always, self.silent = set(once), always, silent
+        self.failing, self.lost = failing, lost
         self.left = []
 
     async def answer(self, request):
         if request.number in self.silent:
-            raise openai.APITimeoutError(httpx.Request("POST", "http://some"))
+            raise openai.APITimeoutError(ASKED)
+        if request.number in self.failing:
+            response = httpx.Response(500, request=ASKED)
+            raise openai.InternalServerError("no engine", response=response, body=None)
+        if request.number in self.lost:
+            raise httpx.RemoteProtocolError("cut off")
         differs = request.number in self.always or request.number in self.once
         self.once.discard(request.number)
         return [([request.number, int(differs)], "text", "stop", None)]
@@ -92,3 +114,53 @@ def test_its_report_has_requests_that_were_not_refused_and_what_grew(
     expected = {f"a wrong {fault} gave {status}, not 400" for fault in FAULTS}
     assert set(others) == (expected if is_wrong else set())
     assert report["refused"] == 60
+
+
+def test_requests_that_fail_are_told_and_the_others_still_sent():
+    requests = [replace(r, leaves=None) for r in random_requests(TEXTS, 12, 1, 4096)]
+    ours, tally = Answering(always=[7], failing=[2], lost=[4]), Tally()
+    asyncio.run(compare(ours, Answering(failing=[9]), requests, tally))
+    assert tally.answered == 9
+    assert len(tally.different) == 1
+    found = sorted(tally.failed)
+    failed = "http://some/v1/completions: InternalServerError: no engine"
+    assert [one.partition(": {")[0] for one in found] == [
+        "a stream: RemoteProtocolError: cut off", failed, failed,
+    ]  # fmt: skip
+    assert str(requests[2]) in "".join(found)
+
+
+def test_errors_are_read_from_a_log_with_their_tracebacks():
+    lines = LOG.splitlines()
+    assert logged_errors(LOG) == [*lines[1:3], *lines[4:7]]
+    assert logged_errors("") == []
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_of_a_round_that_went_wrong_the_report_has_what_the_server_logged(
+    ends, monkeypatch, tmp_path
+):
+    """And only of this round; a server that ended ends the soak, and the report is still made."""
+    ours = SimpleNamespace(url="http://some", model="some", log="ERROR of an earlier round\n")
+    plain = SimpleNamespace(url="http://other", model="some", log="")
+    soaking, rounds = Soaking(ours, plain, tmp_path, Random(2)), []
+
+    def fail(self):
+        rounds.append(len(rounds))
+        if len(rounds) < 2:
+            return
+        ours.log += LOG
+        self._tally.failed.append("http://some/v1: InternalServerError: no engine: {}")
+        if ends:
+            raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(Soaking, "round", fail)
+    assert [soaking.checked_round() for _ in range(2)] == [True, not ends]
+    report = soaking.report()
+    about, *logged = report["logged where something went wrong"]
+    assert "MiB free" in about
+    assert logged == [f"ours: {line}" for line in logged_errors(LOG)]
+    failed = "failed: ours/v1: InternalServerError: no engine: {}"
+    ended = ["it ended early: ConnectError: refused"] * ends
+    assert report["wrong"] == [*ended, failed]
+    assert report["failed"] == 1

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import openai
 
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
@@ -26,7 +27,8 @@ class Tally:
     """What became of the requests.
 
     Attributes:
-        hung: Requests that got none within their endpoint's patience.
+        hung: Requests that got no answer within their endpoint's patience.
+        failed: The error that a request got, with its address, and the request.
         tokens: Returned, of the requests whose clients stayed.
     """
 
@@ -34,6 +36,7 @@ class Tally:
     left: int = 0
     different: list[RandomRequest] = field(default_factory=list)
     hung: list[RandomRequest] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     tokens: int = 0
 
 
@@ -93,6 +96,9 @@ async def compare(
             except openai.APITimeoutError:
                 tally.hung.append(request)
                 continue
+            except (openai.APIError, httpx.TransportError) as error:
+                tally.failed.append(f"{_told(error)}: {request}")
+                continue
             tally.answered += 1
             tally.tokens += sum(len(tokens) for tokens, *_ in found)
             if found != expected:
@@ -100,7 +106,11 @@ async def compare(
 
     await asyncio.gather(*(client(number) for number in range(_AT_ONCE)))
     for request, expected in suspects:
-        found = await ours.answer(request)
+        try:
+            found = await ours.answer(request)
+        except (openai.APIError, httpx.TransportError) as error:
+            tally.failed.append(f"{_told(error)}: {request}")
+            continue
         tally.tokens += sum(len(tokens) for tokens, *_ in found)
         if found != expected:
             tally.different.append(request)
@@ -112,6 +122,12 @@ def compare_all(
     """`compare`, then waits until the server is idle."""
     asyncio.run(compare(Endpoint(ours), Endpoint(plain), requests, tally))
     ours.wait_until_idle()
+
+
+def _told(error: openai.APIError | httpx.TransportError) -> str:
+    """A client's error, and where it asked."""
+    address = error.request.url if isinstance(error, openai.APIError) else "a stream"
+    return f"{address}: {type(error).__name__}: {error}"
 
 
 def _arguments(request: RandomRequest) -> dict[str, Any]:
