@@ -4,11 +4,13 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
-from sequoia_vllm.bench.verify import VerifySettings, _shown
+from sequoia_vllm.bench.methods import PLAIN
+from sequoia_vllm.bench.verify import Verification, VerifySettings, _shown
 from sequoia_vllm.cli.verify import _config, _vllm_options
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.verifying import report as reports
@@ -210,6 +212,30 @@ def test_what_could_not_tell_is_no_success(outcomes, verdict, code, monkeypatch)
     assert json.loads(command(*words, "--json", code=code).stdout)["verdict"] == verdict
     said = in_words(command(*words, code=code).stderr)
     assert ("could not tell: check 1" in said) == (code == 3)
+
+
+@pytest.mark.parametrize(("limit", "prompts", "sizes"), [
+    (64, 12, [1, 8]), (3, 12, [1, 3]), (64, 2, [1, 2]), (1, 12, [1]),
+])  # fmt: skip
+def test_speed_is_of_no_more_requests_than_run_at_once(limit, prompts, sizes, monkeypatch):
+    """More would wait for others to end, and be timed with them."""
+    settings = VerifySettings(
+        TARGET, DRAFT, config={}, options={}, chain=None, prompts=([1, 2],) * prompts
+    )
+    warmed, timed = [], []
+    engine = SimpleNamespace(
+        method=PLAIN, tree=None, limits=lambda: {"max_num_seqs": limit}, drafts=lambda size: 0,
+        generate=lambda batch, temperature, tokens: warmed.append(len(batch)),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        "sequoia_vllm.bench.verify.run_round",
+        lambda engine, prompts, case, tokens: timed.append(case.batch_size),
+    )
+    verification = Verification(settings)
+    verification._engine_name = "some"
+    verification._time(engine)
+    assert warmed == [case.batch_size for case in verification.found.runs] == sizes
+    assert timed == [size for size in sizes for _ in range(settings.rounds)]
 
 
 # -- options ------------------------------------------------------------------------------------
