@@ -1,6 +1,7 @@
 """Nothing between our kernels makes a GPU's host wait, or makes tensors on the host."""
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels import commit, target_statistics, traversal, verify
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
+from sequoia_vllm.kernels.write_cache import write_cache
 from sequoia_vllm.tree import TokenTree
 from tests.support import attending, committing, drawing, verifying
 
@@ -97,6 +99,30 @@ def test_trees_are_attended_to(monkeypatch, without_waits):
     monkeypatch.setattr(attending, "tree_attention", without_waits(attending.tree_attention))
     batch.run()
     batch.run(processors=16, uneven=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])  # fp8 caches are bytes to vLLM
+def test_keys_and_values_are_written(dtype, without_waits):
+    keys, values = torch.randn(2, 5, 3, 16, generator=torch.Generator().manual_seed(0))
+    cache = torch.zeros(4, 16, 3, 32, dtype=dtype)
+    slots, scale = torch.tensor([5, 63, -1, 16]), torch.ones(1)
+    without_waits(write_cache)(
+        keys, values, *cache.split(16, dim=3), slots, scale, scale, divides_exactly=True
+    )
+    assert cache.any(dim=3).nonzero()[::3, :2].tolist() == [[0, 5], [1, 0], [3, 15]]
+
+
+def test_layers_write_their_keys_and_values(without_waits):
+    pytest.importorskip("vllm")
+    from sequoia_vllm.engine.v2.attention.attention_gpu_writes import WritingForward
+
+    keys, values = torch.randn(2, 5, 3, 16, generator=torch.Generator().manual_seed(0))
+    layer = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
+    cache, slots = torch.zeros(4, 3, 16, 32), torch.tensor([5, 63, -1, 16])
+    without_waits(WritingForward.do_kv_cache_update)(
+        SimpleNamespace(head_size=16), layer, keys, values, cache, slots
+    )
+    assert cache[0, :, 5].equal(torch.cat([keys[0], values[0]], dim=1))
 
 
 def test_paths_are_moved(without_waits):
