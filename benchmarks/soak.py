@@ -10,7 +10,8 @@ are refused. Every answer is compared. After each round both servers are idle: t
 and threads are counted, and what a fixed request accepts. It ends with status 1 if an answer
 differs, a request fails or hangs, a count is wrong, or something grows that does not grow in plain
 vLLM. Of a round in which something went wrong, the report has the errors that the servers logged,
-and what memory the machine had left. The whole logs stay where it says at its start.
+and what memory the machine had left. The whole logs stay where it says at its start. The JSON file
+is written after each round, for a soak that is stopped.
 
 `--rehearse` runs vLLM's GPU engine without a GPU (`tests/gpu_rehearsal`). It sleeps and wakes up.
 It has no adapters: vLLM's kernels for them refuse float32, in which answers are compared.
@@ -138,13 +139,15 @@ def soak(
         both_servers(Path(folder), logs, engines) as (ours, plain),
     ):
         soaking = Soaking(ours, plain, Path(folder), random.Random(seed), engines)
-        soaking.run(60 * minutes, pause)
-        report = soaking.report()
+        stated = provenance()
+        for _ in soaking.rounds(60 * minutes, pause):
+            report = soaking.report()
+            if out is not None:
+                whole = {**report, "samples": soaking.samples_as_data(), "provenance": stated}
+                partial = out.with_name(f"{out.name}.partial")
+                partial.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+                partial.replace(out)
     typer.echo(json.dumps(report, indent=1))
-    if out is not None:
-        samples = {name: [asdict(one) for one in rows] for name, rows in soaking.samples.items()}
-        whole = {**report, "samples": samples, "provenance": provenance()}
-        out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
     raise typer.Exit(bool(report["wrong"]))
 
 
@@ -201,12 +204,13 @@ class Soaking:
             for name, server in self.servers.items()
         }
 
-    def run(self, seconds: float, pause: float) -> None:
-        """Rounds for so long, or until a server does not serve any more."""
+    def rounds(self, seconds: float, pause: float) -> Iterator[None]:
+        """Rounds for so long, at least one, or until a server does not serve any more."""
         until = time.monotonic() + seconds
         serves = True
-        while serves and time.monotonic() < until:
-            serves = self.checked_round()
+        while serves:
+            serves = self.checked_round() and time.monotonic() < until
+            yield
             time.sleep(pause)
 
     def checked_round(self) -> bool:
@@ -312,6 +316,10 @@ class Soaking:
                     accepted=round(tokens / trees, 3) if trees else None,
                 )
             )
+
+    def samples_as_data(self) -> dict[str, list[dict[str, Any]]]:
+        """All samples, by server."""
+        return {name: [asdict(one) for one in rows] for name, rows in self.samples.items()}
 
     def report(self) -> dict[str, Any]:
         """Counts, growth, and under ``wrong`` all that should not be."""

@@ -1,9 +1,11 @@
 """The soak's requests are the same for the same seed, and what is wrong with answers is said."""
 
 import asyncio
+import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from random import Random
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+import benchmarks.soak
 from benchmarks.soak import Sample, Soaking, refused_request
 from tests.support.soak.over_http import Tally, compare
 from tests.support.soak.random_requests import STRUCTURED, random_requests
@@ -164,3 +167,27 @@ def test_of_a_round_that_went_wrong_the_report_has_what_the_server_logged(
     ended = ["it ended early: ConnectError: refused"] * ends
     assert report["wrong"] == [*ended, failed]
     assert report["failed"] == 1
+
+
+def test_a_soak_that_is_stopped_has_written_what_it_saw(monkeypatch, tmp_path):
+    """After the second round, amid the third."""
+    server = SimpleNamespace(url="http://some", model="some", log="")
+    same, number = Sample(1.0, 100.0, 50, 9, 2.0), count()
+
+    def sample_or_stop(self):
+        if next(number) == 2:
+            raise KeyboardInterrupt
+        for rows in self.samples.values():
+            rows.append(same)
+
+    monkeypatch.setattr(Soaking, "round", sample_or_stop)
+    servers = nullcontext((server, server))
+    monkeypatch.setattr(benchmarks.soak, "both_servers", lambda *_: servers)
+    out = tmp_path / "soak.json"
+    with pytest.raises(KeyboardInterrupt):
+        benchmarks.soak.soak(9.0, pause=0, rehearse=False, seed=0, out=out, logs=tmp_path)
+    found = json.loads(out.read_text("utf-8"))
+    assert [len(rows) for rows in found["samples"].values()] == [2, 2]
+    assert found["wrong"] == []
+    assert "git" in found["provenance"]
+    assert not list(tmp_path.glob("*.partial"))
