@@ -1,7 +1,8 @@
 """Counts steps of answers that the user foretells: right, edited, and wrong predictions.
 
-    python -m benchmarks.foretold MODEL DRAFT OUTPUT
+    python -m benchmarks.foretold MODEL DRAFT OUTPUT [KINDS]
 
+KINDS is a regular expression for names of `predictions`; left out: all.
 Each request is alone and greedy, so steps do not depend on the machine. Engines without branches of
 told tokens, and with short and long ones, are compared. vLLM's n-gram drafts are asked for the same
 answers, with the prediction before the prompt: a step has the drafts that come true, and one token
@@ -10,6 +11,7 @@ more. Following a prediction is timed by its thread's own time, without other pr
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -131,12 +133,14 @@ def answers_of(llm: Any, prompts: list[list[int]], foretold: list[Any]) -> tuple
 
 def main() -> None:
     """Measures, and writes the file."""
-    model, draft, output = sys.argv[1:]
+    model, draft, output, *chosen = sys.argv[1:]
     prompts = encode_prompts(load_prompts(None, PROMPTS), load_tokenizer(model), raw=False)
     with open_llm(model=model, **ENGINE) as llm:
         answers, _ = answers_of(llm, prompts, [None] * PROMPTS)
     other = 5  # a token that comes nowhere else
-    kinds = [predictions(answers, place, other) for place in range(PROMPTS)]
+    every = [predictions(answers, place, other) for place in range(PROMPTS)]
+    pattern = re.compile(chosen[0] if chosen else "")
+    kinds = [{kind: of[kind] for kind in of if pattern.search(kind)} for of in every]
     rows = []
     config = {"method": "sequoia", "model": draft, "tree": TREE, "adapt": False}
     for longest in BRANCHES:

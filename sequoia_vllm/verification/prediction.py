@@ -6,6 +6,7 @@ the output has arrived. So a replaced token changes nothing, and after inserted 
 one token in common is enough.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -23,8 +24,10 @@ LEAST = _UNIT // 4  # least sum of a diagonal that is followed: four tokens repl
 _LATEST = int((WEIGHTS.cumsum()[::-1] < LEAST).argmax())  # one of so many last tokens it must have
 NEAR = _UNIT // 1000  # what breaks ties: nearness to where the former diagonal goes on
 # Trust rises by a share of what lacks with each token that came true, and falls likewise. Below
-# the least, a place needs two tokens in a row.
+# the least, a place needs two tokens in a row. On the host it needs more the lower the trust is.
 RISE, FALL, LEAST_TRUST, EVIDENCE = 0.1, 0.3, 0.4, 2
+MOST_EVIDENCE = 8
+"""Most tokens in a row that a place needs on the host."""
 # Before the prediction's first token and before the output's first. No token is one of these.
 START, _BEFORE, BEFORE_OUTPUT = -3, -2, -4
 
@@ -92,9 +95,11 @@ class Prediction:
 
     Args:
         tokens: The text as the target's tokens, at least one.
+        most_evidence: Most tokens in a row that a place needs: `EVIDENCE` on the device.
     """
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], most_evidence: int = MOST_EVIDENCE) -> None:
+        self._most_evidence = most_evidence
         self.tokens = np.array([*[_BEFORE] * (REACH - 1), START, *tokens], dtype=np.int32)
         self._ends = np.lib.stride_tricks.sliding_window_view(self.tokens, REACH)
         self._next: int | None = 0  # place of the token that it foretells; None: it is lost
@@ -126,24 +131,48 @@ class Prediction:
             last[REACH - 1 - len(output)] = START
         if len(output):
             last[-min(len(output), REACH) :] = output[-REACH:]
+        self._next, self.run, self.evidence = None, 0, 0
+        needed = self._needed()
+        if needed and not self._has_run(last[-needed:]):
+            return
+        place = self._best_place(last)
+        if place is None:
+            return
+        same = self._ends[place] == last
+        differs = np.flatnonzero(~same[::-1])
+        self.run = int(differs[0]) if len(differs) else REACH
+        for is_same in same.tolist():
+            self.evidence = self.evidence + 1 if is_same else self.evidence // 2
+        if self.run >= needed and same @ WEIGHTS >= LEAST:
+            self._next = self._diagonal = place
+
+    def _needed(self) -> int:
+        """Tokens in a row that a place needs."""
+        if self._trust >= LEAST_TRUST:
+            return 0
+        return math.ceil(LEAST_TRUST / max(self._trust, LEAST_TRUST / self._most_evidence))
+
+    def _has_run(self, last: NDArray[np.int32]) -> bool:
+        """Whether these tokens come anywhere in a row."""
+        places = np.flatnonzero(self.tokens[REACH - 1 :] == last[-1])
+        for back in range(1, len(last)):
+            places = places[self.tokens[places + (REACH - 1 - back)] == last[-1 - back]]
+        return len(places) > 0
+
+    def _best_place(self, last: NDArray[np.int32]) -> int | None:
+        """The place whose diagonal has most of these tokens, int32 ``[REACH]``; None: none has."""
+        if self._diagonal < len(self._ends) and (self._ends[self._diagonal] == last).all():
+            return self._diagonal  # no other place has as many as near
         # Few places of a long text can be it: comparing all tokens before each takes milliseconds.
         is_near = np.zeros(len(self._ends), dtype=bool)
         for back in range(REACH - _LATEST, REACH):
             is_near |= self.tokens[back : back + len(is_near)] == last[back]
         places = np.flatnonzero(is_near)
-        self._next, self.run, self.evidence = None, 0, 0
         if len(places) == 0:
-            return
+            return None
         same = self._ends[places] == last
         distance = np.abs(places - self._diagonal)
-        best = int((same @ WEIGHTS + NEAR // (1 + distance)).argmax())
-        differs = np.flatnonzero(~same[best, ::-1])
-        self.run = int(differs[0]) if len(differs) else REACH
-        for is_same in same[best].tolist():
-            self.evidence = self.evidence + 1 if is_same else self.evidence // 2
-        is_sure = self._trust >= LEAST_TRUST or self.run >= EVIDENCE
-        if is_sure and same[best] @ WEIGHTS >= LEAST:
-            self._next = self._diagonal = int(places[best])
+        return int(places[(same @ WEIGHTS + NEAR // (1 + distance)).argmax()])
 
     @property
     def is_lost(self) -> bool:

@@ -1,10 +1,11 @@
 """What a foretold text says comes next, as a text grows that is edited from it."""
 
 import random
+from itertools import takewhile
 
 import torch
 
-from sequoia_vllm.verification.prediction import Prediction
+from sequoia_vllm.verification.prediction import EVIDENCE, MOST_EVIDENCE, Prediction
 from tests.kernels.conftest import INTERPRETED
 
 DEPTH = 5
@@ -14,6 +15,7 @@ class Expected:
     """By trying every place, token by token."""
 
     def __init__(self, tokens: list[int]) -> None:
+        self.most_evidence = EVIDENCE if INTERPRETED else MOST_EVIDENCE
         self.tokens, self.place, self.diagonal, self.trust, self.seen = tokens, 0, 0, 1.0, 0
 
     def common(self, place: int, output: list[int]) -> list[bool]:
@@ -46,7 +48,9 @@ class Expected:
             return self.score(place, output) + 1e-3 / (1 + abs(place - self.diagonal))
 
         best = max(range(len(self.tokens) + 1), key=near)
-        is_sure = self.trust >= 0.4 or self.common(best, output)[:2] == [True, True]
+        run = list(takewhile(bool, self.common(best, output)))
+        is_sure = self.trust >= 0.4 or len(run) * self.trust >= 0.4
+        is_sure = is_sure or len(run) >= self.most_evidence
         self.place = best if is_sure and self.score(best, output) >= 0.25 else None
         self.diagonal = best if self.place is not None else self.diagonal
 

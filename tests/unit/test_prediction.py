@@ -21,7 +21,14 @@ from sequoia_vllm.engine.core.prediction_option import (
 )
 from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification.prediction import REACH, Prediction, PredictionCounts, scored_of
+from sequoia_vllm.verification.prediction import (
+    EVIDENCE,
+    MOST_EVIDENCE,
+    REACH,
+    Prediction,
+    PredictionCounts,
+    scored_of,
+)
 
 TEXT = np.random.default_rng(0).integers(0, 500, 400)
 OTHER = 501  # not in the text
@@ -126,6 +133,50 @@ def test_a_prediction_that_fails_needs_more_in_common():
     assert not any(said[12:])
 
 
+@pytest.mark.parametrize(
+    ("most", "needed"),
+    [(EVIDENCE, [0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2]), (8, [0, 0, 0, 2, 2, 3, 4, 5, 7, 8, 8])],
+)  # fmt: skip
+def test_the_more_often_it_fails_the_more_it_needs_in_common(most, needed):
+    """Of other places each time: all that it says is wrong."""
+    prediction, written, found = Prediction(TEXT.tolist(), most), [], []
+    for failed in range(len(needed)):
+        found.append(0)
+        while prediction.is_lost:
+            written.append(TEXT[30 * (failed + 1) + found[-1]])
+            found[-1] += 1
+            prediction.follow(np.array(written))
+        written.append(OTHER)
+        assert prediction.follow(np.array(written)) == 0
+    assert found == needed
+
+
+def tells(prediction: Prediction, written: np.ndarray) -> int:
+    """Tokens of a text that are written while it says that another one comes."""
+    wrong = 0
+    for end in range(len(written)):
+        wrong += int(prediction.told(1)[0]) not in (-1, written[end])
+        prediction.follow(written[: end + 1])
+    return wrong
+
+
+def test_a_long_wrong_text_is_told_a_few_times():
+    """In 65,536 tokens of few kinds any two come in a row somewhere. A bound of 2 never ends."""
+    draw = np.random.default_rng(0)
+    text, written = draw.integers(0, 90, MOST_PREDICTED), draw.integers(0, 90, 400)
+    assert tells(Prediction(text.tolist()), written) == 6
+    assert tells(Prediction(text.tolist(), EVIDENCE), written) == 398
+
+
+@pytest.mark.parametrize("kind", ["replaced", "inserted", "left out"])
+def test_a_right_text_needs_no_more_than_before(kind):
+    """One token of twenty is changed, behind words that it does not foretell."""
+    draw = np.random.default_rng(1)
+    written = np.concatenate([draw.integers(0, 500, 60), edited(kind, list(range(9, 400, 20)))])
+    both = [steps(Prediction(TEXT.tolist(), most), written) for most in (EVIDENCE, MOST_EVIDENCE)]
+    assert both[0] == both[1]
+
+
 # The told tokens 5, 6, 7 are nodes 2, 3 and 5; 8 is told, and in no tree on their path.
 TREE = [1, 9, 5, 6, 8, 7, 5], [-1, 0, 0, 2, 2, 3, 3]
 
@@ -150,6 +201,10 @@ def test_predictions_of_a_device_are_followed_by_what_steps_emit():
     assert step(3, [1]) == {"asks": (5, 1, 5)}
     followed.forget({"other"})
     assert step(2, [10]) == {"asks": (5, 1, 5)}
+    for _ in range(200):  # more than the first room for its output
+        step(0, [5, 1, 1])
+    assert step(0, [5, 6]) == {"asks": (5, 1, 5)}
+    assert step(0, [7, 8, 9]) == {"asks": (8, 1, 612)}
     followed.forget({"asks"})
     assert step(1, [1]) == {}
 

@@ -14,23 +14,29 @@ from sequoia_vllm.drafting.draft_plan import depths_by_drafts
 from sequoia_vllm.engine.common.step_messages import Predicted
 from sequoia_vllm.engine.core.prediction_option import foretold, is_counted
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification.prediction import Prediction, PredictionCounts
+from sequoia_vllm.verification.prediction import EVIDENCE, Prediction, PredictionCounts
+
+_FIRST_ROOM = 256  # tokens
 
 
 class _Followed:
     """One request's prediction, and what it has emitted."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.prediction, self.counts = Prediction(tokens), PredictionCounts()
-        self._output = np.empty(0, dtype=np.int32)
+        self.prediction, self.counts = Prediction(tokens, EVIDENCE), PredictionCounts()
+        self._room = np.empty(_FIRST_ROOM, dtype=np.int32)  # for the output, which begins it
 
     def add(self, emitted: Sequence[int], depth: int) -> None:
         """Takes a step's tokens, whose tree was so deep: it had what was told down to there."""
         told = self.prediction.told(max(depth, len(emitted)))
         scored = int((told[:depth] >= 0).sum())
-        self.counts.add(told, emitted, len(self._output), scored)
-        self._output = np.concatenate([self._output, np.array(emitted, dtype=np.int32)])
-        self.prediction.follow(self._output)
+        written = self.prediction.seen
+        self.counts.add(told, emitted, written, scored)
+        end = written + len(emitted)
+        if end > len(self._room):
+            self._room = np.concatenate([self._room[:written], np.empty(end, dtype=np.int32)])
+        self._room[written:end] = emitted
+        self.prediction.follow(self._room[:end])
 
 
 class FollowedPredictions:
