@@ -124,14 +124,19 @@ def _gather_keys(
 
 def _scores_of_rows(
     q: tuple[Tensor, None], kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor,
-    cu_seqlen_ke: Tensor, clean_logits: bool,
+    cu_seqlen_ke: Tensor, max_seqlen_k: int | None = None, *, clean_logits: bool = False,
 ) -> Tensor:  # fmt: skip
-    """DeepGEMM's for prompts: float32 ``[M, N]``; undefined outside of a row's range."""
+    """DeepGEMM's for prompts, float32; undefined outside of a row's range.
+
+    For vLLM 0.33 a row begins with its range: ``[M, max_seqlen_k]``. For 0.32, which gives no such
+    number, it has the range's place among all keys: ``[M, N]``.
+    """
     keys = kv[0].float() * kv[1][:, None]
-    scores = torch.full((len(q[0]), len(keys)), torch.nan)
+    scores = torch.full((len(q[0]), max_seqlen_k or len(keys)), torch.nan)
     bounds = zip(cu_seqlen_ks.tolist(), cu_seqlen_ke.tolist(), strict=True)
     for row, (first, end) in enumerate(bounds):
-        scores[row, first:end] = _score(q[0][row], weights[row], keys[first:end])
+        start = first if max_seqlen_k is None else 0
+        scores[row, start : start + end - first] = _score(q[0][row], weights[row], keys[first:end])
     return scores
 
 
