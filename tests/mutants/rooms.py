@@ -55,7 +55,11 @@ ROOMS = (
         "begin_drafting block_growth children dynamic_trees growth no_waits truncation",
         interpreted=True,
     ),
-    Room("adaptation", "adaptation", "adaptation draft_controller prompt_steps told_branches"),
+    Room(
+        "adaptation",
+        "adaptation",
+        "adaptation draft_controller fading_acceptance prompt_steps step_times told_branches",
+    ),
     Room("step", "step", "step truncation", laws="move"),
     Room(
         "library",

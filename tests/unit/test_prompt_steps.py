@@ -6,7 +6,7 @@ import pytest
 from sequoia_vllm.adaptation.prompt_steps import Gain, PromptSteps
 from sequoia_vllm.adaptation.step import Step
 
-DRAFTED = np.array([0, 3])
+DRAFTED = np.array([0, 1])
 TOKENS = np.array([1.0, 2.0])
 
 
