@@ -88,9 +88,17 @@ def test_at_first_each_batch_size_drafts_what_is_fastest_by_the_times_given(seed
     assert controlled.lookup[0] == 0
 
 
+@pytest.mark.parametrize(("gain", "drafts"), [(0.005, 0), (0.015, 0), (0.025, 1)])
+def test_drafting_begins_where_it_gains_two_hundredths(gain, drafts):
+    tokens = 1 + REFERENCE_ACCEPTANCE.probability(0)
+    table = np.array([[1.0, 1.0], [tokens, tokens]]) / np.exp([[0], [gain]])
+    assert DraftController(TREE, [1, 1], [1, 1], [1], lambda _: table).decided(1) == drafts
+
+
 def test_steps_are_timed_where_their_number_of_drafts_is_known():
     """Between two numbers a step's own drafting is replaced by the usual share."""
     controlled = controller()
+    controlled._times.add(3, 2, 9.0, context=9000)
     timed, read, gained = [], [], []
     controlled._times.add = lambda *step: timed.append(step)
     controlled._prompts.add = lambda _, *told: read.append(told)
@@ -121,6 +129,8 @@ def test_steps_are_timed_where_their_number_of_drafts_is_known():
     assert read[-1][2] == 0.9
     assert observe(7, 0.0, 2) == [(7, 2, 0.0, 50)]
     assert read[-1][2] == 0.9
+    assert observe(1, 0.8, 2, drafting=0.2) == [(1, 2, 0.8, 50)]
+    assert observe(0, 0.9, 2, before=1) == [(1, 2, pytest.approx(1.2), 50)]
     assert observe(0, 2.0, 0) == [(0, 2, 2.0, 50)]
     assert (read[-1][2], gained[-1][1]) == (0.0, 0)
     count = len(read)
@@ -203,6 +213,11 @@ def test_plain_steps_are_probed_until_their_time_is_known():
     assert [run for run in runs[3:] if run[0] == 0] == [(0, 4)] * 2
     begins = np.cumsum([steps for _, steps in runs])[[drafts == 7 for drafts, _ in runs]][:-1]
     assert (begins % 48).tolist() == [0, 0, 0]
+
+
+def test_plain_steps_are_probed_where_one_draft_is_decided():
+    controlled = DraftController(TREE, [1, 1], [1, 1], [1])
+    assert runs_of(serve(controlled, 60, 0.05, 1))[:2] == [(1, 48), (0, 4)]
 
 
 def test_a_decision_is_logged_with_both_speeds(caplog):
