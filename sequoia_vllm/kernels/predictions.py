@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sequoia_vllm.verification import prediction
 from sequoia_vllm.verification.prediction import Prediction
 
-_REACH, _EVIDENCE = tl.constexpr(prediction.REACH), tl.constexpr(prediction.EVIDENCE)
+_REACH, _MOST_EVIDENCE = tl.constexpr(prediction.REACH), tl.constexpr(prediction.MOST_EVIDENCE)
 _LEAST, _NEAR = tl.constexpr(prediction.LEAST), tl.constexpr(prediction.NEAR)
 _FALL, _LEAST_TRUST = tl.constexpr(prediction.FALL), tl.constexpr(prediction.LEAST_TRUST)
 _LOG2_OF_REST = tl.constexpr(math.log2(1 - prediction.RISE))
@@ -81,7 +81,8 @@ def follow_prediction(record, text, last):
     is_same = tl.load(tokens + found + back) == latest
     run = _REACH - 1 - tl.max(tl.where(is_same, -1, back), axis=0)
     score = tl.sum(tl.where(is_same, weights, 0), axis=0)
-    follows = ((trust >= _LEAST_TRUST) | (run >= _EVIDENCE)) & (score >= _LEAST)
+    is_sure = (run * trust >= _LEAST_TRUST) | (run >= _MOST_EVIDENCE)
+    follows = ((trust >= _LEAST_TRUST) | is_sure) & (score >= _LEAST)
     tl.store(record + _SEEN, written)
     tl.store(record + _NEXT, tl.where(follows, found, _LOST))
     tl.store(record + _DIAGONAL, tl.where(follows, found, diagonal))

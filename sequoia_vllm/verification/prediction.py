@@ -24,10 +24,8 @@ LEAST = _UNIT // 4  # least sum of a diagonal that is followed: four tokens repl
 _LATEST = int((WEIGHTS.cumsum()[::-1] < LEAST).argmax())  # one of so many last tokens it must have
 NEAR = _UNIT // 1000  # what breaks ties: nearness to where the former diagonal goes on
 # Trust rises by a share of what lacks with each token that came true, and falls likewise. Below
-# the least, a place needs two tokens in a row. On the host it needs more the lower the trust is.
-RISE, FALL, LEAST_TRUST, EVIDENCE = 0.1, 0.3, 0.4, 2
-MOST_EVIDENCE = 8
-"""Most tokens in a row that a place needs on the host."""
+# the least, a place needs tokens in a row: more the lower trust is, and eight at most.
+RISE, FALL, LEAST_TRUST, MOST_EVIDENCE = 0.1, 0.3, 0.4, 8
 # Before the prediction's first token and before the output's first. No token is one of these.
 START, _BEFORE, BEFORE_OUTPUT = -3, -2, -4
 
@@ -95,11 +93,9 @@ class Prediction:
 
     Args:
         tokens: The text as the target's tokens, at least one.
-        most_evidence: Most tokens in a row that a place needs: `EVIDENCE` on the device.
     """
 
-    def __init__(self, tokens: Sequence[int], most_evidence: int = MOST_EVIDENCE) -> None:
-        self._most_evidence = most_evidence
+    def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = np.array([*[_BEFORE] * (REACH - 1), START, *tokens], dtype=np.int32)
         self._ends = np.lib.stride_tricks.sliding_window_view(self.tokens, REACH)
         self._next: int | None = 0  # place of the token that it foretells; None: it is lost
@@ -150,7 +146,7 @@ class Prediction:
         """Tokens in a row that a place needs."""
         if self._trust >= LEAST_TRUST:
             return 0
-        return math.ceil(LEAST_TRUST / max(self._trust, LEAST_TRUST / self._most_evidence))
+        return math.ceil(LEAST_TRUST / max(self._trust, LEAST_TRUST / MOST_EVIDENCE))
 
     def _has_run(self, last: NDArray[np.int32]) -> bool:
         """Whether these tokens come anywhere in a row."""

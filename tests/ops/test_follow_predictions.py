@@ -5,7 +5,7 @@ from itertools import takewhile
 
 import torch
 
-from sequoia_vllm.verification.prediction import EVIDENCE, MOST_EVIDENCE, Prediction
+from sequoia_vllm.verification.prediction import MOST_EVIDENCE, Prediction
 from tests.kernels.conftest import INTERPRETED
 
 DEPTH = 5
@@ -15,7 +15,6 @@ class Expected:
     """By trying every place, token by token."""
 
     def __init__(self, tokens: list[int]) -> None:
-        self.most_evidence = EVIDENCE if INTERPRETED else MOST_EVIDENCE
         self.tokens, self.place, self.diagonal, self.trust, self.seen = tokens, 0, 0, 1.0, 0
 
     def common(self, place: int, output: list[int]) -> list[bool]:
@@ -50,7 +49,7 @@ class Expected:
         best = max(range(len(self.tokens) + 1), key=near)
         run = list(takewhile(bool, self.common(best, output)))
         is_sure = self.trust >= 0.4 or len(run) * self.trust >= 0.4
-        is_sure = is_sure or len(run) >= self.most_evidence
+        is_sure = is_sure or len(run) >= MOST_EVIDENCE
         self.place = best if is_sure and self.score(best, output) >= 0.25 else None
         self.diagonal = best if self.place is not None else self.diagonal
 

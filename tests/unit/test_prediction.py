@@ -21,9 +21,8 @@ from sequoia_vllm.engine.core.prediction_option import (
 )
 from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification import prediction as following
 from sequoia_vllm.verification.prediction import (
-    EVIDENCE,
-    MOST_EVIDENCE,
     REACH,
     Prediction,
     PredictionCounts,
@@ -135,11 +134,12 @@ def test_a_prediction_that_fails_needs_more_in_common():
 
 @pytest.mark.parametrize(
     ("most", "needed"),
-    [(EVIDENCE, [0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2]), (8, [0, 0, 0, 2, 2, 3, 4, 5, 7, 8, 8])],
+    [(2, [0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2]), (8, [0, 0, 0, 2, 2, 3, 4, 5, 7, 8, 8])],
 )  # fmt: skip
-def test_the_more_often_it_fails_the_more_it_needs_in_common(most, needed):
+def test_the_more_often_it_fails_the_more_it_needs_in_common(most, needed, monkeypatch):
     """Of other places each time: all that it says is wrong."""
-    prediction, written, found = Prediction(TEXT.tolist(), most), [], []
+    monkeypatch.setattr(following, "MOST_EVIDENCE", most)
+    prediction, written, found = Prediction(TEXT.tolist()), [], []
     for failed in range(len(needed)):
         found.append(0)
         while prediction.is_lost:
@@ -160,21 +160,23 @@ def tells(prediction: Prediction, written: np.ndarray) -> int:
     return wrong
 
 
-def test_a_long_wrong_text_is_told_a_few_times():
+def test_a_long_wrong_text_is_told_a_few_times(monkeypatch):
     """In 65,536 tokens of few kinds any two come in a row somewhere. A bound of 2 never ends."""
     draw = np.random.default_rng(0)
     text, written = draw.integers(0, 90, MOST_PREDICTED), draw.integers(0, 90, 400)
     assert tells(Prediction(text.tolist()), written) == 6
-    assert tells(Prediction(text.tolist(), EVIDENCE), written) == 398
+    monkeypatch.setattr(following, "MOST_EVIDENCE", 2)
+    assert tells(Prediction(text.tolist()), written) == 398
 
 
 @pytest.mark.parametrize("kind", ["replaced", "inserted", "left out"])
-def test_a_right_text_needs_no_more_than_before(kind):
+def test_a_right_text_needs_no_more_than_before(kind, monkeypatch):
     """One token of twenty is changed, behind words that it does not foretell."""
     draw = np.random.default_rng(1)
     written = np.concatenate([draw.integers(0, 500, 60), edited(kind, list(range(9, 400, 20)))])
-    both = [steps(Prediction(TEXT.tolist(), most), written) for most in (EVIDENCE, MOST_EVIDENCE)]
-    assert both[0] == both[1]
+    taken = steps(Prediction(TEXT.tolist()), written)
+    monkeypatch.setattr(following, "MOST_EVIDENCE", 2)
+    assert steps(Prediction(TEXT.tolist()), written) == taken
 
 
 # The told tokens 5, 6, 7 are nodes 2, 3 and 5; 8 is told, and in no tree on their path.

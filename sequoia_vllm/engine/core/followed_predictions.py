@@ -14,7 +14,7 @@ from sequoia_vllm.drafting.draft_plan import depths_by_drafts
 from sequoia_vllm.engine.common.step_messages import Predicted
 from sequoia_vllm.engine.core.prediction_option import foretold, is_counted
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification.prediction import EVIDENCE, Prediction, PredictionCounts
+from sequoia_vllm.verification.prediction import Prediction, PredictionCounts
 
 _FIRST_ROOM = 256  # tokens
 
@@ -23,7 +23,7 @@ class _Followed:
     """One request's prediction, and what it has emitted."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.prediction, self.counts = Prediction(tokens, EVIDENCE), PredictionCounts()
+        self.prediction, self.counts = Prediction(tokens), PredictionCounts()
         self._room = np.empty(_FIRST_ROOM, dtype=np.int32)  # for the output, which begins it
 
     def add(self, emitted: Sequence[int], depth: int) -> None:
