@@ -43,6 +43,8 @@ def test_requests_are_those_of_their_seed_and_of_every_kind():
     assert {one.most_drafts for one in found} == {None, 0, 1, 3, 7}
     assert 5 < sum(one.leaves is not None for one in found) < 40
     assert all(a.arrives <= b.arrives for a, b in pairwise(found))
+    allowed = [len(one.parameters.get("allowed_token_ids", [])) for one in found]
+    assert max(allowed) == 1024
 
 
 def test_a_wrong_request_names_what_is_wrong_in_it():

@@ -15,6 +15,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 _LONGEST = 1000  # characters; the small pair takes 512 tokens, three or four characters each
+MOST_ALLOWED = 1024  # ids: more of them end an engine on vLLM's Model Runner V2
 STRUCTURED: tuple[dict[str, Any], ...] = ({"regex": REGEX}, {"choice": CHOICE}, {"json": SCHEMA})
 
 
@@ -120,7 +121,7 @@ _RARE: tuple[tuple[Callable[[random.Random, int], dict[str, Any]], float], ...] 
     ),
     (
         lambda source, vocabulary: {
-            "allowed_token_ids": sorted(_tokens(source, vocabulary, vocabulary // 2))
+            "allowed_token_ids": sorted(_tokens(source, vocabulary, vocabulary // 2)[:MOST_ALLOWED])
         },
         0.03,
     ),
