@@ -3,9 +3,9 @@
     python -m tests.shards N|next|list
 
 `next` takes the shard whose turn it is: the number of commits decides, so that consecutive pushes
-go round. A shard takes 12 to 20 minutes on two cores. It has the tests marked `sharded` of its
-files, the rehearsal's files over the newest vLLM, or commands of its own. All of a shard's parts
-run, also after one has failed.
+go round. A shard takes some 2 to 6 minutes on two fast cores, three times as long on slow ones. It
+has the tests marked `sharded` of its files, the rehearsal's files over the newest vLLM, or commands
+of its own. All of a shard's parts run, also after one has failed.
 """
 
 import subprocess
@@ -58,26 +58,30 @@ SHARDS = (
     Shard(of("engine", "multimodal", "measuring", "differential", "features")),
     Shard(
         of("engine", "architectures", "interrupts", "lookup", "lora", "mutants", "offload")
-        + of("engine", "sampled", "target_graphs", "tensor_parallel", "train_draft")
+        + of("engine", "sampled", "target_graphs", "tensor_parallel")
         + of("engine", "large_trees", "undrafted_steps", "vocabularies")
-        + ("tests/server",)
     ),
-    Shard(("tests/v2", "tests/kernels", "tests/ops", "tests/unit", "tests/gpu_check")),
-    Shard(("tests/ray_examples", *of("gpu_rehearsal", "gpu_run", "server", "verify"))),
-    Shard(of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots", "targets")),
+    Shard((*of("engine", "train_draft"), "tests/server")),
+    Shard(("tests/v2",)),
+    Shard(("tests/kernels", "tests/ops", "tests/unit", "tests/gpu_check")),
+    Shard(("tests/ray_examples", *of("gpu_rehearsal", "verify"))),
+    Shard(of("gpu_rehearsal", "gpu_run", "server")),
+    Shard(of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots")),
+    Shard(of("gpu_rehearsal", "targets")),
     Shard(
         of("gpu_rehearsal", "architectures", "heads", "long_contexts", "mutants", "requests")
         + of("gpu_rehearsal", "sleeping"),
         modules=(("tests.contract.check_wheels", WHEELS, *SUPPORTED_VERSIONS["gpu"]),),
     ),
-    Shard(rehearsed=of("gpu_rehearsal", "gpu_run", "host_copies", "server", "sleeping", "verify")),
-    Shard(rehearsed=of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots", "targets")),
+    Shard(rehearsed=of("gpu_rehearsal", "gpu_run", "host_copies", "sleeping")),
+    Shard(rehearsed=of("gpu_rehearsal", "server", "verify")),
+    Shard(rehearsed=of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots")),
+    Shard(rehearsed=of("gpu_rehearsal", "targets")),
+    Shard(rehearsed=of("gpu_rehearsal", "architectures", "dynamic_trees", "engine")),
+    Shard(rehearsed=of("gpu_rehearsal", "heads", "long_contexts", "mutants", "requests")),
+    Shard(of("engine", "families_run")),
     Shard(
-        rehearsed=of("gpu_rehearsal", "architectures", "dynamic_trees", "engine", "heads")
-        + of("gpu_rehearsal", "long_contexts", "mutants", "requests")
-    ),
-    Shard(
-        of("engine", "families_run", "verify"),
+        of("engine", "verify"),
         modules=(("tests.mutants", *MUTATED, "--seed", "{commits}", "--parts", "12"),),
     ),
 )

@@ -47,7 +47,7 @@ def lay_over(sources: Path, directory: Path, version: str) -> Path:
         specification = importlib.util.find_spec("vllm")
         assert specification is not None
         assert specification.origin is not None
-        installed = Path(specification.origin).parent
+        installed = Path(specification.origin).resolve().parent  # `.venv` may be a link
         for library in installed.rglob("*.so"):
             (partial / "vllm" / library.relative_to(installed)).symlink_to(library)
         if missing:

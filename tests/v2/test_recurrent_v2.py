@@ -137,8 +137,9 @@ def generate_whole(models: str) -> dict[str, Any]:
     return {"plain": generate(None, *given, **options), "trees": trees}
 
 
-AGAIN = [pytest.param(name, marks=pytest.mark.sharded) for name in MAMBAS]
-KINDS = ["Qwen3Next", *WITH_LATENTS, LATENTS, *AGAIN]
+OTHERS = [name for name in (*WITH_LATENTS, *MAMBAS) if name != KIMI]
+AGAIN = [pytest.param(name, marks=pytest.mark.sharded) for name in OTHERS]
+KINDS = ["Qwen3Next", KIMI, LATENTS, *AGAIN]
 answers = called_once(call_on_v2, generate_all, ("name", KINDS), gpu_attention=True)
 
 
