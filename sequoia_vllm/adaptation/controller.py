@@ -219,7 +219,7 @@ class DraftController:
         """Chooses for the batch sizes of this octave, and now and then for the others."""
         self._count()
         self._decided_at = self._steps
-        first = 1 << (step.batch_size.bit_length() - 1)
+        first = 1 << (self._octave - 1)
         self._others_at -= 1
         if is_new or self._others_at <= 0:
             self._others_at = _OTHERS
@@ -345,11 +345,10 @@ class DraftController:
     def _say(self, step: Step) -> None:
         """Logs the present number of drafts if it changed, at most once in `_SAY_EVERY`."""
         now, drafts = time.monotonic(), self.decided(step.batch_size)
-        octave = step.batch_size.bit_length()
-        is_news = self._said.get(octave, self.schedule[step.batch_size]) != drafts
+        is_news = self._said.get(self._octave, self.schedule[step.batch_size]) != drafts
         if not is_news or now - self._said_at < _SAY_EVERY or self._times.seen[0] == 0:
             return
-        self._said[octave], self._said_at = drafts, now
+        self._said[self._octave], self._said_at = drafts, now
         speeds = step.batch_size / self._seconds_per_token(
             slice(step.batch_size, step.batch_size + 1)
         )

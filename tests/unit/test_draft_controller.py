@@ -1,11 +1,12 @@
 """What the controller decides, notes and probes, in steps of which all is known."""
 
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from sequoia_vllm.adaptation.controller import DraftController
+from sequoia_vllm.adaptation.controller import DraftController, _Probe
 from sequoia_vllm.adaptation.step import Step
 from sequoia_vllm.metrics.counts import TreeCounts, paths_of
 from sequoia_vllm.tree import TokenTree
@@ -50,10 +51,15 @@ def serve(
     return history
 
 
+def learn(controlled: DraftController, *accepted: int) -> None:
+    """Counts many trees of which these nodes were accepted."""
+    controlled._acceptance["greedy"].add(TreeCounts.from_bytes(TREE, paths(9000, 7, *accepted)))
+
+
 def unlucky() -> DraftController:
     """Whose drafts were never accepted."""
     controlled = controller(more=0.02)
-    controlled._acceptance["greedy"].add(TreeCounts.from_bytes(TREE, paths(500, 7)))
+    learn(controlled)
     return controlled
 
 
@@ -195,6 +201,23 @@ def test_what_is_not_drafted_is_probed_more_and_more_seldom(more, drafted, steps
     assert controlled.decisions == 1
 
 
+def test_the_next_probe_is_soon_where_something_was_drafted_in_between():
+    controlled = unlucky()
+    assert runs_of(serve(controlled, 400, 0.02))[5] == (0, 128)
+    learn(controlled, 1, 3, 6)
+    assert serve(controlled, 20, 0.02, 1, 3, 6)[-1] == 7
+    learn(controlled)
+    assert runs_of(serve(controlled, 60, 0.02))[:3] == [(7, 6), (0, 31), (1, 23)]
+
+
+def test_a_probe_ends_once_one_draft_is_decided():
+    controlled = DraftController(TREE, [1, 1], [1, 1], [1])
+    controlled._probe = _Probe(1)
+    controlled.observe(Step(1, 1, None, "greedy"))
+    assert controlled.decided(1) == 1
+    assert controlled._probe is None
+
+
 @pytest.mark.parametrize("host_bound", [False, True])
 def test_where_all_steps_read_prompts_drafts_save_such_steps(host_bound):
     """Steps take ten times as long, which is known of these batch sizes alone."""
@@ -229,12 +252,54 @@ def test_a_decision_is_logged_with_both_speeds(caplog):
     assert on == "Sequoia: 7 drafts at batch 1 (plain 100 tokens/s, with drafts 296)"
 
 
+def test_each_octave_of_batch_sizes_is_logged_by_itself(monkeypatch, caplog):
+    monkeypatch.setattr("sequoia_vllm.adaptation.controller.time.monotonic", count(0, 61).__next__)
+    caplog.set_level("INFO", "vllm.sequoia.adaptation")
+    controlled = unlucky()
+    for batch_size in (1, 2, 3, 1, 4):
+        for _ in range(40):
+            controlled.observe(Step(batch_size, 0, 0.01, "greedy"))
+    assert [text.split(" (")[0] for text in caplog.messages] == [
+        f"Sequoia: speculation off at batch {batch_size}" for batch_size in (1, 2, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("timed", "shown"), [([], 1), ([1], 1), ([3], 3), ([7], 7), ([1, 3], 3), ([1, 7], 1)]
+)
+def test_speed_with_drafts_is_logged_of_the_fastest_that_were_timed(timed, shown, caplog):
+    """Where nothing is drafted. Of the fewest drafts if none were timed."""
+    caplog.set_level("INFO", "vllm.sequoia.adaptation")
+    controlled = unlucky()
+    controlled.observe(Step(1, 0, 0.01, "greedy"))
+    for drafts in timed:
+        controlled._times.add(drafts, 1, {1: 0.02, 3: 0.016, 7: 0.04}[drafts])
+    controlled._say(Step(1, 0, None, "greedy"))
+    per_token = dict(zip([0, *SIZES], controlled._seconds_per_token(slice(1, 2)), strict=True))
+    [text] = caplog.messages
+    assert text.endswith(f", with drafts {1 / per_token[shown].item():.0f})")
+
+
 def test_a_probe_of_plain_steps_ends_though_a_worker_goes_on_drafting():
     controlled, asked = controller(), []
     for _ in range(90):
         controlled.observe(Step(1, 7, 1.2, "greedy", paths(1, 7, 1, 3, 6), gained=3))
         asked.append(controlled.lookup[1])
     assert np.flatnonzero(np.array(asked) == 0).tolist() == list(range(47, 79))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "octave"), [(1, {1}), (3, {2, 3}), (4, {4, 5, 6, 7}), (8, {8})]
+)
+def test_most_decisions_are_for_the_octave_of_the_batch_size(batch_size, octave):
+    controlled = controller()
+    controlled.observe(Step(batch_size, 7, None, "greedy"))  # a new batch size: for all
+    learn(controlled)
+    for _ in range(4):
+        assert min(controlled.lookup[1:]) > 0
+        controlled.observe(Step(batch_size, 7, None, "greedy"))
+    assert {batch for batch in range(1, 9) if controlled.decided(batch) == 0} == octave
+    assert controlled.state().lookup == [0, *map(controlled.decided, range(1, 9))]
 
 
 def test_decisions_are_more_frequent_at_first_and_in_probes():
@@ -249,9 +314,12 @@ def test_decisions_are_more_frequent_at_first_and_in_probes():
 
     controlled._decide = lambda *told: (decided.append(controlled._steps), decide(*told))
     controlled._choose = note
-    serve(controlled, 140, 0.02)  # it probes from the 32nd and the 121st step on
-    assert decided[:16] == list(range(1, 64, 4))
-    assert decided[16:] == [69, 77, 85, 93, 101, 109, 117, 122, 126, 130, 134, 138]
-    assert of_all == [1, 33, 69, 126]
+    for _ in range(3):
+        controlled.observe(Step(1, 0, 0.01, "sampled"))
+    serve(controlled, 137, 0.02)  # it probes from the 35th and the 124th step on
+    assert decided[:16] == [1, *range(4, 64, 4)]
+    assert decided[16:] == [68, 76, 84, 92, 100, 108, 116, 124, 128, 132, 136, 140]
+    assert of_all == [1, 4, 36, 76, 132]
+    assert controlled.decisions == 2  # fewer drafts, and none
     controlled.take_times([(0, 1, 0.01), (7, 1, 0.05)])
-    assert controlled.decisions == 2
+    assert controlled.decisions == 3
