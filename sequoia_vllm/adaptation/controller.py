@@ -98,9 +98,8 @@ class DraftController:
         self._tree, self._path_bytes = tree, TreeCounts.path_bytes(tree)
         self._most, self._whole = list(most), list(most)  # the former is less after preemptions
         self._sizes = np.array(sorted({0, *sizes, *schedule} & set(range(tree.size))))
-        self._batches = len(schedule) - 1
         if times is None:
-            times = partial(assumed_seconds, tree, self._batches)
+            times = partial(assumed_seconds, tree, len(schedule) - 1)
         self._times = StepTimes(self._sizes.tolist(), times(self._sizes.tolist()), doubt)
         self._octaves = np.log2(np.maximum(np.arange(len(schedule)), 1)).astype(np.int64)
         self._prompts = PromptSteps(int(self._octaves[-1]) + 1, host_bound)
@@ -224,7 +223,7 @@ class DraftController:
         if is_new or self._others_at <= 0:
             self._others_at = _OTHERS
             self._choose(slice(1, None))
-        self._choose(slice(first, min(2 * first, self._batches + 1)), step.batch_size)
+        self._choose(slice(first, 2 * first), step.batch_size)
 
     def _choose(self, batches: slice, present: int | None = None) -> None:
         """Takes what gives most tokens a second, with hope (`_HOPE`): at the ``present`` size for

@@ -1,6 +1,5 @@
 """What the controller decides, notes and probes, in steps of which all is known."""
 
-from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,6 +100,30 @@ def test_drafting_begins_where_it_gains_two_hundredths(gain, drafts):
     assert DraftController(TREE, [1, 1], [1, 1], [1], lambda _: table).decided(1) == drafts
 
 
+@pytest.mark.parametrize(("gain", "drafts"), [(0.05, 1), (0.075, 0)])
+def test_drafting_ends_where_plain_steps_gain_more_than_trees_may_have_been_unlucky(gain, drafts):
+    """By one and a half deviations. Also of a single draft."""
+    tokens = 1 + REFERENCE_ACCEPTANCE.probability(0)
+    table = np.array([[1.0, 1.0], [tokens, tokens]]) * np.exp([[0], [gain]])
+    controlled = DraftController(TREE, [1, 1], [1, 1], [1], lambda _: table)
+    controlled._chosen[:], controlled._chance = 1, lambda: 0.04
+    controlled._choose(slice(1, None))
+    assert controlled.decided(1) == drafts
+
+
+@pytest.mark.parametrize(("doubt", "drafts"), [(0.03, 1), (0.06, 1), (0.08, 3)])
+def test_numbers_that_may_be_faster_are_measured(doubt, drafts):
+    """3 drafts seem to lose a twentieth. Doubts count one and a half times, less 3 hundredths."""
+    tokens = np.cumsum(TREE.values(REFERENCE_ACCEPTANCE))[[0, 1, 3]]
+    table = (tokens * np.exp([1.0, 0.0, 0.05]))[:, None] + np.zeros(2)
+    controlled = DraftController(TREE, [1, 1], [3, 3], [1, 3], lambda _: table)
+    assert controlled.decided(1) == 1
+    controlled._times.seen[:] = 1
+    controlled._times.doubts = lambda *_: np.array([0.0, 0.0, doubt])
+    controlled._choose(slice(1, None), 1)
+    assert controlled.decided(1) == drafts
+
+
 def test_steps_are_timed_where_their_number_of_drafts_is_known():
     """Between two numbers a step's own drafting is replaced by the usual share."""
     controlled = controller()
@@ -137,7 +160,7 @@ def test_steps_are_timed_where_their_number_of_drafts_is_known():
     assert read[-1][2] == 0.9
     assert observe(1, 0.8, 2, drafting=0.2) == [(1, 2, 0.8, 50)]
     assert observe(0, 0.9, 2, before=1) == [(1, 2, pytest.approx(1.2), 50)]
-    assert observe(0, 2.0, 0) == [(0, 2, 2.0, 50)]
+    assert observe(0, 2.0, 0, drafting=0.5) == [(0, 2, 2.0, 50)]
     assert (read[-1][2], gained[-1][1]) == (0.0, 0)
     count = len(read)
     assert observe(3, None, 2) == observe(3, 2.0, 0) == observe(3, 2.0, 2, prompts=5) == []
@@ -210,6 +233,34 @@ def test_the_next_probe_is_soon_where_something_was_drafted_in_between():
     assert runs_of(serve(controlled, 60, 0.02))[:3] == [(7, 6), (0, 31), (1, 23)]
 
 
+def test_probes_lose_what_is_longer_than_the_usual_time_of_the_same_tokens():
+    """A two-hundredth of the time may be lost."""
+    controlled = controller(times=lambda sizes: 1.0 + 0.1 * np.outer(sizes, np.arange(9)))
+    controlled.observe(Step(2, 7, None, "greedy"))
+    assert controlled._spare == 0.0
+    controlled.observe(Step(2, 7, 1.6, "greedy", paths(2, 7), context=50))
+    assert controlled._spare == pytest.approx(0.005 * 1.6)
+    place = [0, *SIZES].index(controlled.decided(2))
+    usual, tokens = controlled._times.seconds(controlled.decided(2), 2, 50), controlled._tokens()
+    controlled._go_on(_Probe(0), Step(2, 0, 3.0, "greedy", gained=3, context=50), 0)
+    lost = 3.0 - usual * 2.5 / tokens[place]
+    assert controlled._spare == pytest.approx(0.005 * 1.6 - lost)
+
+
+def test_trees_shrink_after_preemptions_until_it_is_calm_or_they_are_not_the_cause():
+    def most(steps: int, preempted: int) -> list[int]:
+        seen = []
+        for _ in range(steps):
+            controlled.observe(Step(1, 1, None, "greedy", preempted=preempted))
+            seen.append(controlled._most[1])
+        return seen
+
+    controlled = DraftController(TREE, [1, 1], [1, 1], [1])
+    assert runs_of(most(17, 1) + most(1010, 0)) == [(1, 16), (0, 1001), (1, 10)]
+    controlled = DraftController(TREE, [1, 1], [1, 1], [1])
+    assert runs_of(most(100, 1)) == [(1, 16), (0, 17), (1, 67)]
+
+
 def test_a_probe_ends_once_one_draft_is_decided():
     controlled = DraftController(TREE, [1, 1], [1, 1], [1])
     controlled._probe = _Probe(1)
@@ -252,15 +303,20 @@ def test_a_decision_is_logged_with_both_speeds(caplog):
     assert on == "Sequoia: 7 drafts at batch 1 (plain 100 tokens/s, with drafts 296)"
 
 
-def test_each_octave_of_batch_sizes_is_logged_by_itself(monkeypatch, caplog):
-    monkeypatch.setattr("sequoia_vllm.adaptation.controller.time.monotonic", count(0, 61).__next__)
+def test_each_octave_of_batch_sizes_is_logged_by_itself_where_the_schedule_was_left(
+    monkeypatch, caplog
+):
+    now = [0.0]
+    monkeypatch.setattr("sequoia_vllm.adaptation.controller.time.monotonic", lambda: now[0])
     caplog.set_level("INFO", "vllm.sequoia.adaptation")
-    controlled = unlucky()
-    for batch_size in (1, 2, 3, 1, 4):
+    controlled = DraftController(TREE, [7, 7, 7, 7, 0, 0, 0, 0, 7], [7] * 9, SIZES)
+    learn(controlled)
+    for batch_size in (1, 2, 3, 1, 5, 8):
         for _ in range(40):
             controlled.observe(Step(batch_size, 0, 0.01, "greedy"))
+        now[0] += 60.0
     assert [text.split(" (")[0] for text in caplog.messages] == [
-        f"Sequoia: speculation off at batch {batch_size}" for batch_size in (1, 2, 4)
+        f"Sequoia: speculation off at batch {batch_size}" for batch_size in (1, 2, 8)
     ]
 
 
@@ -271,13 +327,14 @@ def test_speed_with_drafts_is_logged_of_the_fastest_that_were_timed(timed, shown
     """Where nothing is drafted. Of the fewest drafts if none were timed."""
     caplog.set_level("INFO", "vllm.sequoia.adaptation")
     controlled = unlucky()
-    controlled.observe(Step(1, 0, 0.01, "greedy"))
+    controlled.observe(Step(4, 0, 0.01, "greedy"))
     for drafts in timed:
-        controlled._times.add(drafts, 1, {1: 0.02, 3: 0.016, 7: 0.04}[drafts])
-    controlled._say(Step(1, 0, None, "greedy"))
-    per_token = dict(zip([0, *SIZES], controlled._seconds_per_token(slice(1, 2)), strict=True))
+        controlled._times.add(drafts, 4, {1: 0.02, 3: 0.016, 7: 0.04}[drafts])
+    controlled._say(Step(4, 0, None, "greedy"))
+    per_token = dict(zip([0, *SIZES], controlled._seconds_per_token(slice(4, 5)), strict=True))
+    plain, with_drafts = (4 / per_token[drafts].item() for drafts in (0, shown))
     [text] = caplog.messages
-    assert text.endswith(f", with drafts {1 / per_token[shown].item():.0f})")
+    assert text.endswith(f"(plain {plain:.0f} tokens/s, with drafts {with_drafts:.0f})")
 
 
 def test_a_probe_of_plain_steps_ends_though_a_worker_goes_on_drafting():
