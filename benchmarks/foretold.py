@@ -1,12 +1,13 @@
 """Counts steps of answers that the user foretells: right, edited, and wrong predictions.
 
-    python -m benchmarks.foretold MODEL DRAFT OUTPUT [KINDS]
+    python -m benchmarks.foretold MODEL DRAFT OUTPUT [KINDS [PROMPTS.jsonl COUNT]]
 
-KINDS is a regular expression for names of `predictions`; left out: all.
+KINDS is a regular expression for names of `predictions`; left out: all. With the first COUNT
+prompts of a file, answers end where the model ends them.
 Each request is alone and greedy, so steps do not depend on the machine. Engines without branches of
 told tokens, and with short and long ones, are compared. vLLM's n-gram drafts are asked for the same
 answers, with the prediction before the prompt: a step has the drafts that come true, and one token
-more. Following a prediction is timed by its thread's own time, without other programs'.
+more. Times are those of this process's and thread's CPU, without other programs'.
 """
 
 import json
@@ -25,14 +26,14 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import numpy as np
 from vllm import SamplingParams
 
-from sequoia_vllm.adaptation.told_branches import MOST_TOLD, ToldBranches
+from sequoia_vllm.adaptation.told_branches import MOST_TOLD, Survival, ToldBranches
 from sequoia_vllm.engine.core.prediction_option import PREDICTION
 from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
 from sequoia_vllm.measuring.engines import open_llm
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
 from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
-PROMPTS, TOKENS, LONGEST = 2, 160, 1024
+PROMPTS, TOKENS, LONGEST = 2, 160, 1024  # prompts where no file is given
 ENGINE = {
     "dtype": "float32", "enforce_eager": True, "max_model_len": LONGEST, "max_num_seqs": 4,
     "seed": 0, "disable_log_stats": False, "kv_cache_memory_bytes": 256 << 20,
@@ -110,21 +111,27 @@ def at_most(longest: int) -> Callable[..., int]:
     """`ToldBranches.depth` with branches of so many tokens at most."""
     choose = ToldBranches.depth
 
-    def depth(self: ToldBranches, run: int, credit: int, most: int, *tree: int) -> int:
-        return choose(self, run, credit, min(most, longest), *tree)
+    def depth(self: ToldBranches, source: Survival, run: int, most: int, *tree: int) -> int:
+        return choose(self, source, run, min(most, longest), *tree)
 
     return depth
 
 
-def answers_of(llm: Any, prompts: list[list[int]], foretold: list[Any]) -> tuple[Any, int]:
-    """Tokens of each answer, one request after the other, and the engine's steps."""
+def answers_of(
+    llm: Any, prompts: list[list[int]], foretold: list[Any], ends: bool
+) -> tuple[list[list[int]], int]:
+    """Tokens of each answer, one request after the other, and the engine's steps.
+
+    ``ends``: whether the model may end an answer.
+    """
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     before, found = getattr(runner, "stats", None) and runner.stats.steps, []
     for prompt, text in zip(prompts, foretold, strict=True):
         extra = None if text is None else {PREDICTION: text}
         params = SamplingParams(
-            temperature=0, max_tokens=TOKENS, ignore_eos=True, extra_args=extra, detokenize=False
-        )
+            temperature=0, max_tokens=TOKENS, ignore_eos=not ends, extra_args=extra,
+            detokenize=False,
+        )  # fmt: skip
         given = {"prompt_token_ids": prompt}
         [output] = llm.generate(given, params, use_tqdm=False)
         found.append(list(output.outputs[0].token_ids))
@@ -134,11 +141,13 @@ def answers_of(llm: Any, prompts: list[list[int]], foretold: list[Any]) -> tuple
 def main() -> None:
     """Measures, and writes the file."""
     model, draft, output, *chosen = sys.argv[1:]
-    prompts = encode_prompts(load_prompts(None, PROMPTS), load_tokenizer(model), raw=False)
+    file, count = (Path(chosen[1]), int(chosen[2])) if chosen[1:] else (None, PROMPTS)
+    prompts = encode_prompts(load_prompts(file, count), load_tokenizer(model), raw=False)
     with open_llm(model=model, **ENGINE) as llm:
-        answers, _ = answers_of(llm, prompts, [None] * PROMPTS)
+        answers, _ = answers_of(llm, prompts, [None] * count, file is not None)
+    tokens = sum(map(len, answers))
     other = 5  # a token that comes nowhere else
-    every = [predictions(answers, place, other) for place in range(PROMPTS)]
+    every = [predictions(answers, place, other) for place in range(count)]
     pattern = re.compile(chosen[0] if chosen else "")
     kinds = [{kind: of[kind] for kind in of if pattern.search(kind)} for of in every]
     rows = []
@@ -149,14 +158,17 @@ def main() -> None:
             open_llm(model=model, speculative_config=config, **ENGINE) as llm,
         ):
             for kind in kinds[0]:
-                before = drafts_of(llm)
+                before, start = drafts_of(llm), time.process_time()
                 with timed_following() as seconds:
-                    found, steps = answers_of(llm, prompts, [of[kind] for of in kinds])
+                    foretold = [of[kind] for of in kinds]
+                    found, steps = answers_of(llm, prompts, foretold, file is not None)
+                took = time.process_time() - start
                 trees, drafts = np.subtract(drafts_of(llm), before).tolist()
                 rows.append({
                     "drafts": "Sequoia", "branches": longest, "prediction": kind, "steps": steps,
-                    "tokens per step": round(PROMPTS * TOKENS / steps, 2),
+                    "tokens per step": round(tokens / steps, 2),
                     "rows per step": round(1 + drafts / trees, 2),
+                    "CPU milliseconds per token": round(1e3 * took / tokens, 1),
                     "milliseconds of following": round(1e3 * float(np.median(seconds)), 3),
                     "plain's tokens": found == answers,
                 })  # fmt: skip
@@ -169,12 +181,12 @@ def main() -> None:
             )
             rows.append({
                 "drafts": f"vLLM's n-grams, {drafts}", "prediction": kind,
-                "steps": steps, "tokens per step": round(PROMPTS * TOKENS / steps, 2),
+                "steps": steps, "tokens per step": round(tokens / steps, 2),
             })  # fmt: skip
     made = provenance(
-        command="python -m benchmarks.foretold",
+        command=" ".join(["python -m benchmarks.foretold", *chosen]),
         settings={
-            "prompts": PROMPTS,
+            "prompts": count,
             "tokens": TOKENS,
             "requests at once": 1,
             "tree": TREE,
