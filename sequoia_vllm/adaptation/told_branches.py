@@ -59,14 +59,12 @@ class ToldBranches:
     Attributes:
         predictions: What became of the tokens that users foretold.
         texts: And of those that requests' own texts told.
-
-    Args:
-        knee: See `pass_seconds`.
+        knee: See `pass_seconds`; assumed until an engine has timed passes.
     """
 
     def __init__(self, knee: float = KNEE_CPU) -> None:
         self.predictions, self.texts = Survival(), Survival()
-        self._knee = knee
+        self.knee = knee
         self._drafted = 1.0  # nodes of a drafted tree that are accepted
         self._steps = 0  # with such trees
 
@@ -96,7 +94,7 @@ class ToldBranches:
         drafted = 1 + within.sum() + (1 - within[-1]) * self._drafted
         tokens = 1 + chances.cumsum()
         rows = requests * np.array([1 + drafts, *range(2, most + 2)], dtype=np.float64)
-        seconds = pass_seconds(rows, self._knee)
+        seconds = pass_seconds(rows, self.knee)
         # How much to draft is not decided here: a branch may not bring less for fewer rows.
         rates = np.where(tokens > drafted, tokens / seconds[1:], 0)
         best = int(rates.argmax())

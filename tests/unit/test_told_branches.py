@@ -90,7 +90,7 @@ def test_the_branch_that_pays_most_is_found(seed):
     chances = branches.predictions.chances(run, MOST_TOLD).tolist()
 
     def seconds(nodes: int) -> float:
-        return float(pass_seconds(np.array([requests * nodes]), branches._knee)[0])
+        return float(pass_seconds(np.array([requests * nodes]), branches.knee)[0])
 
     tree = 1 + sum(chances[:levels]) + (1 - chances[levels - 1]) * branches._drafted
     best, speed = 0, tree / seconds(1 + drafts)

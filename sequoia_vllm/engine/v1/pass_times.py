@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sequoia_vllm.adaptation.step_times import Floats, Timed, step_seconds
+from sequoia_vllm.adaptation.step_times import Floats, Timed, knee_of, step_seconds
+from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 
 _ROWS = (1, 4, 8, 16, 32)
 _ROUNDS = 3  # the fastest pass counts: the first may prepare something, and any may wait
@@ -19,9 +20,16 @@ _ROUNDS = 3  # the fastest pass counts: the first may prepare something, and any
 
 @torch.inference_mode()
 def time_passes(runner: Any) -> list[Timed]:
-    """Seconds of decode steps by the passes of a V1 runner, for steps of up to 32 rows."""
+    """Seconds of decode steps by the passes of a V1 runner, for steps of up to 32 rows.
+
+    They also price the rows of branches.
+    """
     rows = [count for count in _ROWS if count <= runner.max_num_tokens]
     target, draft = _fastest(runner.run_target, rows), _fastest(runner.drafter.run_draft, rows)
+    if len(rows) > 1:
+        knee = torch.tensor([knee_of(rows[-1], float(target[-1] / target[0]))])
+        take_from_rank0(knee)  # all ranks choose the same branches
+        runner.drafter.foretold.branches.knee = float(knee)
     batches = min(runner.max_num_reqs, rows[-1])
     seconds = step_seconds(
         runner.tree, batches, range(runner.tree.size),
