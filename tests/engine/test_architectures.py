@@ -7,6 +7,7 @@ is right in every draft, unless attention over its own trees is wrong: so it tes
 import pytest
 from vllm import SamplingParams
 
+from sequoia_vllm.engine.core.prediction_option import PREDICTION
 from sequoia_vllm.engine.v1.draft_progress import DraftProgressV1
 from tests.support.architectures import CONFIGS, VOCABULARY, save_architecture
 from tests.support.engines import (
@@ -18,6 +19,7 @@ from tests.support.engines import (
     plain_outputs,
     running,
     sequoia,
+    whole_trees,
 )
 from tests.support.generating import greedy_and_seeded, random_prompts
 from tests.support.latents import VOCABULARY as LATENT_VOCABULARY
@@ -59,6 +61,21 @@ def test_a_model_that_drafts_for_itself(folder, name):
         # 60 tokens of 4 requests, the first of each from its prompt: five at a time.
         assert metric(llm, "vllm:spec_decode_num_drafts") == 4 * 12
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") == 4 * 48
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_branches_deeper_than_windows(folder, name):
+    """What is foretold is right, unless attention over its branch is wrong."""
+    options = {"model": str(folder / name), **OPTIONS}
+    prompts = random_prompts(LENGTHS, VOCABULARY)
+    plain = plain_outputs(prompts, PARAMS, **options)
+    foretold = [PARAMS.clone() for _ in plain]
+    for params, tokens in zip(foretold, plain, strict=True):
+        params.extra_args = {PREDICTION: tokens}
+    with running(whole_trees(16, draft=folder / "draft"), **options) as llm:
+        for prompt, params, tokens in zip(prompts, foretold, plain, strict=True):
+            assert generated(llm, [prompt], [params]) == [tokens]
+        assert metric(llm, "vllm:spec_decode_num_drafts") < 4 * 100 / 8
 
 
 def test_chunked_local_attention_is_for_gpus(tmp_path):

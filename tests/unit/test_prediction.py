@@ -9,7 +9,6 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from sequoia_vllm.adaptation.told_branches import Survival
 from sequoia_vllm.engine.core.eligibility import check_options
 from sequoia_vllm.engine.core.followed_predictions import FollowedPredictions
 from sequoia_vllm.engine.core.prediction_option import (
@@ -312,48 +311,3 @@ def test_a_branch_has_at_most_twice_as_many_tokens_as_came_true():
     assert length(told[:40] + [7] * 6) == 0
     texts.forget("a")
     assert texts._told == {}
-
-
-def test_a_text_that_repeats_itself_gets_branches_as_well():
-    """Like a prediction, once what it told has come true; `retrieval` switches them off."""
-    said = list(range(100, 200))
-
-    def length(texts: ForetoldTexts, output: list[int]) -> int:
-        prompt = [1, *said, 2]
-        text, ends = np.array([[*prompt, *output]], dtype=np.int32), np.array([102 + len(output)])
-        texts.look_back(np.array([0]), ["a"], text, np.array([102]), ends)
-        if not texts.may_branch(["a"], 4):
-            return 0
-        return int(texts.branch_lengths(["a"], [63], 4, 4)[0])
-
-    texts = ForetoldTexts(requests=1, depth=4, retrieves=True, vocabulary=190)
-    assert length(texts, said[:2]) == 0  # none of what was told has come true
-    assert 4 < length(texts, said[:6]) <= 8
-    assert texts.told_of(np.array([0]), 6).tolist() == [said[6:12]]
-    assert 8 < length(texts, said[:16]) <= 28
-    assert length(texts, said[:86]) == 0  # four can be read: as many as the tree has levels
-    assert length(texts, [*said[:40], 3, 4]) == 0  # nothing matches
-    assert texts.branches.predictions.chances(8, 1) == Survival().chances(8, 1)
-    texts.forget("a")
-    assert texts._told == {}
-    without = ForetoldTexts(requests=1, depth=4, retrieves=False, vocabulary=190)
-    assert [length(without, said[:count]) for count in (2, 6, 16, 40)] == [0] * 4
-    assert without._told == {}
-
-
-def test_a_prediction_is_followed_where_it_matches_as_well_as_the_text():
-    texts = ForetoldTexts(requests=1, depth=4, retrieves=True, vocabulary=190)
-    texts.start("a", SamplingParams(extra_args={PREDICTION: [5, 6, 7, 8, 9]}))
-
-    def told(output: list[int]) -> list[int]:
-        text, ends = (
-            np.array([[5, 6, 50, 51, *output]], dtype=np.int32),
-            np.array([4 + len(output)]),
-        )
-        texts.look_back(np.array([0]), ["a"], text, np.array([4]), ends)
-        return texts.told_of(np.array([0]), 3).tolist()[0]
-
-    assert told([5, 6]) == [7, 8, 9]
-    assert texts._told["a"].source is texts.branches.predictions
-    assert told([5, 6, 50]) == [51, 5, 6]
-    assert texts._told["a"].source is texts.branches.texts

@@ -251,9 +251,9 @@ class DraftingRunner(CPUModelRunner):
         A branch needs no slots before it is scored. So it may have more nodes than the engine's
         tree. Together branches leave prompts half of a step's tokens.
         """
-        names = [self.input_batch.req_ids[row] for row in requests.tolist()]
-        if not self.drafter.foretold.may_branch(names, tree.depth):
+        if not self.drafter.foretold.has_predictions:
             return np.zeros(len(requests), dtype=np.int64)
+        names = [self.input_batch.req_ids[row] for row in requests.tolist()]
         room = min(MOST_TOLD, self.max_num_tokens // (2 * self.input_batch.num_reqs) - 1)
         if self.drafter.max_drafts < self.tree.num_speculative_tokens:
             room = 0  # a tool measures steps of so many nodes
