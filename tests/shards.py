@@ -3,9 +3,9 @@
     python -m tests.shards N|next|list
 
 `next` takes the shard whose turn it is: the number of commits decides, so that consecutive pushes
-go round. A shard takes some 2 to 6 minutes on two fast cores, three times as long on slow ones. It
-has the tests marked `sharded` of its files, the rehearsal's files over the newest vLLM, or commands
-of its own. All of a shard's parts run, also after one has failed.
+go round. A shard has the tests marked `sharded` of its files, the rehearsal's files over the newest
+vLLM, or commands of its own. All of a shard's parts run, also after one has failed. The ten that
+these were split from took 3 to 10 minutes on two fast cores, and the shortest 8 on two slow ones.
 """
 
 import subprocess

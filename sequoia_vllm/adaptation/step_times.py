@@ -47,7 +47,7 @@ def knee_of(rows: int, relative: float) -> float:
     It is at least 1 and at most 1,000.
     """
     cubed = (relative**3 - 1) / max(rows**3 - relative**3, 1e-9)
-    return float(max(cubed, 1e-9) ** (-1 / 3)) if cubed < 1 else 1.0
+    return float(min(max(cubed, 1e-9), 1.0) ** (-1 / 3))
 
 
 def step_seconds(

@@ -26,10 +26,9 @@ def time_passes(runner: Any) -> list[Timed]:
     """
     rows = [count for count in _ROWS if count <= runner.max_num_tokens]
     target, draft = _fastest(runner.run_target, rows), _fastest(runner.drafter.run_draft, rows)
-    if len(rows) > 1:
-        knee = torch.tensor([knee_of(rows[-1], float(target[-1] / target[0]))])
-        take_from_rank0(knee)  # all ranks choose the same branches
-        runner.drafter.foretold.branches.knee = float(knee)
+    knee = torch.tensor([knee_of(rows[-1], float(target[-1] / target[0]))])
+    take_from_rank0(knee)  # all ranks choose the same branches
+    runner.drafter.foretold.branches.knee = float(knee)
     batches = min(runner.max_num_reqs, rows[-1])
     seconds = step_seconds(
         runner.tree, batches, range(runner.tree.size),
