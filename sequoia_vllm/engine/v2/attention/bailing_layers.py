@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.v2.attention.mamba_layers import GdnTreeBuilder
 from sequoia_vllm.engine.v2.attention.recurrent_layers import (
+    KdaLayer,
     RecurrentTreeBuilder,
     RecurrentTreeLayer,
     RecurrentTreeMetadata,
@@ -117,16 +118,10 @@ class LinearTreeLayer(RecurrentTreeLayer, BailingMoELinearAttention):
         return output.flatten(1)
 
 
-class BailingKdaTreeLayer(RecurrentTreeLayer, BailingMoeV3KimiDeltaAttention):
+class BailingKdaTreeLayer(KdaLayer, BailingMoeV3KimiDeltaAttention):
     """vLLM's Kimi Delta Attention of Ling 3, which has decays and strengths computed before."""
 
     builder = GdnTreeBuilder
-
-    @property
-    def shape(self) -> RecurrentHeads:
-        """See `RecurrentTreeLayer.shape`."""
-        heads, size = self.local_num_heads, self.head_dim
-        return RecurrentHeads(heads, heads, size, size, by_channel=True)
 
     @property
     def convolution(self) -> Any:

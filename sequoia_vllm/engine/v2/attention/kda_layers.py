@@ -17,11 +17,10 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from sequoia_vllm.engine.v2.attention.mamba_layers import GdnTreeBuilder
 from sequoia_vllm.engine.v2.attention.recurrent_layers import (
+    KdaLayer,
     RecurrentTreeBuilder,
-    RecurrentTreeLayer,
 )
 from sequoia_vllm.kernels.recurrent_channels import score_kda
-from sequoia_vllm.kernels.recurrent_tree import RecurrentHeads
 
 
 class _OwnIndices(KimiK3KDAMetadataBuilder):
@@ -52,22 +51,14 @@ class K3TreeBuilder(RecurrentTreeBuilder, _OwnIndices):
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
-class _KdaNodes(RecurrentTreeLayer):
+class _KdaNodes(KdaLayer):
     """What both classes of vLLM have in common."""
 
-    local_num_heads: int
-    head_dim: int
     cache_config: Any
     A_log: Tensor
     dt_bias: Tensor
     gate_lower_bound: float | None
     o_norm: Any
-
-    @property
-    def shape(self) -> RecurrentHeads:
-        """See `RecurrentTreeLayer.shape`."""
-        heads, size = self.local_num_heads, self.head_dim
-        return RecurrentHeads(heads, heads, size, size, by_channel=True)
 
     @property
     def unsupported(self) -> str | None:

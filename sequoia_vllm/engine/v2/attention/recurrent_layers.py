@@ -234,6 +234,19 @@ class RecurrentTreeLayer:
         return override_forward_context(context)
 
 
+class KdaLayer(RecurrentTreeLayer):
+    """What layers of Kimi Delta Attention have in common."""
+
+    local_num_heads: int
+    head_dim: int
+
+    @property
+    def shape(self) -> RecurrentHeads:
+        """See `RecurrentTreeLayer.shape`."""
+        heads, size = self.local_num_heads, self.head_dim
+        return RecurrentHeads(heads, heads, size, size, by_channel=True)
+
+
 @contextmanager
 def replaced_layers(*classes: type) -> Iterator[None]:
     """Within it, models are built with our layers; a plain engine beside never sees them.
