@@ -42,6 +42,11 @@ CPU_FILES = ("v1/", "offload/", "runner/cpu_attention", "v2/runner_cpu", "v2/att
 # trees get their own, whose fields about requests are cut.
 HANDED = json.loads(Path(__file__).with_name("watched.json").read_text(encoding="utf-8"))
 
+# What becomes of an attribute of vLLM's, by our function that takes it and its name.
+_HOW = {
+    "_wrap": "patch", "patched": "swap", "patch_for_good": "swap", "setattr": "added field",
+}  # fmt: skip
+
 Calls = list[ast.Call]
 
 
@@ -247,7 +252,7 @@ class Use:
             if not isinstance(node, ast.Call) or len(node.args) < 2:
                 continue
             called, (owner, name, *_) = ast.unparse(node.func), node.args
-            how = {"_wrap": "patch", "patched": "swap", "setattr": "added field"}.get(called)
+            how = _HOW.get(called)
             if how is None or not isinstance(owner, ast.Name) or owner.id not in module.imported:
                 continue
             at = module.imported[owner.id]

@@ -1,4 +1,4 @@
-"""Attributes and context variables replaced for the length of one call."""
+"""Attributes and context variables replaced, most for the length of one call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +16,11 @@ def patched(owner: object, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+def patch_for_good(owner: object, name: str, value: Any) -> None:
+    """From now on ``owner.name`` is ``value``. Engines without trees must not call this."""
+    setattr(owner, name, value)
 
 
 @contextmanager

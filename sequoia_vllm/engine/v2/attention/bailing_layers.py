@@ -5,7 +5,6 @@ Imported once such a model is loaded, as `kda_layers`.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from vllm.v1.attention.backends.linear_attn import (
 )
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata
 
-from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.engine.common.patched import patch_for_good
 from sequoia_vllm.engine.v2.attention.mamba_layers import GdnTreeBuilder
 from sequoia_vllm.engine.v2.attention.recurrent_layers import (
     KdaLayer,
@@ -33,7 +32,6 @@ from sequoia_vllm.kernels.recurrent_heads import score_linear
 from sequoia_vllm.kernels.recurrent_tree import RecurrentHeads
 
 _told = MambaHybridAttnMetadata.get_extra_attn_kwargs
-_for_good = ExitStack()  # engines without trees find nothing changed
 
 
 class LinearTreeBuilder(RecurrentTreeBuilder, BailingLinearAttentionMetadataBuilder):
@@ -41,10 +39,8 @@ class LinearTreeBuilder(RecurrentTreeBuilder, BailingLinearAttentionMetadataBuil
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if MambaHybridAttnMetadata.get_extra_attn_kwargs is not _with_drafts:
-            # Until: vLLM's runner tells numbers of drafts to builders of linear attention, too.
-            swap = patched(MambaHybridAttnMetadata, "get_extra_attn_kwargs", _with_drafts)
-            _for_good.enter_context(swap)
+        # Until: vLLM's runner tells numbers of drafts to builders of linear attention, too.
+        patch_for_good(MambaHybridAttnMetadata, "get_extra_attn_kwargs", _with_drafts)
 
 
 def _with_drafts(self: Any, builder: Any, num_reqs: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ A row takes a list of tokens that an indexer chose. Only this choice knows of tr
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -25,12 +24,10 @@ from vllm.v1.attention.backends.mla.indexer import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.engine.common.patched import patch_for_good
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.node_masks import seen_nodes
 from sequoia_vllm.kernels.sparse_choice import AncestorScores
-
-_for_good = ExitStack()  # engines without trees find nothing changed
 
 
 class SparseTreeImpl(FlashMLASparseImpl):
@@ -92,10 +89,8 @@ def is_indexer(layer: Any) -> bool:
 def prepare_indexer(layer: Any) -> None:
     """Lets an indexer of a loaded target choose among ancestors, before vLLM makes its builder."""
     layer.get_attn_backend = lambda: IndexerTreeBackend
-    if sparse_attn_indexer.get_indexer_topk is not topk_among_ancestors:
-        # Its rows are all tokens up to a slot. Until: vLLM's metadata says which slots a row sees.
-        swap = patched(sparse_attn_indexer, "get_indexer_topk", topk_among_ancestors)
-        _for_good.enter_context(swap)
+    # Its rows are all tokens up to a slot. Until: vLLM's metadata says which slots a row sees.
+    patch_for_good(sparse_attn_indexer, "get_indexer_topk", topk_among_ancestors)
 
 
 def topk_among_ancestors(backend: str) -> Any:
