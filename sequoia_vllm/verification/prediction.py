@@ -6,7 +6,6 @@ the output has arrived. So a replaced token changes nothing, and after inserted 
 one token in common is enough.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -143,10 +142,11 @@ class Prediction:
             self._next = self._diagonal = place
 
     def _needed(self) -> int:
-        """Tokens in a row that a place needs."""
+        """Tokens in a row that a place needs, as `kernels.predictions` has it."""
         if self._trust >= LEAST_TRUST:
             return 0
-        return math.ceil(LEAST_TRUST / max(self._trust, LEAST_TRUST / MOST_EVIDENCE))
+        enough = (run for run in range(MOST_EVIDENCE) if run * self._trust >= LEAST_TRUST)
+        return next(enough, MOST_EVIDENCE)
 
     def _has_run(self, last: NDArray[np.int32]) -> bool:
         """Whether these tokens come anywhere in a row."""

@@ -77,6 +77,10 @@ class OnHost:
             prediction.follow(torch.tensor(output).numpy())
         return [prediction.told(DEPTH).tolist() for prediction in self.predictions]
 
+    def trust(self, shares: list[float]) -> None:
+        for prediction, share in zip(self.predictions, shares, strict=True):
+            prediction._trust = share
+
 
 class OnDevice:
     """Behind prompts of some tokens, with padding behind the batch."""
@@ -109,6 +113,10 @@ class OnDevice:
         find_continuations(texts, slots, roots, told, self.addresses, window=0)
         return told[:-1].tolist()
 
+    def trust(self, shares: list[float]) -> None:
+        for record, share in zip(self.records, torch.tensor(shares), strict=True):
+            record[5] = share.view(torch.int32)
+
 
 def test_predictions_are_followed_as_texts_grow():
     """Several tokens at a time, also more than are compared at once."""
@@ -131,3 +139,16 @@ def test_predictions_are_followed_as_texts_grow():
         lost += sum(one.place is None for one in expected)
     assert told > 300
     assert lost > 20
+
+
+def test_the_less_it_is_trusted_the_longer_a_run_it_needs():
+    """On both sides of the trust with which each run is just long enough."""
+    text, sides = list(range(40)), (1 - 1e-5, 1 + 1e-5)
+    given = [(run, 0.4 / max(run, 1) * side) for run in range(MOST_EVIDENCE + 2) for side in sides]
+    given += [(MOST_EVIDENCE - 1, 1e-3), (MOST_EVIDENCE, 1e-3)]
+    outputs = [[*text[: 19 - run], 99, *text[20 - run : 20]] for run, _ in given]
+    followed = (OnDevice if INTERPRETED else OnHost)([text] * len(given))
+    followed.told(outputs)
+    followed.trust([trust for _, trust in given])
+    expected = [trust >= 0.4 or run >= min(0.4 / trust, MOST_EVIDENCE) for run, trust in given]
+    assert [told[0] == 20 for told in followed.told(outputs)] == expected
