@@ -11,6 +11,8 @@ from sequoia_vllm.adaptation.step_times import KNEE_CPU, pass_seconds
 
 MOST_TOLD = 63
 """Most tokens of a branch. With its root it has 64 rows."""
+KNEE_DISK = 100.0
+"""See `pass_seconds`, with weights on a disk: two cores had 31 to 170, and no step corrects it."""
 _LONGEST = 32  # runs are counted up to here
 _LENGTHS = _LONGEST.bit_length() + 1  # of runs, by powers of two: 0, 1, 2 to 3, ..., 32
 _ASSUMED = 4.0  # tokens that the prior counts as
@@ -58,7 +60,7 @@ class ToldBranches:
 
     Attributes:
         predictions: What became of the tokens that users foretold.
-        knee: See `pass_seconds`; assumed until an engine has timed passes.
+        knee: See `pass_seconds`; assumed where an engine times no passes.
     """
 
     def __init__(self, knee: float = KNEE_CPU) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sequoia_vllm.adaptation.step_times import pass_seconds
-from sequoia_vllm.adaptation.told_branches import MOST_TOLD, Survival, ToldBranches
+from sequoia_vllm.adaptation.told_branches import KNEE_DISK, MOST_TOLD, Survival, ToldBranches
 from sequoia_vllm.verification.prediction import Prediction
 
 
@@ -105,6 +105,13 @@ def test_rows_have_a_price():
     assert found[0] < MOST_TOLD
     assert found == sorted(found, reverse=True)
     assert len(set(found)) > 2
+
+
+def test_rows_cost_little_where_weights_come_from_a_disk():
+    """One request's branch may be as deep as any; those of many share what rows cost."""
+    found = [depth(ToldBranches(KNEE_DISK), 32, requests=requests) for requests in (1, 4, 16)]
+    assert found[0] == MOST_TOLD > found[1] > found[2]
+    assert all(depth(ToldBranches(), 32, requests=few) < found[0] for few in (1, 4))
 
 
 def test_a_tree_stays_where_it_is_expected_to_bring_more():
