@@ -25,7 +25,8 @@ _NAMES = {
     """,
     "*i1": "ancestors invalid",
     "*i32": """
-        accepted all_modes all_token_ids all_tokens all_top_k block_table bounds children
+        accepted all_modes all_token_ids all_tokens all_top_k block_table bounds branch_lengths
+        children
         computed computed_before context_lens contexts counts cu_nodes cu_num_logits
         cu_rows decided_in decisions depths first_rows inner_index inner_rows input_ids
         modes modes_out node_table nodes num_nodes num_sampled num_words offsets output_counts
@@ -49,7 +50,7 @@ _NAMES = {
         num_state_rows num_states num_visits of_all offsets_stride path_columns row_tiles
         rows_per_tree sampled_stride scored_stride slot_rows splits state_offset
         stats_inner_stride stats_state_stride steps strength_stride table_stride texts_stride
-        told_columns tree_size trees walks_sampled wave width window words_stride
+        told_columns told_stride tree_size trees walks_sampled wave width window words_stride
     """,
     "i32:16": """
         block_stride channels draft_inner_stride draft_state_stride dt_stride hidden

@@ -24,6 +24,7 @@ from sequoia_vllm.kernels import (
     recurrent_tree_kernels,
     scoring_inputs,
     target_statistics,
+    told_branches,
     traversal,
     traversal_kernels,
     truncation,
@@ -280,7 +281,7 @@ def _dynamic_trees() -> list[Variant]:
         **dict.fromkeys(("next_parents", "drafted"), "*i64"), "values": "*fp32",
         **dict.fromkeys(("num_words", "num_nodes", "num_candidates", "first_column"), "i32"),
         **dict.fromkeys(("next_width", "inner", "drafted_stride", "parents_stride"), "i32"),
-        "branch": "i32",
+        "branch": "i32", "width": "i32",
     }  # fmt: skip
     chosen = {"CHILDREN": dynamic_levels.CHILDREN, "BLOCKS": triton.next_power_of_2(blocks)}
     variants = []
@@ -297,6 +298,10 @@ def _dynamic_trees() -> list[Variant]:
             Variant(
                 f"tables of {nodes} nodes", kernels.write_trees_kernel, read, tables,
                 dynamic_levels.TABLE_WARPS,
+            ),
+            Variant(
+                f"branches of {nodes} nodes", told_branches.branches_kernel,
+                {**read, "rows": "*i32", "num_nodes": "*i32"}, {"NODES": nodes}, 1,
             ),
         ]  # fmt: skip
     return variants

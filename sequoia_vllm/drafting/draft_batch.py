@@ -68,6 +68,8 @@ class DraftBatch:
         self.seeds = buffer(torch.int64)
         # ``[max_num_reqs, D]``: what texts and predictions say; -1: nothing.
         self.told = torch.full((max_num_reqs, depth), -1, device=device)
+        # int32: tokens of each request's branch, see `kernels.told_branches`; 0: it may have none.
+        self.branches = buffer(torch.int32)
         # By request slot: the address of its `kernels.predictions.new_record`; 0: there is none.
         self.predictions = buffer(torch.int64)
         self.window = window

@@ -21,6 +21,7 @@ from sequoia_vllm.kernels.dynamic_trees import (
     write_trees_kernel,
 )
 from sequoia_vllm.kernels.node_masks import WORD_BITS, NodeMask
+from sequoia_vllm.kernels.told_branches import lay_branches
 from sequoia_vllm.tree import TokenTree
 
 # What fits in the registers of a program: pairs of candidates, and a row of nodes.
@@ -160,7 +161,7 @@ class DynamicTrees:
     """
 
     def __init__(self, tables: SlotTables, drafted: DraftedTrees) -> None:
-        self._tables, slots = tables, len(drafted.tokens)
+        self._tables, self._drafted, slots = tables, drafted, len(drafted.tokens)
         # int32 ``[R, W]``: parents of each tree's nodes; -1: the root.
         self.parents = tables.static_parents.repeat(slots, 1)
         columns = 1 + tables.tree.size * CHILDREN  # the draft reads no more nodes than a tree has
@@ -186,3 +187,13 @@ class DynamicTrees:
         """Gives request slots ``[R]`` the batch's trees, or the engine's unless they are chosen."""
         parents = self.parents[: len(slots)] if chosen else self._tables.static_parents
         self._tables.write(slots, parents)
+
+    def write_with_branches(
+        self, slots: Tensor, chosen: bool, batch: DraftBatch, depth: int
+    ) -> None:
+        """The same of trees so deep, with branches in the place of some, see `lay_branches`."""
+        parents = self.parents[: len(slots)]
+        if not chosen:
+            parents.copy_(self._tables.static_parents.expand_as(parents))
+        lay_branches(batch, self._drafted, parents, depth, len(slots))
+        self._tables.write(slots, parents, parents.shape[1])

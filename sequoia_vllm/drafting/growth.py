@@ -207,12 +207,12 @@ class TreeGrowth:
     def look_back(self, num_reqs: int) -> None:
         """Notes what the texts and predictions of R requests say comes next."""
         batch = self._batch
-        slots, roots, told = (
-            values[:num_reqs] for values in (batch.slots, batch.roots, batch.told)
+        slots, roots, told, branches = (
+            values[:num_reqs] for values in (batch.slots, batch.roots, batch.told, batch.branches)
         )
         if told.shape[1]:
-            texts = self._inputs.all_token_ids
-            find_continuations(texts, slots, roots, told, batch.predictions, batch.window)
+            texts, predictions = self._inputs.all_token_ids, batch.predictions
+            find_continuations(texts, slots, roots, told, branches, predictions, batch.window)
 
     def _grow_below(
         self, roots: DraftStates, num_reqs: int, levels: DraftLevels, max_keys: int

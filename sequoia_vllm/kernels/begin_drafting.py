@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels import modes as draft_modes
-from sequoia_vllm.kernels.predictions import _PROMPT, follow_prediction
+from sequoia_vllm.kernels.predictions import _BRANCHES, _PROMPT, follow_prediction
+from sequoia_vllm.verification.prediction import BRANCH_GROWTH, BRANCH_RUN
 from sequoia_vllm.verification.retrieval import LONGEST, SHORTEST
 
 _SKIP = tl.constexpr(draft_modes.SKIP)
+_BRANCH_RUN, _BRANCH_GROWTH = tl.constexpr(BRANCH_RUN), tl.constexpr(BRANCH_GROWTH)
 REQUESTS_AT_ONCE = 512
 """One program takes all requests, as rows of each begin after those of all before it."""
 _BLOCK, _WARPS = 1024, 4
@@ -92,8 +94,9 @@ def begin_drafting_kernel(
 
 
 def find_continuations(
-    texts: Tensor, slots: Tensor, roots: Tensor, told: Tensor, predictions: Tensor, window: int
-) -> None:
+    texts: Tensor, slots: Tensor, roots: Tensor, told: Tensor, branches: Tensor,
+    predictions: Tensor, window: int,
+) -> None:  # fmt: skip
     """Writes what followed the latest of the longest earlier occurrences of each text's end.
 
     Or what its prediction says, where as many tokens match there, up to `LONGEST`. Nothing waits
@@ -104,23 +107,24 @@ def find_continuations(
         slots: int64 ``[R]``: request slot of each; -1 for padding, which gets anything.
         roots: int32 ``[R]``: position of each text's last token.
         told: int64 ``[R, D]``, contiguous, written: as `continuations` returns it.
+        branches: int32 ``[R]``, written: `Prediction.branch`, where requests may have one; else 0.
         predictions: int64 ``[slots]``: addresses of the predictions' records, which follow the
             texts; 0: there is none.
         window: Last tokens of a text in which a match is looked for.
     """
     continuations_kernel[(len(told),)](
-        texts, texts.stride(0), texts.shape[1], slots, roots, told, told.shape[1], window,
-        predictions, MOST=LONGEST, LEAST=SHORTEST, BLOCK=_BLOCK,
+        texts, texts.stride(0), texts.shape[1], slots, roots, told, told.shape[1], branches,
+        window, predictions, MOST=LONGEST, LEAST=SHORTEST, BLOCK=_BLOCK,
         COLUMNS=triton.next_power_of_2(told.shape[1]), num_warps=_WARPS,
     )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=["texts_stride", "length", "depth", "window"],
-    do_not_specialize_on_alignment=["slots", "roots", "told"],
+    do_not_specialize_on_alignment=["slots", "roots", "told", "branch_lengths"],
 )
 def continuations_kernel(
-    texts, texts_stride, length, slots, roots, told, depth, window, predictions,
+    texts, texts_stride, length, slots, roots, told, depth, branch_lengths, window, predictions,
     MOST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One request per program; runs of ``LEAST`` to ``MOST`` tokens are matches."""
@@ -146,6 +150,7 @@ def continuations_kernel(
     token = tl.load(text + ahead, mask=column < depth, other=-1)
     is_match = best >= LEAST * 4294967296
     token = tl.where(is_match, token, -1)
+    branch = best.to(tl.int32) * 0
     address = tl.load(predictions + slot, mask=slot >= 0, other=0)
     if address != 0:
         record = address.to(tl.pointer_type(tl.int32))
@@ -155,4 +160,7 @@ def continuations_kernel(
             if (count > 0) & (tl.minimum(matched, MOST) >= own):
                 is_said = column < tl.minimum(count, depth)
                 token = tl.load(following + column, mask=is_said, other=-1)
+                if (matched >= _BRANCH_RUN) & (tl.load(record + _BRANCHES) != 0):
+                    branch = tl.minimum(_BRANCH_GROWTH * matched, count)
+    tl.store(branch_lengths + request, branch)
     tl.store(told + request.to(tl.int64) * depth + column, token.to(tl.int64), mask=column < depth)

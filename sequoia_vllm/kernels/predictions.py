@@ -25,14 +25,15 @@ _LOST = tl.constexpr(-1)
 # Of a record: tokens of the prompt and of the prediction; then what `Prediction` remembers.
 _PROMPT, _LENGTH, _SEEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _NEXT, _DIAGONAL, _TRUST = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
-_WEIGHTS = tl.constexpr(6)  # and behind them the tokens
+_BRANCHES = tl.constexpr(6)  # 1: its request may have branches
+_WEIGHTS = tl.constexpr(7)  # and behind them the tokens
 _PLACES = tl.constexpr(128)  # that are compared at once
 
 
-def new_record(tokens: Sequence[int], prompt: int) -> NDArray[np.int32]:
-    """A request's record, int32 ``[70 + P]``, of P tokens and a prompt of so many."""
+def new_record(tokens: Sequence[int], prompt: int, branches: bool = False) -> NDArray[np.int32]:
+    """A request's record, int32 ``[71 + P]``, of P tokens and a prompt of so many."""
     trust = int(np.float32(1).view(np.int32))
-    known = [prompt, len(tokens), 0, 0, 0, trust]
+    known = [prompt, len(tokens), 0, 0, 0, trust, branches]
     return np.concatenate([known, prediction.WEIGHTS, Prediction(tokens).tokens]).astype(np.int32)
 
 

@@ -12,10 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sequoia_vllm.kernels import modes as draft_modes
 from sequoia_vllm.kernels.draft_inputs import aligned
+from sequoia_vllm.kernels.told_branches import _BRANCH
 from sequoia_vllm.kernels.tree_shapes import rows_per_slot, shape_row
 
 _BLOCK = 128
+_SAMPLED, _SEEDED = tl.constexpr(draft_modes.SAMPLED), tl.constexpr(draft_modes.SEEDED)
 
 
 def place_nodes(
@@ -129,7 +132,8 @@ def gather_for_verification(
         num_nodes: int32 ``[S]``: nodes that were drafted, by request slot; 0: none.
         state_rows, modes, temperatures, seeds: int32, int32, float32 and int64 ``[S]``.
         invalid: bool ``[T]``: rows whose token must not be accepted; or None.
-        scored: int32 ``[R]`` with any stride, written: nodes that were drafted and scored.
+        scored: int32 ``[R]`` with any stride, written: nodes that were drafted and scored; `BRANCH`
+            where they are a branch. Such a request's mode is not SAMPLED but SEEDED.
     """
     rows, slots = batch.logits_indices, batch.idx_mapping
     num_rows, requests = len(rows), len(slots)
@@ -179,13 +183,18 @@ def gather_for_verification_kernel(
     first = tl.load(cu_rows + index, mask=exists, other=0)
     given = tl.load(cu_rows + index + 1, mask=exists, other=0) - first
     drafted = tl.load(num_nodes + slot, mask=exists, other=0)
-    tl.store(scored + index * scored_stride, tl.minimum(drafted, given), mask=exists)
+    state_row = tl.load(state_rows + slot, mask=exists, other=0)
+    is_branch = (state_row == _BRANCH) & (tl.minimum(drafted, given) > 1)
+    count = tl.where(is_branch, _BRANCH, tl.minimum(drafted, given))
+    tl.store(scored + index * scored_stride, count, mask=exists)
     has_root = exists & (first < num_rows)
     root = tl.load(rows + first, mask=has_root, other=0)
     position = tl.load(positions + root, mask=has_root, other=0)
     tl.store(root_positions_out + index, position.to(tl.int32), mask=exists)
-    tl.store(modes_out + index, tl.load(modes + slot, mask=exists), mask=exists)
-    tl.store(state_rows_out + index, tl.load(state_rows + slot, mask=exists), mask=exists)
+    mode = tl.load(modes + slot, mask=exists, other=0)
+    mode = tl.where(is_branch & (mode == _SAMPLED), _SEEDED, mode)
+    tl.store(modes_out + index, mode, mask=exists)
+    tl.store(state_rows_out + index, state_row, mask=exists)
     temperature = tl.load(temperatures + slot, mask=exists)
     tl.store(temperatures_out + index, temperature, mask=exists)
     tl.store(seeds_out + index, tl.load(seeds + slot, mask=exists), mask=exists)

@@ -25,6 +25,8 @@ NEAR = _UNIT // 1000  # what breaks ties: nearness to where the former diagonal 
 # Trust rises by a share of what lacks with each token that came true, and falls likewise. Below
 # the least, a place needs tokens in a row: more the lower trust is, and eight at most.
 RISE, FALL, LEAST_TRUST, MOST_EVIDENCE = 0.1, 0.3, 0.4, 8
+# On devices: tokens in a row before a branch, and its tokens for each of these.
+BRANCH_RUN, BRANCH_GROWTH = 8, 2
 # Before the prediction's first token and before the output's first. No token is one of these.
 START, _BEFORE, BEFORE_OUTPUT = -3, -2, -4
 
@@ -174,6 +176,14 @@ class Prediction:
     def is_lost(self) -> bool:
         """Whether it says nothing, as the output is not in it, or at its end."""
         return self._next is None or self._next == len(self._ends) - 1
+
+    @property
+    def branch(self) -> int:
+        """Tokens of the branch that devices may make of it: twice as many as match in a row before
+        it, if these are eight; else 0. By then nine of ten such tokens come true."""
+        if self._next is None or self.run < BRANCH_RUN:
+            return 0
+        return min(BRANCH_GROWTH * self.run, len(self._ends) - 1 - self._next)
 
     def told(self, depth: int) -> NDArray[np.int64]:
         """int64 ``[depth]``: what it says comes next; -1 behind its end, or where it is lost."""

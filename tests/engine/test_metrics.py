@@ -281,7 +281,7 @@ class LateEvent:
 def test_the_last_trees_come_with_the_step_without_requests(monkeypatch):
     """On GPUs copies arrive late: without it they would wait for the next request."""
     runner = object.__new__(TreeRunner)
-    runner.stats, runner._paths = StepStats(TREE), PathCopies(torch.device("cpu"))
+    runner.stats, runner._paths = StepStats(TREE), PathCopies(TREE, torch.device("cpu"))
     # One request had a tree; the other read its prompt.
     paths = torch.tensor([[4, 1, -1], [1, -1, -1]], dtype=torch.int32)
     runner._paths._under_way.append((paths, LateEvent(), False))

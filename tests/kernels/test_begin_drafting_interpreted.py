@@ -187,5 +187,7 @@ def test_the_longest_match_tells_and_of_equal_ones_the_predictions():
             addresses[slot] = records[-1].data_ptr()
     slots, told = torch.arange(len(cases)), torch.full((len(cases), 3), -9)
     roots = torch.tensor(roots, dtype=torch.int32)
-    find_continuations(texts, slots, roots, told, addresses, window=length)
+    branches = torch.full((len(cases),), -9, dtype=torch.int32)
+    find_continuations(texts, slots, roots, told, branches, addresses, window=length)
+    assert not branches.any()  # too few tokens match
     assert dict(zip(TOLD, told.tolist(), strict=True)) == {k: case[3] for k, case in TOLD.items()}

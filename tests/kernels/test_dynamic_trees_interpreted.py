@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels import dynamic_trees as kernels
 from sequoia_vllm.kernels.modes import GREEDY
 from sequoia_vllm.kernels.node_masks import NodeMask
+from sequoia_vllm.kernels.told_branches import BRANCH
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.retrieval import preferred
 from tests.kernels import test_growth_interpreted as growing
@@ -176,3 +178,50 @@ def test_one_program_compares_all_candidates_in_its_registers(candidates):
     assert candidates < lanes <= 2 * candidates  # the root's column, too
     assert at_once & (at_once - 1) == 0
     assert at_once == 16 or lanes * at_once == 8192
+
+
+# Tokens of a branch at most, and nodes of the request's tree; the trees are four deep. Then its
+# nodes: the tree stays where it is as deep, or the request may verify too few.
+BRANCHES = [(9, 12, 10), (4, 12, None), (11, 12, 12), (30, 6, 6), (30, 5, None), (9, 0, None)]
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_branches_take_the_place_of_trees_that_are_not_as_deep(chosen):
+    """In their nodes, topology and place of Q; trees and padding beside them stay."""
+    slots = torch.tensor([3, 0, 6, 1, 5, 2, -1])
+    nodes = torch.full((7,), -7, dtype=torch.int32)
+    for slot, (_, size, _) in zip(slots.tolist(), BRANCHES, strict=False):
+        nodes[slot] = size
+    tables = SlotTables(TREE, CPU, 7)
+    drafted = SimpleNamespace(
+        nodes=nodes.clone(), rows=torch.arange(7, dtype=torch.int32),
+        tokens=torch.arange(7 * TREE.size).view(7, -1).clone(),
+    )  # fmt: skip
+    before, rows = drafted.tokens.clone(), drafted.rows.clone()
+    trees = object.__new__(DynamicTrees)
+    trees._tables, trees._drafted = tables, drafted
+    own = tables.static_parents.repeat(7, 1)
+    own[:, 4:] = torch.where(own[:, 4:] >= 0, own[:, 4:] - 1, -1)  # of their own
+    trees.parents = own.clone()
+    batch = SimpleNamespace(
+        slots=slots, branches=torch.tensor([most for most, _, _ in BRANCHES] + [9]).int(),
+        told=-torch.arange(1, 1 + 7 * 11).view(7, 11),
+    )  # fmt: skip
+    trees.write_with_branches(slots, chosen, batch, 4)
+    for request, (slot, (_, _, size)) in enumerate(zip(slots.tolist(), BRANCHES, strict=False)):
+        length = (size or 1) - 1
+        told = slice(1, 1 + length)
+        assert torch.equal(drafted.tokens[request, told], batch.told[request, :length])
+        assert torch.equal(drafted.tokens[request, 1 + length :], before[request, 1 + length :])
+        assert int(drafted.nodes[slot]) == (size or nodes[slot])
+        assert int(drafted.rows[slot]) == (BRANCH if size else rows[slot])
+        tree = own[request] if chosen else tables.static_parents[0]
+        chain = torch.arange(-1, own.shape[1] - 1, dtype=torch.int32)
+        chain[1 + length :] = -1
+        assert torch.equal(tables.parents[slot], chain if size else tree)
+        if size:
+            assert tables.mask.depths[slot, :size].tolist() == list(range(size))
+            seen = torch.ones(size, size, dtype=torch.bool).tril()
+            assert torch.equal(tables.ancestors[slot, :size, :size], seen)
+    assert int(drafted.rows[4]) == 4  # a slot of no request
+    assert int(drafted.nodes[4]) == -7

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED
 from sequoia_vllm.kernels.scoring_inputs import gather_for_verification, place_nodes
+from sequoia_vllm.kernels.told_branches import BRANCH
 
 UNTOUCHED = -99
 # A tree of five nodes: depth minus index.
@@ -130,3 +132,29 @@ def test_inputs_of_the_verifier(counts, slots, with_invalid):
     assert torch.equal(part.positions, inputs.positions[3:9])
     assert torch.equal(part.modes, inputs.modes[1:3])
     assert torch.equal(part.temperatures, inputs.temperatures[1:3])
+
+
+def test_a_branch_is_matched_in_place_of_its_tree():
+    """Not where the step scores none of it; and without Q, so that it is not walked as sampled."""
+    counts, modes = [3, 4, 1, 3, 3], [SAMPLED, GREEDY, SAMPLED, SEEDED, SAMPLED]
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    slots, rows = torch.tensor([4, 2, 0, 1, 3]), torch.arange(int(starts[-1]))
+    by_slot = {
+        "num_nodes": [4, 4, 4, 0, 4], "state_rows": [BRANCH, 9, BRANCH, BRANCH, BRANCH],
+        "modes": [SAMPLED, SEEDED, GREEDY, SAMPLED, SAMPLED],
+    }  # fmt: skip
+    assert modes == [by_slot["modes"][slot] for slot in slots.tolist()]
+    given = {name: torch.tensor(values, dtype=torch.int32) for name, values in by_slot.items()}
+    paths = torch.full((5, 4), UNTOUCHED, dtype=torch.int32)
+    row_nodes = torch.cat([torch.arange(count) for count in counts]).int()
+    batch = SimpleNamespace(
+        logits_indices=rows, expanded_idx_mapping=slots.repeat_interleave(torch.tensor(counts)),
+        expanded_local_pos=row_nodes, input_ids=rows.int(), positions=rows, idx_mapping=slots,
+        cu_num_logits=starts,
+    )  # fmt: skip
+    inputs = gather_for_verification(
+        batch, **given, temperatures=torch.ones(5), seeds=torch.ones(5, dtype=torch.int64),
+        invalid=None, scored=paths[:, 0],
+    )  # fmt: skip
+    assert inputs.modes.tolist() == [SEEDED, GREEDY, SAMPLED, SEEDED, SAMPLED]
+    assert paths[:, 0].tolist() == [BRANCH, BRANCH, 1, 3, 0]

@@ -36,7 +36,9 @@ def on_device(texts, rows, lengths, depth, window):
     slots, roots = torch.cat([rows, torch.tensor([-1])]), torch.cat([lengths - 1, lengths[:1]])
     told = torch.full((len(slots), depth), -9)
     none = torch.zeros(len(texts), dtype=torch.int64)
-    find_continuations(texts, slots, roots, told, none, window)
+    branches = torch.full((len(slots),), -9, dtype=torch.int32)
+    find_continuations(texts, slots, roots, told, branches, none, window)
+    assert not branches.any()  # predictions alone make them
     return told[:-1]
 
 

@@ -16,6 +16,7 @@ class Expected:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.place, self.diagonal, self.trust, self.seen = tokens, 0, 0, 1.0, 0
+        self.run = 1
 
     def common(self, place: int, output: list[int]) -> list[bool]:
         """Which of the last tokens stand before this place, too, the latest first."""
@@ -30,6 +31,11 @@ class Expected:
     def told(self) -> list[int]:
         ahead = [] if self.place is None else self.tokens[self.place :][:DEPTH]
         return ahead + [-1] * (DEPTH - len(ahead))
+
+    def branch(self) -> int:
+        if self.place is None or self.run < 8:
+            return 0
+        return min(2 * self.run, len(self.tokens) - self.place)
 
     def follow(self, output: list[int]) -> None:
         ahead = [] if self.place is None else self.tokens[self.place :]
@@ -51,6 +57,7 @@ class Expected:
         is_sure = self.trust >= 0.4 or len(run) * self.trust >= 0.4
         is_sure = is_sure or len(run) >= MOST_EVIDENCE
         self.place = best if is_sure and self.score(best, output) >= 0.25 else None
+        self.run = len(run)
         self.diagonal = best if self.place is not None else self.diagonal
 
 
@@ -72,10 +79,11 @@ class OnHost:
     def __init__(self, predictions: list[list[int]]) -> None:
         self.predictions = [Prediction(tokens) for tokens in predictions]
 
-    def told(self, outputs: list[list[int]]) -> list[list[int]]:
+    def told(self, outputs: list[list[int]]) -> tuple[list[list[int]], list[int]]:
         for prediction, output in zip(self.predictions, outputs, strict=True):
             prediction.follow(torch.tensor(output).numpy())
-        return [prediction.told(DEPTH).tolist() for prediction in self.predictions]
+        told = [prediction.told(DEPTH).tolist() for prediction in self.predictions]
+        return told, [prediction.branch for prediction in self.predictions]
 
     def trust(self, shares: list[float]) -> None:
         for prediction, share in zip(self.predictions, shares, strict=True):
@@ -83,7 +91,7 @@ class OnHost:
 
 
 class OnDevice:
-    """Behind prompts of some tokens, with padding behind the batch."""
+    """Behind prompts of some tokens, with padding behind the batch; every fifth has no branches."""
 
     def __init__(self, predictions: list[list[int]]) -> None:
         from sequoia_vllm.kernels.predictions import new_record
@@ -91,14 +99,14 @@ class OnDevice:
         count = len(predictions)
         self.slots = torch.randperm(count)
         self.records = [
-            torch.from_numpy(new_record(tokens, row % 3 + 1))
+            torch.from_numpy(new_record(tokens, row % 3 + 1, row % 5 < 4))
             for row, tokens in enumerate(predictions)
         ]
         self.addresses = torch.zeros(count, dtype=torch.int64)
         for slot, record in zip(self.slots.tolist(), self.records, strict=True):
             self.addresses[slot] = record.data_ptr()
 
-    def told(self, outputs: list[list[int]]) -> list[list[int]]:
+    def told(self, outputs: list[list[int]]) -> tuple[list[list[int]], list[int]]:
         from sequoia_vllm.kernels.begin_drafting import find_continuations
 
         texts = torch.full((len(outputs), 160), 2, dtype=torch.int32)
@@ -110,8 +118,10 @@ class OnDevice:
         slots = torch.cat([self.slots, torch.tensor([-1])])
         told = torch.full((len(slots), DEPTH), -9)
         roots = torch.tensor([*ends, 5], dtype=torch.int32)
-        find_continuations(texts, slots, roots, told, self.addresses, window=0)
-        return told[:-1].tolist()
+        branches = torch.full((len(slots),), -9, dtype=torch.int32)
+        find_continuations(texts, slots, roots, told, branches, self.addresses, window=0)
+        assert not branches[4::5][: len(outputs) // 5].any()
+        return told[:-1].tolist(), branches[:-1].tolist()
 
     def trust(self, shares: list[float]) -> None:
         for record, share in zip(self.records, torch.tensor(shares), strict=True):
@@ -125,7 +135,7 @@ def test_predictions_are_followed_as_texts_grow():
     predictions, outputs = ([list(one) for one in side] for side in zip(*given, strict=True))
     expected = [Expected(tokens) for tokens in predictions]
     followed = (OnDevice if INTERPRETED else OnHost)(predictions)
-    lengths, told, lost = [0] * len(outputs), 0, 0
+    lengths, told, lost, branches = [0] * len(outputs), 0, 0, 0
     for step in range(30):
         lengths = [
             min(length + (draw.randint(1, 6) if step != 1 or row % 6 else 140), len(output))
@@ -134,11 +144,16 @@ def test_predictions_are_followed_as_texts_grow():
         written = [output[:length] for length, output in zip(lengths, outputs, strict=True)]
         for one, output in zip(expected, written, strict=True):
             one.follow(output)
-        assert followed.told(written) == [one.told() for one in expected], step
+        found, lengths_of_branches = followed.told(written)
+        assert found == [one.told() for one in expected], step
+        for row, (one, length) in enumerate(zip(expected, lengths_of_branches, strict=True)):
+            assert length == one.branch() or (INTERPRETED and row % 5 == 4), (step, row)
+            branches += length > 0
         told += sum(one.told()[0] >= 0 for one in expected)
         lost += sum(one.place is None for one in expected)
     assert told > 300
     assert lost > 20
+    assert branches > 50
 
 
 def test_the_less_it_is_trusted_the_longer_a_run_it_needs():
@@ -151,4 +166,4 @@ def test_the_less_it_is_trusted_the_longer_a_run_it_needs():
     followed.told(outputs)
     followed.trust([trust for _, trust in given])
     expected = [trust >= 0.4 or run >= min(0.4 / trust, MOST_EVIDENCE) for run, trust in given]
-    assert [told[0] == 20 for told in followed.told(outputs)] == expected
+    assert [told[0] == 20 for told in followed.told(outputs)[0]] == expected

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.core.eligibility import check_options
 from sequoia_vllm.engine.core.followed_predictions import FollowedPredictions
@@ -185,7 +186,7 @@ TREE = [1, 9, 5, 6, 8, 7, 5], [-1, 0, 0, 2, 2, 3, 3]
 
 def test_predictions_of_a_device_are_followed_by_what_steps_emit():
     """A step without drafts has scored nothing; a tree scores what is told down its depth."""
-    followed = FollowedPredictions(TokenTree.chain(3))
+    followed = FollowedPredictions(TokenTree.chain(3), has_branches=False)
     text = [5, 6, 7, 8, 9, 10]
     asked = {PREDICTION: text, COUNTED: True}
     for name, options in {"asks": asked, "not": {PREDICTION: text}, "plain": {}}.items():
@@ -209,6 +210,28 @@ def test_predictions_of_a_device_are_followed_by_what_steps_emit():
     assert step(0, [7, 8, 9]) == {"asks": (8, 1, 612)}
     followed.forget({"asks"})
     assert step(1, [1]) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "rejected"),
+    [({}, 2), ({"structured_outputs": StructuredOutputsParams(json_object=True)}, 0)],
+    ids=["any", "with a grammar"],
+)
+def test_branches_of_a_device_are_followed_by_what_steps_emit(options, rejected):
+    """A tree of seven drafts is two deep: five told tokens are scored in a branch alone."""
+    tree = TokenTree((-1, 0, 0, 0, 1, 1, 2, 2))
+    followed = FollowedPredictions(tree, has_branches=True)
+    asked = {PREDICTION: list(range(100, 130)), COUNTED: True}
+    followed.start("a", SamplingParams(extra_args=asked, **options))
+
+    def step(emitted: list[int]) -> tuple[int, int, int]:
+        output = SimpleNamespace(request_id="a", new_token_ids=emitted)
+        return followed.count({"a": [-1] * 7}, [output])["a"]
+
+    assert step([100, 101, 102]) == (3, 0, 3)
+    assert step([103, 104, 105]) == (6, 0, 6)
+    assert step([106, 107, 108]) == (9, 0, 9)  # the branch's first, as nothing matched before
+    assert step([109, 110, 111, 112, 113, 1]) == (14, rejected, 14)
 
 
 @pytest.mark.parametrize(

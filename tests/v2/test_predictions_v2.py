@@ -20,7 +20,7 @@ from tests.support.interpreted import call_on_v2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-TOKENS = 40
+TOKENS, DEPTH = 40, 4
 # Chunks of prompts; and fewer blocks than all requests need at once, so that some are preempted.
 ENGINE = {
     **TINY, "max_model_len": 160, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 9,
@@ -61,21 +61,27 @@ def generate_foretold(models: str) -> dict[str, Any]:
         generated(llm, prompts[:1], params_of([None]))  # brings the workers the last ends
         proposer = runner_of(llm).speculator
         answers["kept"] = len(proposer.foretold._records), proposer.batch.predictions.tolist()
-    with running({**config, "retrieval": False}, model=target, **TINY) as llm:
-        for kind in ("nothing", "right", "edited", "other"):
-            params = params_of(foretold[kind])
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            told = [sequoia_vllm.prediction_counts(one.outputs[0]) for one in outputs]
-            answers[f"{kind}, alone"] = {
-                "answers": [list(one.outputs[0].token_ids) for one in outputs],
-                "told": [one and (one.accepted, one.rejected) for one in told], **counted(llm),
-            }  # fmt: skip
-        engine = llm.llm_engine.engine_core.engine_core
-        generated(llm, prompts[:1], params_of([None]))  # brings the core the last ends
-        answers["kept"] += (len(engine.scheduler.predictions.requests),)
+    engines = {
+        "alone": ({**config, "retrieval": False}, TINY),
+        "in branches": (whole_trees(16, depth=DEPTH, draft=draft, dynamic_tree=True), ENGINE),
+    }
+    for name, (config, options) in engines.items():
+        with running(config, model=target, **options) as llm:
+            for kind in KINDS:
+                params = params_of(foretold[kind])
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                told = [sequoia_vllm.prediction_counts(one.outputs[0]) for one in outputs]
+                answers[f"{kind}, {name}"] = {
+                    "answers": [list(one.outputs[0].token_ids) for one in outputs],
+                    "told": [one and (one.accepted, one.rejected) for one in told], **counted(llm),
+                }  # fmt: skip
+            engine = llm.llm_engine.engine_core.engine_core
+            generated(llm, prompts[:1], params_of([None]))  # brings the core the last ends
+            answers["kept"] += (len(engine.scheduler.predictions.requests),)
     return answers
 
 
+KINDS = ("nothing", "right", "edited", "other")
 found = called_once(call_on_v2, generate_foretold)
 OTHERS = ("plain", "kept")
 
@@ -83,7 +89,7 @@ OTHERS = ("plain", "kept")
 def test_tokens_are_those_of_plain_vllm(found):
     plain = found["plain"]
     answers = {kind: found[kind]["answers"] for kind in found if kind not in OTHERS}
-    assert len(answers) == 10
+    assert len(answers) == 14
     assert [kind for kind, tokens in answers.items() if tokens != plain] == []
     assert found["then nothing"]["preemptions"] > 0
 
@@ -97,11 +103,18 @@ def test_what_was_foretold_is_accepted(found):
     assert per_tree["right, alone"] > 1.5 * per_tree["nothing, alone"]
 
 
-def test_what_becomes_of_predictions_is_counted(found):
+def test_branches_are_deeper_than_trees(found):
+    """After eight tokens; in greedy and in seeded requests."""
+    per_tree = {kind: found[f"{kind}, in branches"]["tokens_per_tree"] for kind in KINDS}
+    assert per_tree["right"] > DEPTH + 2
+    assert per_tree["edited"] > 1.3 * per_tree["nothing"]
+    assert per_tree["other"] > 0.9 * per_tree["nothing"]
+
+
+@pytest.mark.parametrize("engine", ["alone", "in branches"])
+def test_what_becomes_of_predictions_is_counted(found, engine):
     """The first token is told before the prompt is read."""
-    told = {
-        kind: found[f"{kind}, alone"]["told"] for kind in ("nothing", "right", "edited", "other")
-    }
+    told = {kind: found[f"{kind}, {engine}"]["told"] for kind in KINDS}
     assert told["nothing"] == [None] * 4
     assert told["right"] == [[TOKENS, 0]] * 4
     for accepted, rejected in told["edited"]:
@@ -119,6 +132,6 @@ def test_predictions_are_forgotten_with_their_requests(found):
         for kind in ("nothing", "then nothing")
     )
     assert after == before
-    records, addresses, followed = found["kept"]
-    assert records == followed == 0
+    records, addresses, *followed = found["kept"]
+    assert [records, *followed] == [0, 0, 0]
     assert set(addresses) == {0}

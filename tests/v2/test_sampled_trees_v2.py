@@ -1,5 +1,6 @@
 """Sampled output of trees on Model Runner V2: a seed's tokens, and the target's law."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
+from sequoia_vllm.drafting import dynamic_levels
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.engine.core.prediction_option import PREDICTION
+from sequoia_vllm.kernels import begin_drafting, predictions
 from sequoia_vllm.verification.methods import register
 from tests.oracles.laws import assert_same_law
 from tests.support import target_only
@@ -310,13 +313,18 @@ def law_settings(index: int) -> tuple[float, float, int, float]:
 
 def generate_for_law(
     target: str, draft: str | None, method: str, tree: dict[str, Any] | None = None,
-    states: str = "", foretells: bool = False, **more: Any,
+    states: str = "", foretells: bool = False, branches: bool = False, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Unseeded completions of many requests at once, as users' engines make them: from graphs.
 
     Without a draft the target's own layer drafts. `states`: those of the target's layers.
-    `foretells`: the users of two requests of three foretell a text, any one.
+    `foretells`: the users of two requests of three foretell a text, any one. With `branches` one
+    token that matches is enough for a branch.
     """
+    if branches:
+        begin_drafting._BRANCH_RUN, begin_drafting._BRANCH_GROWTH = 1, 9
+        predictions._LEAST_TRUST = 0.0  # however often a text was wrong
+        dynamic_levels.CHILDREN = 4  # of six tokens
     os.environ[VARIABLE] = "0"  # other tests of the rehearsal check the kernels' memory
     if states:
         run = {"deltas": rehearse_in_float32, "mamba": rehearse_as_on_gpus}
@@ -335,7 +343,7 @@ def generate_for_law(
             map(law_settings, range(LAW_REQUESTS))
         )
     ]  # fmt: skip
-    config = sequoia(4, 2, draft, verification=method, retrieval=True, **(tree or {}))
+    config = sequoia(4, 2, draft, verification=method, retrieval=not branches, **(tree or {}))
     if draft is None:
         config = config | {"model": None, "drafter": "mtp"}
     options = {
@@ -401,7 +409,13 @@ def check_law(
     paths = target, likely or draft
     assert answer["graphs"]["DraftGraphs"] > 25 * share
     assert answer["eager growth"] == []
-    assert min(answer["processed"].count(processed) for processed in (True, False)) > 13 * share
+    # A branch needs final logits: of each batch some requests may have one.
+    counts = answer["counts"]
+    kinds = (True,) if more.get("branches") else (True, False)
+    branches = counts["tree_steps"] - sum(counts["depth_counts"])
+    least, most = (100, math.inf) if more.get("branches") else (0, 0)
+    assert least <= branches <= most
+    assert min(answer["processed"].count(processed) for processed in kinds) > 13 * share
 
     generator = np.random.default_rng(1)
     numbers = np.stack([
@@ -426,6 +440,13 @@ def check_law(
 def test_unseeded_tokens_follow_the_targets_law(method, tmp_path):
     target, draft = save_for_law(tmp_path / "target", 3, 1.5), save_for_law(tmp_path / "draft", 4)
     check_law(tmp_path, target, draft, method=method, tree=LAW_TREE, foretells=True)
+
+
+@pytest.mark.sharded
+def test_branches_of_told_tokens_leave_the_law(tmp_path):
+    target, draft = save_for_law(tmp_path / "target", 3, 1.5), save_for_law(tmp_path / "draft", 4)
+    tree = {**LAW_TREE, "dynamic_tree": True}
+    check_law(tmp_path, target, draft, method="sequoia", tree=tree, foretells=True, branches=True)
 
 
 # The draft's words by its own numbers, of the target's w0 to w5.

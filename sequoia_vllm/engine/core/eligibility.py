@@ -14,6 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, cached_load_custom_logitsprocs
 from vllm.v1.worker.gpu.sample.logits_processor import loader
 
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core import grammar
 from sequoia_vllm.engine.core.prediction_option import COUNTED, PREDICTION, check_prediction
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
@@ -100,13 +101,35 @@ def is_longer_than_draft(vllm_config: Any, prompt: Sequence[int] | None) -> bool
 
 def processors_without_trees(vllm_config: Any) -> list[str]:
     """Names of logits processors of the engine's user that cannot run on the nodes of a tree."""
+    return [kind.__qualname__ for kind in _processors(vllm_config) if not follows_trees(kind)]
+
+
+def _processors(vllm_config: Any) -> Sequence[type]:
+    """The logits processors of the engine's user."""
     load = (
         loader._cached_load_v2_logitsprocs
         if vllm_config.use_v2_model_runner
         else cached_load_custom_logitsprocs
     )
-    kinds = load(tuple(vllm_config.model_config.logits_processors or ()))
-    return [kind.__qualname__ for kind in kinds if not follows_trees(kind)]
+    kinds: Sequence[type] = load(tuple(vllm_config.model_config.logits_processors or ()))
+    return kinds
+
+
+def has_branches_on_v2(vllm_config: Any) -> bool:
+    """Whether requests on Model Runner V2 may have branches (`kernels.told_branches`).
+
+    They need tables of each request's own tree, and are deeper than the engine's. What is made for
+    that depth stands against them: recurrent layers, sparse attention, and users' processors.
+    """
+    model = vllm_config.model_config
+    is_sparse = getattr(model.hf_text_config, "index_topk", None) is not None
+    by_depth = model.is_hybrid or model.has_inner_state or is_sparse or _processors(vllm_config)
+    return SequoiaSettings.of(vllm_config).dynamic_tree and not by_depth
+
+
+def may_branch_on_v2(sampling_params: Any) -> bool:
+    """Whether a request may, where any may: a grammar's masks are made for the engine's tree."""
+    return sampling_params.structured_outputs is None
 
 
 def follows_trees(kind: type) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from sequoia_vllm.drafting.draft_plan import depths_by_drafts
 from sequoia_vllm.engine.common.step_messages import Predicted
+from sequoia_vllm.engine.core.eligibility import may_branch_on_v2
 from sequoia_vllm.engine.core.prediction_option import foretold, is_counted
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.prediction import Prediction, PredictionCounts
@@ -22,12 +23,16 @@ _FIRST_ROOM = 256  # tokens
 class _Followed:
     """One request's prediction, and what it has emitted."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], may_branch: bool) -> None:
+        self.may_branch = may_branch
         self.prediction, self.counts = Prediction(tokens), PredictionCounts()
         self._room = np.empty(_FIRST_ROOM, dtype=np.int32)  # for the output, which begins it
 
-    def add(self, emitted: Sequence[int], depth: int) -> None:
-        """Takes a step's tokens, whose tree was so deep: it had what was told down to there."""
+    def add(self, emitted: Sequence[int], drafts: int, depth: int) -> None:
+        """Takes a step's tokens. Its tree of so many drafts had what was told down to its depth, or
+        a branch was in its place."""
+        branch = min(self.prediction.branch, drafts) if self.may_branch else 0
+        depth = max(depth, branch)
         told = self.prediction.told(max(depth, len(emitted)))
         scored = int((told[:depth] >= 0).sum())
         written = self.prediction.seen
@@ -42,15 +47,16 @@ class _Followed:
 class FollowedPredictions:
     """The predictions of unfinished requests that ask for counts."""
 
-    def __init__(self, tree: TokenTree) -> None:
-        self._depths = depths_by_drafts(tree)
+    def __init__(self, tree: TokenTree, has_branches: bool) -> None:
+        self._depths, self._has_branches = depths_by_drafts(tree), has_branches
         self.requests: dict[str, _Followed] = {}
 
     def start(self, request_id: str, sampling_params: Any) -> None:
         """Notes a new request."""
         tokens = foretold(sampling_params)
         if tokens is not None and is_counted(sampling_params):
-            self.requests[request_id] = _Followed(tokens)
+            may_branch = self._has_branches and may_branch_on_v2(sampling_params)
+            self.requests[request_id] = _Followed(tokens, may_branch)
 
     def forget(self, ended: Collection[str]) -> None:
         """Drops requests that have ended."""
@@ -69,6 +75,7 @@ class FollowedPredictions:
         found = {}
         for one in outputs:
             if (followed := self.requests.get(one.request_id)) is not None:
-                followed.add(one.new_token_ids, self._depths[len(drafts.get(one.request_id, ()))])
+                scored = len(drafts.get(one.request_id, ()))
+                followed.add(one.new_token_ids, scored, self._depths[scored])
                 found[one.request_id] = astuple(followed.counts)
         return found

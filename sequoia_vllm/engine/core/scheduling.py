@@ -29,6 +29,7 @@ from sequoia_vllm.engine.common.step_messages import (
 )
 from sequoia_vllm.engine.core.adapting import new_adapter
 from sequoia_vllm.engine.core.eligibility import (
+    has_branches_on_v2,
     is_longer_than_draft,
     processors_without_trees,
     reason_without_drafts,
@@ -75,7 +76,9 @@ class TreeScheduling(Scheduler):
         drafts = self.tree.num_speculative_tokens
         self.most_counted = drafts if on_v2 else max(drafts, MOST_TOLD)
         # Followed here where the device follows them, too; None: workers tell what becomes of them.
-        self.predictions = FollowedPredictions(self.tree) if on_v2 else None
+        self.predictions = None
+        if on_v2:
+            self.predictions = FollowedPredictions(self.tree, has_branches_on_v2(self.vllm_config))
         self.brought: Any = None  # drafts from the last step's output, until `take_drafts`
         # Most drafts while a measuring tool, or a draft that failed, limits them; without it those
         # that are configured by batch size, from the first limit on.

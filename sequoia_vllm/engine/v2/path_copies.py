@@ -7,20 +7,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sequoia_vllm.kernels.told_branches import BRANCH
+from sequoia_vllm.metrics.counts import paths_of
+from sequoia_vllm.tree import TokenTree
+
 
 class PathCopies:
     """Copies of accepted paths under way from device to host; on CPUs they arrive at once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self._tree, self._on_gpu = tree, device.type == "cuda"
         self._under_way: deque[tuple[Tensor, torch.cuda.Event | None, bool]] = deque()
 
     def start(self, paths: Tensor, is_dynamic: bool) -> None:
         """Begins to copy one step's trees.
 
         Args:
-            paths: int32 ``[R, 1 + D]``: nodes scored, root included (less than 2: no
-                tree), then the accepted ones by depth, -1 padded; not written any more.
+            paths: int32 ``[R, 1 + D]``: see `Verified.paths`; not written any more.
             is_dynamic: Whether they have topologies of their own.
         """
         if not self._on_gpu:
@@ -46,11 +49,17 @@ class PathCopies:
             if event is not None and not event.query():
                 break
             self._under_way.popleft()
-            array = paths.numpy()
-            trees = array[array[:, 0] > 1]  # a copy
-            trees[:, 0] *= -1 if is_dynamic else 1
-            found.append(trees)
+            found.append(_paths_of(self._tree, paths.numpy(), is_dynamic))
         return found
+
+
+def _paths_of(tree: TokenTree, verified: NDArray[np.int32], is_dynamic: bool) -> NDArray[np.int32]:
+    """`paths_of` the trees and branches among ``verified``: see `Verified.paths`."""
+    verified = verified[(verified[:, 0] > 1) | (verified[:, 0] == BRANCH)]
+    is_branch, accepted = verified[:, 0] == BRANCH, verified[:, 1:].astype(np.int64)
+    num_nodes = np.where(is_branch, 0, verified[:, 0])
+    accepted[is_branch, 0], accepted[is_branch, 1:] = (accepted[is_branch] >= 0).sum(axis=1), -1
+    return paths_of(tree, accepted, num_nodes, is_dynamic)
 
 
 class DraftingClock:

@@ -75,7 +75,7 @@ class TreeRunner(GPUModelRunner):
         # Maps adapters to requests; ours to nodes.
         self.lora_state = AdaptersOfNodes(self.max_num_reqs)
         self.stats = StepStats(self.tree)
-        self._paths, self.drafting_clock = PathCopies(device), DraftingClock(device)
+        self._paths, self.drafting_clock = PathCopies(self.tree, device), DraftingClock(device)
         self._scoring = TreeScoring(tables, self.max_num_reqs, device)
         self._trees: ScoringTreesV2 | None = None
         self._metadata: dict[str, Any] = {}

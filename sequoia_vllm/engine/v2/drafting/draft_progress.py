@@ -35,11 +35,15 @@ class DraftProgress:
 
     Args:
         most_accepted: The most drafts that a step can accept if it scores 0, 1, 2, ... of them.
+
+    Attributes:
+        may_branch: bool ``[slots]``: whose requests may have all drafts accepted; shared.
     """
 
     def __init__(
         self, max_num_reqs: int, most_accepted: Sequence[int], device: torch.device
     ) -> None:
+        self.may_branch = np.zeros(max_num_reqs, dtype=bool)
         self._most_accepted = np.array(most_accepted, dtype=np.int32)
         self._bounds = np.zeros(max_num_reqs, dtype=np.int32)
         # Lower bounds of the positions up to which the target has read.
@@ -86,7 +90,9 @@ class DraftProgress:
         scheduled, drafts = batch.num_scheduled_tokens, batch.num_draft_tokens_per_req
         if drafts is None:
             drafts = np.zeros_like(scheduled)
-        return batch.idx_mapping_np, scheduled - drafts, self._most_accepted[drafts]
+        slots = batch.idx_mapping_np
+        accepted = np.where(self.may_branch[slots], drafts, self._most_accepted[drafts])
+        return slots, scheduled - drafts, accepted
 
     def most_unread(self, slots: NDArray[np.intp]) -> int:
         """The most tokens that the draft may have to read for one of these requests."""

@@ -30,6 +30,7 @@ from sequoia_vllm.engine.common.draft_schedule import (
     scheduled_drafts,
 )
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.core.eligibility import has_branches_on_v2
 from sequoia_vllm.engine.runner.tensor_parallel import (
     make_communicator,
     survive_draft,
@@ -116,11 +117,13 @@ class TreeProposerV2(DraftModelSpeculator):
             unknown = (vllm_config.max_concurrent_batches - 1) * tree.num_speculative_tokens
             self.progress = ModelDraftProgress(self.max_num_reqs, most_accepted, unknown, device)
         # A head reads a token together with the target's state at the position before it.
+        longest = tree.num_speculative_tokens if has_branches_on_v2(vllm_config) else tree.depth
         self.batch = DraftBatch(
-            self.max_num_reqs, device, int(drafter.reads_states), tree.depth,
+            self.max_num_reqs, device, int(drafter.reads_states), longest,
             WINDOW if settings.retrieval else 0,
         )  # fmt: skip
-        self.foretold = PredictionRecords(self.batch.predictions)
+        self.foretold = PredictionRecords(self.batch.predictions, tree.depth, longest)
+        self.progress.may_branch = self.foretold.may_branch
 
     # -- model and cache ---------------------------------------------------------------
 
@@ -329,7 +332,8 @@ class TreeProposerV2(DraftModelSpeculator):
         if not (graphs and graphs.replay(num_trees, drafts)):
             self._growth.grow(num_trees, levels, max_keys(batch))
         take_from_rank0(self.drafted.tokens[:num_trees])
-        self._shapes.keep(batch.idx_mapping[:num_trees], levels)
+        told = self.batch if self.foretold.may_branch[batch.idx_mapping_np].any() else None
+        self._shapes.keep(batch.idx_mapping[:num_trees], levels, told)
 
     @property
     def grew_dynamic(self) -> bool:

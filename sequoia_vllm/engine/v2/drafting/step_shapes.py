@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.dynamic_levels import DynamicLevels, DynamicTrees, SlotTables
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
@@ -48,10 +49,17 @@ class StepShapes:
             return static
         return self.dynamic.levels_of(drafts) or static
 
-    def keep(self, slots: Tensor, levels: DraftLevels) -> None:
-        """Gives request slots ``[R]`` the topologies of the trees that grew by these levels."""
-        if self.dynamic is not None:
-            chosen = isinstance(levels, DynamicLevels)
-            if chosen:
-                take_from_rank0(self.dynamic.parents[: len(slots)])
+    def keep(self, slots: Tensor, levels: DraftLevels, told: DraftBatch | None) -> None:
+        """Gives request slots ``[R]`` the topologies of the trees that grew by these levels.
+
+        ``told`` may say that some requests have branches in their place; None: none has.
+        """
+        if self.dynamic is None:
+            return
+        chosen = isinstance(levels, DynamicLevels)
+        if chosen:
+            take_from_rank0(self.dynamic.parents[: len(slots)])
+        if told is None:
             self.dynamic.write(slots, chosen)
+        else:
+            self.dynamic.write_with_branches(slots, chosen, told, levels.tree.depth)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -21,12 +20,12 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from sequoia_vllm.engine.runner.tensor_parallel import from_rank0
 from sequoia_vllm.engine.v2.drafting.drafter import TextDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
+from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
 from sequoia_vllm.engine.v2.verification.nan_counts import nans_of_paths
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
@@ -35,55 +34,14 @@ from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import drawn_at
 
 
-class LogitsNeeds:
-    """What each request's logits need: nothing, a division by the temperature, or more.
-
-    vLLM's sampler has one flag per slot: whether `Sampler.apply_sampling_params` changes its
-    logits. We replace the sampler's `add_request`, and its states' method within that call. There
-    the flag is computed as if the temperature were 1: what it then says is "more". Edits that a
-    later vLLM adds count as well.
-    """
-
-    def __init__(self, sampler: Sampler) -> None:
-        states = sampler.sampling_states
-        self._needed = sampler.needs_logits_processing
-        self._more_needed = np.ones_like(self._needed)  # true until a slot's request is known
-        self._temperatures = states.temperature.np
-        self._add_request = sampler.add_request
-        self._add_to_states = states.add_request
-        self._states_at_one = SamplingStates(1, states.vocab_size)
-
-    def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """Replaces the sampler's method: a request begins or resumes in this slot."""
-        self._add_request(req_idx, sampling_params)
-        self._more_needed[req_idx] = self._needed[req_idx]
-        self._needed[req_idx] |= self._temperatures[req_idx] not in (0.0, 1.0)
-
-    def add_to_states(self, req_idx: int, sampling_params: Any) -> bool:
-        """Replaces its states' method: tells whether they need more than the temperature."""
-        if not self._add_to_states(req_idx, sampling_params):
-            return False
-        at_one = copy(sampling_params)
-        at_one.temperature, at_one.seed = 1.0, 0  # without a seed one would be drawn
-        return self._states_at_one.add_request(0, at_one)
-
-    def leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
-        """Whether the walk applies these requests' temperatures, to the few rows that it reads.
-
-        Seeded requests need all rows, divided by vLLM to the bit, for the target's own tokens.
-        """
-        is_final = ~self._needed[slots]
-        return not self._more_needed[slots].any() and bool((sampled | is_final).all())
-
-
 class Verified(NamedTuple):
     """The outcome of a batch's trees."""
 
     tokens: Tensor  # int64 ``[R, D + 1]``: emitted tokens
     num_sampled: Tensor  # int32 ``[R]``: number of emitted tokens
     paths: Tensor
-    """int32 ``[R, 1 + D]``: nodes drafted and scored, root included (less than 2: no tree), then
-    the accepted ones by depth, then -1."""
+    """int32 ``[R, 1 + D]``: nodes drafted and scored, root included (less than 2: no tree;
+    `BRANCH`: a branch of told tokens), then the accepted ones by depth, then -1."""
 
     @classmethod
     def empty(cls, num_reqs: int, depth: int, device: torch.device) -> Verified:
@@ -150,8 +108,8 @@ class TreeVerifierV2(RejectionSampler):
         reports = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None
         processed: list[Tensor] | None = [] if is_processed and reports else None
         states, drafted = self.sampler.sampling_states, self._speculator.drafted
-        depth, device = self._speculator.tree.depth, input_batch.idx_mapping.device
-        verified = Verified.empty(input_batch.num_reqs, depth, device)
+        depth = self._speculator.foretold.most_accepted(input_batch.idx_mapping_np)
+        verified = Verified.empty(input_batch.num_reqs, depth, logits.device)
         inputs = gather_for_verification(
             input_batch,
             num_nodes=drafted.nodes,
@@ -198,14 +156,15 @@ class TreeVerifierV2(RejectionSampler):
             tensor.zero_()
         inputs.modes.fill_(SAMPLED)
         inputs.temperatures.fill_(1.0)
-        verified = Verified.empty(1, self._speculator.tree.depth, device)
         one_row = torch.arange(2, dtype=torch.int32, device=device)
         vocabulary = self._speculator.drafted.logits.shape[2]
         padded = torch.zeros(1, pad_vocab_size(vocabulary), dtype=dtype, device=device)
         of_the_model = padded[:, :vocabulary]  # vLLM's logits are a part of such rows
         processed = torch.zeros(1, vocabulary, dtype=torch.float32, device=device)
-        for logits in (of_the_model, processed):
-            self._walk(logits, inputs.temperatures, inputs.tokens, one_row, inputs, verified)
+        for depth in {self._speculator.tree.depth, self._speculator.foretold.longest}:
+            verified = Verified.empty(1, depth, device)
+            for logits in (of_the_model, processed):
+                self._walk(logits, inputs.temperatures, inputs.tokens, one_row, inputs, verified)
 
     def _verify_requests(
         self,
@@ -225,7 +184,9 @@ class TreeVerifierV2(RejectionSampler):
             cu_num_logits = cu_num_logits - first
         slots_np, slots = batch.idx_mapping_np[requests], batch.expanded_idx_mapping[rows]
         inputs, states = all_inputs.part(requests, rows), self.sampler.sampling_states
-        sampled = speculator.modes.sampled(slots_np)
+        # Of a branch every node has its own token, which needs final logits.
+        all_sampled, may_branch = speculator.modes.sampled(slots_np), speculator.foretold.may_branch
+        sampled = all_sampled & ~may_branch[slots_np]
         logits, temperatures = all_logits[rows], inputs.temperatures
         if processed is not None or not self._needs.leaves_temperatures(slots_np, sampled):
             # Final logits, in float32 if the sampler edits any.
@@ -256,7 +217,7 @@ class TreeVerifierV2(RejectionSampler):
             )
         self._walk(
             logits, temperatures, own_tokens, cu_num_logits, inputs, verified.part(requests),
-            any_sampled=bool(sampled.any()),
+            any_sampled=bool(all_sampled.any()),
             any_matched=not sampled.all(),
             most_nodes=int(np.diff(batch.cu_num_logits_np)[requests].max()),
         )  # fmt: skip
