@@ -26,7 +26,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import numpy as np
 from vllm import SamplingParams
 
-from sequoia_vllm.adaptation.told_branches import MOST_TOLD, ToldBranches
+from sequoia_vllm.adaptation.told_branches import MOST_TOLD, Survival, ToldBranches
 from sequoia_vllm.engine.core.prediction_option import PREDICTION
 from sequoia_vllm.engine.v1.foretelling import ForetoldTexts
 from sequoia_vllm.measuring.engines import open_llm
@@ -111,8 +111,8 @@ def at_most(longest: int) -> Callable[..., int]:
     """`ToldBranches.depth` with branches of so many tokens at most."""
     choose = ToldBranches.depth
 
-    def depth(self: ToldBranches, run: int, credit: int, most: int, *tree: int) -> int:
-        return choose(self, run, credit, min(most, longest), *tree)
+    def depth(self: ToldBranches, source: Survival, run: int, most: int, *tree: int) -> int:
+        return choose(self, source, run, min(most, longest), *tree)
 
     return depth
 

@@ -80,13 +80,18 @@ class PromptSteps:
 class Gain:
     """Speed over plain decoding in the last seconds, for the same tokens and prompts.
 
+    An answer's last steps may gain most, as a text repeats itself more and more. Its client waited
+    for all of them. So steps that follow one another weigh alike, for up to a half-life: else an
+    idle engine, whose last step was an answer's, would say too much.
+
     Attributes:
         value: The gain; None: not known.
     """
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._took = self._plain = 0.0  # recent seconds, and plain decoding's for the same
+        # Recent seconds, and plain decoding's for the same: faded, and of the latest steps.
+        self._took = self._plain = self._latest = self._latest_plain = 0.0
 
     def add(
         self, step: Step, seconds: float, trees: int, times: StepTimes, drafting: float
@@ -99,10 +104,14 @@ class Gain:
             alone = times.pace * times.seconds(0, step.batch_size, step.context)
             plain = alone * (1 + step.gained / step.batch_size)
             plain += self._reading(step, seconds, alone, trees, times, drafting)
+        if not step.follows or self._latest + seconds > _GAIN_HALF_LIFE:
+            self._took, self._plain = self._took + self._latest, self._plain + self._latest_plain
+            self._latest = self._latest_plain = 0.0
         kept = 0.5 ** (seconds / _GAIN_HALF_LIFE)
-        self._took, self._plain = kept * self._took + seconds, kept * self._plain + plain
-        if self._took > 0:
-            self.value = self._plain / self._took
+        self._took, self._plain = kept * self._took, kept * self._plain
+        self._latest, self._latest_plain = self._latest + seconds, self._latest_plain + plain
+        if (took := self._took + self._latest) > 0:
+            self.value = (self._plain + self._latest_plain) / took
 
     @staticmethod
     def _reading(

@@ -20,6 +20,7 @@ class Step:
     preempted: int = 0  # requests that lost their KV cache before it, for want of memory
     gained: int = 0  # tokens beyond one each: accepted, less those cut off at a request's end
     drafting: float = 0.0  # seconds of it in which drafts were grown; 0: none, or not timed
+    follows: bool = True  # another one at once; false: the engine was idle before it
     is_told: bool = False  # branches were scored or made: no number of drafts takes so long
 
     @property

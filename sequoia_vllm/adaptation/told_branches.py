@@ -60,11 +60,12 @@ class ToldBranches:
 
     Attributes:
         predictions: What became of the tokens that users foretold.
+        texts: And of those that requests' own texts told.
         knee: See `pass_seconds`; assumed where an engine times no passes.
     """
 
     def __init__(self, knee: float = KNEE_CPU) -> None:
-        self.predictions = Survival()
+        self.predictions, self.texts = Survival(), Survival()
         self.knee = knee
         self._drafted = 1.0  # nodes of a drafted tree that are accepted
         self._steps = 0  # with such trees
@@ -76,25 +77,21 @@ class ToldBranches:
         self._drafted += (accepted - self._drafted) * weight
 
     def depth(
-        self, run: int, credit: int, most: int, tree_depth: int, drafts: int, requests: int
+        self, source: Survival, run: int, most: int, tree_depth: int, drafts: int, requests: int
     ) -> int:
         """Tokens of the branch that pays most; 0: the drafted tree pays more.
 
-        A branch has at most twice as many tokens as match before it, or as came true lately. So a
-        wrong text costs little.
-
         Args:
+            source: `predictions` or `texts`.
             run: Tokens that match before them.
-            credit: Told tokens of the request that came true lately.
-            most: Most tokens of the branch.
+            most: Most tokens of the branch, see `longest`.
             tree_depth, drafts: Levels and nodes of the drafted tree, its root left out. It has told
                 tokens as well, down to its last level.
             requests: Requests of the batch, which are taken to be alike.
         """
-        most = min(most, 2 * run, 2 * credit)
         if most <= tree_depth:
             return 0
-        chances = self.predictions.chances(run, most)
+        chances = source.chances(run, most)
         within = chances[:tree_depth]
         drafted = 1 + within.sum() + (1 - within[-1]) * self._drafted
         tokens = 1 + chances.cumsum()
@@ -104,3 +101,16 @@ class ToldBranches:
         rates = np.where(tokens > drafted, tokens / seconds[1:], 0)
         best = int(rates.argmax())
         return best + 1 if rates[best] > drafted / seconds[0] else 0
+
+
+def longest(told: int, run: int, credit: int) -> int:
+    """Most tokens of a branch: twice as many as match before it, or as came true lately.
+
+    So a wrong text costs little.
+
+    Args:
+        told: Tokens that are told.
+        run: Tokens that match before them.
+        credit: Told tokens of the request that came true lately.
+    """
+    return min(told, 2 * run, 2 * credit)

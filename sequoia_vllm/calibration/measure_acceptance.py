@@ -193,12 +193,16 @@ def measure_acceptance(
         engine, seed=0, speculative_config=speculation, enable_prefix_caching=False,
         **room_for(longest, settings.batch_size, tree.size),
     ) as llm:  # fmt: skip
-        counts = _counted(settings, prompts, llm, report)
+        counts = _counted(settings, prompts, tree.num_speculative_tokens, llm, report)
     return _file(settings, counts, len(prompts))
 
 
 def _counted(
-    settings: AcceptanceSettings, encoded: list[list[int]], llm: Any, report: Progress
+    settings: AcceptanceSettings,
+    encoded: list[list[int]],
+    most_drafts: int,
+    llm: Any,
+    report: Progress,
 ) -> AcceptanceCounts:
     """Completes prompts until the vector is known, or there is nothing more to count: sampled ones
     again and again, greedy ones once, as their repetition would make intervals too narrow."""
@@ -211,6 +215,7 @@ def _counted(
     )  # fmt: skip
     is_greedy = settings.temperature == 0
     prompts = iter(encoded) if is_greedy else cycle(encoded)
+    llm.collective_rpc("sequoia_limit_drafts", args=(most_drafts,))  # so none is a branch
     llm.collective_rpc("sequoia_stats", args=(True,))
     asked, generated = 0, 0
     stopped_by: Literal["precision", "tokens", "prompts"] | None = None

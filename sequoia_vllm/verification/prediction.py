@@ -7,8 +7,8 @@ one token in common is enough.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,34 +35,37 @@ START, _BEFORE, BEFORE_OUTPUT = -3, -2, -4
 class PredictionCounts:
     """What became of one request's prediction.
 
-    A token is *told* if the prediction said, before the step that emitted it, that it comes there.
+    A token is *told* if the prediction says that it follows the text before it, whoever drafts it.
     """
 
     accepted: int = 0  # tokens of the output that were told
-    rejected: int = 0  # told tokens that the target scored, and that are not in the output
+    rejected: int = 0  # tokens told before a step that the target scored, and it did not emit
     end: int = 0  # tokens of the output up to the last accepted one
 
-    def add(
-        self,
-        told: NDArray[np.int64],
-        emitted: Sequence[int],
-        written: int,
-        scored: int,
-    ) -> None:
-        """Adds a step.
+    def add(self, prediction: "Prediction", output: NDArray[np.integer], scored: int) -> None:
+        """Adds a step, which the prediction has not followed yet.
+
+        A step may emit more than was told before it, as others draft as well. So the prediction is
+        found again after each other token within the step.
 
         Args:
-            told: int64 ``[depth]``: what was told; -1: nothing is.
-            emitted: The step's tokens.
-            written: Tokens of the output before them.
-            scored: How many of the told tokens the target scored, see `scored_of`.
+            prediction: It stays as it is.
+            output: int ``[n]``: the request's tokens, the step's last.
+            scored: How many tokens told before the step the target scored, see `scored_of`.
         """
-        pairs = zip(told, emitted, strict=False)
-        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self.accepted += kept
-        self.rejected += max(scored - kept, 0)
-        if kept:
-            self.end = written + kept
+        hits = prediction.hits(output)
+        self.rejected += max(scored - hits, 0)
+        self._accept(prediction.seen, hits)
+        while (place := prediction.seen + hits + 1) < len(output):
+            prediction = copy(prediction)
+            prediction.follow(output[:place])
+            hits = prediction.hits(output)
+            self._accept(place, hits)
+
+    def _accept(self, written: int, hits: int) -> None:
+        if hits:
+            self.accepted += hits
+            self.end = written + hits
 
     def accepted_within(self, length: int) -> int:
         """Accepted tokens of an output that was cut to so many after its last step."""
@@ -110,17 +113,20 @@ class Prediction:
         Returns:
             How many of the tokens since the last call it foretold, up to the first other one.
         """
-        new = output[self.seen :]
-        told = self.told(len(new))
-        differs = np.flatnonzero(told != new)
-        hits = int(differs[0]) if len(differs) else len(new)
+        new, hits = len(output) - self.seen, self.hits(output)
         self._trust = 1 - (1 - self._trust) * (1 - RISE) ** hits
-        if hits < len(new) and told[hits] >= 0:
+        if hits < new and self.told(hits + 1)[-1] >= 0:
             self._trust *= 1 - FALL
-        self._diagonal += len(new)
+        self._diagonal += new
         self.seen = len(output)
         self._find(output)
         return hits
+
+    def hits(self, output: NDArray[np.integer]) -> int:
+        """How many of the whole output's new tokens it foretells, up to the first other one."""
+        new = output[self.seen :]
+        differs = np.flatnonzero(self.told(len(new)) != new)
+        return int(differs[0]) if len(differs) else len(new)
 
     def _find(self, output: NDArray[np.integer]) -> None:
         last = np.full(REACH, BEFORE_OUTPUT, dtype=np.int32)

@@ -189,6 +189,7 @@ def test_steps_are_told_with_their_prompts_contexts_and_preemptions(told):
     assert (mixed.seconds, mixed.prompts, mixed.context) == (0.25, 49, 119)
     assert [step.preempted for step in told.steps] == [0, 0, 1, 0]
     assert [step.is_told for step in told.steps] == [False, False, False, True]
+    assert [step.follows for step in told.steps] == [False, True, True, False]
     assert (changed.seconds, changed.prompts) == (1.0, 0)
     assert [step.gained for step in told.steps] == [0, 2, 1, 0]
     assert changed.workload == "greedy"

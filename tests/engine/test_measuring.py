@@ -300,6 +300,16 @@ def test_a_greedy_vector_that_is_known_exactly(constant_pair, tmp_path):
     assert found.calibration.accepted[0] == [0, 0, 0, 0, found.calibration.trees, 0]
 
 
+def test_no_branch_is_counted_where_text_is_a_part_of_the_draft(constant_pair, tmp_path):
+    """Each answer repeats one token, so branches would take the place of most trees."""
+    settings = constant_settings(
+        (constant_pair[0], "lookup"), tmp_path, branch=2, max_tokens_total=400
+    )
+    found = measure_acceptance(settings).calibration
+    assert found.offered[0] == [found.trees] * 2
+    assert found.accepted[0][0] > 0.5 * found.trees
+
+
 # -- times -----------------------------------------------------------------------
 
 

@@ -95,3 +95,17 @@ def test_tokens_are_plains_and_what_was_foretold_is_accepted(name, prompts, plai
     assert steps["right"] < 0.6 * steps["nothing"]
     assert steps["edited"] < 0.75 * steps["nothing"]
     assert steps["other"] < 1.15 * steps["nothing"]
+
+
+def test_a_text_that_repeats_itself_gets_branches(prompts):
+    """Deeper than its trees: one token is allowed, so each text goes on with it."""
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, allowed_token_ids=[7])
+    with running(whole_trees(size=12, depth=4, retrieval=True)) as llm:
+        made, _ = noting_branches(llm)
+        assert generated(llm, prompts[:1], [params]) == [[7] * TOKENS]
+        assert metric(llm, "vllm:spec_decode_num_drafts") < TOKENS / (1 + 4)
+        assert 0 < sum(made) < len(made)
+        llm.collective_rpc("sequoia_limit_drafts", args=(11,))  # a tool measures whole trees
+        made.clear()
+        assert generated(llm, prompts[:1], [params]) == [[7] * TOKENS]
+        assert not any(made)

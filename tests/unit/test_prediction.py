@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from sequoia_vllm.adaptation.told_branches import Survival
 from sequoia_vllm.engine.core.eligibility import check_options
 from sequoia_vllm.engine.core.followed_predictions import FollowedPredictions
 from sequoia_vllm.engine.core.prediction_option import (
@@ -239,19 +240,42 @@ def test_branches_of_a_device_are_followed_by_what_steps_emit(options, rejected)
     [([5, 6, 7, 8], [5, 6, 7, 8], TREE, (4, 0, 24)), ([5, 6, 7, 8], [5, 6, 7, 4], TREE, (3, 0, 23)),
      ([5, 6, 7, 8], [5, 4], TREE, (1, 2, 21)), ([5, 6, 7, 8], [9, 4], TREE, (0, 3, 0)),
      ([5, 6, 7, 8], [4], TREE, (0, 3, 0)), ([6, 7], [6], TREE, (1, 0, 21)),
-     ([5, -1, -1], [5, 6], TREE, (1, 0, 21)), ([-1], [5], TREE, (0, 0, 0)),
-     ([5, 6], [5, 6, 7], TREE, (2, 0, 22)), ([5], [5], ([0], [-1]), (1, 0, 21))],
+     ([5], [5, 6], TREE, (1, 0, 21)), ([], [5], TREE, (0, 0, 0)),
+     ([5, 6], [5, 6, 7], TREE, (2, 0, 22)), ([5], [5], ([0], [-1]), (1, 0, 21)),
+     # Others drafted 9, or the text told more: the prediction goes on within the step.
+     ([5, 6, 7, 8], [9, 6, 7, 4], TREE, (2, 3, 23)), ([5, 6, 7, 8], [5, 9, 7, 8], TREE, (3, 2, 24)),
+     ([5, 6, 7, 8], [5, 6, 9, 5, 6, 7, 8, 2], TREE, (5, 1, 27))],
 )  # fmt: skip
 def test_what_became_of_told_tokens_is_counted(told, emitted, tree, counted):
-    counts = PredictionCounts()
-    counts.add(np.array(told), emitted, 20, scored_of(np.array(told), tree))
+    written = list(range(100, 120))
+    prediction, counts = Prediction([*written, *told]), PredictionCounts()
+    prediction.follow(np.array(written))
+    scored = scored_of(prediction.told(len(tree[0])), tree)
+    counts.add(prediction, np.array([*written, *emitted]), scored)
     assert (counts.accepted, counts.rejected, counts.end) == counted
+    assert prediction.seen == 20
+
+
+@pytest.mark.parametrize("place", [0, 1, 7, 39, 40])
+def test_a_long_step_accepts_what_short_ones_do(place):
+    """Whoever drafted it: the text goes its own way for a token, in the midst of the step."""
+    told, counts = list(range(1, 41)), []
+    output = np.array([*told[:place], 0, *told[place:]])
+    for ends in ([1, len(output)], range(1, len(output) + 1)):
+        prediction, counted = Prediction(told), PredictionCounts()
+        for end in ends:
+            counted.add(prediction, output[:end], 0)
+            prediction.follow(output[:end])
+        counts.append((counted.accepted, counted.end))
+    assert counts[0] == counts[1]
+    assert counts[0][0] >= 38
 
 
 def test_counts_of_steps_add_up_and_end_where_the_output_does():
-    counts = PredictionCounts()
-    counts.add(np.array([5, 6, 7]), [5, 6, 7], 1, 3)
-    counts.add(np.array([5, 6, 7]), [9], 4, 3)
+    prediction, counts = Prediction([4, 5, 6, 7, 5, 6, 7]), PredictionCounts()
+    for written, emitted in (([4], [5, 6, 7]), ([4, 5, 6, 7], [9])):
+        prediction.follow(np.array(written))
+        counts.add(prediction, np.array([*written, *emitted]), 3)
     assert (counts.accepted, counts.rejected, counts.end) == (3, 3, 4)
     assert [counts.accepted_within(length) for length in (9, 4, 3, 2)] == [3, 3, 2, 1]
 
@@ -334,3 +358,66 @@ def test_a_branch_has_at_most_twice_as_many_tokens_as_came_true():
     assert length(told[:40] + [7] * 6) == 0
     texts.forget("a")
     assert texts._told == {}
+
+
+def test_a_text_that_repeats_itself_gets_branches_as_well():
+    """Like a prediction, once what it told has come true; `retrieval` switches them off."""
+    said = list(range(100, 200))
+
+    def length(texts: ForetoldTexts, output: list[int]) -> int:
+        prompt = [1, *said, 2]
+        text, ends = np.array([[*prompt, *output]], dtype=np.int32), np.array([102 + len(output)])
+        texts.look_back(np.array([0]), ["a"], text, np.array([102]), ends)
+        if not texts.may_branch(["a"], 4):
+            return 0
+        return int(texts.branch_lengths(["a"], [63], 4, 4)[0])
+
+    texts = ForetoldTexts(requests=1, depth=4, retrieves=True, vocabulary=190)
+    assert length(texts, said[:2]) == 0  # none of what was told has come true
+    assert 4 < length(texts, said[:6]) <= 8
+    assert texts.told_of(np.array([0]), 6).tolist() == [said[6:12]]
+    assert 8 < length(texts, said[:16]) <= 28
+    assert length(texts, said[:86]) == 0  # four can be read: as many as the tree has levels
+    assert length(texts, [*said[:40], 3, 4]) == 0  # nothing matches
+    assert texts.branches.predictions.chances(8, 1) == Survival().chances(8, 1)
+    texts.forget("a")
+    assert texts._told == {}
+    without = ForetoldTexts(requests=1, depth=4, retrieves=False, vocabulary=190)
+    assert [length(without, said[:count]) for count in (2, 6, 16, 40)] == [0] * 4
+    assert without._told == {}
+
+
+def test_a_prediction_is_followed_where_it_matches_as_well_as_the_text():
+    texts = ForetoldTexts(requests=1, depth=4, retrieves=True, vocabulary=190)
+    texts.start("a", SamplingParams(extra_args={PREDICTION: [5, 6, 7, 8, 9]}))
+
+    def told(output: list[int]) -> list[int]:
+        text, ends = (
+            np.array([[5, 6, 50, 51, *output]], dtype=np.int32),
+            np.array([4 + len(output)]),
+        )
+        texts.look_back(np.array([0]), ["a"], text, np.array([4]), ends)
+        return texts.told_of(np.array([0]), 3).tolist()[0]
+
+    assert told([5, 6]) == [7, 8, 9]
+    assert texts._told["a"].source is texts.branches.predictions
+    assert told([5, 6, 50]) == [51, 5, 6]
+    assert texts._told["a"].source is texts.branches.texts
+
+
+def test_a_text_makes_no_branch_where_a_prediction_says_something_else():
+    """It may match better, and then tells the tree."""
+    said, before = list(range(100, 150)), [60, 61, 62]
+
+    def longest(foretold: list[int]) -> tuple[int, int]:
+        """The token that is told next, and most tokens of a branch."""
+        texts = ForetoldTexts(requests=1, depth=4, retrieves=True, vocabulary=190)
+        texts.start("a", SamplingParams(extra_args={PREDICTION: foretold}))
+        prompt = [*before, *said, 2]
+        for output in ([*before, *said[:count]] for count in (0, 4, 12)):
+            text, ends = np.array([[*prompt, *output]], dtype=np.int32), len(prompt) + len(output)
+            texts.look_back(np.array([0]), ["a"], text, np.array([54]), np.array([ends]))
+        return int(texts.told[0, 0]), texts._told["a"].longest
+
+    assert longest([7]) == (said[12], 24)  # it is lost
+    assert longest([said[11], 7, 8, 9, 10]) == (said[12], 0)

@@ -148,6 +148,26 @@ def test_a_steps_weight_halves_in_five_seconds():
     assert found == pytest.approx((0.5 * 3.0 + 5.0) / (0.5 * 2.0 + 5.0))
 
 
+@pytest.mark.parametrize("fast_at", [0, 1, 2])
+def test_the_steps_of_an_answer_weigh_alike(fast_at):
+    """Its client waited for all of them: when most was gained does not matter after its end."""
+    gained = [9 if place == fast_at else 0 for place in range(3)]
+    answer = [
+        (step(1, 3, gained=each, follows=place > 0), 1.0, 1, 0.0)
+        for place, each in enumerate(gained)
+    ]
+    assert gain_of(*answer) == pytest.approx((2 * 1.5 + 15.0) / 3)
+    slower = (step(1, 3, gained=3, follows=False), 1.0, 1, 0.0)
+    kept = 0.5 ** (1 / 5)
+    assert gain_of(*answer, slower) == pytest.approx((18 * kept + 6.0) / (3 * kept + 1))
+
+
+def test_an_answer_longer_than_five_seconds_is_not_one():
+    steps = [(step(1, 3, gained=count), 2.0, 1, 0.0) for count in (9, 0, 0)]
+    kept = 0.5 ** (2 / 5)
+    assert gain_of(*steps) == pytest.approx((16.5 * kept + 1.5) / (4 * kept + 2))
+
+
 @pytest.mark.parametrize(("trees", "drafting"), [(0, 0.0), (2, 0.0), (2, 0.25), (4, 0.9)])
 def test_prompts_are_read_as_long_without_drafts(trees, drafting):
     """A step's time says so, less its drafting and the scoring of its trees."""

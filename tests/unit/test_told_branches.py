@@ -8,13 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sequoia_vllm.adaptation.step_times import pass_seconds
-from sequoia_vllm.adaptation.told_branches import KNEE_DISK, MOST_TOLD, Survival, ToldBranches
+from sequoia_vllm.adaptation.told_branches import (
+    KNEE_DISK,
+    MOST_TOLD,
+    Survival,
+    ToldBranches,
+    longest,
+)
 from sequoia_vllm.verification.prediction import Prediction
 
 
-def depth(branches: ToldBranches, run: int, **changed) -> int:
-    usual = {"credit": MOST_TOLD, "most": MOST_TOLD, "tree_depth": 4, "drafts": 15, "requests": 1}
-    return branches.depth(run, **{**usual, **changed})
+def depth(
+    branches: ToldBranches, run: int, credit: int = MOST_TOLD, most: int = MOST_TOLD, **changed
+) -> int:
+    tree = {"tree_depth": 4, "drafts": 15, "requests": 1, **changed}
+    return branches.depth(branches.predictions, run, longest(most, run, credit), **tree)
 
 
 def test_a_token_is_expected_as_laplace_says():
@@ -31,6 +39,16 @@ def test_each_length_is_counted_by_itself():
     assert of_each == pytest.approx([2 / 3, (3 + 2) / 6, (10 / 3 + 1) / 6, 0.9])
     survival.count(1, 1, False)
     assert survival.chances(1, 1) == pytest.approx([(8 / 3 + 1) / 5])
+
+
+def test_predictions_and_texts_are_counted_apart():
+    branches = ToldBranches()
+    tree = {"tree_depth": 4, "drafts": 15, "requests": 1}
+    assert branches.depth(branches.texts, 16, 32, **tree) == depth(branches, 16) > 4
+    for _ in range(200):
+        branches.texts.count(16, 0, has_failed=True)
+    assert branches.depth(branches.texts, 16, 32, **tree) == 0
+    assert depth(branches, 16) > 4
 
 
 def test_what_is_long_ago_counts_less():

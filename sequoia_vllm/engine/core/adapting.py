@@ -77,8 +77,8 @@ class SchedulerAdapter:
         self._drafts = 0  # of the step before
         self._before: float | None = None
         self._follows = False  # the next step begins where the drafting of the one before ends
-        # Steps whose drafting has not ended, and whether each follows another at once.
-        self._open: deque[tuple[Step, bool]] = deque(maxlen=_MOST_OPEN)
+        # Steps whose drafting has not ended.
+        self._open: deque[Step] = deque(maxlen=_MOST_OPEN)
         self._drafting = 0.0  # seconds, of the step that was closed last
         self._paths = b""  # that arrived since
         self._reset: set[str] = set()  # requests that lost their cache because a user reset it
@@ -123,9 +123,10 @@ class SchedulerAdapter:
                 prompts=max(scheduled.total_num_scheduled_tokens - requests - scored, 0),
                 context=sum(contexts),
                 preempted=len(preempted - self._reset),
+                follows=self._follows,
                 is_told=outcome.is_told,
             )
-            self._open.append((step, self._follows))
+            self._open.append(step)
             self._drafts = drafts
             self._reset -= preempted
         self._close_steps(outcome)
@@ -145,9 +146,9 @@ class SchedulerAdapter:
         for drafting in (0.0,) if outcome.drafting is None else outcome.drafting:
             if not self._open:
                 return
-            step, follows = self._open.popleft()
+            step = self._open.popleft()
             if (seconds := step.seconds) is not None:
-                seconds = max(seconds + drafting - follows * self._drafting, 0.0)
+                seconds = max(seconds + drafting - step.follows * self._drafting, 0.0)
             drafted = drafting + outcome.drafted
             self.controller.observe(
                 replace(step, seconds=seconds, paths=self._paths, drafting=drafted)

@@ -32,15 +32,13 @@ class _Followed:
         """Takes a step's tokens. Its tree of so many drafts had what was told down to its depth, or
         a branch was in its place."""
         branch = min(self.prediction.branch, drafts) if self.may_branch else 0
-        depth = max(depth, branch)
-        told = self.prediction.told(max(depth, len(emitted)))
-        scored = int((told[:depth] >= 0).sum())
+        scored = int((self.prediction.told(max(depth, branch)) >= 0).sum())
         written = self.prediction.seen
-        self.counts.add(told, emitted, written, scored)
         end = written + len(emitted)
         if end > len(self._room):
             self._room = np.concatenate([self._room[:written], np.empty(end, dtype=np.int32)])
         self._room[written:end] = emitted
+        self.counts.add(self.prediction, self._room[:end], scored)
         self.prediction.follow(self._room[:end])
 
 

@@ -251,12 +251,10 @@ class DraftingRunner(CPUModelRunner):
         A branch needs no slots before it is scored. So it may have more nodes than the engine's
         tree. Together branches leave prompts half of a step's tokens.
         """
-        if not self.drafter.foretold.has_predictions:
-            return np.zeros(len(requests), dtype=np.int64)
         names = [self.input_batch.req_ids[row] for row in requests.tolist()]
+        if not self.drafter.foretold.may_branch(names, tree.depth):
+            return np.zeros(len(requests), dtype=np.int64)
         room = min(MOST_TOLD, self.max_num_tokens // (2 * self.input_batch.num_reqs) - 1)
-        if self.drafter.max_drafts < self.tree.num_speculative_tokens:
-            room = 0  # a tool measures steps of so many nodes
         most = []
         for name, position in zip(names, positions.tolist(), strict=True):
             terms = self._terms[name]
@@ -328,7 +326,11 @@ class DraftingRunner(CPUModelRunner):
         """Counts what the step's tokens make of predictions, before they are noted anywhere."""
         emits = ~self.discard_request_mask.np
         rows = {name: row for name, row in self.input_batch.req_id_to_index.items() if emits[row]}
-        written = {name: len(self.requests[name].output_token_ids) for name in rows}
+        texts, prompts = self.input_batch.token_ids_cpu, self.input_batch.num_prompt_tokens
+        written = {
+            name: texts[row, prompts[row] :][: len(self.requests[name].output_token_ids)]
+            for name, row in rows.items()
+        }
         self.drafter.foretold.count(rows, written, sampled, trees)
 
     def _params(self) -> list[Any]:

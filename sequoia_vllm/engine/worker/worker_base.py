@@ -131,8 +131,11 @@ class SequoiaWorker(AgreeingWorker):
         return counted
 
     def sequoia_limit_drafts(self, drafts: int) -> None:
-        """Grows, and schedules, at most this many nodes from the next steps on (a prefix)."""
+        """Grows, and schedules, at most this many nodes from the next steps on (a prefix), and no
+        branches of told tokens: a tool measures steps with trees."""
         self._proposer.max_drafts = self._draft_limit = drafts
+        if not self.use_v2_model_runner:
+            self._proposer.foretold.makes_branches = False
 
     @property
     def _proposer(self) -> Any:
