@@ -186,7 +186,7 @@ class Prediction:
     @property
     def branch(self) -> int:
         """Tokens of the branch that devices may make of it: twice as many as match in a row before
-        it, if these are eight; else 0. By then nine of ten such tokens come true."""
+        it, if these are eight; else 0. After r, a told token is expected by (r + 1) / (r + 2)."""
         if self._next is None or self.run < BRANCH_RUN:
             return 0
         return min(BRANCH_GROWTH * self.run, len(self._ends) - 1 - self._next)
