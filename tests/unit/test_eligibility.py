@@ -13,12 +13,15 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.eligibility import (
     MOST_DRAFTS,
     TreeTerms,
     check_options,
     follows_trees,
+    has_branches_on_v2,
     is_longer_than_draft,
+    may_branch_on_v2,
     may_carry_placeholders,
     most_drafts,
     processors_without_trees,
@@ -245,3 +248,31 @@ def test_requests_that_may_be_scored_like_those_with_trees():
     assert may_carry_placeholders(params(thinking_token_budget=0)) is True
     assert may_carry_placeholders(options(sequoia_max_drafts=0)) is True
     assert may_carry_placeholders(params(max_tokens=1)) is True
+
+
+@pytest.mark.parametrize(
+    "against",
+    [
+        {},
+        {"dynamic_tree": False},
+        {"is_hybrid": True},
+        {"has_inner_state": True},
+        {"index_topk": 2048},
+        {"logits_processors": [OnV2]},
+    ],
+    ids=lambda given: " ".join(given) or "nothing",
+)
+def test_engines_whose_requests_may_have_branches(against, monkeypatch):
+    """On Model Runner V2 one thing is enough against them."""
+    given = {"is_hybrid": False, "has_inner_state": False, "logits_processors": None, **against}
+    text = SimpleNamespace(**{name: given.pop(name) for name in ("index_topk",) if name in given})
+    settings = SimpleNamespace(dynamic_tree=given.pop("dynamic_tree", True))
+    monkeypatch.setattr(SequoiaSettings, "of", lambda config: settings)
+    model = SimpleNamespace(hf_text_config=text, **given)
+    config = SimpleNamespace(model_config=model, use_v2_model_runner=True)
+    assert has_branches_on_v2(config) is (not against)
+
+
+def test_requests_that_may_have_branches():
+    assert may_branch_on_v2(params())
+    assert not may_branch_on_v2(with_grammar("xgrammar"))
