@@ -108,14 +108,19 @@ TRUTH = np.array([0.6, 0.1, 0.05])
 class DiceEngine:
     """Accepts child k of the root with probability TRUTH[k]; each tree emits a token or two."""
 
-    def __init__(self, interrupted_by: signal.Signals | None) -> None:
+    def __init__(self, interrupted_by: signal.Signals | None, drafts: int) -> None:
+        self._drafts = drafts
         self._rng = np.random.default_rng(0)
         self._signal = interrupted_by
         self._counts = np.zeros(3, dtype=int)
-        self._trees = 0
+        self._trees, self._is_limited = 0, False
         self.seen: list[list[int]] = []
 
     def collective_rpc(self, name, args):
+        if name == "sequoia_limit_drafts":  # the whole tree, so that none is a branch
+            assert (args, self._trees) == ((self._drafts,), 0)
+            self._is_limited = True
+            return [None]
         assert name == "sequoia_stats"
         return [
             {
@@ -125,6 +130,7 @@ class DiceEngine:
         ]  # fmt: skip
 
     def generate(self, requests, params, use_tqdm):
+        assert self._is_limited
         assert params.seed is None
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt  # workers in the background ignore the signal
@@ -153,7 +159,8 @@ def dice(monkeypatch):
 
     @contextmanager
     def open_engine(engine, *, seed, **options):
-        made.engines.append(DiceEngine(made.signal))
+        [(_, _, drafts)] = options["speculative_config"]["num_speculative_tokens_per_batch_size"]
+        made.engines.append(DiceEngine(made.signal, drafts))
         yield made.engines[-1]
 
     monkeypatch.setattr(acceptance_module, "open_engine", open_engine)
