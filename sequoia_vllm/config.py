@@ -138,6 +138,11 @@ class _OwnKeys(_Strict):
     recycling: bool = True
     """With "lookup": draft what the target's logits said of each token before, in any request.
     False: requests learn nothing of each other, and only their own texts tell what to draft."""
+    history: bool = False
+    """Draft what earlier answers said, in requests of the same cache_salt and LoRA adapter that
+    bring no prediction. It helps agents, which make the same calls again. Users who share a salt,
+    or have none, may learn by response times that an answer was given before
+    (docs/predicted-outputs.md)."""
     dynamic_tree: bool | None = None
     """Greedy requests score the nodes that are likeliest by what the draft says in this step,
     instead of a fixed topology. On CPUs they share the nodes of a step. On GPUs each has as many,

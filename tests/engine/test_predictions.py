@@ -97,6 +97,19 @@ def test_tokens_are_plains_and_what_was_foretold_is_accepted(name, prompts, plai
     assert steps["other"] < 1.15 * steps["nothing"]
 
 
+def test_a_history_is_told_to_its_salt_alone(prompts, plain):
+    """A tenant who asks what another one asked takes as many steps as that one's first request."""
+    params, taken = params_of([None] * len(plain)), []
+    with running(whole_trees(size=12, history=True)) as llm:
+        for salt in ({"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}, {}, {}):
+            before = metric(llm, "vllm:spec_decode_num_drafts")
+            assert generated(llm, [one | salt for one in prompts], params) == plain
+            taken.append(metric(llm, "vllm:spec_decode_num_drafts") - before)
+    first, again, anothers, nobodys, nobodys_again = taken
+    assert max(again, nobodys_again) < 0.6 * first
+    assert anothers == nobodys == first
+
+
 def test_a_text_that_repeats_itself_gets_branches(prompts):
     """Deeper than its trees: one token is allowed, so each text goes on with it."""
     params = SamplingParams(temperature=0, max_tokens=TOKENS, allowed_token_ids=[7])

@@ -130,7 +130,7 @@ def test_every_field_is_documented_and_draft_keys_are_vllms_own():
     assert config.draft_keys() == {"revision": "r"}
     ours = parsed(
         drafter="model", retrieval=False, recycling=False, dynamic_tree=True, adapt=True,
-        verification="traversal", offload={"directory": "/disk"}, max_model_len=9,
+        history=True, verification="traversal", offload={"directory": "/disk"}, max_model_len=9,
     )  # fmt: skip
     assert ours.draft_keys() == {"max_model_len": 9}
 

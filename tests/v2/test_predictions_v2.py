@@ -29,10 +29,10 @@ ENGINE = {
 
 
 def params_of(foretold: list[Any]) -> list[Any]:
-    """Greedy and seeded requests; None: nothing is foretold."""
+    """Greedy and seeded requests, which ask for counts; None: nothing is foretold."""
     params = greedy_and_seeded(len(foretold), TOKENS)
     for one, text in zip(params, foretold, strict=True):
-        one.extra_args = None if text is None else {PREDICTION: text, COUNTED: True}
+        one.extra_args = {COUNTED: True} | ({} if text is None else {PREDICTION: text})
     return params
 
 
@@ -62,13 +62,13 @@ def generate_foretold(models: str) -> dict[str, Any]:
         proposer = runner_of(llm).speculator
         answers["kept"] = len(proposer.foretold._records), proposer.batch.predictions.tolist()
     engines = {
-        "alone": ({**config, "retrieval": False}, TINY),
+        "alone": ({**config, "retrieval": False, "history": True}, TINY),
         "in branches": (whole_trees(16, depth=DEPTH, draft=draft, dynamic_tree=True), ENGINE),
     }
     for name, (config, options) in engines.items():
         with running(config, model=target, **options) as llm:
-            for kind in KINDS:
-                params = params_of(foretold[kind])
+            for kind in (*KINDS, "again")[: 4 + (name == "alone")]:
+                params = params_of(foretold["nothing" if kind == "again" else kind])
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 told = [sequoia_vllm.prediction_counts(one.outputs[0]) for one in outputs]
                 answers[f"{kind}, {name}"] = {
@@ -89,7 +89,7 @@ OTHERS = ("plain", "kept")
 def test_tokens_are_those_of_plain_vllm(found):
     plain = found["plain"]
     answers = {kind: found[kind]["answers"] for kind in found if kind not in OTHERS}
-    assert len(answers) == 14
+    assert len(answers) == 15
     assert [kind for kind, tokens in answers.items() if tokens != plain] == []
     assert found["then nothing"]["preemptions"] > 0
 
@@ -101,6 +101,13 @@ def test_what_was_foretold_is_accepted(found):
     assert per_tree["edited"] > 1.2 * nothing
     assert per_tree["other"] > 0.9 * nothing
     assert per_tree["right, alone"] > 1.5 * per_tree["nothing, alone"]
+
+
+def test_a_history_tells_what_was_answered_before(found):
+    """It is no user's prediction, and not counted as one."""
+    again = found["again, alone"]
+    assert again["tokens_per_tree"] > 1.4 * found["nothing, alone"]["tokens_per_tree"]
+    assert again["told"] == [None] * 4
 
 
 def test_branches_are_deeper_than_trees(found):

@@ -34,6 +34,7 @@ class SequoiaSettings:
     context_rule: tuple[int, int] | None = None  # a `ContextRule`, as plain data
     retrieval: bool = True
     recycling: bool = True  # see `SequoiaConfig` for this, `retrieval` and `verification`
+    history: bool = False  # see `SequoiaConfig`
     dynamic_tree: bool = False  # whether greedy requests have dynamic trees
     verification: str = DEFAULT_METHOD
     adapts_as: str | None = None

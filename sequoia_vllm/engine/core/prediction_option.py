@@ -63,6 +63,14 @@ def is_counted(sampling_params: Any) -> bool:
     return bool((sampling_params.extra_args or {}).get(COUNTED))
 
 
+def with_history(sampling_params: Any, tokens: list[int]) -> Any:
+    """A copy of parameters without a prediction, which foretell this and ask for no counts."""
+    told = copy.copy(sampling_params)
+    options = {**(sampling_params.extra_args or {}), PREDICTION: tokens}
+    told.extra_args = {name: value for name, value in options.items() if name != COUNTED}
+    return told
+
+
 # Until: vLLM hands a request's own options to the speculative method, with its tokenizer.
 def verify(
     original: Callable[..., None],

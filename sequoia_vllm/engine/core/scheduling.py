@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from sequoia_vllm.adaptation.told_branches import MOST_TOLD
@@ -36,12 +37,15 @@ from sequoia_vllm.engine.core.eligibility import (
 )
 from sequoia_vllm.engine.core.followed_predictions import FollowedPredictions
 from sequoia_vllm.engine.core.grammar import TreeGrammars
+from sequoia_vllm.engine.core.history import History, key_of
+from sequoia_vllm.engine.core.prediction_option import foretold, with_history
 from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.metrics.prometheus import Reason
 
 logger = logging.getLogger("vllm.sequoia")
 
 _SECONDS_OF_REPORT = 1.0  # then the front end is told again: it takes a silent engine for idle
+_ANSWERED = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 class TreeScheduling(Scheduler):
@@ -79,6 +83,8 @@ class TreeScheduling(Scheduler):
         self.predictions = None
         if on_v2:
             self.predictions = FollowedPredictions(self.tree, has_branches_on_v2(self.vllm_config))
+        # What earlier answers said; None: nobody asked for it.
+        self.history = History() if settings.history and not self.nobody_drafts else None
         self.brought: Any = None  # drafts from the last step's output, until `take_drafts`
         # Most drafts while a measuring tool, or a draft that failed, limits them; without it those
         # that are configured by batch size, from the first limit on.
@@ -210,12 +216,22 @@ class TreeScheduling(Scheduler):
 
     # Until: vLLM counts more drafts of a request than are configured.
     def add_request(self, request: Any) -> None:
-        """Calls vLLM's, with room in its counts for a branch."""
+        """Calls vLLM's, with room in its counts for a branch. A new request is told the history."""
         super().add_request(request)
-        if self.predictions is not None and self.requests.get(request.request_id) is request:
-            self.predictions.start(request.request_id, request.sampling_params)
+        if self.requests.get(request.request_id) is request:
+            self._tell_history(request)
+            if self.predictions is not None:
+                self.predictions.start(request.request_id, request.sampling_params)
         if (metrics := request.spec_decode_metrics) is not None:
             metrics.histogram += [0] * (self.most_counted - self.num_spec_tokens)
+
+    def _tell_history(self, request: Any) -> None:
+        """Gives a request what earlier answers said, if it drafts and brings no prediction."""
+        params = request.sampling_params
+        if self.history is None or request.resumable or reason_without_drafts(params) is not None:
+            return
+        if foretold(params) is None and (tokens := self.history.tokens(_history_key(request))):
+            request.sampling_params = with_history(params, tokens)
 
     # Until: vLLM counts more drafts of a request than are configured.
     def make_spec_decoding_stats(self, counted: Any, *args: Any, **kwargs: Any) -> Any:
@@ -301,11 +317,19 @@ class TreeScheduling(Scheduler):
 
         The last step may have accepted tokens behind the turn's end; vLLM would go on behind them.
         Plain vLLM never computes the last token that it emits: the next turn begins in its slot.
+        The history gets the answers of requests that are no sessions.
         """
         if request.resumable:
             known = request.num_tokens - 1 + request.num_output_placeholders
             request.num_computed_tokens = min(request.num_computed_tokens, known)
+        elif self.history is not None and request.status in _ANSWERED:
+            self.history.add(_history_key(request), request.output_token_ids)
         return super()._handle_stopped_request(request)
+
+
+def _history_key(request: Any) -> bytes:
+    adapter = request.lora_request
+    return key_of(request.cache_salt, None if adapter is None else adapter.lora_name)
 
 
 def _gained(outputs: dict[int, Any]) -> int:

@@ -92,6 +92,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         context_rule=(*rule,) if rule else None,
         retrieval=config.retrieval,
         recycling=config.recycling,
+        history=config.history,
         dynamic_tree=_is_dynamic(config, facts),
         verification=config.verification or usual_method(facts.on_cpu),
         adapts_as=facts.file_name if config.adapts else None,
