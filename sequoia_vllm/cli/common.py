@@ -60,6 +60,8 @@ def ends_by_signal() -> Iterator[None]:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # while no engine runs they end it at once
+    if (interrupts := _interrupts()) is not None:
+        interrupts.forget_signal()  # it ended an earlier command of this process
     try:
         yield
     except BaseException as ended:
@@ -71,13 +73,18 @@ def ends_by_signal() -> Iterator[None]:
 
 def _interrupted(ended: BaseException) -> int | None:
     """The exit code of a program that a signal has ended; None: none has."""
-    interrupts = sys.modules.get("sequoia_vllm.measuring.interrupts")
+    interrupts = _interrupts()
     number = None if interrupts is None else interrupts.interrupted_by()
     if number is not None:
         return 128 + int(number)
     if isinstance(ended, SystemExit) and ended.code in _INTERRUPTED:
         return int(ended.code)
     return None
+
+
+def _interrupts() -> Any:
+    """The module, if a command that starts engines has imported it."""
+    return sys.modules.get("sequoia_vllm.measuring.interrupts")
 
 
 def console() -> Console:

@@ -98,6 +98,11 @@ def interrupted_by() -> int | None:
     return _Signals.first
 
 
+def forget_signal() -> None:
+    """Forgets `interrupted_by`: another command begins in this process, as in tests."""
+    _Signals.first = None
+
+
 def is_ending() -> bool:
     """Whether a signal has come that ends this process (`signals_end_this`)."""
     return _Signals.is_used and _Signals.first is not None

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from sequoia_vllm import orphans
+from sequoia_vllm.cli.common import ends_by_signal
 from sequoia_vllm.measuring import interrupts
 from tests.support.commands import python
 from tests.support.ending import ENDED, in_the_background, still_there, wait_until
@@ -294,3 +295,30 @@ def test_signals_and_the_environment_are_as_before():
     with pytest.raises(interrupts.Terminated):
         end_by_sigterm()
     assert seen() == before
+
+
+def test_a_later_commands_error_is_not_taken_for_the_signal(monkeypatch):
+    """It ended test processes without a word: their next command that failed left by `os._exit`."""
+
+    def end(code: int) -> None:
+        pytest.fail(f"the process would have ended with {code}")
+
+    def interrupted() -> None:
+        with interrupts.engines_end_here():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    def fail() -> None:
+        with ends_by_signal():
+            raise SystemExit("error: no such file")
+
+    monkeypatch.setattr(os, "_exit", end)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(interrupts.Terminated):
+            interrupted()
+        with pytest.raises(SystemExit, match="no such file"):
+            fail()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
