@@ -25,7 +25,6 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from benchmarks.forced_tokens import CALL
 from benchmarks.foretold import TREE
 from sequoia_vllm.measuring.engines import open_llm
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
@@ -40,6 +39,18 @@ ENGINE: dict[str, Any] = {
     },
     "reasoning_config": {"reasoning_parser": "brackets", "reasoning_end_str": ")"},
 }  # fmt: skip
+CALL = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["weather", "population", "price", "translate"]},
+        "arguments": {
+            "type": "object",
+            "properties": {"value": {"type": "string", "maxLength": 24}},
+            "required": ["value"],
+        },
+    },
+    "required": ["name", "arguments"],
+}
 THOUGHTS, TOKENS = 48, 112  # most tokens of thoughts, and of a request
 SYSTEM = (
     "You have tools: weather, population, price and translate. Each takes a value. Think between "
@@ -60,22 +71,22 @@ EXAMPLE = (
 TURNS = {
     "How warm is it in {} today?": (
         "in {} it has 19 degrees, light wind from the west, and no rain until Friday",
-        ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi"),
+        ("Lisbon", "Oslo", "Cairo", "Lima"),
     ),
     "How many people live in {}?": (
         "{} had 4,397,073 people at the census of 2019, in 17 districts",
-        ("Nairobi", "Turin", "Cusco", "Osaka", "Leeds", "Bergen"),
+        ("Nairobi", "Turin", "Cusco", "Osaka"),
     ),
     "What does a good {} cost?": (
         "a good {} costs 450 to 900 euros, and one for a child 120 euros",
-        ("bicycle", "tent", "guitar", "coat", "lamp", "kettle"),
+        ("bicycle", "tent", "guitar", "coat"),
     ),
     "What is the Portuguese word for {}?": (
         "the dictionary has four words for {}; the first is the usual one",
-        ("river", "bridge", "winter", "bread", "window", "horse"),
+        ("river", "bridge", "winter", "bread"),
     ),
 }
-ROUNDS = 6
+ROUNDS = 4
 PARTS = ("call", "answer")
 
 
@@ -86,7 +97,7 @@ def configs(draft: str) -> dict[str, dict[str, Any] | None]:
     fixed = {**trees, "tree": TREE, "adapt": False}
     return {
         "plain": None,
-        **{f"chain of {most}": {**chain, "num_speculative_tokens": most} for most in (2, 4)},
+        "chain of 2": {**chain, "num_speculative_tokens": 2},
         "suffixes, 24": {"method": "suffix", "num_speculative_tokens": 24},
         "Sequoia, one tree": fixed,
         "Sequoia, one tree, history": {**fixed, "history": True},

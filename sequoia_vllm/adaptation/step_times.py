@@ -41,15 +41,6 @@ def pass_seconds(rows: Floats, knee: float) -> Floats:
     return result
 
 
-def knee_of(rows: int, relative: float) -> float:
-    """The knee of `pass_seconds` where so many rows take ``relative`` times as long as one.
-
-    It is at least 1 and at most 1,000.
-    """
-    cubed = (relative**3 - 1) / max(rows**3 - relative**3, 1e-9)
-    return float(min(max(cubed, 1e-9), 1.0) ** (-1 / 3))
-
-
 def step_seconds(
     tree: TokenTree, batches: int, sizes: Sequence[int], target: PassTime, draft: PassTime
 ) -> Floats:

@@ -4,15 +4,17 @@ A *branch* takes the place of a request's drafted tree: told tokens, each the on
 before. What the tree does not hold of them is lost; what the draft would add is lost, too.
 """
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_vllm.adaptation.step_times import KNEE_CPU, pass_seconds
+from sequoia_vllm.adaptation.step_times import KNEE_CPU, PassTime, pass_seconds
 
 MOST_TOLD = 63
 """Most tokens of a branch. With its root it has 64 rows."""
-KNEE_DISK = 100.0
-"""See `pass_seconds`, with weights on a disk: two cores had 31 to 170, and no step corrects it."""
+DISK = partial(pass_seconds, knee=100.0)
+"""A pass with weights on a disk: two cores had knees of 31 to 170, and no step corrects it."""
 _LONGEST = 32  # runs are counted up to here
 _LENGTHS = _LONGEST.bit_length() + 1  # of runs, by powers of two: 0, 1, 2 to 3, ..., 32
 _ASSUMED = 4.0  # tokens that the prior counts as
@@ -61,12 +63,15 @@ class ToldBranches:
     Attributes:
         predictions: What became of the tokens that users foretold.
         texts: And of those that requests' own texts told.
-        knee: See `pass_seconds`; assumed where an engine times no passes.
+        pass_time: Of the target's pass, relative to one over a row; assumed where none is timed.
+        draft: Time of the draft's pass, relative to that; None: the engine does not decide how much
+            to draft, and a branch may not bring less for fewer rows.
     """
 
-    def __init__(self, knee: float = KNEE_CPU) -> None:
+    def __init__(self, pass_time: PassTime | None = None, draft: float | None = None) -> None:
         self.predictions, self.texts = Survival(), Survival()
-        self.knee = knee
+        self.pass_time: PassTime = pass_time or partial(pass_seconds, knee=KNEE_CPU)
+        self.draft = draft
         self._drafted = 1.0  # nodes of a drafted tree that are accepted
         self._steps = 0  # with such trees
 
@@ -75,6 +80,10 @@ class ToldBranches:
         self._steps += 1
         weight = max(_DRAFTED_FADES, 1 / (1 + self._steps))
         self._drafted += (accepted - self._drafted) * weight
+
+    def fewest(self, tree_depth: int) -> int:
+        """Tokens that a branch has at least, where trees have so many levels."""
+        return tree_depth + 1 if self.draft is None else 1
 
     def depth(
         self, source: Survival, run: int, most: int, tree_depth: int, drafts: int, requests: int
@@ -89,16 +98,20 @@ class ToldBranches:
                 tokens as well, down to its last level.
             requests: Requests of the batch, which are taken to be alike.
         """
-        if most <= tree_depth:
+        if most < self.fewest(tree_depth):
             return 0
-        chances = source.chances(run, most)
-        within = chances[:tree_depth]
+        chances = source.chances(run, max(most, tree_depth))
+        within, chances = chances[:tree_depth], chances[:most]
         drafted = 1 + within.sum() + (1 - within[-1]) * self._drafted
         tokens = 1 + chances.cumsum()
         rows = requests * np.array([1 + drafts, *range(2, most + 2)], dtype=np.float64)
-        seconds = pass_seconds(rows, self.knee)
-        # How much to draft is not decided here: a branch may not bring less for fewer rows.
-        rates = np.where(tokens > drafted, tokens / seconds[1:], 0)
+        seconds = self.pass_time(rows)
+        if self.draft is None:
+            rates = np.where(tokens > drafted, tokens / seconds[1:], 0)
+        else:
+            rates = tokens / seconds[1:]
+            # The pass that tells the first level reads what was committed, and runs in any case.
+            seconds[0] += (tree_depth - 1) * self.draft
         best = int(rates.argmax())
         return best + 1 if rates[best] > drafted / seconds[0] else 0
 

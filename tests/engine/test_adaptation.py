@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.state import AdaptationState
-from sequoia_vllm.adaptation.step_times import KNEE_CPU, StepTimes, Timed
+from sequoia_vllm.adaptation.step_times import StepTimes, Timed
 from sequoia_vllm.engine.common.step_messages import StepOutcome
 from sequoia_vllm.engine.core import adapting
 from sequoia_vllm.engine.core.adapting import SchedulerAdapter
@@ -116,8 +116,12 @@ def test_a_cpu_times_passes_before_it_serves(monkeypatch):
     for adapt in (True, False):
         with running(sequoia(adapt=adapt), max_num_seqs=4) as llm:
             assert generated(llm, PROMPTS[:1], one) == plain_outputs(PROMPTS[:1], one)
-            knee = runner_of(llm).drafter.foretold.branches.knee
-            assert (knee == KNEE_CPU) is not adapt
+            branches = runner_of(llm).drafter.foretold.branches
+            assert (branches.draft is None) is not adapt
+            prices = branches.pass_time(np.array([1.0, 32.0, 64.0]))
+            if adapt:
+                assert branches.draft > 0
+                assert prices == pytest.approx([1, prices[1], 2 * prices[1]])
     [(times, seconds)] = taken
     assert took == [times]
     known = {(drafts, batch): each for drafts, batch, each in times}

@@ -318,6 +318,27 @@ def test_a_grammar_begins_where_a_path_ends_its_reasoning(seed, strict):
     assert scored == (behind_thoughts(drafts, scored) if strict else drafts)
 
 
+@pytest.mark.parametrize("thoughts", [[], [9, 2, THOUGHT]])
+def test_a_branch_has_the_masks_of_a_chain(thoughts):
+    """It may be longer than the engine's tree. Nothing is replaced, not even what is forbidden."""
+    told = [*thoughts, 1, 2, 3, 4, 5, 3, 2, 6, 1, 1, 2]
+    own, words = manager(), Words()
+    request = reasoning(own, words, [9, 9, 1]) if thoughts else request_of(words)
+    own.branches = frozenset("a")
+    assert own.validate_tokens(request, told) == told
+    for count in (len(told), TREE.size - 1, 1):  # trimmed
+        masks = own.grammar_bitmask({"a": request}, ["a"], {"a": told[:count]})
+        assert words.path == []
+        everything = [UNTOUCHED] * (VOCABULARY // 32)
+        for node, mask in enumerate(masks):
+            below = told[len(thoughts) : node]
+            is_grammars = node >= len(thoughts)
+            expected = mask_after(below) if is_grammars else None
+            assert mask.tolist() == (expected or everything)
+    assert mask_after(told[len(thoughts) : -2]) is not None
+    assert mask_after(told[len(thoughts) : -1]) is None  # the same token again
+
+
 def behind_thoughts(drafts: list[int], scored: list[int]) -> list[int]:
     """What should be scored, by the masks of what was scored above."""
     expected = list(drafts)

@@ -110,6 +110,13 @@ def test_requests_without_drafts_and_sessions_are_told_nothing(scheduler):
         assert foretold(request.sampling_params) is None
 
 
+def test_it_is_forgotten_with_the_prefix_cache(scheduler):
+    told(scheduler)
+    assert scheduler.reset_prefix_cache()
+    assert told(scheduler) is None
+    assert told(scheduler) == ANSWER
+
+
 def test_there_is_none_by_default_or_where_nobody_drafts():
     assert scheduler_with(history=False).history is None
     assert scheduler_with(logits_processors=[processors.EvenTokensOnly]).history is None

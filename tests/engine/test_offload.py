@@ -8,7 +8,7 @@ from torch import nn
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-from sequoia_vllm.adaptation.told_branches import KNEE_DISK
+from sequoia_vllm.adaptation.told_branches import DISK
 from sequoia_vllm.config import ConfigError, OffloadSpec
 from sequoia_vllm.engine.offload import weight_file
 from sequoia_vllm.engine.offload.disk import DiskOffloader
@@ -60,7 +60,7 @@ def test_trees(disk):
         assert (len(layers), len(places)) == (4, buffers)
         drafts = runner_of(llm).drafter.model.model.layers
         assert all("streamed" not in layer.forward.__qualname__ for layer in drafts)
-        assert runner_of(llm).drafter.foretold.branches.knee == KNEE_DISK
+        assert runner_of(llm).drafter.foretold.branches.pass_time is DISK
         assert list(disk.iterdir()) == []
         for method in (*NEED_WEIGHTS_IN_MEMORY, "start_weight_update"):
             with pytest.raises(Exception, match=rf"^{method} reads or writes|not configured"):

@@ -1,5 +1,6 @@
 """Predictions in V1 engines: plain vLLM's tokens, in fewer steps, whatever is foretold."""
 
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,9 @@ from sequoia_vllm.engine.common.step_messages import outcome_of
 from sequoia_vllm.engine.core.prediction_option import PREDICTION
 from tests.support.engines import generated, lookup_trees, metric, runner_of, running, whole_trees
 from tests.support.generating import random_prompts
+from tests.support.models import prompts as model_prompts
+from tests.support.thinking import KINDS as KINDS_OF_THOUGHTS
+from tests.support.thinking import OPTIONS, greedy_and_seeded
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -71,6 +75,13 @@ def edited(tokens: list[int]) -> list[int]:
     return [*tokens[:15], 7, *tokens[16:30], *tokens[31:45], 9, 9, *tokens[45:]]
 
 
+def told_of(params: SamplingParams, text: list[int] | None) -> SamplingParams:
+    """The same request, with a prediction."""
+    told = copy(params)
+    told.extra_args = None if text is None else {PREDICTION: text}
+    return told
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_plains_and_what_was_foretold_is_accepted(name, prompts, plain):
     """The texts are forgotten with their requests."""
@@ -95,6 +106,31 @@ def test_tokens_are_plains_and_what_was_foretold_is_accepted(name, prompts, plai
     assert steps["right"] < 0.6 * steps["nothing"]
     assert steps["edited"] < 0.75 * steps["nothing"]
     assert steps["other"] < 1.15 * steps["nothing"]
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_structured_output_that_was_foretold_comes_in_branches(thinks):
+    """Their nodes have the grammar's masks, behind reasoning as well."""
+    kinds = [KINDS_OF_THOUGHTS[f"{kind} after thinking"] for kind in ("json", "choice")]
+    params = [one for keys in kinds for one in greedy_and_seeded(2, 48, keys)]
+    options: dict[str, Any] = OPTIONS
+    if not thinks:
+        options = {"structured_outputs_config": {"backend": "xgrammar"}}
+    texts, steps = [f"{text}(" for text in model_prompts(len(params))], []
+    with running(**options) as llm:
+        plain = generated(llm, texts, params)
+    with running(whole_trees(size=12, depth=4), **options) as llm:
+        made, _ = noting_branches(llm)
+        for foretold in ([None] * len(plain), plain, [edited(tokens) for tokens in plain]):
+            made.clear()
+            told = [told_of(one, text) for one, text in zip(params, foretold, strict=True)]
+            before = metric(llm, "vllm:spec_decode_num_drafts")
+            assert generated(llm, texts, told) == plain
+            steps.append(metric(llm, "vllm:spec_decode_num_drafts") - before)
+            assert any(made) is (foretold[0] is not None)
+    nothing, right, changed = steps
+    assert right < 0.7 * nothing
+    assert changed < nothing
 
 
 def test_a_history_is_told_to_its_salt_alone(prompts, plain):

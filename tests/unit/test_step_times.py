@@ -6,7 +6,6 @@ import pytest
 from sequoia_vllm.adaptation.step_times import (
     StepTimes,
     assumed_seconds,
-    knee_of,
     pass_seconds,
     step_seconds,
 )
@@ -102,15 +101,3 @@ def test_a_pass_takes_its_weights_time_until_arithmetic_takes_longer():
     assert plain == 1.0
     assert many == pytest.approx((1 + 0.5**3) ** (1 / 3))
     assert drafted == pytest.approx((1 + 0.75**3) ** (1 / 3) + 0.5 * (1 + 0.5**3) ** (1 / 3))
-
-
-@pytest.mark.parametrize("knee", [1.5, 4.0, 10.0, 300.0])
-def test_two_passes_tell_the_knee(knee):
-    one, many = pass_seconds(np.array([1.0, 32.0]), knee)
-    assert knee_of(32, many / one) == pytest.approx(knee)
-
-
-def test_a_knee_has_bounds():
-    """Rows that cost nothing, and rows that cost more than a pass each."""
-    assert knee_of(32, 1.0) == knee_of(32, 0.9) == pytest.approx(1000)
-    assert knee_of(32, 32.0) == knee_of(32, 40.0) == 1.0

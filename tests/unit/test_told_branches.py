@@ -1,6 +1,7 @@
 """Branches of told tokens grow with what came true, and give way where trees bring more."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sequoia_vllm.adaptation.step_times import pass_seconds
-from sequoia_vllm.adaptation.told_branches import (
-    KNEE_DISK,
-    MOST_TOLD,
-    Survival,
-    ToldBranches,
-    longest,
-)
+from sequoia_vllm.adaptation.told_branches import DISK, MOST_TOLD, Survival, ToldBranches, longest
 from sequoia_vllm.verification.prediction import Prediction
 
 
@@ -85,9 +80,10 @@ def test_drafted_trees_bring_the_mean_of_their_steps():
 
 @given(st.integers(0, 2**32))
 def test_the_branch_that_pays_most_is_found(seed):
-    """Against a loop over all lengths."""
+    """Against a loop over all lengths. Where the draft has a price, time alone decides."""
     rng = random.Random(seed)
-    branches = ToldBranches(knee=rng.choice([2.0, 16.0, 200.0]))
+    own = partial(pass_seconds, knee=rng.choice([2.0, 16.0, 200.0]))
+    branches = ToldBranches(own, draft := rng.choice([None, 0.0, 0.1, 2.0]))
     branches.note_drafted(rng.uniform(0, 4))
     for _ in range(rng.choice([0, 100])):
         branches.predictions.count(rng.choice([2, 32]), rng.randint(0, 3), has_failed=True)
@@ -96,20 +92,21 @@ def test_the_branch_that_pays_most_is_found(seed):
     chances = branches.predictions.chances(run, MOST_TOLD).tolist()
 
     def seconds(nodes: int) -> float:
-        return float(pass_seconds(np.array([requests * nodes]), branches.knee)[0])
+        return float(own(np.array([requests * nodes]))[0])
 
     tree = 1 + sum(chances[:levels]) + (1 - chances[levels - 1]) * branches._drafted
-    best, speed = 0, tree / seconds(1 + drafts)
+    best, speed = 0, tree / (seconds(1 + drafts) + (levels - 1) * (draft or 0))
     for length in range(1, min(2 * run, MOST_TOLD) + 1):
         tokens = 1 + sum(chances[:length])
-        if tokens > tree and tokens / seconds(1 + length) > speed:
+        may = length > levels and tokens > tree if draft is None else True
+        if may and tokens / seconds(1 + length) > speed:
             best, speed = length, tokens / seconds(1 + length)
     assert depth(branches, run, tree_depth=levels, drafts=drafts, requests=requests) == best
 
 
 def test_a_branch_is_at_most_twice_as_long_as_the_match():
     """It has more levels than the tree."""
-    branches = ToldBranches(knee=1000.0)  # rows cost nothing
+    branches = ToldBranches(partial(pass_seconds, knee=1000.0))  # rows cost nothing
     assert [depth(branches, run) for run in (0, 1, 2, 3, 4, 8, 16)] == [0, 0, 0, 6, 8, 16, 32]
     assert depth(branches, 32) == MOST_TOLD
     assert [depth(branches, 32, credit=credit) for credit in (2, 3, 8)] == [0, 6, 16]
@@ -127,9 +124,17 @@ def test_rows_have_a_price():
 
 def test_rows_cost_little_where_weights_come_from_a_disk():
     """One request's branch may be as deep as any; those of many share what rows cost."""
-    found = [depth(ToldBranches(KNEE_DISK), 32, requests=requests) for requests in (1, 4, 16)]
+    found = [depth(ToldBranches(DISK), 32, requests=requests) for requests in (1, 4, 16)]
     assert found[0] == MOST_TOLD > found[1] > found[2]
     assert all(depth(ToldBranches(), 32, requests=few) < found[0] for few in (1, 4))
+
+
+def test_a_slow_draft_gives_way_to_a_short_branch():
+    """Where the engine decides how much to draft: else a branch is deeper than the tree."""
+    few = partial(pass_seconds, knee=2.0)  # rows are dear
+    assert depth(ToldBranches(few), 3, most=3) == 0
+    assert 0 < depth(ToldBranches(few, draft=1.0), 3, most=3) <= 3
+    assert [ToldBranches(draft=draft).fewest(4) for draft in (None, 0.1)] == [5, 1]
 
 
 def test_a_tree_stays_where_it_is_expected_to_bring_more():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds
 
 from sequoia_vllm.adaptation.step_times import Timed
 from sequoia_vllm.metrics.prometheus import Reason
@@ -24,6 +24,13 @@ PREDICTED = "sequoia_predicted"  # field that is added to RequestSpecDecodeMetri
 Predicted = tuple[int, int, int]  # the fields of a request's `PredictionCounts` so far
 _OUTCOME = "sequoia_outcome"  # set on a step's ModelRunnerOutput
 _LOADED = "sequoia_loaded"  # set on its SchedulerOutput, which executors pickle as a whole
+
+
+@dataclass
+class BranchedDrafts(DraftTokenIds):
+    """vLLM's drafts of a step; those of these requests are a chain, not the engine's tree."""
+
+    branches: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

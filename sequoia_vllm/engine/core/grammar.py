@@ -95,6 +95,7 @@ class TreeGrammars:
     def __init__(self, manager: Any) -> None:
         self.manager = manager
         self.tree = SequoiaSettings.of(manager.vllm_config).tree
+        self.branches: frozenset[str] = frozenset()  # requests whose drafts are a chain
         # What grammars have gone through, by request, until the next masks are filled: tokens to
         # be scored at nodes 1, 2, ..., and int32 ``[1 + len(tokens), V / 32]``.
         self._walked: dict[str, tuple[list[int], NDArray[np.int32]]] = {}
@@ -111,13 +112,13 @@ class TreeGrammars:
         return getattr(self.manager, name)
 
     def validate_tokens(self, request: Any, spec_tokens: list[int]) -> list[int]:
-        """Keeps all drafts: other paths of a tree may be valid. It may replace some of them."""
+        """Keeps all drafts: other paths of a tree may be valid. It may replace some of a tree."""
         if not request.use_structured_output:
             return spec_tokens
         kept: list[int] = strip_speculative_padding(spec_tokens)
         name, grammar = request.request_id, request.structured_output_request.grammar
         self._walked.pop(name, None)
-        if not kept or self.stand_ins is None or grammar.is_terminated():
+        if not kept or self.stand_ins is None or grammar.is_terminated() or name in self.branches:
             return kept
         self._make_room()
         scored, _ = self._walked[name] = self._walk(request, kept, self.stand_ins)
@@ -165,19 +166,20 @@ class TreeGrammars:
         root = manager.grammar_bitmask({name: request}, [name], {})[0]
         masks = np.full((len(tokens) + 1, len(root)), _ALL, dtype=np.int32)
         masks[0] = root
-        grammar, grip = request.structured_output_request.grammar, self._grip(request, tokens)
-        return fill_nodes(grammar, name, self.tree, tokens, masks, grip, stand_ins), masks
+        tree = TokenTree.chain(len(tokens)) if name in self.branches else self.tree
+        grammar, grip = request.structured_output_request.grammar, self._grip(request, tree, tokens)
+        return fill_nodes(grammar, name, tree, tokens, masks, grip, stand_ins), masks
 
-    def _grip(self, request: Any, tokens: Sequence[int]) -> Grip:
+    def _grip(self, request: Any, tree: TokenTree, tokens: Sequence[int]) -> Grip:
         """Asks vLLM's manager, of each path of the tree, where its reasoning ends."""
         nodes, manager = len(tokens) + 1, self.manager
         found = Grip.on_all(nodes)
         if manager._get_constraint_bounds(request, ()).constraint_start == 0:  # it has ended
             return found
         found.takes[0] = found.masks[0] = False
-        inner = set(self.tree.parents[:nodes])
+        inner = set(tree.parents[:nodes])
         for leaf in set(range(1, nodes)) - inner:
-            path = np.flatnonzero(self.tree.ancestor_mask[leaf])[1:]
+            path = np.flatnonzero(tree.ancestor_mask[leaf])[1:]
             drafts = strip_speculative_padding([tokens[node - 1] for node in path])
             bounds, places = manager._get_constraint_bounds(request, drafts), np.arange(len(path))
             found.takes[path] = places >= bounds.grammar_start
@@ -198,7 +200,7 @@ def fill_nodes(
 
     Args:
         grammar: vLLM's `StructuredOutputGrammar` of the request, at its root, or before it begins.
-        tree: The engine's; the request drafts its first nodes.
+        tree: The engine's, or a chain; the request drafts its first nodes.
         tokens: Tokens of nodes 1, 2, ...; -1: none.
         masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is filled.
             Nodes that the grammar forbids, and whatever is below, keep what is there. Nodes that

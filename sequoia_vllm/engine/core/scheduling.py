@@ -260,6 +260,14 @@ class TreeScheduling(Scheduler):
             if (counts := predicted.get(one.request_id)) is not None:
                 attach_predicted(one, counts)
 
+    # Until: vLLM's manager is told the topology of drafts.
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Calls vLLM's, and tells the grammars which drafts are branches."""
+        grammars, new = self.structured_output_manager, draft_token_ids.req_ids
+        known = grammars.branches.difference(new) & self.requests.keys()  # of requests that wait
+        grammars.branches = known | getattr(draft_token_ids, "branches", frozenset())
+        super().update_draft_token_ids(draft_token_ids)
+
     def take_drafts(self) -> Any:
         """vLLM's `DraftTokenIds` that the last step's output brought, once; None: it had none."""
         drafts, self.brought = self.brought, None
@@ -325,6 +333,13 @@ class TreeScheduling(Scheduler):
         elif self.history is not None and request.status in _ANSWERED:
             self.history.add(_history_key(request), request.output_token_ids)
         return super()._handle_stopped_request(request)
+
+    # Until: vLLM has a history of its own, and resets it.
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Calls vLLM's, and forgets the history: other weights may follow."""
+        if self.history is not None:
+            self.history = History()
+        return super().reset_prefix_cache(*args, **kwargs)
 
 
 def _history_key(request: Any) -> bytes:

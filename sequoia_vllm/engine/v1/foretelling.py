@@ -173,10 +173,10 @@ class ForetoldTexts:
         return self.told[torch.from_numpy(rows), :depth]
 
     def may_branch(self, names: Sequence[str], tree_depth: int) -> bool:
-        """Whether more is told of any of these requests than a tree of such a depth has."""
-        told = (self._told.get(name) for name in names)
+        """Whether enough is told of any of these requests, beside trees of such a depth."""
+        told, fewest = (self._told.get(name) for name in names), self.branches.fewest(tree_depth)
         return self.makes_branches and any(
-            one is not None and one.longest > tree_depth for one in told
+            one is not None and one.longest >= fewest for one in told
         )
 
     def branch_lengths(

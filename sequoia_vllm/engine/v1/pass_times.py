@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from sequoia_vllm.adaptation.step_times import Floats, Timed, knee_of, step_seconds
+from sequoia_vllm.adaptation.step_times import Floats, PassTime, Timed, step_seconds
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 
 _ROWS = (1, 4, 8, 16, 32)
+_FAR = 1024
 _ROUNDS = 3  # the fastest pass counts: the first may prepare something, and any may wait
 
 
@@ -22,13 +23,15 @@ _ROUNDS = 3  # the fastest pass counts: the first may prepare something, and any
 def time_passes(runner: Any) -> list[Timed]:
     """Seconds of decode steps by the passes of a V1 runner, for steps of up to 32 rows.
 
-    They also price the rows of branches.
+    They also price branches and the trees that they replace.
     """
     rows = [count for count in _ROWS if count <= runner.max_num_tokens]
     target, draft = _fastest(runner.run_target, rows), _fastest(runner.drafter.run_draft, rows)
-    knee = torch.tensor([knee_of(rows[-1], float(target[-1] / target[0]))])
-    take_from_rank0(knee)  # all ranks choose the same branches
-    runner.drafter.foretold.branches.knee = float(knee)
+    prices = torch.from_numpy(np.concatenate([target, draft]))
+    take_from_rank0(prices)  # all ranks choose the same branches
+    own, of_draft = prices.numpy().reshape(2, -1)
+    branches = runner.drafter.foretold.branches
+    branches.pass_time, branches.draft = _between(rows, own), float(of_draft[0] / own[0])
     batches = min(runner.max_num_reqs, rows[-1])
     seconds = step_seconds(
         runner.tree, batches, range(runner.tree.size),
@@ -40,6 +43,13 @@ def time_passes(runner: Any) -> list[Timed]:
         for batch in range(1, batches + 1)
         if batch * (1 + drafts) <= rows[-1]
     ]
+
+
+def _between(rows: list[int], seconds: Floats) -> PassTime:
+    """Time of a pass, relative to the first one's: on a line between these, beyond by its rows."""
+    relative = seconds / seconds[0]
+    known, times = [*rows, _FAR * rows[-1]], [*relative, _FAR * relative[-1]]
+    return lambda count: np.interp(count, known, times)
 
 
 def _fastest(run: Callable[[int], object], rows: list[int]) -> Floats:

@@ -15,7 +15,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from sequoia_vllm.adaptation.step_times import Timed
-from sequoia_vllm.adaptation.told_branches import KNEE_DISK
+from sequoia_vllm.adaptation.told_branches import DISK
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload import is_offloaded
@@ -105,7 +105,7 @@ class SequoiaCPUModelRunner(DraftingRunner):
     def time_steps(self) -> None:
         """Notes what steps take, see `time_passes`, if the engine adapts and holds all weights."""
         if is_offloaded(self.vllm_config):  # 15 passes may take minutes
-            self.drafter.foretold.branches.knee = KNEE_DISK
+            self.drafter.foretold.branches.pass_time = DISK
         elif SequoiaSettings.of(self.vllm_config).adapts_as is not None:
             self.step_times = time_passes(self)
 
