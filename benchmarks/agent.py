@@ -103,6 +103,7 @@ def configs(draft: str) -> dict[str, dict[str, Any] | None]:
         "Sequoia, one tree, history": {**fixed, "history": True},
         "Sequoia": trees,
         "Sequoia, history": {**trees, "history": True},
+        "lookup, history": {"method": "sequoia", "drafter": "lookup", "history": True},
         # The last to open: each looks at all that is imported, and numba's modules break that.
         "n-grams, 8": {
             "method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2,
