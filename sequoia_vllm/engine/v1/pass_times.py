@@ -15,7 +15,7 @@ from sequoia_vllm.adaptation.step_times import Floats, PassTime, Timed, step_sec
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 
 _ROWS = (1, 4, 8, 16, 32)
-_FAR = 1024
+_FAR = 1024  # times the last of them: no step has more rows
 _ROUNDS = 3  # the fastest pass counts: the first may prepare something, and any may wait
 
 
