@@ -228,7 +228,7 @@ def test_branches_below_the_trees_last_level_keep_the_law(
     with running(config, model=target, **{**TINY, "skip_tokenizer_init": not has_grammar}) as llm:
         completions = check_law(llm, target, length, foretold)
     assert sum(length > 0 for length in lengths) > fewest * completions
-    assert max(lengths) > 2
+    assert max(lengths) > length - 2
 
 
 def check_law(llm, target, length: int, mixed: list[dict] = PLAIN, seeded: bool = False) -> int:

@@ -9,14 +9,13 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.common.step_messages import BranchedDrafts, is_loaded
+from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core import scheduling_ahead as scheduling
 from sequoia_vllm.engine.core.eligibility import MOST_DRAFTS
 from sequoia_vllm.engine.core.scheduling import TreeScheduling
@@ -100,15 +99,14 @@ def test_workers_hear_what_requests_begin_on_loaded_keys(scheduler, monkeypatch)
     assert [loaded("c", waits=False), loaded("c")] == ["c", ""]
 
 
-def test_drafts_stay_a_branch_while_their_request_waits(scheduler, monkeypatch):
-    monkeypatch.setattr(AsyncScheduler, "update_draft_token_ids", lambda *_: None)
+def test_drafts_stay_a_branch_while_their_request_waits(scheduler):
     scheduler.requests, grammars = dict.fromkeys("abc"), scheduler.structured_output_manager
-    scheduler.update_draft_token_ids(BranchedDrafts(["a", "b"], [[1], [2]], frozenset("ab")))
+    scheduler._note_branches(["a", "b"], frozenset("ab"))
     assert grammars.branches == {"a", "b"}
-    scheduler.update_draft_token_ids(DraftTokenIds(["b", "c"], [[3], [4]]))
+    scheduler._note_branches(["b", "c"], frozenset())
     assert grammars.branches == {"a"}
     del scheduler.requests["a"]
-    scheduler.update_draft_token_ids(BranchedDrafts(["c"], [[1]], frozenset("c")))
+    scheduler._note_branches(["c"], frozenset("c"))
     assert grammars.branches == {"c"}
 
 

@@ -125,7 +125,8 @@ def test_the_reported_gain_is_a_clients(servers: dict[str, Timed]) -> None:
 
 @pytest.mark.parametrize("load", ["one", "four alike"])
 def test_drafts_that_gain_nothing_end(servers: dict[str, Timed], load: str) -> None:
-    """A level of the draft takes as long as the target, so no tree pays: but trials go on."""
+    """A level of the draft takes as long as the target, so no tree pays: but trials go on. What
+    they find told is drafted without it, and may gain a little."""
     fast = servers[FAST]
     texts, tokens = LOADS[load]
     fast.answer(texts, LEARNING)
@@ -136,4 +137,4 @@ def test_drafts_that_gain_nothing_end(servers: dict[str, Timed], load: str) -> N
     took, plain_took = map(sum, zip(*compared.seconds, strict=True))
     print(f"{load}: {took:.2f} s, plain {plain_took:.2f}, {trees:.0f} trees, metric {reported:.3f}")
     assert trees > 0
-    assert took == pytest.approx(plain_took, rel=0.05)
+    assert 0.85 * plain_took < took < 1.05 * plain_took

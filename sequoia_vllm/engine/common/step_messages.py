@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from sequoia_vllm.adaptation.step_times import Timed
 from sequoia_vllm.metrics.prometheus import Reason
@@ -24,13 +24,6 @@ PREDICTED = "sequoia_predicted"  # field that is added to RequestSpecDecodeMetri
 Predicted = tuple[int, int, int]  # the fields of a request's `PredictionCounts` so far
 _OUTCOME = "sequoia_outcome"  # set on a step's ModelRunnerOutput
 _LOADED = "sequoia_loaded"  # set on its SchedulerOutput, which executors pickle as a whole
-
-
-@dataclass
-class BranchedDrafts(DraftTokenIds):
-    """vLLM's drafts of a step; those of these requests are a chain, not the engine's tree."""
-
-    branches: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,8 @@ class StepOutcome:
     times: Sequence[Timed] = ()  # of decode steps, if the worker timed graphs; the first says it
     predicted: Mapping[str, Predicted] = dataclasses.field(default_factory=dict)  # by request
     is_told: bool = False  # whether it scored branches of told tokens, or made them
+    branches: frozenset[str] = frozenset()
+    """Requests with a grammar whose ``drafts`` are a chain, not the engine's tree."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ schedule. So we bound the number before, by the requests that run.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -181,6 +181,9 @@ class TreeScheduling(Scheduler):
         served = self._without_ended(scheduler_output, model_runner_output, outcome.paths)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.brought = outcome.drafts
+        known = self.structured_output_manager.branches
+        if outcome.drafts is not None and (outcome.branches or known):
+            self._note_branches(outcome.drafts.req_ids, outcome.branches)
         if outcome.limit is not None:
             self._limit_drafts(outcome.limit)
         if self.adapter is not None:
@@ -260,13 +263,10 @@ class TreeScheduling(Scheduler):
             if (counts := predicted.get(one.request_id)) is not None:
                 attach_predicted(one, counts)
 
-    # Until: vLLM's manager is told the topology of drafts.
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Calls vLLM's, and tells the grammars which drafts are branches."""
-        grammars, new = self.structured_output_manager, draft_token_ids.req_ids
-        known = grammars.branches.difference(new) & self.requests.keys()  # of requests that wait
-        grammars.branches = known | getattr(draft_token_ids, "branches", frozenset())
-        super().update_draft_token_ids(draft_token_ids)
+    def _note_branches(self, drafted: Sequence[str], branches: frozenset[str]) -> None:
+        """Tells the grammars whose drafts are branches; of requests that wait they stay so."""
+        grammars = self.structured_output_manager
+        grammars.branches = grammars.branches.difference(drafted) & self.requests.keys() | branches
 
     def take_drafts(self) -> Any:
         """vLLM's `DraftTokenIds` that the last step's output brought, once; None: it had none."""

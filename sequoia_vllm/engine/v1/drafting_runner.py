@@ -21,7 +21,7 @@ from sequoia_vllm.drafting.dynamic_trees import can_choose
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings, without_speculation
-from sequoia_vllm.engine.common.step_messages import BranchedDrafts, is_loaded
+from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core.eligibility import TreeTerms, requests_to_read
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.runner.tensor_parallel import survive_draft
@@ -217,6 +217,8 @@ class DraftingRunner(CPUModelRunner):
                 logits if len(rows) == len(logits) else logits[rows],
             )
             if kind == _BRANCH:
+                names = (self.input_batch.req_ids[row] for row in requests.tolist())
+                self.drafter.foretold.masked = frozenset(filter(self._follows_grammar, names))
                 grown = self.drafter.grow_told(roots, branches[branches > 0])
             elif kind == _DYNAMIC:
                 grown = self.drafter.grow_dynamic(levels, roots, *self._limits(roots, drafts_each))
@@ -266,20 +268,6 @@ class DraftingRunner(CPUModelRunner):
             most.append(0 if hidden else min(limits))
         drafts = tree.num_speculative_tokens
         return self.drafter.foretold.branch_lengths(names, most, tree.depth, drafts)
-
-    def take_draft_token_ids(self) -> Any:
-        """Calls vLLM's, and says whose are branches: a grammar masks their nodes along them."""
-        drafts = super().take_draft_token_ids()
-        if drafts is None:
-            return None
-        branches = frozenset(
-            name
-            for name in filter(self._follows_grammar, drafts.req_ids)
-            if name in self._drafts and self._drafts[name].grown.is_told
-        )
-        if not branches:
-            return drafts
-        return BranchedDrafts(drafts.req_ids, drafts.draft_token_ids, branches)
 
     def _follows_grammar(self, request_id: str) -> bool:
         params = self.requests[request_id].sampling_params

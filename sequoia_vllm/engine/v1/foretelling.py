@@ -48,6 +48,7 @@ class ForetoldTexts:
         counted: The same since the last `take_counts`.
         makes_branches: Whether it may; false while a tool measures drafted trees.
         has_branches: Whether branches were scored, or chosen, since this was set to false.
+        masked: Requests with a grammar that got a branch, since this was emptied.
 
     Args:
         requests: Most requests of a batch.
@@ -65,6 +66,7 @@ class ForetoldTexts:
         self.counted: dict[str, Predicted] = {}
         self._told: dict[str, _Told] = {}
         self.makes_branches, self.has_branches = True, False
+        self.masked: frozenset[str] = frozenset()
 
     def start(self, request_id: str, sampling_params: Any) -> None:
         """Notes a request that begins."""

@@ -99,7 +99,7 @@ class SequoiaWorker(AgreeingWorker):
         stats, drafts, drafting = self.model_runner.stats, None, None
         times, self.model_runner.step_times = self.model_runner.step_times, ()
         predicted: dict[str, Predicted] = {}
-        is_told = False
+        is_told, branches = False, frozenset[str]()
         before = stats.drafting
         stats.steps += 1
         output = super().sample_tokens(grammar_output)
@@ -114,12 +114,13 @@ class SequoiaWorker(AgreeingWorker):
             if foretold.counted:
                 predicted = foretold.take_counts()
             is_told, foretold.has_branches = foretold.has_branches, False
+            branches, foretold.masked = foretold.masked, branches
         if proposer.has_failed:
             self._draft_limit = 0
         paths, drafted = stats.take_paths(), stats.drafting - before
         outcome = StepOutcome(
             paths, self._draft_limit, proposer.has_failed, drafts, drafting, drafted, times,
-            predicted, is_told,
+            predicted, is_told, branches,
         )  # fmt: skip
         return attach_outcome(output, outcome)
 
