@@ -19,8 +19,12 @@
 
 namespace {
 
-constexpr int LANES = 16;
-constexpr int ROW_TILE = 8;  // 8 x 2 vectors of sums stay in registers (AVX-512 has 32)
+// Two vectors of sums for each row of a tile stay in registers: AVX-512 has 32, AVX2 16.
+#ifdef __AVX512F__
+constexpr int LANES = 16, ROW_TILE = 8;
+#else
+constexpr int LANES = 8, ROW_TILE = 6;
+#endif
 constexpr float MASKED = -1e30f;
 typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4), aligned(4)));
