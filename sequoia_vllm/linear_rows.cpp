@@ -74,6 +74,13 @@ inline float total(const Floats& values) {
 #endif
 }
 
+// Keeps a value in a register: compilers load it anew wherever it is used, as an operand.
+inline void in_register(Floats& value) {
+#ifdef __x86_64__
+  asm("" : "+v"(value));
+#endif
+}
+
 // M rows of x times N rows of W, in the columns from first to end. Until the last of them the sums
 // are kept.
 template <int M, int N, typename T>
@@ -93,12 +100,10 @@ void multiply(const float* x, const T* w, float* y, int64_t inner, int64_t strid
     }
     for (int half = 0; half < 2; half++) {
       Floats weights[N];
-      for (int n = 0; n < N; n++) weights[n] = half_of(w + n * inner + k, half);
+      for (int n = 0; n < N; n++) in_register(weights[n] = half_of(w + n * inner + k, half));
       for (int m = 0; m < M; m++) {
         Floats row = half_of(x + m * inner + k, half);
-#ifdef __x86_64__
-        asm("" : "+v"(row));  // is loaded once for all N
-#endif
+        in_register(row);
         for (int n = 0; n < N; n++) sums[m][n] += row * weights[n];
       }
     }
