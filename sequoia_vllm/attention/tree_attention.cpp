@@ -445,6 +445,8 @@ void move(Stored* cache, const CacheShape& shape, const int64_t* source, const i
 
 }  // namespace
 
+extern "C" const int64_t sequoia_lanes = LANES;
+
 // Copies tokens between slots of several layers' caches, all reads of a layer
 // before its writes. element_size: 2 or 4 bytes.
 extern "C" void sequoia_move_tokens(void* const* caches, int64_t num_caches, int64_t element_size,

@@ -1,6 +1,7 @@
 """Tree attention is plain attention: every node sees its context, its ancestors and itself."""
 
 import itertools
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from sequoia_vllm.attention.cpu_kernel import TreeQueries, keys_and_values, load_kernels
 from tests.kernels.conftest import INTERPRETED
 from tests.support.attending import UNTOUCHED, Batch
+from tests.support.builds import for_avx2
 from tests.support.chessboard import chessboard
 
 pytestmark = pytest.mark.usefixtures("bfloat16_products")
@@ -28,6 +30,13 @@ def on_device(batch, processors, splits=None, **how):
     """What the kernels give, in one of these numbers of splits."""
     assert splits is None or batch.splits(processors) in splits
     yield batch.run(processors, **how)
+
+
+@cache
+def load_for_avx2():
+    """The compiled kernel as CPUs with AVX2 alone have it."""
+    with for_avx2():
+        return load_kernels.__wrapped__()
 
 
 def on_host(batch, window=None, soft_cap=0.0, sinks=None):
@@ -55,7 +64,8 @@ def on_host(batch, window=None, soft_cap=0.0, sinks=None):
         num_heads=batch.query.shape[1], num_kv_heads=key_heads, head_size=head_size, sinks=sinks,
         scale=batch.scale, sliding_window=window, logits_soft_cap=soft_cap,
     )  # fmt: skip
-    ways = [(2, load_kernels)] * bool(contexts.max() > 999) + [(1, load_kernels)]
+    ways = [(2, load_kernels)] * bool(contexts.max() > 999)
+    ways += [(1, load_kernels), (1, load_for_avx2)]
     for threads, load in [*ways, *[(1, lambda: None)] * (cache.dtype == torch.float32)]:
         torch.set_num_threads(threads)
         trees._batches.clear()

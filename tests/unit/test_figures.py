@@ -263,14 +263,17 @@ CHAT, BIG = "benchmarks/speeds/smollm2-epyc-greedy.json", "benchmarks/speeds/800
 NGRAM, HEAD, LOOKUP = "n-gram chain of 4", "chain of 3", "Sequoia, lookup"
 BOTH = [(H200, 0, n, name) for n in (1, 8, 32) for name in ("Sequoia", HEAD)]
 ARRIVED = [(H200, 16, name) for name in (NGRAM, HEAD, "Sequoia", "plain vLLM")]
-CHATS = [(CHAT, 0, 1, "Sequoia"), (CHAT, 0, 1, "chain of 4")]
-CHATS += [(CHAT, 0, n, name) for n in (4, 8) for name in ("chain of 1", "Sequoia")]
+CHATS = [
+    (CHAT, 0, requests, name)
+    for requests, chain in ((1, 2), (4, 2), (8, 1))
+    for name in ("Sequoia", f"chain of {chain}")
+]
 ARRIVED += [(H200, 48, name) for _, _, name in ARRIVED]
 SENTENCES = [
     ("README.md", r"(\S+)x plain vLLM, and (\S+)x with vLLM's own chain of the same head. 32 "
      r"requests: (\S+)x and (\S+)x", [*BOTH[:2], *BOTH[4:]]),
-    ("README.md", r"two CPU cores: (\S+)x, the chain (\S+)x; .*?ahead\]\(\S+\), (\S+)x and (\S+)x, "
-     r"(\S+)x and (\S+)x\.", CHATS),
+    ("README.md", r"two CPU cores: (\S+)x, the chain (\S+)x; .*?\[(\S+)x and (\S+)x, (\S+)x and "
+     r"(\S+)x\]", CHATS),
     ("README.md", r"(\S+) ms with n-grams at 16 a second, Sequoia (\S+), plain vLLM (\S+)\.",
      [ARRIVED[0], ARRIVED[2], ARRIVED[3]]),
     ("README.md", r"(\S+)x with 32 requests on the H100", [(H100, 0, 32, "Sequoia")]),

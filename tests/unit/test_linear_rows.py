@@ -1,27 +1,24 @@
 """Linear layers for few rows on CPUs without bfloat16 instructions."""
 
 import ctypes
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch._inductor import config as compiler
 
 from sequoia_vllm import linear_rows as rows_of
 from sequoia_vllm.linear_rows import linear_rows, pays_here, suits
+from tests.support.builds import for_avx2
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 BLOCKS = 2 * 16384 + 96  # columns: more than the kernel takes at once
 
 
 @pytest.fixture(params=["here", "avx2"])
-def build(request, monkeypatch):
-    """The kernel as it is compiled here, and for AVX2 alone, as by `benchmarks.avx2`: its name."""
-    march = compiler.cpp.march
-    if request.param == "avx2":
-        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-        march = "x86-64-v3"
+def build(request):
+    """The kernel as it is compiled here, and for AVX2 alone: its name."""
     rows_of.load_kernel.cache_clear()
-    with compiler.patch({"cpp.march": march}):
+    with for_avx2() if request.param == "avx2" else nullcontext():
         yield request.param
     rows_of.load_kernel.cache_clear()
 
