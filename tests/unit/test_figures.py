@@ -327,7 +327,7 @@ def enlarged(folder):
 
 
 PRINTS = {
-    ("docs/measuring.md", "chain of 4 +"): lambda _: bench.print_report(report_of(ROOT / CHAT)),
+    ("docs/measuring.md", "chain of 2 +"): lambda _: bench.print_report(report_of(ROOT / CHAT)),
     ("docs/measuring.md", "drafts per request"): lambda _: tuned(),
     ("docs/measuring.md", "30.0M parameters"): enlarged,
     ("docs/predictions.md", "best chain"): lambda _: print(

@@ -314,7 +314,7 @@ def test_pictures_are_drawn_of_their_files(name, tmp_path):
 
 
 # Compared with what programs print by test_figures.py.
-COMPARED = ("chain of 4 +", "drafts per request", "30.0M parameters", "best chain")
+COMPARED = ("chain of 2 +", "drafts per request", "30.0M parameters", "best chain")
 SAMPLES = [
     (page.name, block)
     for page in sorted((ROOT / "docs").glob("*.md"))
