@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -33,6 +34,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
         "--middleware=sequoia_vllm.predicted_outputs",
         '--speculative-config={"method": "sequoia", "adapt": false}',
         f"--chat-template={template}", "--enable-log-requests",
+        '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
         "--logits-processors", *FOR_TREES,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -123,6 +125,27 @@ def test_counts_of_several_answers_are_added(kind, server):
     alone = 0.8 * TOKENS  # what the answer that was foretold has
     assert alone < counts(usage)[0] < 2 * TOKENS - 10
     assert counts(usage)[1] > 0
+
+
+def test_a_schemas_answer_is_foretold_by_its_tokens(server):
+    """A tool's last call as the prediction of its next one. Its text has other tokens by itself."""
+    names = {"enum": ["weather", "population", "price"]}
+    schema = {"type": "array", "items": names, "minItems": 6, "maxItems": 6}
+    asks = {"type": "json_schema", "json_schema": {"name": "calls", "schema": schema}}
+    answers, steps = [], []
+    for told in ({}, {PREDICTION: "unlike it"}, None):
+        options = {"vllm_xargs": {PREDICTION: answers[0].token_ids} if told is None else told}
+        found = server.client.completions.create(
+            model=server.model, prompt=PROMPTS[0], temperature=0, max_tokens=TOKENS,
+            extra_body={"response_format": asks, "return_token_ids": True, **options},
+        )  # fmt: skip
+        answers += found.choices
+        server.wait_until_idle()
+        steps += server.metric("vllm:spec_decode_num_drafts_total")
+    assert len(json.loads(answers[0].text)) == 6
+    assert answers[0] == answers[1] == answers[2]
+    wrong, right = np.diff(steps)
+    assert 0 < right < 0.6 * wrong
 
 
 def test_nothing_is_accepted_behind_a_stop_string(server):
