@@ -1,7 +1,6 @@
 """Tree attention is plain attention: every node sees its context, its ancestors and itself."""
 
 import itertools
-from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from sequoia_vllm.attention.cpu_kernel import TreeQueries, keys_and_values, load_kernels
 from tests.kernels.conftest import INTERPRETED
 from tests.support.attending import UNTOUCHED, Batch
-from tests.support.builds import for_avx2
+from tests.support.builds import attention_for_avx2
 from tests.support.chessboard import chessboard
 
 pytestmark = pytest.mark.usefixtures("bfloat16_products")
@@ -30,13 +29,6 @@ def on_device(batch, processors, splits=None, **how):
     """What the kernels give, in one of these numbers of splits."""
     assert splits is None or batch.splits(processors) in splits
     yield batch.run(processors, **how)
-
-
-@cache
-def load_for_avx2():
-    """The compiled kernel as CPUs with AVX2 alone have it."""
-    with for_avx2():
-        return load_kernels.__wrapped__()
 
 
 def on_host(batch, window=None, soft_cap=0.0, sinks=None):
@@ -65,7 +57,7 @@ def on_host(batch, window=None, soft_cap=0.0, sinks=None):
         scale=batch.scale, sliding_window=window, logits_soft_cap=soft_cap,
     )  # fmt: skip
     ways = [(2, load_kernels)] * bool(contexts.max() > 999)
-    ways += [(1, load_kernels), (1, load_for_avx2)]
+    ways += [(1, load_kernels), (1, attention_for_avx2)]
     for threads, load in [*ways, *[(1, lambda: None)] * (cache.dtype == torch.float32)]:
         torch.set_num_threads(threads)
         trees._batches.clear()
