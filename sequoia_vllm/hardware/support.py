@@ -61,7 +61,7 @@ FIX: dict[Role, str] = {
 _FIELDS: dict[Kind, tuple[str, ...]] = {
     "mla": ("kv_lora_rank", "compress_ratios"),
     "sparse": ("index_topk", "compress_ratios"),
-    "ngram": ("ngram_vocab_size_ratio",),
+    "ngram": ("ngram_vocab_size_ratio", "engram_layer_ids", "ple_layer_ids"),
     "attention": ("rswa_window", "param_sink_number"),
     "chunked": ("attention_chunk_size",),
     "alibi": ("alibi",),
@@ -76,8 +76,8 @@ _FIELDS: dict[Kind, tuple[str, ...]] = {
 # Architectures, where no field tells.
 _ARCHITECTURES: dict[Kind, str] = {
     # vLLM serves these by one class, which has a cache of an indexer's keys beside the latents.
-    "indexed": r"(DeepseekV32|GlmMoeDsa)ForCausalLM",
-    "ngram": r"LongcatFlashNgram.*",
+    "indexed": r"(DeepseekV32|GlmMoeDsa|HYV4)ForCausalLM",
+    "ngram": r"(DeepseekV41|LongcatFlashNgram|Qwen4Exp).*",
     "attention": r"(HrmText|Inkling|MiniMaxM3).*",
     "alibi": r"Bloom.*",
     "recurrent": r"(Bailing(MoeV2_5|MoeV3)|Falcon(H1|Mamba)|Glm5Next|GraniteMoeHybrid|InternS2|"

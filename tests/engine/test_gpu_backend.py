@@ -100,7 +100,7 @@ def test_dynamic_trees_need_longer_windows_than_they_have_nodes(window, refused)
 
 
 @pytest.mark.parametrize(("dtype", "refused"), [("auto", False), ("fp8_ds_mla", True)])
-def test_sparse_layers_have_one_backend_and_no_latents_in_fp8(dtype, refused, backend):
+def test_sparse_layers_have_one_backend_and_no_latents_in_fp8(dtype, refused, backend, monkeypatch):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backends
 
     from sequoia_vllm.engine.v2.attention import backend_gpu, sparse_layers
@@ -113,6 +113,11 @@ def test_sparse_layers_have_one_backend_and_no_latents_in_fp8(dtype, refused, ba
     assert {Backends.FLASH_ATTN_MLA_SPARSE, Backends.FLASHINFER_MLA_SPARSE} <= others
     assert all("NoTreesBackend" in backend_gpu.CLASSES[one] for one in others)
     assert backend_gpu.CLASSES[Backends.FLASHMLA_SPARSE].endswith("SparseTreeBackend")
+    monkeypatch.setattr(backend_gpu, "check_model", lambda _: None)  # it would import Hy4's package
+    of_hy4 = backend_gpu.classes_for(["HYV4ForCausalLM"])
+    assert of_hy4[Backends.FLASHMLA_SPARSE].endswith("sparse_sink_layers.SinkTreeBackend")
+    sinks = {Backends.FLASHMLA_SPARSE: of_hy4[Backends.FLASHMLA_SPARSE]}
+    assert of_hy4 == backend_gpu.classes_for(["LlamaForCausalLM"]) | sinks
 
 
 def test_a_commit_moves_an_indexers_keys_and_their_scales(backend, monkeypatch):

@@ -124,7 +124,7 @@ def test_the_contract_is_checked_without_modules_of_whole_models(v2, monkeypatch
     contract.check_contract.cache_clear()
     contract.check_contract(v2)
     with pytest.raises(contract.ContractError, match="kimi_k3"):
-        contract.check_models()
+        contract.check_model("kimi_k3")
 
 
 WRONG = [

@@ -19,6 +19,7 @@ from vllm.model_executor.models import registry
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
@@ -274,6 +275,9 @@ def test_options_that_trees_do_not_follow():
     ]:
         with patch.object(part, name, True):
             only(refusals._feature_reasons(config), f"drop --{name.replace('_', '-')}")
+    for chosen, refused in (("auto", False), ("latency_specialized", True)):
+        with patch.object(config, "additional_config", {"decode_backend": chosen}):
+            only(refusals._feature_reasons(config), *["drop decode_backend"] * refused)
     only(refusals._feature_reasons(config))
 
 
@@ -393,7 +397,7 @@ def test_backends_are_passed_over_and_refused_by_name(
 def test_layers_of_other_models_are_not_imported(module, model, monkeypatch):
     """They import vLLM's modules of whole models, and what these need."""
     monkeypatch.setitem(sys.modules, f"{layers_with_states.__package__}.{module}", None)
-    monkeypatch.setattr(layers_with_states, "check_models", lambda: None)
+    monkeypatch.setattr(layers_with_states, "check_model", lambda _: None)
     monkeypatch.delattr(sys.modules[layers_with_states.__package__], module, raising=False)
     assert len(layers_with_states.layers_of(["Qwen3NextForCausalLM"])) == 3
     with pytest.raises(ImportError, match=module):
@@ -422,6 +426,18 @@ def test_attention_features_are_found_in_the_layers(attribute, value, name, monk
     setattr(impl, attribute, value)
     with pytest.raises(ValueError, match=f"layer layer.0 uses {name}. Serve it without"):
         attention_layers.supported_layers(None, check)
+
+
+def test_models_that_prepare_their_own_inputs():
+    """Their classes may be a plugin's. Kimi K3's, since vLLM 0.33, only starts its decoder."""
+
+    def state_of(module):
+        return type("OwnModelState", (), {"__module__": module})()
+
+    for module in (DefaultModelState.__module__, "vllm.models.kimi_k3.nvidia.model_state"):
+        attention_layers.refuse_own_inputs(state_of(module))
+    with pytest.raises(ValueError, match=r"OwnModelState prepares its inputs.*Serve it without"):
+        attention_layers.refuse_own_inputs(state_of("vllm.models.kimi_k9"))
 
 
 # -- what users write -------------------------------------------------------------------

@@ -3,11 +3,12 @@
 Qwen3Next has Gated DeltaNet layers, GraniteMoeHybrid and NemotronH have Mamba2's, Lfm2 short
 convolutions, DeepseekV3 latent attention, KimiLinear both this and Kimi Delta Attention. KimiK3 and
 BailingMoeV3 have both in classes of their own, BailingMoeV2_5 has latents and linear attention.
-DeepseekV32 and GlmMoeDsa choose among latents; the latter's second layer takes what the first
-chose. llama4's chunks end within prompts and within trees. MiMoV2Flash has keys that are larger
-than values. MiMo's, MiMoV2Flash's, Qwen3Next's and DeepseekV3's own MTP layers draft, and in
-"lookup" no model does. Qwen2-VL and Qwen3.5 read images: a draft that reads text drafts for the
-one, its MTP layer for the other, which has recurrent layers, too.
+DeepseekV32, GlmMoeDsa and HYV4 choose among latents. The second layer of the last two takes what
+the first chose, and HYV4's heads have sinks. llama4's chunks end within prompts and within trees.
+MiMoV2Flash has keys that are larger than values. MiMo's, MiMoV2Flash's, Qwen3Next's and
+DeepseekV3's own MTP layers draft, and in "lookup" no model does. Qwen2-VL and Qwen3.5 read images:
+a draft that reads text drafts for the one, its MTP layer for the other, which has recurrent layers,
+too.
 """
 
 import json
@@ -54,7 +55,7 @@ from tests.support.rehearsing import (
     plain_and_trees,
     rehearsing,
 )
-from tests.support.sparse import rehearse_sparse_on_gpus
+from tests.support.sparse import rehearse_hy4_on_gpus, rehearse_sparse_on_gpus
 
 pytestmark = pytest.mark.engine
 
@@ -71,10 +72,10 @@ MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up
 TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
 LATENT = ["DeepseekV3", *WITH_STATES_AND_LATENTS]
 CHUNKS, DIFFKV = "llama4", "MiMoV2Flash"
-SPARSE, SHARED_CHOICE = SPARSE_KINDS
+SPARSE, SHARED_CHOICE, HY4 = SPARSE_KINDS
 CHOOSES = 128  # tokens that a sparse layer attends to
 JOINED = [
-    "Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", CHUNKS, DIFFKV, SPARSE, *LATENT,
+    "Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", CHUNKS, DIFFKV, SPARSE, HY4, *LATENT,
 ]  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def save_pair(folder: Path, name: str) -> tuple[str, str]:
         rehearse_on_gpus()
         return save_latent_pair(folder)
     if name in SPARSE_KINDS:
-        rehearse_sparse_on_gpus()
+        (rehearse_hy4_on_gpus if name == HY4 else rehearse_sparse_on_gpus)()
         return save_latent_pair(folder, kind=name)
     if name in WITH_STATES_AND_LATENTS:
         rehearse_kimi_on_gpus(name)
@@ -142,7 +143,8 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
         save_word_tokenizer(Path(path))
     # Some of sparse layers' requests have more tokens than they choose, one comes to have them.
     # Two requests come to have more than a chunk, or two.
-    more = {SPARSE: [0, CHOOSES - LENGTHS[1] - 6, 0, CHOOSES, 0], CHUNKS: [22, 0, 40, 0, 0]}
+    long = [0, CHOOSES - LENGTHS[1] - 6, 0, CHOOSES, 0]
+    more = {SPARSE: long, HY4: long, CHUNKS: [22, 0, 40, 0, 0]}
     added = more.get(name, [0] * len(LENGTHS))
     lengths = [length + another for length, another in zip(LENGTHS, added, strict=True)]
     texts = random_prompts(lengths, VOCABULARY)

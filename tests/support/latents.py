@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.expert_layers import add_layer
@@ -37,8 +38,15 @@ _INDEXER = {
     "first_k_dense_replace": 2, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 128,
 }  # fmt: skip
 _SHARED_CHOICE = {"index_topk_pattern": "FS", "indexer_rope_interleave": True}
-_KINDS |= {"DeepseekV32": _INDEXER, "GlmMoeDsa": {**_INDEXER, **_SHARED_CHOICE}}
-SPARSE_KINDS = ["DeepseekV32", "GlmMoeDsa"]
+_OF_HY4 = {
+    "layer_types": ["deepseek_sparse_attention"] * 2, "indexer_types": ["full", "shared"],
+    "mlp_layer_types": ["dense", "sparse"],
+}  # fmt: skip
+_KINDS |= {
+    "DeepseekV32": _INDEXER, "GlmMoeDsa": {**_INDEXER, **_SHARED_CHOICE},
+    "HYV4": {**_INDEXER, **_OF_HY4},
+}  # fmt: skip
+SPARSE_KINDS = ["DeepseekV32", "GlmMoeDsa", "HYV4"]
 
 
 def save_latent_pair(
@@ -68,11 +76,30 @@ def save_latent_pair(
             for parameter_name, parameter in model.named_parameters():
                 if parameter.ndim >= 2:
                     parameter.normal_(0, 0.15)
+                if "sink" in parameter_name:
+                    parameter.uniform_(0, 2)
                 if model is draft and re.search("o_proj|down_proj", parameter_name):
                     parameter.mul_(0.1)
             model.model.embed_tokens.weight.copy_(embeddings)
             model.lm_head.weight.copy_(embeddings.roll(1, 0) * 0.2)
-    return save_pair(directory, target, draft)
+    paths = save_pair(directory, target, draft)
+    if kind == "HYV4":
+        _name_as_vllm_reads(Path(paths[0], "model.safetensors"))
+    return paths
+
+
+def _name_as_vllm_reads(file: Path) -> None:
+    """Renames weights of Hy4, which transformers 5.19 saves by other names than vLLM's."""
+    names = {
+        r"hc_pre\.(hc_(?:attn|mlp)_layer)": r"\1.hc_pre", r"hc_pre\.hc_head": "hc_head",
+        r"(mlp|experts)\.linear_gate": r"\1.gate_proj",
+    }  # fmt: skip
+    found = {}
+    for name, weight in load_file(file).items():
+        for old, new in names.items():
+            name = re.sub(old, new, name)
+        found[name] = weight
+    save_file(found, file, metadata={"format": "pt"})
 
 
 def save_latent_layer(directory: Path, vocab: int = VOCABULARY, kind: str = "DeepseekV3") -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.latents import rehearse_on_gpus
+from tests.support.latents import rehearse_on_gpus, write_latents
 from tests.support.recurrent import run_without_dependent_launches
 
 _FP8, _SCALE_BYTES = torch.float8_e4m3fn, 4
@@ -48,6 +48,7 @@ def rehearse_sparse_on_gpus() -> None:
     operators.top_k_per_row_prefill = as_kernel(_choose_in_prompts)
     operators.top_k_per_row_decode = as_kernel(_choose)
     operators.concat_mla_q = as_kernel(_concat)
+    operators.indexer_k_quant_and_cache = as_kernel(_keep_keys)
     flashmla_sparse.flash_mla_sparse_fwd = _attend
     flashmla_sparse.FlashMLASparseBackend.supported_dtypes = [torch.float32]
     implementation = flashmla_sparse.FlashMLASparseImpl
@@ -60,6 +61,17 @@ def rehearse_sparse_on_gpus() -> None:
         flashmla_sparse.current_workspace_manager().get_simultaneous(*self.workspace_specs)
 
     implementation.__init__ = in_float32
+
+
+def rehearse_hy4_on_gpus() -> None:
+    """Test only: so does Hy4's, whose heads have sinks."""
+    rehearse_sparse_on_gpus()
+    from vllm import _custom_ops as operators
+    from vllm.models.hy_v4.nvidia import attention, flashmla_sparse
+
+    operators.concat_and_cache_mla = _write_latents
+    flashmla_sparse.flash_mla_sparse_fwd = _attend
+    attention.per_token_group_quant_fp8 = _in_fp8
 
 
 def _plan(context_lens: Tensor, block_size: int, num_sms: int, indices: Any = None) -> Tensor:
@@ -109,6 +121,43 @@ def _fill_scores(
         keys = pages[:, : slots * size].view(_FP8).float().view(-1, size)
         scales = pages[:, slots * size :].contiguous().view(torch.float32).view(-1, 1)
         scores[row, :length] = _score(queries[row], weights[row], (keys * scales)[:length])
+
+
+def _in_fp8(
+    x: Tensor, group_size: int, *, column_major_scales: bool, use_ue8m0: bool
+) -> tuple[Tensor, Tensor]:
+    """vLLM's: each row with one scale, a power of two."""
+    assert x.shape[-1] == group_size
+    assert use_ue8m0
+    assert not column_major_scales
+    largest = torch.finfo(_FP8).max
+    scales = torch.exp2((x.abs().amax(-1, keepdim=True).clamp(min=1e-10) / largest).log2().ceil())
+    return (x / scales).clamp(-largest, largest).to(_FP8), scales
+
+
+def _keep_keys(
+    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, quant_block_size: int, scale_fmt: str
+) -> None:
+    """vLLM's: writes keys, and their scales behind all keys of a block."""
+    keys, scales = _in_fp8(
+        k, quant_block_size, column_major_scales=False, use_ue8m0=scale_fmt == "ue8m0"
+    )
+    slots, size = kv_cache.shape[1], keys.shape[1]
+    pages = kv_cache.flatten(1)
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            page, place = pages[slot // slots], slot % slots
+            page[place * size : (place + 1) * size] = keys[row].view(torch.uint8)
+            first = slots * size + place * _SCALE_BYTES
+            page[first : first + _SCALE_BYTES] = scales[row].view(torch.uint8)
+
+
+def _write_latents(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *,
+    kv_cache_dtype: str, scale: Tensor,
+) -> None:  # fmt: skip
+    assert kv_cache_dtype == "auto"
+    write_latents(None, kv_c, k_pe, kv_cache, slot_mapping)
 
 
 def _gather_keys(
@@ -176,7 +225,7 @@ def _concat(nope: Tensor, rotated: Tensor, out: Tensor) -> None:
 
 def _attend(
     q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int = 512,
-    attn_sink: None = None, topk_length: Tensor | None = None, out: Tensor | None = None,
+    attn_sink: Tensor | None = None, topk_length: Tensor | None = None, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """FlashMLA's: ``[T, H, d_v]``, and maxima and log-sum-exps ``[T, H]``.
 
@@ -184,6 +233,7 @@ def _attend(
         q: ``[T, H, D]``, H a multiple of 64.
         kv: ``[slots, 1, D]``.
         indices: int32 ``[T, 1, k]``; -1 for none.
+        attn_sink: float32 ``[H]``: the logit of a key without a value.
         topk_length: int32 ``[T]``: no more of ``indices`` are read.
     """
     assert q.shape[1] % 64 == 0
@@ -196,20 +246,23 @@ def _attend(
     maxima, sums = (torch.empty(q.shape[:2]) for _ in range(2))
     from gpu_stand_in.graphs import device_function
 
-    rest = sm_scale, topk_length, maxima, sums, out
+    if attn_sink is None:
+        attn_sink = torch.full(q.shape[1:2], -torch.inf)
+    rest = sm_scale, topk_length, attn_sink, maxima, sums, out
     device_function(_fill_attention)(q, kv, indices, *rest)
     return out, maxima, sums
 
 
 def _fill_attention(
-    q: Tensor, kv: Tensor, indices: Tensor, scale: float, counts: Tensor, maxima: Tensor,
-    sums: Tensor, out: Tensor,
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, counts: Tensor, sinks: Tensor,
+    maxima: Tensor, sums: Tensor, out: Tensor,
 ) -> Tensor:  # fmt: skip
     for row, count in enumerate(counts.tolist()):
         slots = indices[row, 0, :count].long()
         latents = kv[slots[slots >= 0], 0]
         products = q[row] @ latents.T * scale
-        out[row] = products.softmax(-1) @ latents[:, : out.shape[-1]]
+        shares = torch.cat((products, sinks[:, None]), dim=-1).softmax(-1)[:, :-1]
+        out[row] = shares @ latents[:, : out.shape[-1]]
         if len(latents):
             maxima[row], sums[row] = products.max(-1).values, products.logsumexp(-1)
     return out

@@ -70,9 +70,10 @@ def check_contract(v2: bool = False) -> None:
     _check(one for one in contract(current_device(), v2) if not one.path.startswith(OF_MODELS))
 
 
-def check_models() -> None:
-    """Checks the packages of whole models, see `OF_MODELS`; raises like `check_contract`."""
-    _check(one for one in contract(current_device(), v2=True) if one.path.startswith(OF_MODELS))
+def check_model(package: str) -> None:
+    """Checks one of the packages in `OF_MODELS`, by its name; raises like `check_contract`."""
+    of_model = f"{OF_MODELS}{package}."
+    _check(one for one in contract(current_device(), v2=True) if one.path.startswith(of_model))
 
 
 def _check(expectations: Iterable[Expected]) -> None:

@@ -222,7 +222,14 @@ def _feature_reasons(vllm_config: Any) -> dict[str, Any]:
         "watermarking changes the sampler: drop --watermark-config": (
             vllm_config.watermark_config is not None
         ),
+        "a model's specialized decoder passes by the layers that trees need: drop decode_backend "
+        "from --additional-config": _specialized_decoder(vllm_config.additional_config),
     }
+
+
+def _specialized_decoder(additional: Any) -> bool:
+    """Whether a model's own decoder is asked for (Kimi K3's, from vLLM 0.33 on)."""
+    return isinstance(additional, dict) and additional.get("decode_backend", "auto") != "auto"
 
 
 def _fault_of_connectors(transfer: Any) -> str | None:

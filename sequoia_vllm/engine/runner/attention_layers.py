@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -172,8 +172,32 @@ def supported_layers(
         if scale is not None and scale.numel() > 1:
             reason = f"layer {name} uses a scale for each head of its KV cache"
         if reason:
-            raise ValueError(
-                f"Sequoia cannot run this model: {reason}. Serve it without "
-                "--speculative-config, or with one of vLLM's own methods."
-            )
+            _refuse(reason)
     return list(layers)
+
+
+# Kimi K3's starts a decoder that is refused: see `sequoia_vllm.engine.frontend.refusals`.
+_KNOWN_STATES = ("vllm.v1.worker.gpu.model_states.", "vllm.models.kimi_k3.")
+
+
+def refuse_own_inputs(model_state: Any) -> None:
+    """Refuses a model whose class prepares a step's inputs by code of its own.
+
+    Such code reads the tokens of rows before a row (n-grams). In a tree these are no ancestors.
+
+    Args:
+        model_state: vLLM's `ModelState` of a loaded model.
+
+    Raises:
+        ValueError: Its class is none of vLLM's for all models; the message names it.
+    """
+    own = type(model_state)
+    if not own.__module__.startswith(_KNOWN_STATES):
+        _refuse(f"{own.__name__} prepares its inputs, and may read rows before a tree's node")
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ValueError(
+        f"Sequoia cannot run this model: {reason}. Serve it without --speculative-config, or with "
+        "one of vLLM's own methods."
+    )

@@ -29,7 +29,7 @@ from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.step_messages import is_loaded
 from sequoia_vllm.engine.core.eligibility import processors_without_trees
-from sequoia_vllm.engine.runner.attention_layers import supported_layers
+from sequoia_vllm.engine.runner.attention_layers import refuse_own_inputs, supported_layers
 from sequoia_vllm.engine.runner.tensor_parallel import take_from_rank0
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeBackend, TreeScoring
 from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
@@ -98,8 +98,10 @@ class TreeRunner(GPUModelRunner):
         """Prepares loaded models for trees; called once, before memory is profiled.
 
         Raises:
-            ValueError: A layer's attention cannot score trees, see `supported_layers`.
+            ValueError: Trees cannot have a layer, or the model's inputs: see `supported_layers`
+                and `refuse_own_inputs`.
         """
+        refuse_own_inputs(self.model_state)
         self.speculator.allocate(self.model, self.sampler.sampling_states)
         layers = supported_layers(self.vllm_config, self.tree_backend.unsupported_attention)
         self._target_layers = [

@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from sequoia_vllm.drafting.chain_pieces import chain_pieces
 from sequoia_vllm.drafting.growth import NodeQueries, chain_ancestors
 from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.engine.compat.contract import check_model
 from sequoia_vllm.engine.runner.attention_layers import (
     reason_of,
     replaced_backends,
@@ -92,6 +93,16 @@ CLASSES = {
 }  # fmt: skip
 """Paths of our classes."""
 
+
+def classes_for(architectures: Sequence[str]) -> dict[AttentionBackendEnum, str]:
+    """`CLASSES`, or others where models of these architectures need them."""
+    if not any(name.startswith("HYV4") for name in architectures):
+        return CLASSES
+    check_model("hy_v4")
+    sinks = f"{_PACKAGE}.sparse_sink_layers.SinkTreeBackend"
+    return CLASSES | {AttentionBackendEnum.FLASHMLA_SPARSE: sinks}
+
+
 _LARGEST_HEAD = 512  # Gemma 4's layers without a window, and latents
 
 
@@ -115,7 +126,7 @@ class GPUTreeBackend(TreeBackend):
     def replace_attention(self, architectures: Sequence[str]) -> Iterator[None]:
         """Replaces what our classes extend, and backends that trees cannot use."""
         with (
-            replaced_backends(CLASSES),
+            replaced_backends(classes_for(architectures)),
             replaced_layers(*layers_of(architectures)),
             # Until: vLLM's metadata of chunks has the requests' own tables and lengths.
             patched(

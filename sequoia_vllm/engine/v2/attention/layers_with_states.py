@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from sequoia_vllm.engine.compat.contract import check_models
+from sequoia_vllm.engine.compat.contract import check_model
 from sequoia_vllm.engine.v2.attention.mamba_layers import (
     ConvTreeLayer,
     GdnTreeLayer,
@@ -17,7 +17,7 @@ def layers_of(architectures: Sequence[str]) -> list[type]:
     """
     found: list[type] = [GdnTreeLayer, MambaTreeLayer, ConvTreeLayer]
     if any(name.startswith("Kimi") for name in architectures):
-        check_models()
+        check_model("kimi_k3")
         from sequoia_vllm.engine.v2.attention import kda_layers
 
         found += [kda_layers.KdaTreeLayer, kda_layers.K3TreeLayer]
