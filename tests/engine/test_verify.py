@@ -75,8 +75,8 @@ def test_a_mistake_fails_it(name, tmp_path):
 
 
 def test_a_wrong_residual_fails_it(tmp_path):
-    with LAW.applied(tmp_path):
-        found = verified(code=1)
+    with LAW.applied(tmp_path):  # with eight prompts it is found in 40 % of runs
+        found = verified(code=1, prompts=24)
     assert [check.name for check in found.failed] == ["sampled tokens follow the target's law"]
     ours, plain = ({test.what: test.p_value for test in one.tests} for one in found.law)
     assert ours[BY_DRAFT] < 1e-5 < plain[BY_DRAFT]
