@@ -126,6 +126,10 @@ class TestLimits:
         assert optimize_tree([0.5], 1).parents == (-1,)
         assert Frontier.of([0.5], 1, 3).expected_tokens.tolist() == [[0, 0, 0, 0], [1, 1, 1, 1]]
         assert Frontier.of([0.5], 4, 3).tree(4, 0).parents == (-1,)
+        # Four nodes are at most three deep.
+        chains = Frontier.of([0.5], 4, 6)
+        assert chains.expected_tokens[4].tolist() == [1, 1.5, 1.75, *[1.875] * 4]
+        assert chains.tree(4, 6).parents == (-1, 0, 1, 2)
         with pytest.raises(TreeError, match="max_size must be at least 1"):
             Frontier.of([0.5], 0, 3)
         with pytest.raises(TreeError, match="max_depth must be at least 1"):
