@@ -23,6 +23,8 @@ from tests.support.serving import ROOT, Session, has_ended
 
 # vLLM, as far as every engine needs it.
 MODULE = "tests.support.engines"
+# Seconds for a test's process: a little less than pytest gives the test itself.
+DEADLINE = float(os.environ.get("PYTEST_TIMEOUT", 600)) - 20
 _START_DEADLINE = 200.0  # seconds; importing takes seven on an idle machine
 
 

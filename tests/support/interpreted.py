@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.calling import Forker, environment_with
+from tests.support.calling import DEADLINE, Forker, environment_with
 from tests.support.serving import ROOT
 
 INTERPRETER = ROOT / "tests" / "v2" / "interpreter"
@@ -52,7 +52,7 @@ def _forker(name: str) -> Forker:
 def call_on_v2(
     function: Callable[..., Any],
     directory: Path,
-    timeout: float = 580,
+    timeout: float = DEADLINE,
     gpu_attention: bool = False,
     **arguments: Any,
 ) -> Any:
@@ -65,7 +65,7 @@ def call_on_v2(
 
 
 def call_on_gpu(
-    function: Callable[..., Any], directory: Path, timeout: float = 580, **arguments: Any
+    function: Callable[..., Any], directory: Path, timeout: float = DEADLINE, **arguments: Any
 ) -> Any:
     """What `function(**arguments)` returns in a process that has a GPU (`Forker.call`)."""
     return _forker("gpu").call(function, directory, gpu_environment(), timeout, **arguments)

@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.adapters import RANK, two_adapters
-from tests.support.calling import call_in_process, environment_with
+from tests.support.calling import DEADLINE, call_in_process, environment_with
 from tests.support.engines import (
     chain_of,
     lookup_trees,
@@ -381,4 +381,4 @@ def call_with_images(
     assert (TORCHVISION / "torchvision").is_dir(), "run `make setup`: it fetches torchvision"
     environment = environment or environment_with()
     environment["PYTHONPATH"] += f":{TORCHVISION}"
-    return call_in_process(function, directory, environment, 580, ROOT, **arguments)
+    return call_in_process(function, directory, environment, DEADLINE, ROOT, **arguments)
