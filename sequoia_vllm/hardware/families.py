@@ -100,13 +100,18 @@ def see(row: Family | None) -> str:
 
 
 def in_words(name: str, architectures: Collection[str], kinds: Collection[Kind]) -> str:
-    """A model's row in one line: family, whether it runs as a target, and known drafts."""
+    """A model's row in one line: family, whether it runs as a target, and known drafts.
+
+    Without architectures, which its configuration names, its family's are taken.
+    """
     row = family_of(name, architectures, kinds)
+    if row is not None and not architectures:
+        kinds = row.kinds
     classes = f" ({', '.join(architectures)})" if architectures else ""
     said = f"{row.family if row else 'no family in docs/supported.md'}{classes}: "
     if found := refused_kinds("target", kinds):
         why = " and ".join(UNSUPPORTED[kind] for kind in found)
-        return f"{said}refused as a target, as it {why}"
+        return f"{said}refused as a target, as it {why}{'' if architectures else see(row)}"
     said += "runs by its configuration" if row is None else f"runs as a target ({row.shown}"
     said += f"; {row.note})" if row and row.note else ")" if row else ""
     known = {kind: known.name_for(name) for kind, known in reversed(known_for(name))}

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import markdown_table, recipes
 from sequoia_vllm.drafters.registry import DRAFTERS, known_for
-from sequoia_vllm.hardware.families import Family, family_file, family_of, refusal_of
+from sequoia_vllm.hardware.families import Family, family_file, family_of, in_words, refusal_of
 from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refusal, refused_kinds
 from tests.support.commands import command
 from tests.support.families import (
@@ -126,6 +126,19 @@ def test_advise_begins_with_the_row(family, tmp_path):
     assert done.stdout.startswith(f"{family} ({config['architectures'][0]}): {ASKED[family]}")
     see = rf"\({family}: (.*; )?see docs/supported\.md#refused-targets\)"
     assert bool(re.search(see, done.stderr)) == ("refused" in ASKED[family])
+
+
+@pytest.mark.parametrize(("name", "family"), [
+    ("zai-org/GLM-5.3-Flash", "GLM-5.3-Flash (hybrid)"), ("zai-org/GLM-5.3", "GLM-5"),
+    ("Qwen/Qwen3.8-Flash-Next", "Qwen3.8-Flash-Next (hybrid)"),
+    ("deepseek-ai/DeepSeek-V4-Flash", "DeepSeek V4"), ("tencent/Hy4-preview", "Hy4"),
+])  # fmt: skip
+def test_without_a_configuration_a_name_tells_whether_its_family_runs(name, family):
+    row = family_of(name)
+    assert row.family == family
+    said = in_words(name, (), ())
+    assert said.startswith(f"{family}: {'refused' if row.kinds else 'runs'} as a target")
+    assert ("see docs/supported.md#refused-targets" in said) == bool(row.kinds)
 
 
 def families(refused: bool) -> list[list[str]]:
