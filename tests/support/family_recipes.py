@@ -131,6 +131,79 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "DeepseekV3ForCausalLM": {"model_type": "kimi_k2", **_DEEPSEEK},
     "MistralLarge3ForCausalLM": {"model_type": "deepseek_v3", **_DEEPSEEK},
+    "AXK1ForCausalLM": {"model_type": "axk1", **_DEEPSEEK},
+    "Ministral3ForCausalLM": {
+        "model_type": "ministral3", "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
+    },
+    "GemmaForCausalLM": {
+        "model_type": "gemma", "tie_word_embeddings": True, "vocab_size": 512,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "ApertusForCausalLM": {"model_type": "apertus", "hidden_act": "xielu"},
+    "Cohere2MoeForCausalLM": {
+        "model_type": "cohere2_moe", "num_experts": 4, "tie_word_embeddings": True, **_EXPERTS,
+        **_WINDOWS,
+    },
+    "FalconForCausalLM": {
+        "model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 1,
+        "multi_query": True, "parallel_attn": True, "alibi": False, "bias": False, "head_dim": None,
+    },
+    "NemotronForCausalLM": {
+        "model_type": "nemotron", "norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+        "hidden_act": "relu2",
+    },
+    "StableLmForCausalLM": {
+        "model_type": "stablelm", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+        "use_qkv_bias": True,
+    },
+    "Qwen2MoeForCausalLM": {
+        "model_type": "qwen2_moe", "num_experts": 4, "shared_expert_intermediate_size": 48,
+        "decoder_sparse_step": 1, **_EXPERTS,
+    },
+    "GraniteSWAForCausalLM": {"model_type": "granite_swa", **_GRANITE, **_WINDOWS},
+    "GraniteMoeSWAForCausalLM": {
+        "model_type": "granitemoe_swa", "num_local_experts": 4, **_EXPERTS, **_GRANITE, **_WINDOWS,
+    },
+    "HyperCLOVAXForCausalLM": {"model_type": "hyperclovax", **_GRANITE},
+    "InternLM2ForCausalLM": {"model_type": "internlm2", "bias": False, "rope_parameters": _ROPE},
+    "InternLM3ForCausalLM": {
+        "model_type": "internlm3", "bias": False, "qkv_bias": True, "rope_parameters": _ROPE,
+    },
+    "ExaoneForCausalLM": {
+        "model_type": "exaone", "num_layers": 2, "layer_norm_epsilon": 1e-6,
+        "activation_function": "silu", "rope_parameters": _ROPE,
+    },
+    "GPTJForCausalLM": {
+        "model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 2, "rotary_dim": 16,
+        "n_positions": 512,
+    },
+    "OPTForCausalLM": {
+        "model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64, "hidden_act": None,
+        "do_layer_norm_before": True, "activation_function": "relu",
+    },
+    "DeepseekForCausalLM": {
+        "model_type": "deepseek", "n_routed_experts": 4, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": True, **_EXPERTS,
+        "rope_parameters": _ROPE,
+    },
+    "TeleChat3ForCausalLM": {"model_type": "telechat3", "rope_parameters": _ROPE},
+    "SarvamMoEForCausalLM": {
+        "model_type": "sarvam_moe", **_BAILING, "use_qk_norm": True, "n_group": 2, "topk_group": 1,
+        "score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+        "routed_scaling_factor": 1.5,
+    },
+    "IQuestLoopCoderForCausalLM": {
+        "model_type": "iquestloopcoder", "loop_num": 2, "loop_window_size": 16,
+        "rope_parameters": _ROPE,
+    },
+    "DbrxForCausalLM": {
+        "model_type": "dbrx", "d_model": 64, "n_heads": 2, "n_layers": 2, "max_seq_len": 512,
+        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {
+            "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2,
+            "ffn_act_fn": {"name": "silu"}, "moe_normalize_expert_weights": 1.0,
+        },
+    },
 }  # fmt: skip
 """What ``config.json`` of a tiny model has besides `COMMON`, by vLLM's class."""
 

@@ -62,12 +62,23 @@ for _name in (
     "plamo3",
     "minicpm",
     "ernie4_5_moe_vl",
+    "internlm2",
+    "internlm3",
+    "exaone",
+    "deepseek",
+    "telechat3",
+    "sarvam_moe",
+    "iquestloopcoder",
 ):
     AutoConfig.register(_name, type(_name, (_OwnConfig,), {"model_type": _name}))
 
 # vLLM's Transformers backend gives a draft's experts the names of the target's, and refuses both.
-# Checkpoints of Step 3.5 are refused as drafts by their type: theirs have MTP layers.
-_NO_DRAFTS = {"HunYuanMoEV1ForCausalLM", "MellumForCausalLM", "Step3p5ForCausalLM"} | {*MULTIMODAL}
+# Checkpoints of Step 3.5 are refused as drafts by their type: theirs have MTP layers. InternLM2
+# asks for an argument that nobody gives drafts.
+_NO_DRAFTS = {
+    "HunYuanMoEV1ForCausalLM", "MellumForCausalLM", "Step3p5ForCausalLM", "InternLM2ForCausalLM",
+    *MULTIMODAL,
+}  # fmt: skip
 OPTIONS = {"skip_tokenizer_init": True, "block_size": 32, "load_format": "made up"}
 """Of the engines that run them."""
 
