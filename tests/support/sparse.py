@@ -154,9 +154,10 @@ def _keep_keys(
 
 def _write_latents(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *,
-    kv_cache_dtype: str, scale: Tensor,
+    kv_cache_dtype: str, scale: Tensor, skip_scale: bool = False,
 ) -> None:  # fmt: skip
     assert kv_cache_dtype == "auto"
+    assert not skip_scale
     write_latents(None, kv_c, k_pe, kv_cache, slot_mapping)
 
 
