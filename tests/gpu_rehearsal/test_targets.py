@@ -24,7 +24,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from benchmarks.gpu.models import RECURRENT, pair_of, write_models
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.architectures import save_architecture
-from tests.support.engines import lookup_trees, sequoia, whole_trees
+from tests.support.engines import chain_of, lookup_trees, sequoia, whole_trees
 from tests.support.expert_layers import save_experts
 from tests.support.generating import (
     generate_on,
@@ -32,6 +32,7 @@ from tests.support.generating import (
     random_prompts,
     resumed,
     save_related_pair,
+    speculated,
 )
 from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_gpu, gpu_environment
@@ -68,6 +69,7 @@ MTP = {
     "dynamic_tree": True,
 }  # fmt: skip
 MTP_OF_DEEPSEEK = "DeepseekV3's MTP layer"
+MTP_OF_SPARSE = {f"{kind}'s MTP layer": kind for kind in SPARSE_KINDS[:2]}
 MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
 TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
 LATENT = ["DeepseekV3", *WITH_STATES_AND_LATENTS]
@@ -128,6 +130,12 @@ def start_and_generate(folder: str, name: str) -> dict[str, Any]:
     if name == MTP_OF_DEEPSEEK:
         rehearse_on_gpus()
         return plain_and_trees(MTP, save_latent_layer(place, 256), texts, greedy, **TRITON_MLA)
+    if name in MTP_OF_SPARSE:
+        rehearse_sparse_on_gpus()
+        texts = random_prompts([length + CHOOSES for length in LENGTHS[:3]])
+        return plain_and_trees(
+            MTP, save_latent_layer(place, 256, MTP_OF_SPARSE[name]), texts, greedy
+        )
     rehearse_in_float32()
     if name == MTP_OF_QWEN:
         target = save_experts(place / "target", "Qwen3Next")
@@ -162,7 +170,7 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
     return answers
 
 
-OTHERS = ["MiMo", MTP_OF_QWEN, MTP_OF_DEEPSEEK, MADE_UP, *JOINED]
+OTHERS = ["MiMo", MTP_OF_QWEN, MTP_OF_DEEPSEEK, *MTP_OF_SPARSE, MADE_UP, *JOINED]
 
 
 @pytest.fixture(
@@ -227,6 +235,34 @@ def test_sparse_layers_read_prompts_in_pieces_and_what_is_cached(tmp_path):
     assert found["cached"]["counts"]["tokens_per_tree"] > 1.2
     assert found["resumed"]["tokens"] == [[one[0][-ENDS:]] for one in plain[::2]]
     assert found["resumed"]["hits"] >= CHOOSES
+
+
+def start_and_compare(folder: str) -> dict[str, Any]:
+    """Drafts by a sparse MTP layer in texts shorter, and longer, than what it chooses."""
+    rehearse_sparse_on_gpus()
+    target = save_latent_layer(Path(folder), 256, SPARSE)
+    vllms = {"method": "mtp", "num_speculative_tokens": 3}
+    short, long = random_prompts([9, 20]), random_prompts([9 + CHOOSES, 20 + CHOOSES])
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    found = {}
+    for name, config in ("vLLM's", vllms), ("ours", chain_of(target, 3, drafter="mtp")):
+        with rehearsing(config, model=target) as llm:
+            tokens = generate(llm, short, greedy)["tokens"]
+            counts = speculated(llm)
+            tokens += generate(llm, long, greedy)["tokens"]
+            found[name] = {"tokens": tokens, "short": counts, "all": speculated(llm)}
+    return found
+
+
+@pytest.mark.sharded
+def test_a_sparse_mtp_layer_drafts_without_its_choice(tmp_path):
+    """What it drafts differs only in texts that are longer than what it would choose."""
+    found = call_on_gpu(start_and_compare, tmp_path, folder=str(tmp_path))
+    ours, vllms = found["ours"], found["vLLM's"]
+    assert ours["tokens"] == vllms["tokens"]
+    assert ours["short"] == vllms["short"]
+    accepted = "accepted_tokens"
+    assert 0 < ours["short"][accepted] < ours["all"][accepted]
 
 
 def start_and_read(folder: str, name: str) -> dict[str, Any]:

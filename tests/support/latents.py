@@ -50,9 +50,9 @@ SPARSE_KINDS = ["DeepseekV32", "GlmMoeDsa", "HYV4"]
 
 
 def save_latent_pair(
-    directory: Path, vocab: int = VOCABULARY, kind: str = "DeepseekV3"
+    directory: Path, vocab: int = VOCABULARY, kind: str = "DeepseekV3", **own: Any
 ) -> tuple[str, str]:
-    """A target of a dense layer and one of experts, and a Llama as its draft.
+    """A target of two layers, and a Llama as its draft. ``own``: other fields of the target.
 
     They share embeddings and head, which know each token's likeliest successor. The target's layers
     decide how often the draft is wrong.
@@ -62,7 +62,7 @@ def save_latent_pair(
     torch.manual_seed(0)
     shared = {**SHARED, "vocab_size": vocab}
     of_target = getattr(transformers, f"{kind}Config")(
-        **shared, **_KINDS[kind], num_hidden_layers=2, num_key_value_heads=2, q_lora_rank=16,
+        **shared, **_KINDS[kind] | own, num_hidden_layers=2, num_key_value_heads=2, q_lora_rank=16,
         kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
         n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
         moe_intermediate_size=32, rope_parameters=YARN,
@@ -104,7 +104,8 @@ def _name_as_vllm_reads(file: Path) -> None:
 
 def save_latent_layer(directory: Path, vocab: int = VOCABULARY, kind: str = "DeepseekV3") -> str:
     """The same target with a layer of multi-token prediction (MTP): its last layer again."""
-    target, _ = save_latent_pair(directory, vocab, kind)
+    last_has_experts = _KINDS["DeepseekV3"] | {"mlp_layer_types": ["dense", "sparse"]}
+    target, _ = save_latent_pair(directory, vocab, kind, **last_has_experts)
     file = Path(target, "config.json")
     config = {**json.loads(file.read_text("utf-8")), "num_nextn_predict_layers": 1}
     file.write_text(json.dumps(config), "utf-8")

@@ -112,7 +112,7 @@ ASKED = {
     "Gemma 3": "runs as a target (tiny model); known drafts: none",
     "Qwen2-VL": "runs as a target (rehearsed)",
     "Qwen3.5 to 3.8 (hybrid)": "runs as a target (interpreted; on GPUs alone; its",
-    "DeepSeek V3.2": "runs as a target (rehearsed; on GPUs alone); known drafts: none",
+    "DeepSeek V3.2": "runs as a target (rehearsed; on GPUs alone; its MTP layer drafts); known",
     "DeepSeek V4": "refused as a target, as it chooses the tokens that it attends to",
     "Llama 4": "runs as a target (rehearsed; text alone, on GPUs alone)",
     "no family in docs/supported.md": "runs by its configuration; known drafts: none",

@@ -279,6 +279,7 @@ def kind_of(given: SimpleNamespace) -> str:
         ("MiMoForCausalLM", "mimo"), ("Glm4MoeForCausalLM", "glm4_moe"),
         ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"), ("HYV3ForCausalLM", "hy_v3"),
         ("ExaoneMoeForCausalLM", "exaone_moe"), ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        ("DeepseekV32ForCausalLM", "deepseek_v32"), ("GlmMoeDsaForCausalLM", "glm_moe_dsa"),
         ("Glm4MoeLiteForCausalLM", "glm4_moe_lite"), ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
         ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
         ("Qwen3NextForCausalLM", "qwen3_next"),  # whose published ones do not name their layer
@@ -339,7 +340,7 @@ def test_the_targets_own_layer_drafts_where_no_draft_is_known(
         (target(num_nextn_predict_layers=2), "has 2 MTP layers"),
         (target(num_nextn_predict_layers=0), "has 0 MTP layers"),
         (target("Qwen3_5ForCausalLM", "qwen3_5_text", mtp_num_hidden_layers=0), "has 0 MTP layers"),
-        (target("DeepseekV32ForCausalLM", "deepseek_v32"), "draft with (DeepseekV32MTPModel)"),
+        (target("HYV4ForCausalLM", "hy_v4"), "draft with (HYV4MTPModel)"),
     ],
 )  # fmt: skip
 def test_others_are_refused_with_the_reason(given, problem):

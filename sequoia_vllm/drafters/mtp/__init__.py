@@ -8,20 +8,20 @@ from sequoia_vllm.drafters.registry import Drafter, Fields, HeadShape, Sign, reg
 
 MODEL_TYPES = r".*mtp"
 """Model types that vLLM reads such layers as."""
-ARCHITECTURES = frozenset(
-    {
-        "MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "HYV3MTPModel", "ExaoneMoeMTP",
-        "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "DeepSeekMTPModel", "Glm4MoeLiteMTPModel",
-        "MiMoV2MTPModel",
-    }
-)  # fmt: skip
+SPARSE = frozenset({"DeepseekV32MTPModel"})
+"""Architectures whose layer chooses the tokens that it attends to. It drafts without its choice."""
+ARCHITECTURES = SPARSE | {
+    "MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "HYV3MTPModel", "ExaoneMoeMTP",
+    "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "DeepSeekMTPModel", "Glm4MoeLiteMTPModel",
+    "MiMoV2MTPModel",
+}  # fmt: skip
 """Architectures of such layers that take one state of the target and give one back, and attend with
 keys and values, or with latents (MLA); of hybrid targets, too. vLLM's registry has others: with
 recurrent layers, several layers that take turns, or states of other widths.
 """
 _TARGETS = re.compile(
     r"(MiMo(V2(Flash)?)?|Glm4Moe(Lite)?|Ernie4_5_Moe|HYV3|ExaoneMoe|Qwen3Next|Qwen3_5(Moe)?|"
-    r"InternS2Preview|DeepseekV3)For(CausalLM|ConditionalGeneration)"
+    r"InternS2Preview|DeepseekV3(2)?|GlmMoeDsa)For(CausalLM|ConditionalGeneration)"
 )
 _OWN_WEIGHT = re.compile(r"(?:^|\.)mtp[._]")
 _WEIGHT_OF_LAYER = re.compile(r"(?:^|\.)(?:language_)?model\.layers\.(\d+)\.")

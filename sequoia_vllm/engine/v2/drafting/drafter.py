@@ -64,7 +64,11 @@ class DraftCache:
                 f"tree of depth {depth}: choose a shallower tree"
             )
         sizes = {index: spec.block_size for index, spec in specs.items()}
-        has_latents = any(isinstance(spec, MLAAttentionSpec) for spec in specs.values())
+        by_layer = (
+            getattr(specs[index], "kv_cache_specs", {}).get(name, specs[index])
+            for name, index in groups.items()
+        )
+        has_latents = any(isinstance(spec, MLAAttentionSpec) for spec in by_layer)
         return cls(block_tables, groups, sizes, windows, has_latents)
 
     def by_layer(self, slots: Tensor) -> dict[str, Tensor]:
