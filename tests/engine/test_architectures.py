@@ -22,6 +22,7 @@ from tests.support.engines import (
     whole_trees,
 )
 from tests.support.generating import greedy_and_seeded, random_prompts
+from tests.support.latents import ON_CPUS as LATENTS_ON_CPUS
 from tests.support.latents import VOCABULARY as LATENT_VOCABULARY
 from tests.support.latents import save_latent_pair
 from tests.support.models import save_llama
@@ -170,7 +171,7 @@ def test_latent_attention(disabled, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_MLA_DISABLE", disabled)
     target, draft = save_latent_pair(tmp_path)
     prompts, params = random_prompts([5, 37, 90, 20], LATENT_VOCABULARY), greedy_and_seeded(4, 40)
-    options = {"model": target, "skip_tokenizer_init": True, "max_num_seqs": 3}
+    options = {"model": target, "skip_tokenizer_init": True, "max_num_seqs": 3, **LATENTS_ON_CPUS}
     plain = plain_outputs(prompts, params, **options)
     with running(sequoia(16, draft=draft, dynamic_tree=True), **options) as llm:
         assert generated(llm, prompts, params) == plain

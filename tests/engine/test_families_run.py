@@ -13,6 +13,7 @@ import pytest
 from tests.support.engines import generated, metric, running
 from tests.support.family_recipes import MULTIMODAL, RECIPES, VOCABULARY
 from tests.support.generating import greedy_and_seeded, random_prompts
+from tests.support.latents import ON_CPUS
 from tests.support.multimodal import call_with_images
 from tests.support.tiny_families import OPTIONS, save_family
 
@@ -26,6 +27,8 @@ def answer(folder: str, name: str, **more: Any) -> dict[str, Any]:
     target, trees = save_family(Path(folder) / name, name)
     given = random_prompts(LENGTHS, VOCABULARY), greedy_and_seeded(len(LENGTHS), TOKENS)
     options: dict[str, Any] = {"model": target, **OPTIONS, "max_num_seqs": 3, **more}
+    if "kv_lora_rank" in RECIPES.get(name, ()):
+        options |= ON_CPUS
     with running(None, **options) as llm:
         plain = generated(llm, *given)
     with running(trees, **options) as llm:

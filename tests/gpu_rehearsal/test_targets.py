@@ -37,14 +37,20 @@ from tests.support.generating import (
 from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_gpu, gpu_environment
 from tests.support.kimi import KINDS as WITH_STATES_AND_LATENTS
-from tests.support.kimi import rehearse_kimi_on_gpus, save_kimi_pair
+from tests.support.kimi import (
+    LINEAR,
+    LING,
+    rehearse_kimi_on_gpus,
+    save_kimi_pair,
+    save_ling_layer,
+)
 from tests.support.latents import (
     SPARSE_KINDS,
     rehearse_on_gpus,
     save_latent_layer,
     save_latent_pair,
 )
-from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
+from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair, save_nemotron_layer
 from tests.support.models import save_config, save_word_tokenizer
 from tests.support.multimodal import IMAGE, call_with_images, requests_with_images, save_multimodal
 from tests.support.recurrent import VOCABULARY, rehearse_in_float32, save_hybrid_pair
@@ -70,6 +76,8 @@ MTP = {
 }  # fmt: skip
 MTP_OF_DEEPSEEK = "DeepseekV3's MTP layer"
 MTP_OF_SPARSE = {f"{kind}'s MTP layer": kind for kind in SPARSE_KINDS[:2]}
+MTP_OF_NEMOTRON = "NemotronH's MTP layer"
+MTP_OF_LING = {f"{kind}'s MTP layer": kind for kind in (LINEAR, LING)}
 MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
 TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
 LATENT = ["DeepseekV3", *WITH_STATES_AND_LATENTS]
@@ -130,6 +138,13 @@ def start_and_generate(folder: str, name: str) -> dict[str, Any]:
     if name == MTP_OF_DEEPSEEK:
         rehearse_on_gpus()
         return plain_and_trees(MTP, save_latent_layer(place, 256), texts, greedy, **TRITON_MLA)
+    if name == MTP_OF_NEMOTRON:
+        rehearse_as_on_gpus()
+        return plain_and_trees(MTP, save_nemotron_layer(place, 256), texts, greedy)
+    if name in MTP_OF_LING:
+        rehearse_kimi_on_gpus(MTP_OF_LING[name])
+        target = save_ling_layer(place, 256, MTP_OF_LING[name])
+        return plain_and_trees(MTP, target, texts, greedy, **TRITON_MLA)
     if name in MTP_OF_SPARSE:
         rehearse_sparse_on_gpus()
         texts = random_prompts([length + CHOOSES for length in LENGTHS[:3]])
@@ -170,7 +185,16 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
     return answers
 
 
-OTHERS = ["MiMo", MTP_OF_QWEN, MTP_OF_DEEPSEEK, *MTP_OF_SPARSE, MADE_UP, *JOINED]
+OTHERS = [
+    "MiMo",
+    MTP_OF_QWEN,
+    MTP_OF_DEEPSEEK,
+    *MTP_OF_SPARSE,
+    *MTP_OF_LING,
+    MTP_OF_NEMOTRON,
+    MADE_UP,
+    *JOINED,
+]
 
 
 @pytest.fixture(

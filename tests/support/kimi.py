@@ -5,6 +5,7 @@ all have latent attention. KimiK3 is that class's text model: a KimiLinear with 
 lets vLLM run them in float32 here is below.
 """
 
+import json
 import os
 import re
 from itertools import pairwise
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
@@ -102,6 +103,40 @@ def save_kimi_pair(directory: Path, vocab: int = VOCABULARY, kind: str = KIMI) -
     save_file(weights, Path(target) / "model.safetensors", metadata={"format": "pt"})
     draft.save_pretrained(folder)
     return target, folder
+
+
+def save_ling_layer(directory: Path, vocab: int, kind: str) -> str:
+    """The same target with a layer of multi-token prediction (MTP): latents, and experts."""
+    target = Path(save_kimi_pair(directory, vocab, kind)[0])
+    file, prefix, hidden = target / "config.json", "model.layers.3", SHARED["hidden_size"]
+    config = json.loads(file.read_text("utf-8"))
+    experts, inner = config["num_experts"], 32
+    config |= {
+        "num_nextn_predict_layers": 1, "num_experts_per_tok": 1, "moe_intermediate_size": inner,
+        "moe_shared_expert_intermediate_size": inner, "num_shared_experts": 1, "n_group": 1,
+        "topk_group": 1,
+    }  # fmt: skip
+    file.write_text(json.dumps(config), "utf-8")
+    weights = load_file(target / "model.safetensors")
+    layer = _layer(prefix, kind, is_recurrent=False)
+    weights |= {name: weight for name, weight in layer.items() if ".mlp." not in name}
+    weights |= {f"{prefix}.{name}.weight": torch.ones(hidden) for name in _NORMS_OF_LAYER}
+    both = torch.eye(hidden), 0.5 * torch.eye(hidden)
+    weights[f"{prefix}.eh_proj.weight"] = torch.cat(both, dim=1)
+    weights[f"{prefix}.mlp.gate.weight"] = torch.randn(experts, hidden)
+    weights[f"{prefix}.mlp.gate.expert_bias"] = torch.zeros(experts)
+    for expert in (*(f"experts.{number}" for number in range(experts)), "shared_experts"):
+        for name, shape in {
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }.items():
+            weights[f"{prefix}.mlp.{expert}.{name}_proj.weight"] = 0.1 * torch.randn(shape)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
+_NORMS_OF_LAYER = "enorm", "hnorm", "final_layernorm"
 
 
 def _layer(prefix: str, kind: str, is_recurrent: bool) -> dict[str, Tensor]:

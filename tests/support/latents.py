@@ -14,6 +14,8 @@ from tests.support.expert_layers import add_layer
 from tests.support.models import save_pair
 
 VOCABULARY = 64
+# AMX_MLA, which vLLM takes for latents where CPUs have AMX, knows neither float32 nor trees.
+ON_CPUS: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
 SHARED: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 64,
     "num_attention_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0,

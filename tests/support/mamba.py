@@ -1,11 +1,14 @@
 """Tiny targets with Mamba2 layers or short convolutions, and what lets vLLM run them on CPUs."""
 
+import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.models import SMALL, save_pair
@@ -73,6 +76,38 @@ def save_mamba_pair(
     return save_pair(directory, target, draft)
 
 
+def save_nemotron_layer(directory: Path, vocab: int) -> str:
+    """NemotronH's target with its layer of multi-token prediction (MTP): attention, then experts.
+
+    Attention is the target's own again.
+    """
+    target = Path(save_mamba_pair(directory, "NemotronH", scale=0.1, vocab=vocab)[0])
+    file, hidden, inner, experts = target / "config.json", _SHARED["hidden_size"], 32, 4
+    of_experts = {
+        "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E",
+        "n_routed_experts": experts, "moe_intermediate_size": inner,
+        "moe_shared_expert_intermediate_size": inner,
+    }  # fmt: skip
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | of_experts), "utf-8")
+    weights = load_file(target / "model.safetensors")
+    attention, mixer = "backbone.layers.1.", "mtp.layers.1.mixer"
+    weights |= {
+        name.replace(attention, "mtp.layers.0."): weight.clone()
+        for name, weight in weights.items() if name.startswith(attention)
+    }  # fmt: skip
+    norms = "0.enorm", "0.hnorm", "1.norm", "1.final_layernorm"
+    weights |= {f"mtp.layers.{name}.weight": torch.ones(hidden) for name in norms}
+    both = torch.eye(hidden), 0.5 * torch.eye(hidden)
+    weights["mtp.layers.0.eh_proj.weight"] = torch.cat(both, dim=1)
+    weights[f"{mixer}.gate.weight"] = torch.randn(experts, hidden)
+    weights[f"{mixer}.gate.e_score_correction_bias"] = torch.zeros(experts)
+    for expert in (*(f"experts.{number}" for number in range(experts)), "shared_experts"):
+        for name, shape in ("up", (inner, hidden)), ("down", (hidden, inner)):
+            weights[f"{mixer}.{expert}.{name}_proj.weight"] = 0.05 * torch.randn(shape)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
 def run_as_on_gpus() -> None:
     """Test only: the layers of this process do here what they do on GPUs.
 
@@ -94,11 +129,16 @@ def rehearse_as_on_gpus() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()  # stand-ins first: layers import some of them by name
+    from vllm.model_executor.layers.activation import ReLUSquaredActivation
     from vllm.model_executor.layers.mamba import mamba_mixer2, short_conv
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     run_as_on_gpus()
     RotaryEmbedding.forward_cuda = RotaryEmbedding.forward_native
+    # Operators of the GPU build; only experts, which MTP layers have, ask for them.
+    os.environ["VLLM_USE_FUSED_MOE_GROUPED_TOPK"] = "0"
+    torch.ops._C.relu_squared = None
+    ReLUSquaredActivation.forward_cuda = ReLUSquaredActivation.forward_native
     run_without_dependent_launches()
     for layers in (mamba_mixer2, short_conv):
         layers.causal_conv1d_fn = convolve_prompts

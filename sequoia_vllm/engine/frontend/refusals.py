@@ -228,7 +228,7 @@ def _feature_reasons(vllm_config: Any) -> dict[str, Any]:
 
 
 def _specialized_decoder(additional: Any) -> bool:
-    """Whether a model's own decoder is asked for (Kimi K3's, from vLLM 0.33 on)."""
+    """Whether a model's own decoder is asked for (Kimi K3's: the newest vLLM has it)."""
     return isinstance(additional, dict) and additional.get("decode_backend", "auto") != "auto"
 
 

@@ -6,11 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import relu, silu
 
 from gpu_stand_in import graphs
 
 _NO_EXPERT = -1
+
+
+def _gated(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+_ACTIVATIONS = {"silu": _gated, "relu2_no_mul": lambda rows: relu(rows).square()}
 
 
 @graphs.device_function
@@ -42,7 +50,7 @@ def apply(
 
     Replaces that of vLLM's `TritonExperts`, which sorts rows by expert in an operator.
     """
-    assert activation.value == "silu"
+    activated = _ACTIVATIONS[activation.value]
     if apply_router_weight_on_input:  # of Llama 4: inputs have been multiplied
         topk_weights = torch.ones_like(topk_weights)
     assert (a1q_scale, a2_scale) == (None, None)
@@ -56,6 +64,5 @@ def apply(
     output.zero_()
     for expert in range(len(w1)):
         rows, places = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (hidden_states[rows] @ w1[expert].T).chunk(2, dim=-1)
-        found = (silu(gate) * up) @ w2[expert].T
+        found = activated(hidden_states[rows] @ w1[expert].T) @ w2[expert].T
         output.index_add_(0, rows, found * topk_weights[rows, places, None].to(found.dtype))
