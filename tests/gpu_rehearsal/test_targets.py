@@ -49,6 +49,7 @@ from tests.support.latents import (
     rehearse_on_gpus,
     save_latent_layer,
     save_latent_pair,
+    save_longcat_layer,
 )
 from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair, save_nemotron_layer
 from tests.support.models import save_config, save_word_tokenizer
@@ -76,6 +77,7 @@ MTP = {
 }  # fmt: skip
 MTP_OF_DEEPSEEK = "DeepseekV3's MTP layer"
 MTP_OF_SPARSE = {f"{kind}'s MTP layer": kind for kind in SPARSE_KINDS[:2]}
+MTP_OF_LONGCAT = "LongcatFlash's MTP layer"
 MTP_OF_NEMOTRON = "NemotronH's MTP layer"
 MTP_OF_LING = {f"{kind}'s MTP layer": kind for kind in (LINEAR, LING)}
 MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
@@ -138,6 +140,12 @@ def start_and_generate(folder: str, name: str) -> dict[str, Any]:
     if name == MTP_OF_DEEPSEEK:
         rehearse_on_gpus()
         return plain_and_trees(MTP, save_latent_layer(place, 256), texts, greedy, **TRITON_MLA)
+    if name == MTP_OF_LONGCAT:
+        rehearse_on_gpus()
+        target = save_longcat_layer(place, 256)
+        # Compiled, vLLM asks for what experts that add nothing give before they ran.
+        eager = {"compilation_config": {"mode": 0}}
+        return plain_and_trees(MTP, target, texts, greedy, **TRITON_MLA, **eager)
     if name == MTP_OF_NEMOTRON:
         rehearse_as_on_gpus()
         return plain_and_trees(MTP, save_nemotron_layer(place, 256), texts, greedy)
@@ -186,15 +194,9 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
 
 
 OTHERS = [
-    "MiMo",
-    MTP_OF_QWEN,
-    MTP_OF_DEEPSEEK,
-    *MTP_OF_SPARSE,
-    *MTP_OF_LING,
-    MTP_OF_NEMOTRON,
-    MADE_UP,
-    *JOINED,
-]
+    "MiMo", MTP_OF_QWEN, MTP_OF_DEEPSEEK, MTP_OF_LONGCAT, MTP_OF_NEMOTRON, *MTP_OF_SPARSE,
+    *MTP_OF_LING, MADE_UP, *JOINED,
+]  # fmt: skip
 
 
 @pytest.fixture(

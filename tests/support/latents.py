@@ -48,6 +48,12 @@ _KINDS |= {
     "DeepseekV32": _INDEXER, "GlmMoeDsa": {**_INDEXER, **_SHARED_CHOICE},
     "HYV4": {**_INDEXER, **_OF_HY4},
 }  # fmt: skip
+LONGCAT = "LongcatFlash"
+_KINDS[LONGCAT] = {
+    "num_hidden_layers": 4, "ffn_hidden_size": 64, "head_dim": 64, "moe_topk": 2,
+    "zero_expert_num": 2, "zero_expert_type": "identity", "expert_ffn_hidden_size": 32,
+    "routed_scaling_factor": 1.0, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
+}  # fmt: skip
 SPARSE_KINDS = ["DeepseekV32", "GlmMoeDsa", "HYV4"]
 
 
@@ -63,12 +69,14 @@ def save_latent_pair(
 
     torch.manual_seed(0)
     shared = {**SHARED, "vocab_size": vocab}
-    of_target = getattr(transformers, f"{kind}Config")(
-        **shared, **_KINDS[kind] | own, num_hidden_layers=2, num_key_value_heads=2, q_lora_rank=16,
-        kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
-        n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
-        moe_intermediate_size=32, rope_parameters=YARN,
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+        "moe_intermediate_size": 32, "rope_parameters": YARN,
+    }  # fmt: skip
+    fields |= shared | _KINDS[kind] | own
+    of_target = getattr(transformers, f"{kind}Config")(**fields)
     of_draft = LlamaConfig(**shared, num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
     target = getattr(transformers, f"{kind}ForCausalLM")(of_target).float()
     draft = LlamaForCausalLM(of_draft).float()
@@ -115,6 +123,32 @@ def save_latent_layer(directory: Path, vocab: int = VOCABULARY, kind: str = "Dee
     names = f"{last}.enorm", f"{last}.hnorm", f"{last}.eh_proj", f"{last}.shared_head.norm"
     add_layer(Path(target), "model.layers.1.", last, names, states=0.5)
     return target
+
+
+def save_longcat_layer(directory: Path, vocab: int) -> str:
+    """LongCat-Flash with its MTP layer, which has no experts: an attention of its own again."""
+    target = Path(save_latent_pair(directory, vocab, LONGCAT)[0])
+    file, hidden = target / "model.safetensors", SHARED["hidden_size"]
+    weights, copied, prefix = load_file(file), "model.layers.1.", "model.mtp.layers.0"
+    for name in [name for name in weights if re.search(r"experts\.[45]\.", name)]:
+        del weights[name]  # experts that add nothing have no weights in checkpoints
+    renamed = {
+        "self_attn.1.": "self_attn.", "mlps.1.": "transformer_layer.mlp.",
+        "input_layernorm.1.": "input_layernorm.",
+        "post_attention_layernorm.1.": "post_attention_layernorm.",
+    }  # fmt: skip
+    weights |= {
+        f"{prefix}.{new}{name.removeprefix(copied + old)}": weight.clone()
+        for old, new in renamed.items()
+        for name, weight in weights.items() if name.startswith(copied + old)
+    }  # fmt: skip
+    norms = f"{prefix}.enorm.m", f"{prefix}.hnorm.m", "model.mtp.norm"
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    both = torch.eye(hidden), 0.5 * torch.eye(hidden)
+    weights[f"{prefix}.eh_proj.weight"] = torch.cat(both, dim=1)
+    weights["model.mtp.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+    return str(target)
 
 
 def rehearse_on_gpus() -> None:

@@ -28,8 +28,10 @@ def topk_softmax(
     is_padding: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The experts of each row, with vLLM's parameters; rows of padding have none."""
-    assert e_score_correction_bias is None
-    weights, ids = gating_output.float().softmax(-1).topk(topk_ids.shape[1])
+    scores = gating_output.float().softmax(-1)
+    ranked = scores if e_score_correction_bias is None else scores + e_score_correction_bias
+    ids = ranked.topk(topk_ids.shape[1]).indices
+    weights = scores.gather(1, ids)
     if renormalize:
         weights /= weights.sum(-1, keepdim=True)
     topk_weights.copy_(weights)
