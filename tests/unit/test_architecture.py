@@ -283,7 +283,7 @@ LINES = {
     "sequoia_vllm": 1_408, "step": 887, "tests": 51_530, "tree": 619, "verification": 1_385,
     "verifying": 513, "vocabulary": 376,
 }  # fmt: skip
-SLACK, MOST = 1.03, 101_200  # of a room; of all
+SLACK, MOST = 1.03, 101_400  # of a room; of all
 
 
 def lines_by_room() -> dict[str, int]:

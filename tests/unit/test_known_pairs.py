@@ -280,13 +280,18 @@ def kind_of(given: SimpleNamespace) -> str:
         ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"), ("HYV3ForCausalLM", "hy_v3"),
         ("ExaoneMoeForCausalLM", "exaone_moe"), ("DeepseekV3ForCausalLM", "deepseek_v3"),
         ("DeepseekV32ForCausalLM", "deepseek_v32"), ("GlmMoeDsaForCausalLM", "glm_moe_dsa"),
+        ("NemotronHForCausalLM", "nemotron_h"), ("LongcatFlashForCausalLM", "longcat_flash"),
+        ("BailingMoeV2_5ForCausalLM", "bailing_hybrid"),
+        ("BailingMoeV3ForCausalLM", "bailing_hybrid"),
         ("Glm4MoeLiteForCausalLM", "glm4_moe_lite"), ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
         ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
-        ("Qwen3NextForCausalLM", "qwen3_next"),  # whose published ones do not name their layer
+        ("Qwen3NextForCausalLM", "qwen3_next"),
     ],
 )  # fmt: skip
 def test_targets_that_draft_for_themselves(architecture, model_type):
-    unnamed = {"num_nextn_predict_layers": None} if model_type == "qwen3_next" else {}
+    """Published ones of some families do not name their layer."""
+    names_none = ("qwen3_next", "longcat_flash")
+    unnamed = {"num_nextn_predict_layers": None} if model_type in names_none else {}
     here = target(architecture, model_type, **unnamed)
     assert kind_of(here) == "mtp"
     assert DRAFTERS["mtp"].lies_in(here.hf_config.to_dict())

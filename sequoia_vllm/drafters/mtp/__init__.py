@@ -13,7 +13,8 @@ SPARSE = frozenset({"DeepseekV32MTPModel"})
 ARCHITECTURES = SPARSE | {
     "MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "HYV3MTPModel", "ExaoneMoeMTP",
     "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "DeepSeekMTPModel", "Glm4MoeLiteMTPModel",
-    "MiMoV2MTPModel", "LongCatFlashMTPModel", "NemotronHMTPModel", "BailingMoeV25MTPModel", "BailingMoeV3MTPModel",
+    "MiMoV2MTPModel", "LongCatFlashMTPModel", "NemotronHMTPModel", "BailingMoeV25MTPModel",
+    "BailingMoeV3MTPModel",
 }  # fmt: skip
 """Architectures of such layers that take one state of the target and give one back, and attend with
 keys and values, or with latents (MLA); of hybrid targets, too. vLLM's registry has others: with
