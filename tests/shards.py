@@ -63,18 +63,26 @@ SHARDS = (
     Shard(of("engine", "multimodal", "measuring", "differential", "features")),
     Shard(
         of("engine", "architectures", "interrupts", "lookup", "lora", "mutants", "offload")
-        + of("engine", "sampled", "target_graphs", "tensor_parallel")
+        + of("engine", "reasoning", "sampled", "target_graphs", "tensor_parallel")
         + of("engine", "large_trees", "undrafted_steps", "vocabularies")
     ),
     Shard((*of("engine", "train_draft"), "tests/server")),
     Shard(("tests/v2",)),
     Shard(("tests/kernels", "tests/ops", "tests/unit", "tests/gpu_check")),
-    Shard(("tests/ray_examples", *of("gpu_rehearsal", "verify"))),
+    Shard(("tests/ray", "tests/ray_examples", *of("gpu_rehearsal", "verify"))),
     Shard(of("gpu_rehearsal", "gpu_run", "server")),
     Shard(of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots")),
     Shard(of("gpu_rehearsal", "targets")),
     Shard(
-        of("gpu_rehearsal", "architectures", "heads", "long_contexts", "mutants", "requests")
+        of(
+            "gpu_rehearsal",
+            "architectures",
+            "dynamic_trees",
+            "heads",
+            "long_contexts",
+            "mutants",
+            "requests",
+        )
         + of("gpu_rehearsal", "sleeping"),
         modules=(("tests.contract.check_wheels", WHEELS, *SUPPORTED_VERSIONS["gpu"]),),
     ),

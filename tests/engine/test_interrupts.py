@@ -119,7 +119,11 @@ def test_engines_end(tmp_path, command, processes, moment, number):
     assert took < SECONDS_TO_END
 
 
-@pytest.mark.parametrize("seed", range(10))
+# The first four have each command and each moment once.
+IN_SHARDS = [pytest.param(seed, marks=pytest.mark.sharded) for seed in range(4, 10)]
+
+
+@pytest.mark.parametrize("seed", [*range(4), *IN_SHARDS])
 def test_random_moments(tmp_path, seed):
     """Each command meets both signals. Engines run where users' do on CPUs, then as on GPUs."""
     rng = random.Random(seed)

@@ -18,7 +18,7 @@ ON_V2 = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["V1", "V2"])
+@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.sharded)])
 def answered(request, tmp_path_factory):
     if request.param == "V1":
         return both_answers(list(KINDS), **SIZES["V1"])

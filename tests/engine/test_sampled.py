@@ -26,6 +26,7 @@ from sequoia_vllm.step import grow, verify
 from sequoia_vllm.verification import methods
 from tests.oracles.laws import assert_same_law
 from tests.support import brackets, processors, target_only
+from tests.support.chessboard import chessboard
 from tests.support.engines import (
     generated,
     lookup_trees,
@@ -172,9 +173,9 @@ CUT = [{"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.2, "top_k": 4, "min
         (4, PLAIN, False, "sequoia", "model"),
         (3, CUT, False, "sequoia", "model"),
         (3, EDITED, False, "sequoia", "model"),
-        (3, GRAMMARS, False, "sequoia", "model"),
+        pytest.param(3, GRAMMARS, False, "sequoia", "model", marks=pytest.mark.sharded),
         (3, THOUGHTS, False, "sequoia", "model"),
-        (3, PROCESSED, False, "sequoia", "model"),
+        pytest.param(3, PROCESSED, False, "sequoia", "model", marks=pytest.mark.sharded),
         # Each seed's own tokens are compared with plain vLLM's in `test_requests.py`.
         pytest.param(3, PLAIN, True, "sequoia", "model", marks=pytest.mark.sharded),
         (4, PLAIN, False, "traversal", "model"),
@@ -203,8 +204,12 @@ def test_completions_follow_the_exact_law(
         assert replaced == []
 
 
-@pytest.mark.parametrize("verification", ["sequoia", "traversal"])
-@pytest.mark.parametrize("said_by", ["a prediction", "the text", "a prediction, with a grammar"])
+@pytest.mark.parametrize(
+    ("said_by", "verification"),
+    chessboard(
+        ["a prediction", "the text", "a prediction, with a grammar"], ["sequoia", "traversal"]
+    ),
+)
 def test_branches_below_the_trees_last_level_keep_the_law(
     tiny_pair, said_by, verification, monkeypatch
 ):

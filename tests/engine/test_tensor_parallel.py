@@ -107,6 +107,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sharded
 def test_same_tokens_from_a_compiled_engine_in_other_processes(tmp_path):
     target, draft = save_related_pair(tmp_path)
     requests = random_prompts([9, 20, 14, 31])

@@ -19,7 +19,7 @@ from tests.support.rehearsing import (
     rehearsing,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 
 def run(models: str) -> dict[str, Any]:

@@ -156,9 +156,10 @@ def start_and_generate(folder: str, name: str) -> dict[str, Any]:
     if name in MTP_OF_SPARSE:
         rehearse_sparse_on_gpus()
         texts = random_prompts([length + CHOOSES for length in LENGTHS[:3]])
-        return plain_and_trees(
-            MTP, save_latent_layer(place, 256, MTP_OF_SPARSE[name]), texts, greedy
-        )
+        named = {"attention_config": {"backend": "FLASHMLA_SPARSE"}}
+        options = {} if MTP_OF_SPARSE[name] == SPARSE else named
+        target = save_latent_layer(place, 256, MTP_OF_SPARSE[name])
+        return plain_and_trees(MTP, target, texts, greedy, **options)
     rehearse_in_float32()
     if name == MTP_OF_QWEN:
         target = save_experts(place / "target", "Qwen3Next")

@@ -54,6 +54,7 @@ def test_the_sample_has_every_kernel_and_every_device():
 
 
 @pytest.mark.slow
+@pytest.mark.sharded
 def test_kernels_compile_to_what_their_page_has(tmp_path):
     # Nothing that was compiled before is taken: here it is to be compiled.
     variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -17,7 +17,10 @@ from tests.support.cores import needs_two_cores
 from tests.support.engines import plain_outputs
 from tests.support.models import prompts
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200), needs_two_cores]
+pytestmark = [
+    pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded, pytest.mark.timeout(1200),
+    needs_two_cores,
+]  # fmt: skip
 
 # Not one that anything would choose by itself: the second child has the longer branch.
 #

@@ -183,6 +183,7 @@ def test_keys_and_values_are_written_as_vllm_writes_them(generated):
         assert torch.tensor(ours).count_nonzero() > 1800
 
 
+@pytest.mark.sharded
 def test_rejected_drafts_that_the_target_reads_as_nan(tmp_path):
     """Their slots keep keys of NaN, and values of 0, which later tokens' tiles read."""
     found = call_on_v2(generate_beside_nan, tmp_path, gpu_attention=True, models=str(tmp_path))

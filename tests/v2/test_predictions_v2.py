@@ -18,7 +18,7 @@ from tests.support.generating import (
 )
 from tests.support.interpreted import call_on_v2
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.sharded]
 
 TOKENS, DEPTH = 40, 4
 # Chunks of prompts; and fewer blocks than all requests need at once, so that some are preempted.

@@ -137,9 +137,8 @@ def generate_whole(models: str) -> dict[str, Any]:
     return {"plain": generate(None, *given, **options), "trees": trees}
 
 
-OTHERS = [name for name in (*WITH_LATENTS, *MAMBAS) if name != KIMI]
-AGAIN = [pytest.param(name, marks=pytest.mark.sharded) for name in OTHERS]
-KINDS = ["Qwen3Next", KIMI, LATENTS, *AGAIN]
+OTHERS = [*WITH_LATENTS, LATENTS, *MAMBAS]
+KINDS = ["Qwen3Next", *(pytest.param(name, marks=pytest.mark.sharded) for name in OTHERS)]
 answers = called_once(call_on_v2, generate_all, ("name", KINDS), gpu_attention=True)
 
 

@@ -443,7 +443,10 @@ def check_law(
     return [tokens for [tokens] in answer["tokens"]]
 
 
-@pytest.mark.parametrize("method", ["sequoia", "traversal"])
+SHARDED = pytest.mark.sharded
+
+
+@pytest.mark.parametrize("method", ["sequoia", pytest.param("traversal", marks=SHARDED)])
 def test_unseeded_tokens_follow_the_targets_law(method, tmp_path):
     target, draft = save_for_law(tmp_path / "target", 3, 1.5), save_for_law(tmp_path / "draft", 4)
     check_law(tmp_path, target, draft, method=method, tree=LAW_TREE, foretells=True)
@@ -481,6 +484,7 @@ def test_branches_of_told_tokens_leave_the_law(tmp_path, monkeypatch):
 LAW_WORDS = {"w3": 0, "other": 1, "w5": 2, "more": 3, "w0": 6, "w1": 7}
 
 
+@pytest.mark.sharded
 def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
     """Two of six tokens are never drafted; ids and logits are mapped in the graphs."""
     target, drafts = save_for_law(tmp_path / "target", 3, 1.5), save_for_law(tmp_path / "draft", 4)
@@ -490,7 +494,7 @@ def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
     check_law(tmp_path, target, other, likely=drafts, skip_tokenizer_init=False)
 
 
-SHARDED, OF_ITS_KIND = pytest.mark.sharded, ("eagle3", "mtp", "dspark", "dflash2", "hybrid's mtp")
+OF_ITS_KIND = ("eagle3", "mtp", "dspark", "dflash2", "hybrid's mtp")
 
 
 @pytest.mark.parametrize("kind", ["dflash", *(pytest.param(k, marks=SHARDED) for k in OF_ITS_KIND)])
@@ -551,6 +555,7 @@ def generate_target_only(models: str) -> dict[str, Any]:
     return answers
 
 
+@pytest.mark.sharded
 def test_a_method_that_was_registered_there_verifies(tmp_path):
     """One token per step where it does; greedy requests do not go by it."""
     save_related_pair(tmp_path)

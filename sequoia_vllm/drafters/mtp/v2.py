@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV3Config
 from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.drafters.eagle3.v2 import LevelHeadDrafter
 from sequoia_vllm.drafters.mtp import SPARSE
@@ -18,10 +19,12 @@ class LayerDrafter(LevelHeadDrafter):
 
     def load(self, target_model: torch.nn.Module, target_layers: set[str]) -> torch.nn.Module:
         """See `TreeDrafter.load`; a sparse layer is loaded as one that attends to all tokens."""
-        draft = self.chains.speculative_config.draft_model_config
-        if draft.architectures[0] not in SPARSE:
+        config = self.chains.speculative_config
+        if config.draft_model_config.architectures[0] not in SPARSE:
             return super().load(target_model, target_layers)
-        _read_as_dense(draft)
+        _read_as_dense(config.draft_model_config)
+        if self.chains.vllm_config.attention_config.backend is not None:  # the user's, for sparse
+            config.attention_backend = AttentionBackendEnum.TRITON_MLA
         # Until: vLLM's class leaves out weights that a layer without an indexer does not have.
         with patched(DeepSeekMTP, "load_weights", _load_without_indexer):
             return super().load(target_model, target_layers)
