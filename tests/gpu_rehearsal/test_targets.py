@@ -5,10 +5,11 @@ convolutions, DeepseekV3 latent attention, KimiLinear both this and Kimi Delta A
 BailingMoeV3 have both in classes of their own, BailingMoeV2_5 has latents and linear attention.
 DeepseekV32, GlmMoeDsa and HYV4 choose among latents. The second layer of the last two takes what
 the first chose, and HYV4's heads have sinks. llama4's chunks end within prompts and within trees.
-MiMoV2Flash has keys that are larger than values. MiMo's, MiMoV2Flash's, Qwen3Next's and
-DeepseekV3's own MTP layers draft, and in "lookup" no model does. Qwen2-VL and Qwen3.5 read images:
-a draft that reads text drafts for the one, its MTP layer for the other, which has recurrent layers,
-too.
+MiMoV2Flash has keys that are larger than values. In LongcatFlash some experts have no weights.
+
+Own MTP layers draft for MiMo, for MiMoV2Flash and where the name says so, and in "lookup" no model
+does. Qwen2-VL and Qwen3.5 read images: a draft that reads text drafts for the one, its MTP layer
+for the other, which has recurrent layers, too.
 """
 
 import json
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.config.speculative import SpeculativeConfig
 from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.gpu.models import RECURRENT, pair_of, write_models
@@ -36,14 +38,15 @@ from tests.support.generating import (
 )
 from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_gpu, gpu_environment
-from tests.support.kimi import KINDS as WITH_STATES_AND_LATENTS
 from tests.support.kimi import (
+    K3,
     LINEAR,
     LING,
     rehearse_kimi_on_gpus,
     save_kimi_pair,
     save_ling_layer,
 )
+from tests.support.kimi import KINDS as WITH_STATES_AND_LATENTS
 from tests.support.latents import (
     SPARSE_KINDS,
     rehearse_on_gpus,
@@ -68,6 +71,7 @@ from tests.support.sparse import rehearse_hy4_on_gpus, rehearse_sparse_on_gpus
 pytestmark = pytest.mark.engine
 
 SHARDED = pytest.mark.sharded
+read_as_draft = SpeculativeConfig.hf_config_override
 LENGTHS = [5, 9, 20, 33, 14]
 TOKENS, ABORTED, ENDS = 12, 1, 6
 WITH_GRAMMAR = [2, 3]
@@ -79,7 +83,7 @@ MTP_OF_DEEPSEEK = "DeepseekV3's MTP layer"
 MTP_OF_SPARSE = {f"{kind}'s MTP layer": kind for kind in SPARSE_KINDS[:2]}
 MTP_OF_LONGCAT = "LongcatFlash's MTP layer"
 MTP_OF_NEMOTRON = "NemotronH's MTP layer"
-MTP_OF_LING = {f"{kind}'s MTP layer": kind for kind in (LINEAR, LING)}
+MTP_OF_LING = {f"{kind}'s MTP layer": kind for kind in (LINEAR, LING, K3)}
 MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
 TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
 LATENT = ["DeepseekV3", *WITH_STATES_AND_LATENTS]
@@ -128,6 +132,12 @@ def save_pair(folder: Path, name: str) -> tuple[str, str]:
     return save_mamba_pair(folder, name, scale=0.1)
 
 
+def as_k3(hf_config: Any) -> Any:
+    """How vLLM reads Kimi K3's MTP layer; the tiny target is its text model alone."""
+    hf_config.model_type = "kimi_k3"
+    return read_as_draft(hf_config)
+
+
 def start_and_generate(folder: str, name: str) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees for batches of three and of one."""
     place, texts = Path(folder), random_prompts(LENGTHS[:3])
@@ -152,6 +162,8 @@ def start_and_generate(folder: str, name: str) -> dict[str, Any]:
     if name in MTP_OF_LING:
         rehearse_kimi_on_gpus(MTP_OF_LING[name])
         target = save_ling_layer(place, 256, MTP_OF_LING[name])
+        if MTP_OF_LING[name] == K3:
+            SpeculativeConfig.hf_config_override = staticmethod(as_k3)
         return plain_and_trees(MTP, target, texts, greedy, **TRITON_MLA)
     if name in MTP_OF_SPARSE:
         rehearse_sparse_on_gpus()

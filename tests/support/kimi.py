@@ -106,11 +106,14 @@ def save_kimi_pair(directory: Path, vocab: int = VOCABULARY, kind: str = KIMI) -
 
 
 def save_ling_layer(directory: Path, vocab: int, kind: str) -> str:
-    """The same target with a layer of multi-token prediction (MTP): latents, and experts."""
+    """The same target with a layer of multi-token prediction (MTP): latents, and experts.
+
+    Kimi K3's has no experts here.
+    """
     target = Path(save_kimi_pair(directory, vocab, kind)[0])
     file, prefix, hidden = target / "config.json", "model.layers.3", SHARED["hidden_size"]
     config = json.loads(file.read_text("utf-8"))
-    experts, inner = config["num_experts"], 32
+    experts, inner = config.get("num_experts", 0), 32
     config |= {
         "num_nextn_predict_layers": 1, "num_experts_per_tok": 1, "moe_intermediate_size": inner,
         "moe_shared_expert_intermediate_size": inner, "num_shared_experts": 1, "n_group": 1,
@@ -119,13 +122,15 @@ def save_ling_layer(directory: Path, vocab: int, kind: str) -> str:
     file.write_text(json.dumps(config), "utf-8")
     weights = load_file(target / "model.safetensors")
     layer = _layer(prefix, kind, is_recurrent=False)
-    weights |= {name: weight for name, weight in layer.items() if ".mlp." not in name}
+    weights |= {name: w for name, w in layer.items() if not experts or ".mlp." not in name}
     weights |= {f"{prefix}.{name}.weight": torch.ones(hidden) for name in _NORMS_OF_LAYER}
     both = torch.eye(hidden), 0.5 * torch.eye(hidden)
     weights[f"{prefix}.eh_proj.weight"] = torch.cat(both, dim=1)
-    weights[f"{prefix}.mlp.gate.weight"] = torch.randn(experts, hidden)
-    weights[f"{prefix}.mlp.gate.expert_bias"] = torch.zeros(experts)
-    for expert in (*(f"experts.{number}" for number in range(experts)), "shared_experts"):
+    if experts:
+        weights[f"{prefix}.mlp.gate.weight"] = torch.randn(experts, hidden)
+        weights[f"{prefix}.mlp.gate.expert_bias"] = torch.zeros(experts)
+    every = [f"experts.{number}" for number in range(experts)]
+    for expert in [*every, "shared_experts"] if experts else []:
         for name, shape in {
             "gate": (inner, hidden),
             "up": (inner, hidden),
@@ -136,7 +141,7 @@ def save_ling_layer(directory: Path, vocab: int, kind: str) -> str:
     return str(target)
 
 
-_NORMS_OF_LAYER = "enorm", "hnorm", "final_layernorm"
+_NORMS_OF_LAYER = "enorm", "hnorm", "final_layernorm", "shared_head.norm"
 
 
 def _layer(prefix: str, kind: str, is_recurrent: bool) -> dict[str, Tensor]:

@@ -283,6 +283,7 @@ def kind_of(given: SimpleNamespace) -> str:
         ("NemotronHForCausalLM", "nemotron_h"), ("LongcatFlashForCausalLM", "longcat_flash"),
         ("BailingMoeV2_5ForCausalLM", "bailing_hybrid"),
         ("BailingMoeV3ForCausalLM", "bailing_hybrid"),
+        ("KimiK3ForConditionalGeneration", "kimi_k3"),
         ("Glm4MoeLiteForCausalLM", "glm4_moe_lite"), ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
         ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
         ("Qwen3NextForCausalLM", "qwen3_next"),

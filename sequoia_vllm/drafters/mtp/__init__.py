@@ -14,7 +14,7 @@ ARCHITECTURES = SPARSE | {
     "MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "HYV3MTPModel", "ExaoneMoeMTP",
     "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "DeepSeekMTPModel", "Glm4MoeLiteMTPModel",
     "MiMoV2MTPModel", "LongCatFlashMTPModel", "NemotronHMTPModel", "BailingMoeV25MTPModel",
-    "BailingMoeV3MTPModel",
+    "BailingMoeV3MTPModel", "KimiK3MTPModel",
 }  # fmt: skip
 """Architectures of such layers that take one state of the target and give one back, and attend with
 keys and values, or with latents (MLA); of hybrid targets, too. vLLM's registry has others: with
@@ -22,7 +22,7 @@ recurrent layers, several layers that take turns, or states of other widths.
 """
 _TARGETS = re.compile(
     r"(MiMo(V2(Flash)?)?|Glm4Moe(Lite)?|Ernie4_5_Moe|HYV3|ExaoneMoe|Qwen3Next|Qwen3_5(Moe)?|"
-    r"InternS2Preview|DeepseekV3(2)?|GlmMoeDsa|LongcatFlash|NemotronH|BailingMoeV(2_5|3))"
+    r"InternS2Preview|DeepseekV3(2)?|GlmMoeDsa|LongcatFlash|NemotronH|KimiK3|BailingMoeV(2_5|3))"
     r"For(CausalLM|ConditionalGeneration)"
 )
 _OWN_WEIGHT = re.compile(r"(?:^|\.)mtp[._]")
