@@ -132,10 +132,10 @@ def save_pair(folder: Path, name: str) -> tuple[str, str]:
     return save_mamba_pair(folder, name, scale=0.1)
 
 
-def as_k3(hf_config: Any) -> Any:
+def as_k3(hf_config: Any, **options: Any) -> Any:
     """How vLLM reads Kimi K3's MTP layer; the tiny target is its text model alone."""
     hf_config.model_type = "kimi_k3"
-    return read_as_draft(hf_config)
+    return read_as_draft(hf_config, **options)
 
 
 def start_and_generate(folder: str, name: str) -> dict[str, Any]:
