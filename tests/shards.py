@@ -71,7 +71,7 @@ SHARDS = (
     Shard(("tests/kernels", "tests/ops", "tests/unit", "tests/gpu_check")),
     Shard(("tests/ray", "tests/ray_examples", *of("gpu_rehearsal", "verify"))),
     Shard(of("gpu_rehearsal", "gpu_run", "server")),
-    Shard(of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots")),
+    Shard(of("gpu_rehearsal", "grammars", "mtp_layers", "offloading", "ranks", "slots")),
     Shard(of("gpu_rehearsal", "targets")),
     Shard(
         of(
@@ -90,7 +90,7 @@ SHARDS = (
     Shard(rehearsed=of("gpu_rehearsal", "server", "verify")),
     Shard(rehearsed=of("gpu_rehearsal", "grammars", "offloading", "ranks", "slots")),
     Shard(rehearsed=of("gpu_rehearsal", "targets")),
-    Shard(rehearsed=of("gpu_rehearsal", "architectures", "dynamic_trees", "engine")),
+    Shard(rehearsed=of("gpu_rehearsal", "architectures", "dynamic_trees", "engine", "mtp_layers")),
     Shard(rehearsed=of("gpu_rehearsal", "heads", "long_contexts", "mutants", "requests")),
     Shard(of("engine", "families_run")),
     Shard(

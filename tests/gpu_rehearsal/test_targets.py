@@ -5,11 +5,10 @@ convolutions, DeepseekV3 latent attention, KimiLinear both this and Kimi Delta A
 BailingMoeV3 have both in classes of their own, BailingMoeV2_5 has latents and linear attention.
 DeepseekV32, GlmMoeDsa and HYV4 choose among latents. The second layer of the last two takes what
 the first chose, and HYV4's heads have sinks. llama4's chunks end within prompts and within trees.
-MiMoV2Flash has keys that are larger than values. In LongcatFlash some experts have no weights.
-
-Own MTP layers draft for MiMo, for MiMoV2Flash and where the name says so, and in "lookup" no model
-does. Qwen2-VL and Qwen3.5 read images: a draft that reads text drafts for the one, its MTP layer
-for the other, which has recurrent layers, too.
+MiMoV2Flash has keys that are larger than values, and drafts with its own MTP layer. Others that do
+so are in `test_mtp_layers.py`. In "lookup" no model drafts. Qwen2-VL and Qwen3.5 read images: a
+draft that reads text drafts for the one, its MTP layer for the other, which has recurrent layers,
+too.
 """
 
 import json
@@ -20,13 +19,12 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.config.speculative import SpeculativeConfig
 from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.gpu.models import RECURRENT, pair_of, write_models
 from sequoia_vllm.engine.common.patched import patched
 from tests.support.architectures import save_architecture
-from tests.support.engines import chain_of, lookup_trees, sequoia, whole_trees
+from tests.support.engines import lookup_trees, sequoia, whole_trees
 from tests.support.expert_layers import save_experts
 from tests.support.generating import (
     generate_on,
@@ -34,27 +32,19 @@ from tests.support.generating import (
     random_prompts,
     resumed,
     save_related_pair,
-    speculated,
 )
-from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_gpu, gpu_environment
+from tests.support.kimi import KINDS as WITH_STATES_AND_LATENTS
 from tests.support.kimi import (
-    K3,
-    LINEAR,
-    LING,
     rehearse_kimi_on_gpus,
     save_kimi_pair,
-    save_ling_layer,
 )
-from tests.support.kimi import KINDS as WITH_STATES_AND_LATENTS
 from tests.support.latents import (
     SPARSE_KINDS,
     rehearse_on_gpus,
-    save_latent_layer,
     save_latent_pair,
-    save_longcat_layer,
 )
-from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair, save_nemotron_layer
+from tests.support.mamba import rehearse_as_on_gpus, save_mamba_pair
 from tests.support.models import save_config, save_word_tokenizer
 from tests.support.multimodal import IMAGE, call_with_images, requests_with_images, save_multimodal
 from tests.support.recurrent import VOCABULARY, rehearse_in_float32, save_hybrid_pair
@@ -71,7 +61,6 @@ from tests.support.sparse import rehearse_hy4_on_gpus, rehearse_sparse_on_gpus
 pytestmark = pytest.mark.engine
 
 SHARDED = pytest.mark.sharded
-read_as_draft = SpeculativeConfig.hf_config_override
 LENGTHS = [5, 9, 20, 33, 14]
 TOKENS, ABORTED, ENDS = 12, 1, 6
 WITH_GRAMMAR = [2, 3]
@@ -79,12 +68,7 @@ MTP = {
     "method": "sequoia", "drafter": "mtp", "tree": {"size": 8, "depth": 3}, "adapt": False,
     "dynamic_tree": True,
 }  # fmt: skip
-MTP_OF_DEEPSEEK = "DeepseekV3's MTP layer"
-MTP_OF_SPARSE = {f"{kind}'s MTP layer": kind for kind in SPARSE_KINDS[:2]}
-MTP_OF_LONGCAT = "LongcatFlash's MTP layer"
-MTP_OF_NEMOTRON = "NemotronH's MTP layer"
-MTP_OF_LING = {f"{kind}'s MTP layer": kind for kind in (LINEAR, LING, K3)}
-MTP_OF_QWEN, MADE_UP = "Qwen3Next's MTP layer", "the GPU program's, with made-up weights"
+MADE_UP = "the GPU program's, with made-up weights"
 TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
 LATENT = ["DeepseekV3", *WITH_STATES_AND_LATENTS]
 CHUNKS, DIFFKV = "llama4", "MiMoV2Flash"
@@ -132,12 +116,6 @@ def save_pair(folder: Path, name: str) -> tuple[str, str]:
     return save_mamba_pair(folder, name, scale=0.1)
 
 
-def as_k3(hf_config: Any, **options: Any) -> Any:
-    """How vLLM reads Kimi K3's MTP layer; the tiny target is its text model alone."""
-    hf_config.model_type = "kimi_k3"
-    return read_as_draft(hf_config, **options)
-
-
 def start_and_generate(folder: str, name: str) -> dict[str, Any]:
     """Answers of plain vLLM, and of trees for batches of three and of one."""
     place, texts = Path(folder), random_prompts(LENGTHS[:3])
@@ -145,37 +123,7 @@ def start_and_generate(folder: str, name: str) -> dict[str, Any]:
     if name == "lookup":
         greedy.max_tokens = 2 * TOKENS
         return plain_and_trees(lookup_trees(size=8), save_related_pair(place)[0], texts, greedy)
-    if name == "MiMo":
-        return plain_and_trees(MTP, save_mimo(place / "target"), texts, greedy)
-    if name == MTP_OF_DEEPSEEK:
-        rehearse_on_gpus()
-        return plain_and_trees(MTP, save_latent_layer(place, 256), texts, greedy, **TRITON_MLA)
-    if name == MTP_OF_LONGCAT:
-        rehearse_on_gpus()
-        target = save_longcat_layer(place, 256)
-        # Compiled, vLLM asks for what experts that add nothing give before they ran.
-        eager = {"compilation_config": {"mode": 0}}
-        return plain_and_trees(MTP, target, texts, greedy, **TRITON_MLA, **eager)
-    if name == MTP_OF_NEMOTRON:
-        rehearse_as_on_gpus()
-        return plain_and_trees(MTP, save_nemotron_layer(place, 256), texts, greedy)
-    if name in MTP_OF_LING:
-        rehearse_kimi_on_gpus(MTP_OF_LING[name])
-        target = save_ling_layer(place, 256, MTP_OF_LING[name])
-        if MTP_OF_LING[name] == K3:
-            SpeculativeConfig.hf_config_override = staticmethod(as_k3)
-        return plain_and_trees(MTP, target, texts, greedy, **TRITON_MLA)
-    if name in MTP_OF_SPARSE:
-        rehearse_sparse_on_gpus()
-        texts = random_prompts([length + CHOOSES for length in LENGTHS[:3]])
-        named = {"attention_config": {"backend": "FLASHMLA_SPARSE"}}
-        options = {} if MTP_OF_SPARSE[name] == SPARSE else named
-        target = save_latent_layer(place, 256, MTP_OF_SPARSE[name])
-        return plain_and_trees(MTP, target, texts, greedy, **options)
     rehearse_in_float32()
-    if name == MTP_OF_QWEN:
-        target = save_experts(place / "target", "Qwen3Next")
-        return plain_and_trees(MTP, target, texts, greedy)
     target, _ = write_models(pair_of(RECURRENT, tiny=True), place, tiny=True)
     return plain_and_trees(MTP, target, texts, greedy, load_format="dummy")
 
@@ -206,14 +154,9 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
     return answers
 
 
-OTHERS = [
-    "MiMo", MTP_OF_QWEN, MTP_OF_DEEPSEEK, MTP_OF_LONGCAT, MTP_OF_NEMOTRON, *MTP_OF_SPARSE,
-    *MTP_OF_LING, MADE_UP, *JOINED,
-]  # fmt: skip
-
-
 @pytest.fixture(
-    scope="module", params=["lookup", *(pytest.param(name, marks=SHARDED) for name in OTHERS)]
+    scope="module",
+    params=["lookup", *(pytest.param(name, marks=SHARDED) for name in [MADE_UP, *JOINED])],
 )
 def answers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     name, folder = request.param, tmp_path_factory.mktemp("targets")
@@ -274,34 +217,6 @@ def test_sparse_layers_read_prompts_in_pieces_and_what_is_cached(tmp_path):
     assert found["cached"]["counts"]["tokens_per_tree"] > 1.2
     assert found["resumed"]["tokens"] == [[one[0][-ENDS:]] for one in plain[::2]]
     assert found["resumed"]["hits"] >= CHOOSES
-
-
-def start_and_compare(folder: str) -> dict[str, Any]:
-    """Drafts by a sparse MTP layer in texts shorter, and longer, than what it chooses."""
-    rehearse_sparse_on_gpus()
-    target = save_latent_layer(Path(folder), 256, SPARSE)
-    vllms = {"method": "mtp", "num_speculative_tokens": 3}
-    short, long = random_prompts([9, 20]), random_prompts([9 + CHOOSES, 20 + CHOOSES])
-    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-    found = {}
-    for name, config in ("vLLM's", vllms), ("ours", chain_of(target, 3, drafter="mtp")):
-        with rehearsing(config, model=target) as llm:
-            tokens = generate(llm, short, greedy)["tokens"]
-            counts = speculated(llm)
-            tokens += generate(llm, long, greedy)["tokens"]
-            found[name] = {"tokens": tokens, "short": counts, "all": speculated(llm)}
-    return found
-
-
-@pytest.mark.sharded
-def test_a_sparse_mtp_layer_drafts_without_its_choice(tmp_path):
-    """What it drafts differs only in texts that are longer than what it would choose."""
-    found = call_on_gpu(start_and_compare, tmp_path, folder=str(tmp_path))
-    ours, vllms = found["ours"], found["vLLM's"]
-    assert ours["tokens"] == vllms["tokens"]
-    assert ours["short"] == vllms["short"]
-    accepted = "accepted_tokens"
-    assert 0 < ours["short"][accepted] < ours["all"][accepted]
 
 
 def start_and_read(folder: str, name: str) -> dict[str, Any]:
