@@ -1,8 +1,9 @@
 """Targets' own MTP layers draft on vLLM's GPU engine: tokens are plain vLLM's, from its graphs.
 
 MiMo's and Qwen3Next's layers have keys and values, NemotronH's has experts behind these, and the
-others have latents. LongcatFlash's target has experts without weights. Layers of DeepseekV32 and GlmMoeDsa would choose among latents, and draft
-without their choice. `test_targets.py` has MiMoV2Flash's layer, and Qwen3.5's, which reads images.
+others have latents. LongcatFlash's target has experts without weights. Layers of DeepseekV32 and
+GlmMoeDsa would choose among latents, and draft without their choice. `test_targets.py` has
+MiMoV2Flash's layer, and Qwen3.5's, which reads images.
 """
 
 from collections.abc import Callable
