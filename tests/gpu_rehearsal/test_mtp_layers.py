@@ -22,7 +22,9 @@ from tests.support.heads import save_mimo
 from tests.support.interpreted import call_on_gpu
 from tests.support.kimi import K3, LINEAR, LING, rehearse_kimi_on_gpus, save_ling_layer
 from tests.support.latents import (
+    CHOOSES,
     LONGCAT,
+    ON_GPUS,
     SPARSE_KINDS,
     rehearse_on_gpus,
     save_latent_layer,
@@ -36,12 +38,10 @@ from tests.support.sparse import rehearse_sparse_on_gpus
 pytestmark = [pytest.mark.engine, pytest.mark.sharded]
 
 VOCABULARY, LENGTHS, TOKENS = 256, [5, 9, 20], 12
-CHOOSES = 128  # tokens that a sparse layer attends to
 TREES = {
     "method": "sequoia", "drafter": "mtp", "tree": {"size": 8, "depth": 3}, "adapt": False,
     "dynamic_tree": True,
 }  # fmt: skip
-TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
 # Compiled, vLLM asks for what LongCat's experts without weights give before they ran.
 NOT_COMPILED = {"compilation_config": {"mode": 0}}
 SPARSE, SHARED_CHOICE = SPARSE_KINDS[:2]
@@ -66,15 +66,15 @@ LAYERS: dict[str, tuple[Callable[[], None], Callable[[Path], str], dict[str, Any
         rehearse_in_float32, lambda place: save_experts(place / "target", "Qwen3Next"), {}
     ),
     "NemotronH": (rehearse_as_on_gpus, partial(save_nemotron_layer, vocab=VOCABULARY), {}),
-    "DeepseekV3": (rehearse_on_gpus, partial(save_latent_layer, vocab=VOCABULARY), TRITON_MLA),
+    "DeepseekV3": (rehearse_on_gpus, partial(save_latent_layer, vocab=VOCABULARY), ON_GPUS),
     LONGCAT: (
         rehearse_on_gpus, partial(save_longcat_layer, vocab=VOCABULARY),
-        {**TRITON_MLA, **NOT_COMPILED},
+        {**ON_GPUS, **NOT_COMPILED},
     ),
     **{
         kind: (
             rehearse_k3_on_gpus if kind == K3 else partial(rehearse_kimi_on_gpus, kind),
-            partial(save_ling_layer, vocab=VOCABULARY, kind=kind), TRITON_MLA,
+            partial(save_ling_layer, vocab=VOCABULARY, kind=kind), ON_GPUS,
         )
         for kind in (LINEAR, LING, K3)
     },

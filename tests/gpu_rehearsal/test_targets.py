@@ -40,6 +40,8 @@ from tests.support.kimi import (
     save_kimi_pair,
 )
 from tests.support.latents import (
+    CHOOSES,
+    ON_GPUS,
     SPARSE_KINDS,
     rehearse_on_gpus,
     save_latent_pair,
@@ -69,11 +71,9 @@ MTP = {
     "dynamic_tree": True,
 }  # fmt: skip
 MADE_UP = "the GPU program's, with made-up weights"
-TRITON_MLA = {"attention_config": {"backend": "TRITON_MLA"}}
 LATENT = ["DeepseekV3", *WITH_STATES_AND_LATENTS]
 CHUNKS, DIFFKV = "llama4", "MiMoV2Flash"
 SPARSE, SHARED_CHOICE, HY4 = SPARSE_KINDS
-CHOOSES = 128  # tokens that a sparse layer attends to
 JOINED = [
     "Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", CHUNKS, DIFFKV, SPARSE, HY4, *LATENT,
 ]  # fmt: skip
@@ -141,7 +141,7 @@ def start_and_join(folder: str, name: str) -> dict[str, Any]:
     lengths = [length + another for length, another in zip(LENGTHS, added, strict=True)]
     texts = random_prompts(lengths, VOCABULARY)
     options = {"model": pair[0], "skip_tokenizer_init": False}
-    plain = TRITON_MLA if name in LATENT else {}
+    plain = ON_GPUS if name in LATENT else {}
     with rehearsing(None, **options, **plain) as llm:
         answers = {"plain": generate(llm, texts, params())}
     config = sequoia(8, 3, draft=pair[1], dynamic_tree=name in ("Qwen3Next", "DeepseekV3"))

@@ -1,5 +1,6 @@
 """Layers of multi-token prediction (MTP) in checkpoints, and tiny mixtures of experts with them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,16 @@ def add_layer(
         if name.startswith(copied)
     }
     *norms, matrix, last_norm = names
-    weights |= layer | {f"{n}.weight": torch.ones(_HIDDEN) for n in (*norms, last_norm) if n}
-    weights[f"{matrix}.weight"] = torch.cat([torch.eye(_HIDDEN), states * torch.eye(_HIDDEN)], 1)
+    weights |= layer | reads_both(matrix, (*norms, last_norm), states)
     save_file(weights, file, {"format": "pt"})
+
+
+def reads_both(matrix: str, norms: Iterable[str], states: float) -> dict[str, torch.Tensor]:
+    """Weights by which an MTP layer reads tokens and, with weight ``states``, the target's states.
+
+    Args:
+        matrix, norms: Their names; empty for a norm that there is not.
+    """
+    same = torch.eye(_HIDDEN)
+    found = {f"{name}.weight": torch.ones(_HIDDEN) for name in norms if name}
+    return {**found, f"{matrix}.weight": torch.cat([same, states * same], dim=1)}

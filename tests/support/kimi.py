@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
+from tests.support.expert_layers import reads_both
 from tests.support.latents import SHARED, rehearse_on_gpus, write_latents
 from tests.support.models import save_config
 from tests.support.recurrent import (
@@ -123,9 +124,8 @@ def save_ling_layer(directory: Path, vocab: int, kind: str) -> str:
     weights = load_file(target / "model.safetensors")
     layer = _layer(prefix, kind, is_recurrent=False)
     weights |= {name: w for name, w in layer.items() if not experts or ".mlp." not in name}
-    weights |= {f"{prefix}.{name}.weight": torch.ones(hidden) for name in _NORMS_OF_LAYER}
-    both = torch.eye(hidden), 0.5 * torch.eye(hidden)
-    weights[f"{prefix}.eh_proj.weight"] = torch.cat(both, dim=1)
+    norms = (f"{prefix}.{name}" for name in _NORMS_OF_LAYER)
+    weights |= reads_both(f"{prefix}.eh_proj", norms, states=0.5)
     if experts:
         weights[f"{prefix}.mlp.gate.weight"] = torch.randn(experts, hidden)
         weights[f"{prefix}.mlp.gate.expert_bias"] = torch.zeros(experts)

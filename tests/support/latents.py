@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.expert_layers import add_layer
+from tests.support.expert_layers import add_layer, reads_both
 from tests.support.models import save_pair
 
 VOCABULARY = 64
+ON_GPUS: dict[str, Any] = {"attention_config": {"backend": "TRITON_MLA"}}
 # AMX_MLA, which vLLM takes for latents where CPUs have AMX, knows neither float32 nor trees.
 ON_CPUS: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
 SHARED: dict[str, Any] = {
@@ -36,8 +37,9 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Glm4MoeLite": {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse"]},
 }  # fmt: skip
 LATENT_KINDS = [*_KINDS]
+CHOOSES = 128  # tokens that a sparse layer attends to
 _INDEXER = {
-    "first_k_dense_replace": 2, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 128,
+    "first_k_dense_replace": 2, "index_topk": CHOOSES, "index_n_heads": 2, "index_head_dim": 128,
 }  # fmt: skip
 _SHARED_CHOICE = {"index_topk_pattern": "FS", "indexer_rope_interleave": True}
 _OF_HY4 = {
@@ -128,7 +130,7 @@ def save_latent_layer(directory: Path, vocab: int = VOCABULARY, kind: str = "Dee
 def save_longcat_layer(directory: Path, vocab: int) -> str:
     """LongCat-Flash with its MTP layer, which has no experts: an attention of its own again."""
     target = Path(save_latent_pair(directory, vocab, LONGCAT)[0])
-    file, hidden = target / "model.safetensors", SHARED["hidden_size"]
+    file = target / "model.safetensors"
     weights, copied, prefix = load_file(file), "model.layers.1.", "model.mtp.layers.0"
     for name in [name for name in weights if re.search(r"experts\.[45]\.", name)]:
         del weights[name]  # experts that add nothing have no weights in checkpoints
@@ -143,9 +145,7 @@ def save_longcat_layer(directory: Path, vocab: int) -> str:
         for name, weight in weights.items() if name.startswith(copied + old)
     }  # fmt: skip
     norms = f"{prefix}.enorm.m", f"{prefix}.hnorm.m", "model.mtp.norm"
-    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
-    both = torch.eye(hidden), 0.5 * torch.eye(hidden)
-    weights[f"{prefix}.eh_proj.weight"] = torch.cat(both, dim=1)
+    weights |= reads_both(f"{prefix}.eh_proj", norms, states=0.5)
     weights["model.mtp.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, file, metadata={"format": "pt"})
     return str(target)

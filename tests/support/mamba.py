@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.expert_layers import reads_both
 from tests.support.models import SMALL, save_pair
 from tests.support.recurrent import convolve_prompts, run_without_dependent_launches
 
@@ -96,9 +97,9 @@ def save_nemotron_layer(directory: Path, vocab: int) -> str:
         for name, weight in weights.items() if name.startswith(attention)
     }  # fmt: skip
     norms = "0.enorm", "0.hnorm", "1.norm", "1.final_layernorm"
-    weights |= {f"mtp.layers.{name}.weight": torch.ones(hidden) for name in norms}
-    both = torch.eye(hidden), 0.5 * torch.eye(hidden)
-    weights["mtp.layers.0.eh_proj.weight"] = torch.cat(both, dim=1)
+    weights |= reads_both(
+        "mtp.layers.0.eh_proj", (f"mtp.layers.{name}" for name in norms), states=0.5
+    )
     weights[f"{mixer}.gate.weight"] = torch.randn(experts, hidden)
     weights[f"{mixer}.gate.e_score_correction_bias"] = torch.zeros(experts)
     for expert in (*(f"experts.{number}" for number in range(experts)), "shared_experts"):

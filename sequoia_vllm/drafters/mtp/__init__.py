@@ -27,9 +27,8 @@ _TARGETS = re.compile(
 )
 _OWN_WEIGHT = re.compile(r"(?:^|\.)mtp[._]")
 _WEIGHT_OF_LAYER = re.compile(r"(?:^|\.)(?:language_)?model\.layers\.(\d+)\.")
-_ONE_IF_UNSAID = re.compile(
-    r"(Qwen3(Next|_5)|MiMoV2|LongCatFlash|LongcatFlash).*"
-)  # as vLLM's classes read configurations
+# As vLLM's classes read configurations, by the names of targets and of layers.
+_ONE_IF_UNSAID = re.compile(r"(Qwen3(Next|_5)|MiMoV2|Long[Cc]atFlash).*")
 
 
 @register
