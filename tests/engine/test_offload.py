@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm
 
 from sequoia_vllm.adaptation.told_branches import DISK
 from sequoia_vllm.config import ConfigError, OffloadSpec
@@ -126,8 +127,11 @@ def test_architectures(name, tmp_path, disk):
     assert expected[0] == expected[1]
 
 
-def test_quantised_targets(tmp_path, disk):
+def test_quantised_targets(tmp_path, disk, monkeypatch):
     """Targets work whose kernels read weights where vLLM has them; others are refused."""
+    # With AMX packed weights would be larger, and int8 would have another kernel.
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
+    monkeypatch.setattr(scaled_mm, "check_cpu_sgl_kernel", lambda *_: False)
     model, dtype = save_quantised(tmp_path / "int4", TARGET, "int4"), QUANTISED["int4"].dtype
     with running(model=model, dtype=dtype) as llm:
         expected = found(llm, GREEDY)
