@@ -44,7 +44,7 @@ def run(models: str, length: int) -> dict[str, Any]:
     requests = [turn, *short, turn]
     options = {
         "model": target, "max_num_seqs": 3, "max_model_len": length + 256,
-        "kv_cache_memory_bytes": 160 << 20, "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": length * (5 << 10), "max_num_batched_tokens": 512,
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 64, 256]},
     }  # fmt: skip
     alone, params = greedy_and_seeded(1, 3), greedy_and_seeded(len(requests), TOKENS)
