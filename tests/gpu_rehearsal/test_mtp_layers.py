@@ -19,7 +19,7 @@ from tests.support.engines import chain_of
 from tests.support.expert_layers import save_experts
 from tests.support.generating import random_prompts, speculated
 from tests.support.heads import save_mimo
-from tests.support.interpreted import call_on_gpu
+from tests.support.interpreted import call_on_gpu, gpu_environment
 from tests.support.kimi import K3, LINEAR, LING, rehearse_kimi_on_gpus, save_ling_layer
 from tests.support.latents import (
     CHOOSES,
@@ -31,9 +31,10 @@ from tests.support.latents import (
     save_longcat_layer,
 )
 from tests.support.mamba import rehearse_as_on_gpus, save_nemotron_layer
+from tests.support.multimodal import call_with_images, save_glm_ocr
 from tests.support.recurrent import rehearse_in_float32
 from tests.support.rehearsing import check_replayed, generate, plain_and_trees, rehearsing
-from tests.support.sparse import rehearse_sparse_on_gpus
+from tests.support.sparse import rehearse_hy4_on_gpus, rehearse_sparse_on_gpus
 
 pytestmark = [pytest.mark.engine, pytest.mark.sharded]
 
@@ -44,7 +45,8 @@ TREES = {
 }  # fmt: skip
 # Compiled, vLLM asks for what LongCat's experts without weights give before they ran.
 NOT_COMPILED = {"compilation_config": {"mode": 0}}
-SPARSE, SHARED_CHOICE = SPARSE_KINDS[:2]
+SPARSE, SHARED_CHOICE, HY4 = SPARSE_KINDS
+GLM_OCR = "GlmOcr"
 read_as_draft = SpeculativeConfig.hf_config_override
 
 
@@ -65,6 +67,10 @@ LAYERS: dict[str, tuple[Callable[[], None], Callable[[Path], str], dict[str, Any
     "Qwen3Next": (
         rehearse_in_float32, lambda place: save_experts(place / "target", "Qwen3Next"), {}
     ),
+    GLM_OCR: (
+        lambda: None, lambda place: save_glm_ocr(place / "target", VOCABULARY),
+        {"language_model_only": True},
+    ),
     "NemotronH": (rehearse_as_on_gpus, partial(save_nemotron_layer, vocab=VOCABULARY), {}),
     "DeepseekV3": (rehearse_on_gpus, partial(save_latent_layer, vocab=VOCABULARY), ON_GPUS),
     LONGCAT: (
@@ -80,10 +86,11 @@ LAYERS: dict[str, tuple[Callable[[], None], Callable[[Path], str], dict[str, Any
     },
     **{
         kind: (
-            rehearse_sparse_on_gpus, partial(save_latent_layer, vocab=VOCABULARY, kind=kind),
+            rehearse_hy4_on_gpus if kind == HY4 else rehearse_sparse_on_gpus,
+            partial(save_latent_layer, vocab=VOCABULARY, kind=kind),
             {} if kind == SPARSE else {"attention_config": {"backend": "FLASHMLA_SPARSE"}},
         )
-        for kind in (SPARSE, SHARED_CHOICE)
+        for kind in SPARSE_KINDS
     },
 }  # fmt: skip
 
@@ -103,16 +110,20 @@ def start_and_generate(folder: str, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_tokens_are_those_of_plain_vllm_and_drafts_are_accepted(kind, tmp_path):
-    found = call_on_gpu(start_and_generate, tmp_path, folder=str(tmp_path), kind=kind)
+    # The module of that target in vLLM needs what reads images.
+    images = partial(call_with_images, environment=gpu_environment())
+    call = images if kind == GLM_OCR else call_on_gpu
+    found = call(start_and_generate, tmp_path, folder=str(tmp_path), kind=kind)
     for which in ("trees", "alone"):
         check_replayed(found[which], found["plain"])
     assert found["trees"]["counts"]["tokens_per_tree"] > 1.2
 
 
-def start_and_compare(folder: str) -> dict[str, Any]:
+def start_and_compare(folder: str, kind: str) -> dict[str, Any]:
     """Drafts by a sparse layer in texts shorter, and longer, than what it chooses."""
-    rehearse_sparse_on_gpus()
-    target = save_latent_layer(Path(folder), VOCABULARY, SPARSE)
+    prepare, save, _ = LAYERS[kind]
+    prepare()
+    target = save(Path(folder))
     vllms = {"method": "mtp", "num_speculative_tokens": 3}
     short, long = random_prompts([9, 20]), random_prompts([9 + CHOOSES, 20 + CHOOSES])
     found = {}
@@ -125,9 +136,10 @@ def start_and_compare(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_a_sparse_layer_drafts_without_its_choice(tmp_path):
+@pytest.mark.parametrize("kind", [SPARSE, HY4])
+def test_a_sparse_layer_drafts_without_its_choice(kind, tmp_path):
     """What it drafts differs only in texts that are longer than what it would choose."""
-    found = call_on_gpu(start_and_compare, tmp_path, folder=str(tmp_path))
+    found = call_on_gpu(start_and_compare, tmp_path, folder=str(tmp_path), kind=kind)
     ours, vllms = found["ours"], found["vLLM's"]
     assert ours["tokens"] == vllms["tokens"]
     assert ours["short"] == vllms["short"]

@@ -171,6 +171,9 @@ def device_cases():
     ):  # fmt: skip
         options = {"heads": (3, 1), "head_size": size, "extra": extra}
         yield "latents", ([300, 31, 0], [nodes, 2, 1]), options, processors, {}
+    options = {"heads": (4, 1), "head_size": 512, "extra": 64}
+    for processors in (1, 32):
+        yield "latents and sinks", ([300, 31, 0], [9, 2, 1]), options, processors, {"sinks": SINKS}
     # Chunks end in contexts, at roots, within trees; the last tree lies in the second chunk.
     batch, chunks = ([62, 130, 0, 64, 31, 63, 96], [33, 7, 20, 5, 40, 1, 9]), {"chunk": 64}
     for processors, block_size in ((1, 16), (110, 32)):

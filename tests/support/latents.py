@@ -122,8 +122,20 @@ def save_latent_layer(directory: Path, vocab: int = VOCABULARY, kind: str = "Dee
     config = {**json.loads(file.read_text("utf-8")), "num_nextn_predict_layers": 1}
     file.write_text(json.dumps(config), "utf-8")
     last = f"model.layers.{config['num_hidden_layers']}"
-    names = f"{last}.enorm", f"{last}.hnorm", f"{last}.eh_proj", f"{last}.shared_head.norm"
+    last_norm = "final_layernorm" if kind == "HYV4" else "shared_head.norm"
+    names = f"{last}.enorm", f"{last}.hnorm", f"{last}.eh_proj", f"{last}.{last_norm}"
     add_layer(Path(target), "model.layers.1.", last, names, states=0.5)
+    if kind == "HYV4":
+        file = Path(target, "model.safetensors")
+        weights = load_file(file)
+        # The copied layer has no indexer of its own.
+        weights |= {
+            name.replace("model.layers.0", last): weight.clone() for name, weight in weights.items()
+            if name.startswith("model.layers.0.self_attn.indexer")
+        }  # fmt: skip
+        weights[f"{last}.self_attn.learnable_sink_param"].fill_(5)  # drafts depend on it
+        weights[f"{last}.self_attn.o_proj.weight"].mul_(8)
+        save_file(weights, file, metadata={"format": "pt"})
     return target
 
 

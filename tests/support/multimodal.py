@@ -166,6 +166,35 @@ def save_multimodal(folder: Path, name: str) -> dict[str, str]:
     return {what: str(path) for what, path in paths.items()}
 
 
+def save_glm_ocr(target: Path, vocab: int) -> str:
+    """A tiny GLM-OCR whose text model has a layer of multi-token prediction (MTP), its last again.
+
+    It is for text alone. Both know a little that after a token comes the next one.
+    """
+    config = hf.GlmOcrConfig(
+        text_config={
+            **_TEXT, "vocab_size": vocab, "num_nextn_predict_layers": 1,
+            "rope_parameters": {**_AXES, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
+        },
+        vision_config={**_VISION, "intermediate_size": 64, "out_hidden_size": 64},
+        **_QWEN_IDS,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    model = hf.GlmOcrForConditionalGeneration(config).float()
+    embedding = torch.randn(vocab, SMALL["hidden_size"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.1)
+        model.get_input_embeddings().weight.copy_(embedding)
+        model.lm_head.weight.copy_(0.2 * embedding.roll(1, 0))
+    model.save_pretrained(target)
+    layer = "model.language_model.layers.2"
+    names = (f"{layer}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+    add_layer(target, "model.language_model.layers.1.", layer, tuple(names), states=0.5)
+    return str(target)
+
+
 def _name_as_published(file: Path) -> None:
     """Transformers 5 leaves a part of the vision model's names out, which vLLM expects."""
     weights = {

@@ -280,7 +280,9 @@ def kind_of(given: SimpleNamespace) -> str:
         ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"), ("HYV3ForCausalLM", "hy_v3"),
         ("ExaoneMoeForCausalLM", "exaone_moe"), ("DeepseekV3ForCausalLM", "deepseek_v3"),
         ("DeepseekV32ForCausalLM", "deepseek_v32"), ("GlmMoeDsaForCausalLM", "glm_moe_dsa"),
-        ("NemotronHForCausalLM", "nemotron_h"), ("LongcatFlashForCausalLM", "longcat_flash"),
+        ("GlmOcrForConditionalGeneration", "glm_ocr"), ("HYV4ForCausalLM", "hy_v4"),
+        ("NemotronHForCausalLM", "nemotron_h"),
+        ("LongcatFlashForCausalLM", "longcat_flash"),
         ("BailingMoeV2_5ForCausalLM", "bailing_hybrid"),
         ("BailingMoeV3ForCausalLM", "bailing_hybrid"),
         ("KimiK3ForConditionalGeneration", "kimi_k3"),
@@ -346,7 +348,7 @@ def test_the_targets_own_layer_drafts_where_no_draft_is_known(
         (target(num_nextn_predict_layers=2), "has 2 MTP layers"),
         (target(num_nextn_predict_layers=0), "has 0 MTP layers"),
         (target("Qwen3_5ForCausalLM", "qwen3_5_text", mtp_num_hidden_layers=0), "has 0 MTP layers"),
-        (target("HYV4ForCausalLM", "hy_v4"), "draft with (HYV4MTPModel)"),
+        (target("Step3p5ForCausalLM", "step3p5"), "draft with (Step3p5MTP)"),
     ],
 )  # fmt: skip
 def test_others_are_refused_with_the_reason(given, problem):

@@ -8,21 +8,23 @@ from sequoia_vllm.drafters.registry import Drafter, Fields, HeadShape, Sign, reg
 
 MODEL_TYPES = r".*mtp"
 """Model types that vLLM reads such layers as."""
-SPARSE = frozenset({"DeepseekV32MTPModel"})
+HY4 = "HYV4MTPModel"  # its heads have sinks
+SPARSE = frozenset({"DeepseekV32MTPModel", HY4})
 """Architectures whose layer chooses the tokens that it attends to. It drafts without its choice."""
 ARCHITECTURES = SPARSE | {
     "MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "HYV3MTPModel", "ExaoneMoeMTP",
     "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP", "DeepSeekMTPModel", "Glm4MoeLiteMTPModel",
     "MiMoV2MTPModel", "LongCatFlashMTPModel", "NemotronHMTPModel", "BailingMoeV25MTPModel",
-    "BailingMoeV3MTPModel", "KimiK3MTPModel",
+    "BailingMoeV3MTPModel", "KimiK3MTPModel", "GlmOcrMTPModel",
 }  # fmt: skip
 """Architectures of such layers that take one state of the target and give one back, and attend with
 keys and values, or with latents (MLA); of hybrid targets, too. vLLM's registry has others: with
 recurrent layers, several layers that take turns, or states of other widths.
 """
 _TARGETS = re.compile(
-    r"(MiMo(V2(Flash)?)?|Glm4Moe(Lite)?|Ernie4_5_Moe|HYV3|ExaoneMoe|Qwen3Next|Qwen3_5(Moe)?|"
-    r"InternS2Preview|DeepseekV3(2)?|GlmMoeDsa|LongcatFlash|NemotronH|KimiK3|BailingMoeV(2_5|3))"
+    r"(MiMo(V2(Flash)?)?|Glm(Ocr|4Moe(Lite)?)|Ernie4_5_Moe|HYV3|ExaoneMoe|Qwen3Next|Qwen3_5(Moe)?|"
+    r"InternS2Preview|DeepseekV3(2)?|GlmMoeDsa|HYV4|LongcatFlash|NemotronH|KimiK3|"
+    r"BailingMoeV(2_5|3))"
     r"For(CausalLM|ConditionalGeneration)"
 )
 _OWN_WEIGHT = re.compile(r"(?:^|\.)mtp[._]")
@@ -60,6 +62,8 @@ class MTPLayer(Drafter):
             return f"has MTP layers of a kind that trees do not draft with ({architecture})"
         number = getattr(layers, "n_predict", None)
         if number is None:
+            number = getattr(layers.get_text_config(), "num_nextn_predict_layers", None)
+        if number is None:
             number = int(bool(_ONE_IF_UNSAID.fullmatch(architecture)))
         if number != 1:
             return (
@@ -72,7 +76,8 @@ class MTPLayer(Drafter):
         """See `Drafter.lies_in`."""
         [name, *_] = target.get("architectures") or [""]
         text = target.get("text_config") or target
-        number = text.get("mtp_num_hidden_layers", target.get("num_nextn_predict_layers"))
+        stated = {**target, **text}.get("num_nextn_predict_layers")
+        number = text.get("mtp_num_hidden_layers", stated)
         is_one = number == 1 or (number is None and _ONE_IF_UNSAID.fullmatch(name))
         return bool(is_one and _TARGETS.fullmatch(name))
 

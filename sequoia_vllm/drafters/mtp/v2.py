@@ -10,7 +10,7 @@ from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.drafters.eagle3.v2 import LevelHeadDrafter
-from sequoia_vllm.drafters.mtp import SPARSE
+from sequoia_vllm.drafters.mtp import HY4, SPARSE
 from sequoia_vllm.engine.common.patched import patched
 
 
@@ -20,11 +20,16 @@ class LayerDrafter(LevelHeadDrafter):
     def load(self, target_model: torch.nn.Module, target_layers: set[str]) -> torch.nn.Module:
         """See `TreeDrafter.load`; a sparse layer is loaded as one that attends to all tokens."""
         config = self.chains.speculative_config
-        if config.draft_model_config.architectures[0] not in SPARSE:
+        architecture = config.draft_model_config.architectures[0]
+        if architecture not in SPARSE:
             return super().load(target_model, target_layers)
-        _read_as_dense(config.draft_model_config)
         if self.chains.vllm_config.attention_config.backend is not None:  # the user's, for sparse
             config.attention_backend = AttentionBackendEnum.TRITON_MLA
+        if architecture == HY4:
+            layer = config.draft_model_config.hf_config
+            layer.layer_types = ["full_attention"] * layer.num_hidden_layers
+            return super().load(target_model, target_layers)
+        _read_as_dense(config.draft_model_config)
         # Until: vLLM's class leaves out weights that a layer without an indexer does not have.
         with patched(DeepSeekMTP, "load_weights", _load_without_indexer):
             return super().load(target_model, target_layers)

@@ -67,7 +67,11 @@ def chains_of(starts: Tensor, lengths: Tensor, chain: Tensor, metadata: Any) -> 
 
 
 class MLATreeImpl(TritonMLAImpl):
-    """vLLM's latent attention in Triton, with trees."""
+    """vLLM's latent attention in Triton, with trees, and with sinks."""
+
+    def __init__(self, *args: Any, sinks: Tensor | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sinks = sinks  # of Hy4's MTP layer: float32, one for each head of this rank
 
     @property
     def unsupported_features(self) -> dict[str, bool]:
@@ -126,6 +130,7 @@ class MLATreeImpl(TritonMLAImpl):
                 key_scale=layer._k_scale,
                 value_scale=layer._k_scale,
                 output=output,
+                sinks=self.sinks,
             )
         return output, None
 
@@ -139,3 +144,8 @@ class MLATreeBackend(TritonMLABackend):
 
     get_impl_cls = staticmethod(lambda: MLATreeImpl)
     get_builder_cls = staticmethod(lambda: MLATreeBuilder)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """True: vLLM's MTP layer of Hy4 drops its sinks where a backend does not say so."""
+        return True
