@@ -46,6 +46,11 @@ def attention_variants() -> list[Variant]:
             for head, cache in latents
             for rows in (16, 128)
         ),
+        # As Hy4's MTP layer.
+        *(
+            _shape("bf16", "bf16", 512, rows, 16, 64, 2, has_sinks=True, extra=64)
+            for rows in (16, 128)
+        ),
         # As MiMo-V2: keys of 192 channels and values of 128; most layers have windows and sinks.
         *(
             _shape("bf16", cache, 128, rows, 8, 16, 2, False, both, False, both, 64, True)
