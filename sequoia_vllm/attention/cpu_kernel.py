@@ -3,11 +3,12 @@
 Where there is no C++ compiler for ``tree_attention.cpp`` `load_kernels` gives None. Callers then
 use torch, which copies the context of every request for every layer.
 
-The layout of the cache is that of the instruction sets "vec" and "vec16". One layer's cache is
-``[num_blocks, num_kv_heads, block_size, 2 * head_size]``. Within a block and head the first half of
-the memory holds the keys *transposed*, ``[head_size, block_size]``, the second half the values,
-``[block_size, head_size]``. A test checks this against vLLM's own cache-update op for every dtype
-and head size.
+One layer's cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``. Within a block and
+head the first half of the memory holds the keys *transposed*, ``[head_size, block_size]``, the
+second half the values, ``[block_size, head_size]``. So it is for the instruction sets "vec" and
+"vec16". For `PACKED_ISA` each of these two matrices is in panels of 16 columns, and two rows of a
+panel lie side by side, column by column. A test checks this against vLLM's own cache-update op for
+every dtype and head size.
 """
 
 import ctypes
@@ -24,9 +25,13 @@ from sequoia_vllm.attention.tree_attention import tree_attention_mask, within_wi
 from sequoia_vllm.cpp_library import load_library
 
 SUPPORTED_ISA = ("vec", "vec16")
+PACKED_ISA = "amx"
+"""vLLM takes it for bfloat16 where a CPU has AMX. The compiled kernels read its layout, torch does
+not."""
 
 _SOURCE = Path(__file__).with_name("tree_attention.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PACKED, _PANEL = 3, 16  # the kernel's number for packed bfloat16; columns of a panel
 _LANES = 16  # of the source: head and block sizes must be multiples
 # Threads cost more than they save below this much work (multiplications).
 _SERIAL_WORK = 1 << 20
@@ -42,6 +47,21 @@ def keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     keys = halves[:, :, 0].unflatten(-1, (head_size, block_size)).transpose(-1, -2)
     values = halves[:, :, 1].unflatten(-1, (block_size, head_size))
     return keys, values
+
+
+def packed_keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a layer's cache in the layout of `PACKED_ISA`, by token.
+
+    Returns:
+        Keys ``[num_blocks, heads, block_size / 16, 16, head_size / 2, 2]``, and values
+        ``[num_blocks, heads, block_size / 2, 2, head_size / 16, 16]``.
+    """
+    num_blocks, num_heads, block_size, twice_head_size = kv_cache.shape
+    head_size = twice_head_size // 2
+    halves = kv_cache.view(num_blocks, num_heads, 2, block_size * head_size)
+    keys = halves[:, :, 0].unflatten(-1, (block_size // _PANEL, head_size // 2, _PANEL, 2))
+    values = halves[:, :, 1].unflatten(-1, (head_size // _PANEL, block_size // 2, _PANEL, 2))
+    return keys.transpose(3, 4), values.permute(0, 1, 3, 5, 2, 4)
 
 
 def gather_context(kv_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,13 +98,18 @@ def move_tokens(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) ->
         tokens[target_block, :, target_offset] = tokens[source_block, :, source_offset]
 
 
-def clear_tokens(kv_cache: Tensor, slots: Tensor) -> None:
+def clear_tokens(kv_cache: Tensor, slots: Tensor, packed: bool = False) -> None:
     """Writes zeros to slots, int64 ``[M]``, of one layer's cache or latents.
 
     vLLM's kernel multiplies values that it masks by 0, which leaves NaN what it is.
     """
     if kv_cache.ndim == 3:
         kv_cache.flatten(0, 1)[slots] = 0
+        return
+    if packed:
+        block, place = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
+        for tokens, size in zip(packed_keys_and_values(kv_cache), (_PANEL, 2), strict=True):
+            tokens[block, :, place // size, place % size] = 0
         return
     for tokens in keys_and_values(kv_cache):
         tokens[slots // kv_cache.shape[2], :, slots % kv_cache.shape[2]] = 0
@@ -119,6 +144,7 @@ class AttentionShape:
     dtype: torch.dtype  # the type of query, output and cache
     window: int | None = None  # tokens that a query sees, itself included; None: all before it
     soft_cap: float = 0.0  # scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay
+    packed: bool = False  # whether the cache has the layout of `PACKED_ISA`
 
     @cached_property
     def supported(self) -> bool:
@@ -150,6 +176,14 @@ class TreeQueries:
         if batch is None:
             batch = self._batches[shape] = TreeAttentionBatch(shape, self)
         return batch
+
+    def is_packed(self, kv_cache: Tensor) -> bool:
+        """Whether a cache of such layers, which these rows attended to, is packed."""
+        return any(
+            shape.packed
+            and (shape.key_heads, shape.block_size, 2 * shape.head_size) == kv_cache.shape[1:]
+            for shape in self._batches
+        )
 
     def blocks_in_use(self, block_size: int) -> Tensor:
         """The block table, cut to the longest request."""
@@ -209,8 +243,9 @@ class TreeAttentionBatch:
             *[tensor.data_ptr() for tensor in self._tensors],
             batch, queries, shape.heads, shape.key_heads, shape.head_size, shape.block_size,
             trees.block_table.stride(0), ancestors.shape[-1], splits, threads,
-            _DTYPES[shape.dtype], shape.window or 0, shape.scale * math.log2(math.e),
-            shape.soft_cap * math.log2(math.e), ancestors.ndim == 2,
+            _PACKED if shape.packed else _DTYPES[shape.dtype], shape.window or 0,
+            shape.scale * math.log2(math.e), shape.soft_cap * math.log2(math.e),
+            ancestors.ndim == 2,
         ))  # fmt: skip
 
     def attend(
@@ -242,9 +277,11 @@ class CacheGroup:
     Args:
         kv_caches: One per layer, contiguous, all of one shape and dtype, in the layout above; or
             latents, ``[blocks, block_size, width]``.
+        packed: Whether they have the layout of `PACKED_ISA`.
     """
 
-    def __init__(self, kv_caches: Sequence[Tensor]) -> None:
+    def __init__(self, kv_caches: Sequence[Tensor], packed: bool = False) -> None:
+        self.packed = packed
         # By address: layers may share one cache, whose tokens must move once.
         self.kv_caches = list({cache.data_ptr(): cache for cache in kv_caches}.values())
         first = self.kv_caches[0]
@@ -255,7 +292,8 @@ class CacheGroup:
         )
         if first.ndim == 4:
             _, key_heads, block_size, twice_head_size = first.shape
-            self._shape = first.element_size(), key_heads, twice_head_size // 2, block_size
+            head_size = twice_head_size // 2
+            self._shape = first.element_size(), int(packed), key_heads, head_size, block_size
 
     def move_tokens(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """`move_tokens` in every layer, in place; slots are contiguous, too."""
@@ -284,6 +322,6 @@ def load_kernels() -> ctypes.CDLL | None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     attend, move = library.sequoia_tree_attention, library.sequoia_move_tokens
     attend.argtypes = [pointer, pointer, number, pointer, number, pointer, pointer]
-    move.argtypes = [pointer, *[number] * 5, pointer, pointer, number]
+    move.argtypes = [pointer, *[number] * 6, pointer, pointer, number]
     attend.restype = move.restype = None
     return library

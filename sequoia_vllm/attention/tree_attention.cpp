@@ -8,6 +8,9 @@
 // scores = queries x keys, output = weights x values. Rows are the nodes of one
 // request times the query heads that share a key head.
 //
+// Where vLLM finds AMX, a block's bfloat16 numbers are packed: a panel of 16 columns of B
+// after the other, and in a panel two rows of B side by side, column by column.
+//
 // A layer may look back no further than a window, by position: a node of depth d is d
 // tokens after the root. It may cap its scores softly, and have sinks: a score of each
 // head that takes its share of the softmax and adds nothing.
@@ -32,12 +35,14 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
 
 struct Float32 {
   typedef float Stored;
+  static constexpr bool PACKED = false;
   static Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
   static float encode(float value) { return value; }
 };
 
 struct BFloat16 {
   typedef uint16_t Stored;
+  static constexpr bool PACKED = false;
   static Floats load(const uint16_t* from) {
     Halves raw = *reinterpret_cast<const Halves*>(from);
     return reinterpret_cast<Floats>(__builtin_convertvector(raw, Ints) << 16);
@@ -50,8 +55,22 @@ struct BFloat16 {
   }
 };
 
+// In pairs of rows; an even row's numbers lie in the low halves of 32 bits.
+struct PackedBFloat16 : BFloat16 {
+  static constexpr bool PACKED = true;
+  static Floats even(const uint16_t* pair) {
+    return reinterpret_cast<Floats>(*reinterpret_cast<const Ints*>(pair) << 16);
+  }
+  static Floats odd(const uint16_t* pair) {
+    return reinterpret_cast<Floats>(*reinterpret_cast<const Ints*>(pair) & ~0xffff);
+  }
+};
+
+constexpr int64_t PANEL = 16;  // columns
+
 struct Float16 {
   typedef uint16_t Stored;
+  static constexpr bool PACKED = false;
   static Floats load(const uint16_t* from) {
     // Exponent and mantissa in float32's places, then the exponent's bias is
     // made up for by a multiplication, which subnormals survive.
@@ -94,27 +113,71 @@ inline Floats exp2_vector(Floats x) {
   return x < -126.f ? Floats{} : value;
 }
 
-// C[ROWS, VECTORS * LANES] += A[ROWS, inner] B[inner, VECTORS * LANES]
+// A matrix in the cache, from one of its rows on. If packed, `stride` is from panel to panel.
+template <class Cache>
+struct Stored2D {
+  const typename Cache::Stored* data;
+  int64_t stride, first;
+
+  Stored2D from(int64_t row) const { return {data, stride, first + row}; }
+
+  // Packed: the pair that has this row.
+  const typename Cache::Stored* at(int64_t row, int64_t column) const {
+    if constexpr (Cache::PACKED)
+      return data + column / PANEL * stride + (first + row) / 2 * 2 * PANEL + column % PANEL * 2;
+    else
+      return data + (first + row) * stride + column;
+  }
+
+  Floats load(int64_t row, int64_t column) const {
+    if constexpr (Cache::PACKED)
+      return (first + row) % 2 ? Cache::odd(at(row, column)) : Cache::even(at(row, column));
+    else
+      return Cache::load(at(row, column));
+  }
+};
+
+// C[ROWS, VECTORS * LANES] += A[ROWS, inner] B[inner, VECTORS * LANES], from a column of B on.
 template <class Cache, int ROWS, int VECTORS>
-void multiply_tile(const float* a, int64_t a_stride, const typename Cache::Stored* b,
-                   int64_t b_stride, int64_t inner, float* c, int64_t c_stride) {
+void multiply_tile(const float* a, int64_t a_stride, const Stored2D<Cache>& b, int64_t column,
+                   int64_t inner, float* c, int64_t c_stride) {
   Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 2
     for (int vector = 0; vector < VECTORS; ++vector)
       sums[row][vector] = Float32::load(c + row * c_stride + vector * LANES);
-  for (int64_t k = 0; k < inner; ++k) {
+  const auto add = [&](int64_t k) {
     Floats loaded[VECTORS];
 #pragma GCC unroll 2
     for (int vector = 0; vector < VECTORS; ++vector)
-      loaded[vector] = Cache::load(b + k * b_stride + vector * LANES);
+      loaded[vector] = b.load(k, column + vector * LANES);
 #pragma GCC unroll 8
     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 2
       for (int vector = 0; vector < VECTORS; ++vector)
         sums[row][vector] += a[row * a_stride + k] * loaded[vector];
+  };
+  int64_t k = 0;
+  if constexpr (Cache::PACKED) {
+    if (b.first % 2 && inner > 0) add(k++);
+    for (; k + 1 < inner; k += 2) {
+      Floats even[VECTORS], odd[VECTORS];
+#pragma GCC unroll 2
+      for (int vector = 0; vector < VECTORS; ++vector) {
+        const typename Cache::Stored* pair = b.at(k, column + vector * LANES);
+        even[vector] = Cache::even(pair), odd[vector] = Cache::odd(pair);
+      }
+#pragma GCC unroll 8
+      for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+        for (int vector = 0; vector < VECTORS; ++vector) {
+          sums[row][vector] += a[row * a_stride + k] * even[vector];
+          sums[row][vector] += a[row * a_stride + k + 1] * odd[vector];
+        }
+    }
   }
+  for (; k < inner; ++k) add(k);
 #pragma GCC unroll 8
   for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 2
@@ -123,26 +186,26 @@ void multiply_tile(const float* a, int64_t a_stride, const typename Cache::Store
 }
 
 template <class Cache, int ROWS>
-void multiply_rows(const float* a, int64_t a_stride, const typename Cache::Stored* b,
-                   int64_t b_stride, int64_t inner, float* c, int64_t c_stride, int64_t columns) {
+void multiply_rows(const float* a, int64_t a_stride, const Stored2D<Cache>& b, int64_t inner,
+                   float* c, int64_t c_stride, int64_t columns) {
   int64_t column = 0;
   for (; column + 2 * LANES <= columns; column += 2 * LANES)
-    multiply_tile<Cache, ROWS, 2>(a, a_stride, b + column, b_stride, inner, c + column, c_stride);
+    multiply_tile<Cache, ROWS, 2>(a, a_stride, b, column, inner, c + column, c_stride);
   if (column < columns)
-    multiply_tile<Cache, ROWS, 1>(a, a_stride, b + column, b_stride, inner, c + column, c_stride);
+    multiply_tile<Cache, ROWS, 1>(a, a_stride, b, column, inner, c + column, c_stride);
 }
 
 // C[rows, columns] += A[rows, inner] B[inner, columns]; columns: a multiple of LANES.
 template <class Cache>
-void multiply(const float* a, int64_t a_stride, const typename Cache::Stored* b, int64_t b_stride,
-              int64_t rows, int64_t inner, float* c, int64_t c_stride, int64_t columns) {
+void multiply(const float* a, int64_t a_stride, const Stored2D<Cache>& b, int64_t rows,
+              int64_t inner, float* c, int64_t c_stride, int64_t columns) {
   for (int64_t row = 0; row < rows; row += ROW_TILE) {
     const float* own_a = a + row * a_stride;
     float* own_c = c + row * c_stride;
     switch (std::min<int64_t>(ROW_TILE, rows - row)) {
-#define TILE(n)                                                                                \
-  case n:                                                                                      \
-    multiply_rows<Cache, n>(own_a, a_stride, b, b_stride, inner, own_c, c_stride, columns);    \
+#define TILE(n)                                                                      \
+  case n:                                                                            \
+    multiply_rows<Cache, n>(own_a, a_stride, b, inner, own_c, c_stride, columns);    \
     break;
       TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8)
 #undef TILE
@@ -182,6 +245,7 @@ namespace {
 
 struct CacheShape {
   int64_t key_heads, head_size, block_size;
+  bool packed;
 };
 
 // Sums of one part of the context: what the softmax has seen so far.
@@ -232,10 +296,10 @@ inline bool sees(const TreeBatch& given, int64_t request, int64_t query, int64_t
 }
 
 template <class Cache>
-inline bool is_finite(const typename Cache::Stored* values, int64_t size) {
+inline bool is_finite(const Stored2D<Cache>& values, int64_t key, int64_t size) {
   Floats rest = {};
   for (int64_t column = 0; column < size; column += LANES) {
-    const Floats value = Cache::load(values + column);
+    const Floats value = values.load(key, column);
     rest += value - value;  // 0, or NaN
   }
   for (int lane = 0; lane < LANES; ++lane)
@@ -296,14 +360,16 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
   const int64_t end = context + given.num_nodes[request];
   for (int64_t block = first; block < last; ++block) {
     const int64_t number = given.block_table[request * given.table_stride + block];
-    const typename Cache::Stored* keys =
+    const typename Cache::Stored* stored =
         static_cast<const typename Cache::Stored*>(cache) +
         (number * given.key_heads + key_head) * 2 * size * block_size;
-    const typename Cache::Stored* values = keys + size * block_size;
+    const Stored2D<Cache> keys{stored, Cache::PACKED ? PANEL * size : block_size, 0};
+    const Stored2D<Cache> values{stored + size * block_size,
+                                 Cache::PACKED ? PANEL * block_size : size, 0};
     const int64_t start = block * block_size, used = std::min(block_size, end - start);
     const int64_t columns = (used + LANES - 1) / LANES * LANES;
     for (int64_t row = 0; row < rows; ++row) std::fill_n(scores + row * block_size, columns, 0.f);
-    multiply<Cache>(query, size, keys, block_size, rows, size, scores, block_size, columns);
+    multiply<Cache>(query, size, keys, rows, size, scores, block_size, columns);
     if (given.soft_cap > 0.f)
       for (int64_t row = 0; row < rows; ++row)
         cap_softly(scores + row * block_size, columns, given.soft_cap);
@@ -319,15 +385,15 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
     for (int64_t key = from; key <= used; ++key) {
       const int64_t slot = start + key;
       const bool all_see = slot >= highest && slot < context;
-      if (key < used && (all_see || is_finite<Cache>(values + key * size, size))) continue;
-      multiply<Cache>(scores + from, block_size, values + from * size, size, rows, key - from,
-                      sums.output, size, size);
+      if (key < used && (all_see || is_finite<Cache>(values, key, size))) continue;
+      multiply<Cache>(scores + from, block_size, values.from(from), rows, key - from, sums.output,
+                      size, size);
       from = key + 1;
       if (key < used && slot >= context) __atomic_store_n(given.spoilt, 1, __ATOMIC_RELAXED);
       for (int64_t row = 0; key < used && row < rows; ++row)
         if (sees(given, request, row / group, slot))
-          multiply<Cache>(scores + row * block_size + key, block_size, values + key * size, size,
-                          1, 1, sums.output + row * size, size, size);
+          multiply<Cache>(scores + row * block_size + key, block_size, values.from(key), 1, 1,
+                          sums.output + row * size, size, size);
     }
   }
 }
@@ -428,13 +494,18 @@ void move(Stored* cache, const CacheShape& shape, const int64_t* source, const i
           int64_t count, Stored* kept) {
   const int64_t size = shape.head_size, block_size = shape.block_size;
   const auto each = [&](int64_t slot, int64_t head, Stored* token, bool read) {
-    Stored* keys = cache + (slot / block_size * shape.key_heads + head) * 2 * size * block_size +
-                   slot % block_size;
-    Stored* values = keys - slot % block_size + size * block_size + slot % block_size * size;
+    Stored* keys = cache + (slot / block_size * shape.key_heads + head) * 2 * size * block_size;
+    Stored* values = keys + size * block_size;
+    const int64_t place = slot % block_size;
     for (int64_t i = 0; i < size; ++i) {
-      Stored& key = keys[i * block_size];
-      if (read) token[i] = key, token[size + i] = values[i];
-      else key = token[i], values[i] = token[size + i];
+      Stored& key = keys[shape.packed ? place / PANEL * PANEL * size + i / 2 * 2 * PANEL +
+                                            place % PANEL * 2 + i % 2
+                                      : i * block_size + place];
+      Stored& value = values[shape.packed ? i / PANEL * PANEL * block_size +
+                                                place / 2 * 2 * PANEL + i % PANEL * 2 + place % 2
+                                          : place * size + i];
+      if (read) token[i] = key, token[size + i] = value;
+      else key = token[i], value = token[size + i];
     }
   };
   for (int64_t head = 0; head < shape.key_heads; ++head) {
@@ -448,11 +519,12 @@ void move(Stored* cache, const CacheShape& shape, const int64_t* source, const i
 extern "C" const int64_t sequoia_lanes = LANES;
 
 // Copies tokens between slots of several layers' caches, all reads of a layer
-// before its writes. element_size: 2 or 4 bytes.
+// before its writes. element_size: 2 or 4 bytes; packed: 1 or 0.
 extern "C" void sequoia_move_tokens(void* const* caches, int64_t num_caches, int64_t element_size,
-                                    int64_t key_heads, int64_t head_size, int64_t block_size,
-                                    const int64_t* source, const int64_t* target, int64_t count) {
-  const CacheShape shape{key_heads, head_size, block_size};
+                                    int64_t packed, int64_t key_heads, int64_t head_size,
+                                    int64_t block_size, const int64_t* source,
+                                    const int64_t* target, int64_t count) {
+  const CacheShape shape{key_heads, head_size, block_size, packed != 0};
   std::vector<uint32_t> kept(count * 2 * head_size);
   for (int64_t i = 0; i < num_caches; ++i) {
     if (element_size == 4)
@@ -465,7 +537,8 @@ extern "C" void sequoia_move_tokens(void* const* caches, int64_t num_caches, int
 
 // Query and output: [tokens, heads, head_size] with these strides between tokens,
 // and the cache [blocks, key_heads, 2 * head_size * block_size], all in the dtype
-// that TreeBatch names: 0 float32, 1 bfloat16, 2 float16. Sinks: [heads], or null.
+// that TreeBatch names: 0 float32, 1 bfloat16, 2 float16, 3 bfloat16 in a packed cache.
+// Sinks: [heads], or null.
 extern "C" void sequoia_tree_attention(const TreeBatch* batch, const void* query,
                                        int64_t query_stride, void* output, int64_t output_stride,
                                        const void* cache, const float* sinks) {
@@ -473,6 +546,8 @@ extern "C" void sequoia_tree_attention(const TreeBatch* batch, const void* query
     run<Float32>(*batch, query, query_stride, output, output_stride, cache, sinks);
   else if (batch->dtype == 1)
     run<BFloat16>(*batch, query, query_stride, output, output_stride, cache, sinks);
+  else if (batch->dtype == 3)
+    run<PackedBFloat16>(*batch, query, query_stride, output, output_stride, cache, sinks);
   else
     run<Float16>(*batch, query, query_stride, output, output_stride, cache, sinks);
 }

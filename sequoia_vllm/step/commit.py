@@ -43,8 +43,9 @@ class TargetCaches:
             accepted_nodes: int ``[B, D]``, -1 padded.
         """
         self._groups = self._groups or [
-            (names[0], CacheGroup([kv_caches[name] for name in names]))
+            (names[0], CacheGroup([kv_caches[name] for name in names], packed))
             for names in layers_by_cache(kv_caches, metadata)
+            for packed in [metadata[names[0]].tree.is_packed(kv_caches[names[0]])]
         ]
         place = torch.arange(1, accepted_nodes.shape[1] + 1)
         moves = (accepted_nodes >= 0) & (accepted_nodes != place)
@@ -59,4 +60,4 @@ class TargetCaches:
                 is_left = node > (accepted_nodes >= 0).sum(dim=1)[:, None]
                 left = slots[(rows + node)[is_left & (node < num_nodes[:, None])]]
                 for cache in caches.kv_caches:
-                    clear_tokens(cache, left)
+                    clear_tokens(cache, left, caches.packed)

@@ -6,7 +6,12 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from sequoia_vllm.attention.cpu_kernel import TreeQueries, keys_and_values
+from sequoia_vllm.attention.cpu_kernel import (
+    PACKED_ISA,
+    TreeQueries,
+    keys_and_values,
+    packed_keys_and_values,
+)
 from sequoia_vllm.engine.runner import cpu_attention
 from sequoia_vllm.engine.runner.cpu_attention import (
     CPUTreeAttentionImpl,
@@ -16,6 +21,7 @@ from tests.oracles.attention import dense_attention, random_ancestors
 
 BLOCK = 32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HAS_AMX = torch.cpu._is_amx_tile_supported()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 
@@ -33,10 +39,13 @@ def write(kv_cache, keys, values, slots, isa):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 112, 128, 192, 256])
-@pytest.mark.parametrize("isa", ["vec", "vec16"])
+@pytest.mark.parametrize("isa", ["vec", "vec16"] + [PACKED_ISA] * HAS_AMX)
 def test_layout_is_that_of_vllms_own_cache_update(dtype, head_size, isa):
-    if isa == "vec" and head_size % 32:
+    if isa != "vec16" and head_size % 32:
         isa = isa_for(head_size)
+    is_packed = isa == PACKED_ISA
+    if is_packed:
+        dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(head_size)
     kv_cache = torch.zeros(5, 2, BLOCK, 2 * head_size, dtype=dtype)
     keys = torch.randn(70, 2, head_size, generator=generator).to(dtype)
@@ -47,6 +56,11 @@ def test_layout_is_that_of_vllms_own_cache_update(dtype, head_size, isa):
     kept = slots >= 0
     block, offset = slots[kept] // BLOCK, slots[kept] % BLOCK
     found_keys, found_values = keys_and_values(kv_cache)
+    if is_packed:
+        shape = 5, 2, BLOCK, head_size
+        found_keys, found_values = (
+            part.reshape(shape) for part in packed_keys_and_values(kv_cache)
+        )
     assert torch.equal(found_keys[block, :, offset], keys[kept])
     assert torch.equal(found_values[block, :, offset], values[kept])
     assert int((kv_cache != 0).sum()) == int((keys[kept] != 0).sum() + (values[kept] != 0).sum())
@@ -59,16 +73,17 @@ def way(request, monkeypatch):
         monkeypatch.setattr(cpu_attention, "load_kernels", lambda: None)
     else:
         assert cpu_attention.load_kernels() is not None
+        torch.cpu._init_amx()
+    return request.param
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_size"),
     [(2, 2, 32), (6, 2, 64), (8, 1, 80), (4, 4, 128), (8, 2, 256), (3, 1, 192)],
 )
-def test_mixed_batches_equal_a_dense_reference(seed, dtype, heads, kv_heads, head_size):
+def test_mixed_batches_equal_a_dense_reference(way, seed, dtype, heads, kv_heads, head_size):
     """Full and trimmed trees, plain decodes and prefill chunks, shuffled in one batch.
 
     With the seed's last bit set there are trees only, which takes the path
@@ -76,6 +91,8 @@ def test_mixed_batches_equal_a_dense_reference(seed, dtype, heads, kv_heads, hea
     """
     generator = torch.Generator().manual_seed(100 * seed + head_size)
     isa = isa_for(head_size)
+    if HAS_AMX and dtype == torch.bfloat16 and isa == "vec" and way == "kernel":
+        isa = PACKED_ISA
     only_trees = bool(seed % 2)
     tree = random_ancestors(9, generator)
     kinds = ["tree", "trimmed", "tree"] if only_trees else [

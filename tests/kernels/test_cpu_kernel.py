@@ -10,9 +10,11 @@ from sequoia_vllm import cpp_library
 from sequoia_vllm.attention.cpu_kernel import (
     AttentionShape,
     TreeQueries,
+    clear_tokens,
     gather_context,
     keys_and_values,
     load_kernels,
+    packed_keys_and_values,
 )
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
 from sequoia_vllm.drafting.tree_tables import TreeTables
@@ -29,15 +31,16 @@ def test_it_has_the_vectors_of_its_machine():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("parts", [slice(2), slice(1, 2)])  # keys and values, or values alone
-@pytest.mark.parametrize(("dtype", "window", "soft_cap"), [
-    (torch.float32, None, 0.0), (torch.bfloat16, 40, 0.0), (torch.float16, None, 3.0),
+@pytest.mark.parametrize(("dtype", "window", "soft_cap", "packed"), [
+    (torch.float32, None, 0.0, False), (torch.bfloat16, 40, 0.0, False),
+    (torch.float16, None, 3.0, False), (torch.bfloat16, 40, 0.0, True),
 ])  # fmt: skip
 def test_what_is_not_finite_reaches_only_the_nodes_that_see_it(
-    value, parts, dtype, window, soft_cap
+    value, parts, dtype, window, soft_cap, packed
 ):
     """By the compiled kernel and in torch. All rows but those are the same to the bit."""
     generator = torch.Generator().manual_seed(5)
-    shape = AttentionShape(4, 2, 16, BLOCK, 0.5, dtype, window, soft_cap)
+    shape = AttentionShape(4, 2, 16, BLOCK, 0.5, dtype, window, soft_cap, packed)
     contexts, sizes, spoilt = torch.tensor([70, 2]), torch.tensor([6, 5]), 2
     ancestors = TreeTables(TokenTree((-1, 0, 0, 1, 2, 2)), torch.device("cpu")).ancestors
     table = torch.randperm(8, generator=generator).view(2, 4).to(torch.int32)
@@ -51,7 +54,8 @@ def test_what_is_not_finite_reaches_only_the_nodes_that_see_it(
             torch.arange(12).view(2, 6), table, contexts, sizes, ancestors, 76, only_trees=True
         )
         output = torch.zeros(12, 4, 16, dtype=dtype)
-        trees.for_kernel(shape).attend(load_kernels(), query.flatten(0, 1), cache, output)
+        stored = packed_copy(cache) if packed else cache
+        trees.for_kernel(shape).attend(load_kernels(), query.flatten(0, 1), stored, output)
         assert trees.spoilt.item() == (written != 0)
         keys, values = gather_context(cache, table)
         mask = tree_attention_mask(contexts, ancestors, keys.shape[2], dtype, window)
@@ -63,6 +67,24 @@ def test_what_is_not_finite_reaches_only_the_nodes_that_see_it(
         torch.testing.assert_close(after[is_apart], before[is_apart], atol=5e-3, rtol=1e-2)
         assert not after[~is_apart].isfinite().all(dim=-1).any()
     assert torch.equal(found[0][0][is_apart], found[1][0][is_apart])
+
+
+def packed_copy(cache):
+    """The same cache in the layout that CPUs with AMX have."""
+    copy = torch.empty_like(cache)
+    for part, given in zip(packed_keys_and_values(copy), keys_and_values(cache), strict=True):
+        part.copy_(given.reshape(part.shape))
+    return copy
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_slots_are_cleared(packed):
+    cache = torch.randn(3, 2, BLOCK, 32).bfloat16()
+    cleared = packed_copy(cache) if packed else cache.clone()
+    clear_tokens(cleared, torch.tensor([BLOCK + 5, 2 * BLOCK]), packed)
+    for part in keys_and_values(cache):
+        part[1, :, 5] = part[2, :, 0] = 0
+    assert torch.equal(cleared, packed_copy(cache) if packed else cache)
 
 
 def test_without_a_compiler_there_is_no_kernel(monkeypatch, caplog, tmp_path):

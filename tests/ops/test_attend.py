@@ -1,12 +1,19 @@
 """Tree attention is plain attention: every node sees its context, its ancestors and itself."""
 
 import itertools
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from sequoia_vllm.attention.cpu_kernel import TreeQueries, keys_and_values, load_kernels
+from sequoia_vllm.attention.cpu_kernel import (
+    PACKED_ISA,
+    TreeQueries,
+    keys_and_values,
+    load_kernels,
+    packed_keys_and_values,
+)
 from tests.kernels.conftest import INTERPRETED
 from tests.support.attending import UNTOUCHED, Batch
 from tests.support.builds import attention_for_avx2
@@ -48,9 +55,16 @@ def on_host(batch, window=None, soft_cap=0.0, sinks=None):
         int((contexts + ends).max()), only_trees=True,
     )  # fmt: skip
     blocks, block_size, key_heads, head_size = batch.keys.shape
-    cache = torch.empty(blocks, key_heads, block_size, 2 * head_size, dtype=batch.keys.dtype)
-    for part, given in zip(keys_and_values(cache), (batch.keys, batch.values), strict=True):
-        part.copy_(given.transpose(1, 2))
+    shape, dtype = (blocks, key_heads, block_size, 2 * head_size), batch.keys.dtype
+    cache, packed = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    given = [part.transpose(1, 2) for part in (batch.keys, batch.values)]
+    for part, wanted in zip(keys_and_values(cache), given, strict=True):
+        part.copy_(wanted)
+    layouts = [(cache, "vec")]
+    if dtype == torch.bfloat16 and block_size % 16 == head_size % 16 == 0:
+        for part, wanted in zip(packed_keys_and_values(packed), given, strict=True):
+            part.copy_(wanted.reshape(part.shape))
+        layouts.append((packed, PACKED_ISA))
     impl = object.__new__(cpu_attention.CPUTreeAttentionImpl)
     vars(impl).update(
         num_heads=batch.query.shape[1], num_kv_heads=key_heads, head_size=head_size, sinks=sinks,
@@ -58,12 +72,15 @@ def on_host(batch, window=None, soft_cap=0.0, sinks=None):
     )  # fmt: skip
     ways = [(2, load_kernels)] * bool(contexts.max() > 999)
     ways += [(1, load_kernels), (1, attention_for_avx2)]
-    for threads, load in [*ways, *[(1, lambda: None)] * (cache.dtype == torch.float32)]:
+    if dtype == torch.float32:
+        ways.append((1, lambda: None))
+    for (stored, isa), (threads, load) in itertools.product(layouts, ways):
         torch.set_num_threads(threads)
         trees._batches.clear()
+        vars(impl).pop("_shape", None)
         output = torch.full_like(batch.query, UNTOUCHED)
         with patch.object(cpu_attention, "load_kernels", load):
-            impl._forward_trees(None, batch.query, cache, trees, output)
+            impl._forward_trees(SimpleNamespace(isa=isa), batch.query, stored, trees, output)
         yield output.float()
 
 
@@ -208,6 +225,9 @@ def host_cases():
         ):  # fmt: skip
             own, how = {**options, "is_block": is_block}, {"window": window, **scores}
             yield "windows", ([1500, 3, 65, 0], [6] * 4), own, 1, how
+        options["dtype"] = torch.bfloat16  # also packed
+        for window in (2, 31, 70, None):
+            yield "windows", ([1500, 3, 65, 0], [6] * 4), options, 1, {"window": window}
 
 
 CASES = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sequoia_vllm.attention import cpu_kernel
-from sequoia_vllm.attention.cpu_kernel import keys_and_values
+from sequoia_vllm.attention.cpu_kernel import keys_and_values, packed_keys_and_values
 from sequoia_vllm.step.commit import TargetCaches
 from tests.kernels.conftest import INTERPRETED
 from tests.oracles.attention import commit_reference
@@ -34,18 +34,26 @@ def on_host(caches, block_table, contexts, accepted):
     columns = (positions // size).clamp(max=block_table.shape[1] - 1)
     slots = block_table.long().gather(1, columns.long()) * size + positions % size
     rows, nodes = torch.arange(len(contexts)) * NODES, torch.full((len(contexts),), NODES)
-    sound = SimpleNamespace(spoilt=False)
-    metadata = SimpleNamespace(slot_mapping=slots.flatten(), tree=sound)
-    for load in (cpu_kernel.load_kernels, lambda: None):
+    ways = [(cpu_kernel.load_kernels, False), (lambda: None, False)]
+    if caches[0].element_size() == 2 and size % 16 == caches[0].shape[3] % 32 == 0:
+        ways.append((cpu_kernel.load_kernels, True))
+    for load, packed in ways:
+        by_token = packed_keys_and_values if packed else keys_and_values
+        tree = SimpleNamespace(spoilt=False, is_packed=lambda cache, packed=packed: packed)
+        metadata = SimpleNamespace(slot_mapping=slots.flatten(), tree=tree)
         stored = {cache.data_ptr(): torch.empty_like(cache) for cache in caches}
         layers = [stored[cache.data_ptr()] for cache in caches]
         for cache, layer in zip(caches, layers, strict=True):
-            for part, given in zip(keys_and_values(layer), cache.chunk(2, dim=3), strict=True):
-                part.copy_(given)
+            for part, given in zip(by_token(layer), cache.chunk(2, dim=3), strict=True):
+                part.copy_(given.reshape(part.shape))
         named = {str(place): layer for place, layer in enumerate(layers)}
         with patch.object(cpu_kernel, "load_kernels", load):
             TargetCaches().commit(named, dict.fromkeys(named, metadata), rows, nodes, accepted)
-        yield [torch.cat(keys_and_values(layer), dim=3) for layer in layers]
+        halves = [cache.chunk(2, dim=3)[0].shape for cache in caches]
+        yield [
+            torch.cat([part.reshape(half) for part in by_token(layer)], dim=3)
+            for layer, half in zip(layers, halves, strict=True)
+        ]
 
 
 def check(caches, block_table, context_lens, accepted):

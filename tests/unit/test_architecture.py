@@ -277,13 +277,13 @@ def test_tests_that_start_engines_say_so():
 # Lines of Python in each room when its ceiling was last set. They may grow by `SLACK` until then.
 # `python -m tests.unit.test_architecture` prints today's: set them with each release.
 LINES = {
-    "adaptation": 1_068, "attention": 408, "bench": 1_865, "benchmarks": 6_826, "calibration": 582,
+    "adaptation": 1_068, "attention": 436, "bench": 1_865, "benchmarks": 6_826, "calibration": 582,
     "cli": 2_589, "drafters": 1_580, "drafting": 1_425, "engine": 13_808, "examples": 1_947,
     "hardware": 2_713, "kernels": 5_436, "library": 1_004, "measuring": 812, "metrics": 486,
-    "sequoia_vllm": 1_408, "step": 887, "tests": 51_600, "tree": 619, "verification": 1_385,
+    "sequoia_vllm": 1_408, "step": 887, "tests": 51_700, "tree": 619, "verification": 1_385,
     "verifying": 513, "vocabulary": 376,
 }  # fmt: skip
-SLACK, MOST = 1.03, 101_500  # of a room; of all
+SLACK, MOST = 1.03, 101_800  # of a room; of all
 
 
 def lines_by_room() -> dict[str, int]:

@@ -601,7 +601,8 @@ def test_what_is_not_finite_is_cleared_behind_the_paths(spoilt, left):
     stored = [part for cache in caches.values() for part in keys_and_values(cache)]
     for part in stored:
         part.copy_(torch.arange(1.0, 9.0).view(2, 1, 4, 1))
-    step = SimpleNamespace(slot_mapping=torch.arange(8), tree=SimpleNamespace(spoilt=spoilt))
+    tree = SimpleNamespace(spoilt=spoilt, is_packed=lambda cache: False)
+    step = SimpleNamespace(slot_mapping=torch.arange(8), tree=tree)
     first_row, num_nodes = torch.tensor([0, 4]), torch.tensor([4, 3])
     paths = torch.tensor([[1, 3], [-1, -1]])
     TargetCaches().commit(caches, dict.fromkeys(caches, step), first_row, num_nodes, paths)

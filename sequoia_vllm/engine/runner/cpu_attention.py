@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.attention.cpu_kernel import (
+    PACKED_ISA,
     SUPPORTED_ISA,
     AttentionShape,
     TreeQueries,
@@ -64,13 +65,11 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # "amx" packs keys in tiles; "vec" reads and writes the same cache for
-        # the same dtypes, in the layout of attention/cpu_kernel.py.
-        if self.isa not in SUPPORTED_ISA:
-            # The cache layout that our kernel reads.
+        kernels = load_kernels()  # compiled now, not in the first step
+        # "vec" reads and writes the same cache for the same dtypes, in a layout that torch reads.
+        if self.isa not in (*SUPPORTED_ISA, *[PACKED_ISA] * (kernels is not None)):
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
-        load_kernels()  # compiled now, not in the first step
 
 
 class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
@@ -90,7 +89,7 @@ class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
         if (shape := self._shape) is None:
             shape = self._shape = _shape_of_layers(
                 self.num_heads, self.num_kv_heads, self.head_size, kv_cache.shape[2], self.scale,
-                kv_cache.dtype, window_of(self), self.logits_soft_cap,
+                kv_cache.dtype, window_of(self), self.logits_soft_cap, layer.isa == PACKED_ISA,
             )  # fmt: skip
         kernels = load_kernels()
         if kernels is not None and shape.supported:

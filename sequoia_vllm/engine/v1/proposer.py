@@ -16,7 +16,7 @@ from vllm.model_executor.models import supports_multimodal
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from sequoia_vllm.attention.cpu_kernel import TreeQueries, clear_tokens
+from sequoia_vllm.attention.cpu_kernel import PACKED_ISA, TreeQueries, clear_tokens
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.dynamic_trees import DynamicGrowth, SharedNodes
 from sequoia_vllm.drafting.tree_tables import DraftLevels
@@ -314,7 +314,8 @@ class TreeProposerV1(DraftModelProposer):
         if tree.spoilt:  # else NaN would reach the next tokens that vLLM's kernel reads
             layers = self.vllm_config.compilation_config.static_forward_context
             for name in self._draft_attn_layer_names:
-                clear_tokens(layers[name].kv_cache, slots[slots != PADDING_SLOT])
+                packed = getattr(layers[name], "isa", None) == PACKED_ISA
+                clear_tokens(layers[name].kv_cache, slots[slots != PADDING_SLOT], packed)
         return logits
 
     def _forward(
