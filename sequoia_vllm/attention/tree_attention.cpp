@@ -66,8 +66,6 @@ struct PackedBFloat16 : BFloat16 {
   }
 };
 
-constexpr int64_t PANEL = 16;  // columns
-
 struct Float16 {
   typedef uint16_t Stored;
   static constexpr bool PACKED = false;
@@ -113,6 +111,13 @@ inline Floats exp2_vector(Floats x) {
   return x < -126.f ? Floats{} : value;
 }
 
+constexpr int64_t PANEL = 16;  // columns
+
+// Where the pair of numbers that has this one lies in a packed matrix, panels so far apart.
+inline int64_t pair_at(int64_t row, int64_t column, int64_t panels) {
+  return column / PANEL * panels + row / 2 * 2 * PANEL + column % PANEL * 2;
+}
+
 // A matrix in the cache, from one of its rows on. If packed, `stride` is from panel to panel.
 template <class Cache>
 struct Stored2D {
@@ -124,7 +129,7 @@ struct Stored2D {
   // Packed: the pair that has this row.
   const typename Cache::Stored* at(int64_t row, int64_t column) const {
     if constexpr (Cache::PACKED)
-      return data + column / PANEL * stride + (first + row) / 2 * 2 * PANEL + column % PANEL * 2;
+      return data + pair_at(first + row, column, stride);
     else
       return data + (first + row) * stride + column;
   }
@@ -498,11 +503,9 @@ void move(Stored* cache, const CacheShape& shape, const int64_t* source, const i
     Stored* values = keys + size * block_size;
     const int64_t place = slot % block_size;
     for (int64_t i = 0; i < size; ++i) {
-      Stored& key = keys[shape.packed ? place / PANEL * PANEL * size + i / 2 * 2 * PANEL +
-                                            place % PANEL * 2 + i % 2
+      Stored& key = keys[shape.packed ? pair_at(i, place, PANEL * size) + i % 2
                                       : i * block_size + place];
-      Stored& value = values[shape.packed ? i / PANEL * PANEL * block_size +
-                                                place / 2 * 2 * PANEL + i % PANEL * 2 + place % 2
+      Stored& value = values[shape.packed ? pair_at(place, i, PANEL * block_size) + place % 2
                                           : place * size + i];
       if (read) token[i] = key, token[size + i] = value;
       else key = token[i], value = token[size + i];

@@ -6,18 +6,14 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from sequoia_vllm.attention.cpu_kernel import (
-    PACKED_ISA,
-    TreeQueries,
-    keys_and_values,
-    packed_keys_and_values,
-)
+from sequoia_vllm.attention.cpu_kernel import PACKED_ISA, TreeQueries
 from sequoia_vllm.engine.runner import cpu_attention
 from sequoia_vllm.engine.runner.cpu_attention import (
     CPUTreeAttentionImpl,
     CPUTreeAttentionMetadata,
 )
 from tests.oracles.attention import dense_attention, random_ancestors
+from tests.support.caches import loaded
 
 BLOCK = 32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -55,12 +51,7 @@ def test_layout_is_that_of_vllms_own_cache_update(dtype, head_size, isa):
     write(kv_cache, keys, values, slots, isa)
     kept = slots >= 0
     block, offset = slots[kept] // BLOCK, slots[kept] % BLOCK
-    found_keys, found_values = keys_and_values(kv_cache)
-    if is_packed:
-        shape = 5, 2, BLOCK, head_size
-        found_keys, found_values = (
-            part.reshape(shape) for part in packed_keys_and_values(kv_cache)
-        )
+    found_keys, found_values = loaded(kv_cache, is_packed)
     assert torch.equal(found_keys[block, :, offset], keys[kept])
     assert torch.equal(found_values[block, :, offset], values[kept])
     assert int((kv_cache != 0).sum()) == int((keys[kept] != 0).sum() + (values[kept] != 0).sum())

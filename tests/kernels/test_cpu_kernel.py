@@ -14,12 +14,12 @@ from sequoia_vllm.attention.cpu_kernel import (
     gather_context,
     keys_and_values,
     load_kernels,
-    packed_keys_and_values,
 )
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.tree import TokenTree
 from tests.support.builds import attention_for_avx2
+from tests.support.caches import stored
 
 BLOCK = 32
 
@@ -54,8 +54,8 @@ def test_what_is_not_finite_reaches_only_the_nodes_that_see_it(
             torch.arange(12).view(2, 6), table, contexts, sizes, ancestors, 76, only_trees=True
         )
         output = torch.zeros(12, 4, 16, dtype=dtype)
-        stored = packed_copy(cache) if packed else cache
-        trees.for_kernel(shape).attend(load_kernels(), query.flatten(0, 1), stored, output)
+        given = packed_copy(cache) if packed else cache
+        trees.for_kernel(shape).attend(load_kernels(), query.flatten(0, 1), given, output)
         assert trees.spoilt.item() == (written != 0)
         keys, values = gather_context(cache, table)
         mask = tree_attention_mask(contexts, ancestors, keys.shape[2], dtype, window)
@@ -70,11 +70,7 @@ def test_what_is_not_finite_reaches_only_the_nodes_that_see_it(
 
 
 def packed_copy(cache):
-    """The same cache in the layout that CPUs with AMX have."""
-    copy = torch.empty_like(cache)
-    for part, given in zip(packed_keys_and_values(copy), keys_and_values(cache), strict=True):
-        part.copy_(given.reshape(part.shape))
-    return copy
+    return stored(keys_and_values(cache), cache.shape, packed=True)
 
 
 @pytest.mark.parametrize("packed", [False, True])

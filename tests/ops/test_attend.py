@@ -7,16 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from sequoia_vllm.attention.cpu_kernel import (
-    PACKED_ISA,
-    TreeQueries,
-    keys_and_values,
-    load_kernels,
-    packed_keys_and_values,
-)
+from sequoia_vllm.attention.cpu_kernel import PACKED_ISA, TreeQueries, load_kernels
 from tests.kernels.conftest import INTERPRETED
 from tests.support.attending import UNTOUCHED, Batch
 from tests.support.builds import attention_for_avx2
+from tests.support.caches import stored
 from tests.support.chessboard import chessboard
 
 pytestmark = pytest.mark.usefixtures("bfloat16_products")
@@ -56,15 +51,11 @@ def on_host(batch, window=None, soft_cap=0.0, sinks=None):
     )  # fmt: skip
     blocks, block_size, key_heads, head_size = batch.keys.shape
     shape, dtype = (blocks, key_heads, block_size, 2 * head_size), batch.keys.dtype
-    cache, packed = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-    given = [part.transpose(1, 2) for part in (batch.keys, batch.values)]
-    for part, wanted in zip(keys_and_values(cache), given, strict=True):
-        part.copy_(wanted)
-    layouts = [(cache, "vec")]
+    sets = ["vec"]
     if dtype == torch.bfloat16 and block_size % 16 == head_size % 16 == 0:
-        for part, wanted in zip(packed_keys_and_values(packed), given, strict=True):
-            part.copy_(wanted.reshape(part.shape))
-        layouts.append((packed, PACKED_ISA))
+        sets.append(PACKED_ISA)
+    given = [part.transpose(1, 2) for part in (batch.keys, batch.values)]
+    caches = [stored(given, shape, isa == PACKED_ISA) for isa in sets]
     impl = object.__new__(cpu_attention.CPUTreeAttentionImpl)
     vars(impl).update(
         num_heads=batch.query.shape[1], num_kv_heads=key_heads, head_size=head_size, sinks=sinks,
@@ -74,13 +65,13 @@ def on_host(batch, window=None, soft_cap=0.0, sinks=None):
     ways += [(1, load_kernels), (1, attention_for_avx2)]
     if dtype == torch.float32:
         ways.append((1, lambda: None))
-    for (stored, isa), (threads, load) in itertools.product(layouts, ways):
+    for (isa, cache), (threads, load) in itertools.product(zip(sets, caches, strict=True), ways):
         torch.set_num_threads(threads)
         trees._batches.clear()
         vars(impl).pop("_shape", None)
         output = torch.full_like(batch.query, UNTOUCHED)
         with patch.object(cpu_attention, "load_kernels", load):
-            impl._forward_trees(SimpleNamespace(isa=isa), batch.query, stored, trees, output)
+            impl._forward_trees(SimpleNamespace(isa=isa), batch.query, cache, trees, output)
         yield output.float()
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sequoia_vllm.attention import cpu_kernel
-from sequoia_vllm.attention.cpu_kernel import keys_and_values, packed_keys_and_values
 from sequoia_vllm.step.commit import TargetCaches
 from tests.kernels.conftest import INTERPRETED
 from tests.oracles.attention import commit_reference
+from tests.support.caches import loaded, stored
 from tests.support.committing import CONTEXTS, PATHS, bits, random_cache, tables
 
 NODES = 32  # of the largest tree
@@ -38,22 +38,16 @@ def on_host(caches, block_table, contexts, accepted):
     if caches[0].element_size() == 2 and size % 16 == caches[0].shape[3] % 32 == 0:
         ways.append((cpu_kernel.load_kernels, True))
     for load, packed in ways:
-        by_token = packed_keys_and_values if packed else keys_and_values
         tree = SimpleNamespace(spoilt=False, is_packed=lambda cache, packed=packed: packed)
         metadata = SimpleNamespace(slot_mapping=slots.flatten(), tree=tree)
-        stored = {cache.data_ptr(): torch.empty_like(cache) for cache in caches}
-        layers = [stored[cache.data_ptr()] for cache in caches]
-        for cache, layer in zip(caches, layers, strict=True):
-            for part, given in zip(by_token(layer), cache.chunk(2, dim=3), strict=True):
-                part.copy_(given.reshape(part.shape))
+        own = {
+            cache.data_ptr(): stored(cache.chunk(2, dim=3), cache.shape, packed) for cache in caches
+        }
+        layers = [own[cache.data_ptr()] for cache in caches]
         named = {str(place): layer for place, layer in enumerate(layers)}
         with patch.object(cpu_kernel, "load_kernels", load):
             TargetCaches().commit(named, dict.fromkeys(named, metadata), rows, nodes, accepted)
-        halves = [cache.chunk(2, dim=3)[0].shape for cache in caches]
-        yield [
-            torch.cat([part.reshape(half) for part in by_token(layer)], dim=3)
-            for layer, half in zip(layers, halves, strict=True)
-        ]
+        yield [torch.cat(loaded(layer, packed), dim=3) for layer in layers]
 
 
 def check(caches, block_table, context_lens, accepted):

@@ -76,7 +76,7 @@ class MTPLayer(Drafter):
         """See `Drafter.lies_in`."""
         [name, *_] = target.get("architectures") or [""]
         text = target.get("text_config") or target
-        stated = {**target, **text}.get("num_nextn_predict_layers")
+        stated = text.get("num_nextn_predict_layers", target.get("num_nextn_predict_layers"))
         number = text.get("mtp_num_hidden_layers", stated)
         is_one = number == 1 or (number is None and _ONE_IF_UNSAID.fullmatch(name))
         return bool(is_one and _TARGETS.fullmatch(name))

@@ -20,16 +20,11 @@ class LayerDrafter(LevelHeadDrafter):
     def load(self, target_model: torch.nn.Module, target_layers: set[str]) -> torch.nn.Module:
         """See `TreeDrafter.load`; a sparse layer is loaded as one that attends to all tokens."""
         config = self.chains.speculative_config
-        architecture = config.draft_model_config.architectures[0]
-        if architecture not in SPARSE:
-            return super().load(target_model, target_layers)
-        if self.chains.vllm_config.attention_config.backend is not None:  # the user's, for sparse
-            config.attention_backend = AttentionBackendEnum.TRITON_MLA
-        if architecture == HY4:
-            layer = config.draft_model_config.hf_config
-            layer.layer_types = ["full_attention"] * layer.num_hidden_layers
+        if config.draft_model_config.architectures[0] not in SPARSE:
             return super().load(target_model, target_layers)
         _read_as_dense(config.draft_model_config)
+        if self.chains.vllm_config.attention_config.backend is not None:  # the user's, for sparse
+            config.attention_backend = AttentionBackendEnum.TRITON_MLA
         # Until: vLLM's class leaves out weights that a layer without an indexer does not have.
         with patched(DeepSeekMTP, "load_weights", _load_without_indexer):
             return super().load(target_model, target_layers)
@@ -48,12 +43,15 @@ class LayerDrafter(LevelHeadDrafter):
 
 
 def _read_as_dense(draft: Any) -> None:
-    """Makes vLLM build the layer of DeepSeek V3: the same one, without an indexer.
+    """Makes vLLM build the layer without an indexer: Hy4's, or DeepSeek V3's, which is the same.
 
     A draft may attend to more than it was trained for: verification keeps the target's law. Up to
     ``index_topk`` tokens both are the same. Beyond, an indexer in each of a tree's levels would
     need DeepGEMM's plan for it, and save the reading of one layer's latents.
     """
+    if draft.architectures[0] == HY4:
+        draft.hf_config.layer_types = ["full_attention"] * draft.hf_config.num_hidden_layers
+        return
     fields = draft.hf_config.to_dict()
     dense = DeepseekV3Config(**{k: v for k, v in fields.items() if not k.startswith("index_")})
     dense.model_type, dense.architectures = draft.hf_config.model_type, ["DeepSeekMTPModel"]

@@ -66,8 +66,9 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         kernels = load_kernels()  # compiled now, not in the first step
+        readable = SUPPORTED_ISA if kernels is None else (*SUPPORTED_ISA, PACKED_ISA)
         # "vec" reads and writes the same cache for the same dtypes, in a layout that torch reads.
-        if self.isa not in (*SUPPORTED_ISA, *[PACKED_ISA] * (kernels is not None)):
+        if self.isa not in readable:
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
 
