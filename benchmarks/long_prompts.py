@@ -27,6 +27,7 @@ def main(
     llm = LLM(
         model=model, dtype=dtype, max_model_len=2 * max(sizes), max_num_seqs=4,
         max_num_batched_tokens=2 * max(sizes), enable_prefix_caching=False,
+        kv_cache_memory_bytes=2 << 30,  # CPUs would fill their memory at start, and take minutes
         speculative_config=draft and {"method": "sequoia", "model": draft},
     )  # fmt: skip
     vocabulary = llm.model_config.get_vocab_size()

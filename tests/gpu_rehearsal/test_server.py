@@ -43,13 +43,16 @@ def test_a_server_replays_graphs_and_gives_plain_tokens(own_layer, tmp_path):
             temperature=0, max_tokens=TOKENS,
             extra_body={"ignore_eos": True, "return_token_ids": True, "detokenize": False},
         )  # fmt: skip
-        accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+        accepted, trees = (
+            sum(server.metric(f"vllm:spec_decode_num_{counted}_total"))
+            for counted in ("accepted_tokens", "drafts")
+        )
     found = [list(choice.token_ids) for choice in answer.choices]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     with running(None, model=target, skip_tokenizer_init=True) as llm:
         assert found == generated(llm, requests, params)
-    # How much is drafted adaptation decides, by the clock: on a busy machine little.
-    assert sum(accepted) > 1
+    # How many trees there are adaptation decides, by the clock. A draft model is right more often.
+    assert accepted > (0.3 if own_layer else 1.5) * trees > 0
     [report] = tmp_path.glob("graphs.*")
     replayed = json.loads(report.read_text())["replayed"]
     assert all(replayed[kind] > 0 for kind in ("DraftGraphs", "TreeGraphManager"))
